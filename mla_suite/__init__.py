@@ -1,0 +1,13 @@
+"""Multi-head latent attention (MLA) decode operators for PyTorch on any GPU.
+
+Importing this package registers `torch.ops.mla_suite.*`. It needs no GPU, no triton and no compiler. Where torch is not
+installed (the isolated environment in which `pip install .` builds the kernels) only the toolchain is usable.
+"""
+
+import importlib.util
+
+__version__ = "0.1.0"
+
+if importlib.util.find_spec("torch") is not None:
+    from mla_suite.core.debug import debug as debug
+    from mla_suite.ops import combine as combine

@@ -1,0 +1,1 @@
+"""Floor 1: records and rules that know no operator: arch, layouts, checks, library, tuning, dispatch."""

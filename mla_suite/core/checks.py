@@ -1,0 +1,52 @@
+"""Argument checks that read metadata only, so they also hold for fake tensors and symbolic sizes.
+
+Every message is one sentence: `<op>: <argument> <what was given>; <what is possible>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+INDEX = (torch.int32,)
+FLOAT32 = (torch.float32,)
+HALF = (torch.bfloat16, torch.float16)
+
+
+def fail(op: str, argument: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{op}: {argument} {given}; {possible}")
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def tensor(
+    op: str,
+    argument: str,
+    value: torch.Tensor,
+    *,
+    rank: int | Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    like: torch.Tensor | None = None,
+    last_contiguous: bool = True,
+) -> None:
+    """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided."""
+    ranks = (rank,) if isinstance(rank, int) else tuple(rank)
+    if value.dim() not in ranks:
+        fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {' or '.join(map(str, ranks))} dimensions")
+    if value.dtype not in dtypes:
+        given = str(value.dtype).removeprefix("torch.")
+        fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
+    if like is not None and value.device != like.device:
+        fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
+    if last_contiguous and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
+        fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
+
+
+def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | torch.SymInt], names: str) -> None:
+    """Refuse a tensor whose sizes differ from `expected`; `names` spells the shape in words, as in `[batch, heads]`."""
+    if value.dim() != len(expected) or any(given != want for given, want in zip(value.shape, expected, strict=True)):
+        fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {names} = {tuple(expected)}")

@@ -1,0 +1,126 @@
+"""Which backend runs a problem, and why: native, then portable, then reference.
+
+`choose` is pure: it sees the problem (hashable facts from metadata) and the arch, never a tensor, so it is cached and can
+be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+
+logger = logging.getLogger("mla_suite.dispatch")
+if os.environ.get("MLA_SUITE_LOG", "") == "dispatch":
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler())
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A backend takes the problem, with this configuration, for this reason (a table row, a rule, a default)."""
+
+    config: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A backend cannot take the problem; the reason is one sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operator.
+
+    offer  (problem, arch) -> Offer or Refusal; arch is None on a CPU that emulates nothing
+    run    (config, outputs, *args, **kwargs) fills the outputs
+    """
+
+    name: str
+    offer: Callable[[Any, Arch | None], Offer | Refusal]
+    run: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs a problem, its offer, and the refusals of those preferred to it."""
+
+    backend: Backend
+    offer: Offer
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend.name}: {self.offer.reason}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused]
+        return "\n".join(lines)
+
+
+_no_arch: Callable[[torch.Tensor], Arch | None] = lambda tensor: None  # noqa: E731  a default, replaced by the runtime
+_arch_of = _no_arch
+_choices: dict[tuple[str, Hashable, Arch | None], Choice] = {}
+
+
+def set_arch_resolver(resolver: Callable[[torch.Tensor], Arch | None]) -> None:
+    """The runtime, one floor above, says which arch a tensor's kernels run on."""
+    global _arch_of
+    _arch_of = resolver
+
+
+def arch_of(tensor: torch.Tensor) -> Arch | None:
+    return _arch_of(tensor)
+
+
+def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None) -> Choice:
+    """The first backend that takes the problem on this arch. Cached per (operator, problem, arch)."""
+    key = (name, problem, arch)
+    choice = _choices.get(key)
+    if choice is None:
+        choice = _choices[key] = _ask(name, backends, problem, arch)
+        logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else "cpu", choice)
+    return choice
+
+
+def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None) -> Choice:
+    refused: list[tuple[str, str]] = []
+    for backend in backends:
+        answer = backend.offer(problem, arch)
+        if isinstance(answer, Offer):
+            return Choice(backend, answer, tuple(refused))
+        refused.append((backend.name, answer.reason))
+    reasons = "; ".join(f"{who}: {why}" for who, why in refused)
+    raise RuntimeError(f"{name}: no backend takes this problem on {arch.name if arch else 'cpu'} ({reasons})")
+
+
+def forget() -> None:
+    """Drop cached choices, after a tuned table or the set of built kernels has changed."""
+    _choices.clear()
+
+
+def run(
+    name: str,
+    backends: Sequence[Backend],
+    problem: Callable[..., Hashable],
+    outputs: tuple[torch.Tensor, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Choose a backend for these arguments and let it fill the outputs."""
+    choice = choose(name, backends, problem(*args, **kwargs), _arch_of(first_tensor(args)))
+    choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
+
+
+def first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor whose device an operator runs on: its first argument, by the schemas' convention."""
+    tensor = args[0]
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"the first argument must be a tensor, not {type(tensor).__name__}")
+    return tensor

@@ -1,0 +1,240 @@
+"""Operators as records, and the one way they reach `torch.library`.
+
+An `Op` says what its outputs are (`specify`, which also checks the arguments), what a choice between implementations may
+depend on (`problem`), and which backends can fill the outputs. `register` derives the rest: the functional overload, the
+`.out` overload, the CPU and CUDA implementations, the fake and the Autograd kernel. Fake and real outputs agree because
+both are made from the same specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_suite.core import debug, dispatch
+from mla_suite.core.dispatch import Backend
+
+NAMESPACE = "mla_suite"
+DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+class Output(NamedTuple):
+    """An output to be allocated, contiguous, on the device of the operator's first tensor."""
+
+    shape: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A named problem: `make(device)` returns fresh (args, kwargs); bytes and flops are the least any kernel must do."""
+
+    name: str
+    make: Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator.
+
+    name      as in `torch.ops.mla_suite.<name>`
+    schema    arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`
+    specify   (*args, **kwargs) -> its outputs; raises on bad arguments; reads metadata only
+    problem   (*args, **kwargs) -> the hashable facts a choice of implementation may depend on; reads metadata only
+    backends  in order of preference
+    samples   named problems for tests, benchmarks and the demo
+    validate  (*args, **kwargs) -> raises on bad values inside tensors; run on CPU and in debug mode, before any write
+    outputs   names of the outputs in the `.out` overload; empty when the operator has no such overload
+    out_only  further keyword arguments of the `.out` overload, as schema text
+    """
+
+    name: str
+    schema: str
+    specify: Callable[..., tuple[Output, ...]]
+    problem: Callable[..., Hashable]
+    backends: tuple[Backend, ...]
+    samples: Callable[[], Sequence[Sample]]
+    validate: Callable[..., None] | None = None
+    outputs: tuple[str, ...] = ()
+    out_only: tuple[str, ...] = ()
+
+    @property
+    def qualname(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """Names of the arguments that the functional schema declares as written."""
+        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
+        return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+    @property
+    def out_schema(self) -> str:
+        """The functional arguments, then `out_only`, then the outputs as keyword-only mutated tensors."""
+        arguments = self.schema.split("->")[0].strip()[1:-1]
+        star = "" if "*," in arguments else ", *"
+        written = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(self.outputs)]
+        return f"({', '.join([arguments + star, *self.out_only, *written])}) -> ()"
+
+
+_registry: dict[str, Op] = {}
+
+
+def registry() -> dict[str, Op]:
+    """All registered operators by name, in order of registration."""
+    return dict(_registry)
+
+
+def get(name: str) -> Op:
+    if name not in _registry:
+        raise ValueError(f"no operator {name!r}; registered are {', '.join(_registry)}")
+    return _registry[name]
+
+
+def register(op: Op) -> Op:
+    """Define the operator in `torch.library` with its implementations, fake and Autograd kernel."""
+    if op.name in _registry:
+        raise ValueError(f"operator {op.name} is already registered")
+    _define(op.name + op.schema)
+    _implement(op.name, _functional(op), _fake(op))
+    if op.mutates:
+        _detach(op.name, "default")
+    else:
+        _refuse_gradients(op)
+    if op.outputs:
+        _define(f"{op.name}.out{op.out_schema}")
+        _implement(f"{op.name}.out", _out(op), _fake_of_out(op))
+        _detach(op.name, "out")
+    _registry[op.name] = op
+    return op
+
+
+def _define(schema: str) -> None:
+    # Exact strides: the byte layouts and padded block strides of caches are part of what an operator reads.
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+
+
+def _implement(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    for key in DEVICE_KEYS:
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _allocate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    device = dispatch.first_tensor(args).device
+    return tuple(torch.empty(o.shape, dtype=o.dtype, device=device) for o in op.specify(*args, **kwargs))
+
+
+def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
+    """What a schema returns: nothing, one tensor, or a tuple."""
+    return outputs if len(outputs) > 1 else outputs[0] if outputs else None
+
+
+def _functional(op: Op) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        outputs = _allocate(op, args, kwargs)
+        _validate(op, args, kwargs)
+        dispatch.run(op.name, op.backends, op.problem, outputs, args, kwargs)
+        return _returned(outputs)
+
+    return call
+
+
+def _fake(op: Op) -> Callable[..., Any]:
+    return lambda *args, **kwargs: _returned(_allocate(op, args, kwargs))
+
+
+def _out(op: Op) -> Callable[..., None]:
+    only = {text.split("=")[0].split()[-1] for text in op.out_only}
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        outputs, functional = _split_out(op, args, kwargs, only)
+        _validate(op, args, functional)
+        extra = {key: kwargs[key] for key in only & kwargs.keys()}
+        dispatch.run(op.name, op.backends, op.problem, outputs, args, functional | extra)
+
+    return call
+
+
+def _fake_of_out(op: Op) -> Callable[..., None]:
+    only = {text.split("=")[0].split()[-1] for text in op.out_only}
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        _split_out(op, args, kwargs, only)
+
+    return call
+
+
+def _split_out(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], only: set[str]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The caller's outputs, checked against the specification, and the keyword arguments of the functional overload."""
+    functional = {key: value for key, value in kwargs.items() if key not in op.outputs and key not in only}
+    outputs = tuple(kwargs[name] for name in op.outputs)
+    device = dispatch.first_tensor(args).device
+    for name, given, expected in zip(op.outputs, outputs, op.specify(*args, **functional), strict=True):
+        same_shape = given.dim() == len(expected.shape) and all(
+            g == e for g, e in zip(given.shape, expected.shape, strict=True)
+        )
+        if not same_shape or given.dtype != expected.dtype or given.device != device:
+            raise ValueError(
+                f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
+                f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
+            )
+        if given.dim() > 1 and given.shape[-1] > 1 and given.stride(-1) != 1:
+            raise ValueError(f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous")
+    return outputs, functional
+
+
+def _validate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if op.validate is not None and (dispatch.first_tensor(args).device.type == "cpu" or debug.enabled()):
+        op.validate(*args, **kwargs)
+
+
+def _detach(name: str, overload: str) -> None:
+    """An operator that writes into its arguments runs below autograd: what it writes carries no gradient."""
+    target = getattr(getattr(torch.ops.mla_suite, name), overload)
+
+    def below(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return target(*args, **kwargs)
+
+    _library.impl(name if overload == "default" else f"{name}.{overload}", below, "Autograd")
+
+
+_define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor")
+
+
+def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.Tensor:
+    raise RuntimeError(f"{op} has no backward: it is an inference operator; detach its inputs or use torch.no_grad()")
+
+
+# An operator of its own, so that a compiled forward over tensors that require grad works and only backward() raises.
+_implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
+
+
+def _refuse_gradients(op: Op) -> None:
+    """The forward accepts tensors that require grad; `backward()` raises one sentence, eager and compiled."""
+
+    def size_of(value: Any) -> list[int] | None:
+        return list(value.shape) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+    def setup_context(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        leaves, ctx.structure = pytree.tree_flatten(inputs)
+        ctx.sizes = [size_of(leaf) for leaf in leaves]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = next(g for g in grads if g is not None)
+        refuse = torch.ops.mla_suite.refuse_backward
+        refused = [None if size is None else refuse(grad, size, op.name) for size in ctx.sizes]
+        return pytree.tree_unflatten(refused, ctx.structure)
+
+    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=_library)

@@ -1,0 +1,137 @@
+"""combine: merge the partial attention results of splits into one result."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import checks, library
+from mla_suite.core.library import Op, Output
+from mla_suite.ops.combine import reference, samples
+
+SCHEMA = (
+    "(Tensor partial_out, Tensor partial_lse, Tensor? split_indptr=None, Tensor? attn_sink=None, *, "
+    "SymInt num_splits=0, ScalarType out_dtype) -> (Tensor out, Tensor lse)"
+)
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Problem(NamedTuple):
+    """What a choice of combine kernel may depend on."""
+
+    batch: int
+    rows: int
+    head_dim_v: int
+    num_splits: int  # per sequence; 0 when split_indptr says it
+    out_dtype: torch.dtype
+    skip_single: bool
+
+
+def combine(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the splits of each sequence by their log-sum-exp.
+
+    partial_out   [splits, rows, head_dim_v] fp32, each split's normalised attention output; splits of one sequence adjacent
+    partial_lse   [splits, rows] fp32, natural log
+    split_indptr  [batch + 1] int32, sequence b owns splits split_indptr[b]..split_indptr[b + 1]; or
+    num_splits    splits per sequence, the same for all
+    attn_sink     [heads] fp32 logits, rows = q_len x heads: adds exp(sink) to the denominator of `out`, never to `lse`
+    out_dtype     bfloat16, float16 or float32
+
+    -> out [batch, rows, head_dim_v] out_dtype, lse [batch, rows] fp32 natural log.
+
+    A split whose lse is -inf, or whose weight rounds to zero in fp32, is not read. A sequence with no split, or only
+    splits of lse -inf, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight, gives NaN. A sink of
+    +inf gives out 0 unless an lse is NaN. `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves
+    the rows of sequences with exactly one split untouched, for producers that wrote them already.
+    """
+    return torch.ops.mla_suite.combine(
+        partial_out, partial_lse, split_indptr, attn_sink, num_splits=num_splits, out_dtype=out_dtype
+    )
+
+
+def specify(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype,
+) -> tuple[Output, ...]:
+    checks.tensor("combine", "partial_out", partial_out, rank=3, dtypes=checks.FLOAT32)
+    checks.tensor("combine", "partial_lse", partial_lse, rank=2, dtypes=checks.FLOAT32, like=partial_out)
+    splits, rows, head_dim_v = partial_out.shape
+    checks.shape("combine", "partial_lse", partial_lse, (splits, rows), "[splits, rows]")
+    if out_dtype not in OUT_DTYPES:
+        checks.fail("combine", "out_dtype", f"is {out_dtype}", f"it takes {checks.dtype_names(OUT_DTYPES)}", TypeError)
+    if (split_indptr is None) != bool(num_splits != 0):
+        given = "are both missing" if split_indptr is None else f"and num_splits={num_splits} are both given"
+        checks.fail("combine", "split_indptr", given, "pass exactly one of split_indptr and num_splits")
+    if split_indptr is not None:
+        checks.tensor("combine", "split_indptr", split_indptr, rank=1, dtypes=checks.INDEX, like=partial_out)
+        batch = split_indptr.shape[0] - 1
+    else:
+        if num_splits < 1 or splits % num_splits != 0:
+            checks.fail("combine", "num_splits", f"is {num_splits}", f"it must divide the {splits} splits of partial_out")
+        batch = splits // num_splits
+    if attn_sink is not None:
+        checks.tensor("combine", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=partial_out)
+        if attn_sink.shape[0] < 1 or rows % attn_sink.shape[0] != 0:
+            given = f"has {attn_sink.shape[0]} heads"
+            checks.fail("combine", "attn_sink", given, f"its heads must divide the {rows} rows of partial_out")
+    return Output((batch, rows, head_dim_v), out_dtype), Output((batch, rows), torch.float32)
+
+
+def problem(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype,
+    skip_single: bool = False,
+) -> Problem:
+    splits, rows, head_dim_v = partial_out.shape
+    batch = split_indptr.shape[0] - 1 if split_indptr is not None else splits // num_splits
+    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single)
+
+
+def validate(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype,
+) -> None:
+    if split_indptr is not None:
+        bounds = split_indptr.tolist()
+        if bounds[0] < 0 or bounds != sorted(bounds) or bounds[-1] > partial_out.shape[0]:
+            possible = f"it must rise from 0 to at most the {partial_out.shape[0]} splits of partial_out"
+            checks.fail("combine", "split_indptr", f"is {bounds}", possible)
+
+
+COMBINE = library.register(
+    Op(
+        name="combine",
+        schema=SCHEMA,
+        specify=specify,
+        problem=problem,
+        validate=validate,
+        backends=(reference.BACKEND,),
+        samples=samples.samples,
+        outputs=("out", "lse"),
+        out_only=("bool skip_single=False",),
+    )
+)

@@ -1,0 +1,36 @@
+"""The definition of combine, in fp32, line for line the formula."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite.core.dispatch import Backend, Offer
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype,
+    skip_single: bool = False,
+) -> None:
+    out, lse = outputs
+    batch, rows = lse.shape
+    bounds = split_indptr.tolist() if split_indptr is not None else [b * num_splits for b in range(batch + 1)]
+    sink = None if attn_sink is None else attn_sink.repeat(rows // attn_sink.shape[0])  # row = query token x head
+    for b, (first, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        if skip_single and end - first == 1:
+            continue
+        split_lse = partial_lse[first:end]
+        lse[b] = torch.logsumexp(split_lse, dim=0)
+        denominator = lse[b] if sink is None else torch.logaddexp(lse[b], sink)
+        weight = torch.where(split_lse == -torch.inf, 0.0, torch.exp(split_lse - denominator))[:, :, None]
+        out[b] = torch.where(weight == 0, 0.0, weight * partial_out[first:end]).sum(dim=0)
+
+
+BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)
