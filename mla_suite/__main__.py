@@ -1,0 +1,39 @@
+"""`python -m mla_suite <command>`: the commands are listed in `mla_suite.cli`."""
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+
+from mla_suite.cli import COMMANDS
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    listing = "\n".join(f"  {name:10}{summary}" for name, summary in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m mla_suite",
+        description=f"Multi-head latent attention decode for PyTorch.\n\ncommands:\n{listing}",
+        epilog="python -m mla_suite <command> --help explains a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s <command> [options]",
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands above")
+    if not arguments:
+        parser.print_help()
+        return 2
+    command = parser.parse_args(arguments[:1]).command
+    module = importlib.import_module(f"mla_suite.cli.{command}")
+    own = argparse.ArgumentParser(
+        prog=f"python -m mla_suite {command}",
+        description=inspect.getdoc(module),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(own)
+    result: int = module.run(own.parse_args(arguments[1:]))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

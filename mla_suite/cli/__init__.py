@@ -1,0 +1,13 @@
+"""Floor 5: `python -m mla_suite <command>`, one file per command.
+
+A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. Modules are
+imported only when their command is asked for, so `build` works where torch is not installed.
+"""
+
+COMMANDS = {
+    "demo": "decode a small DeepSeek-style model through torch.compile and compare it with the eager reference",
+    "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
+    "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
+    "layouts": "print the byte map of every KV cache layout",
+    "explain": "say which backend would run a problem, and why",
+}

@@ -1,0 +1,24 @@
+"""Run the suite with the torch build of one ROCm version, or say in a sentence why it cannot be had here.
+
+usage: python tests/packaging/rocm_env.py ROCM_VERSION TORCH_VERSION
+
+The build is named by its local version (torch==2.9.1+rocm6.4); point pip at an index that carries it, for example with
+PIP_EXTRA_INDEX_URL. Without a GPU the suite's AMD kernels run in the emulator, as everywhere.
+"""
+
+import subprocess
+import sys
+
+
+def main(rocm: str, torch: str) -> int:
+    build = f"torch=={torch}+rocm{rocm}"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet"]
+    if subprocess.run([*pip, build]).returncode:
+        print(f"skipped: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it")
+        return 0
+    subprocess.run([*pip, "-e", ".[test,hf]"], check=True)
+    return subprocess.run([sys.executable, "-m", "pytest", "tests"]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
