@@ -1,0 +1,175 @@
+"""The paged latent cache: one tensor per layer, and the index tensors that the operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_suite.core import layouts
+from mla_suite.models.config import LATENT, ROPE
+from mla_suite.models.pages import PagePool
+
+
+class Step(NamedTuple):
+    """Where the tokens of one forward pass go and what they may see; every tensor is on the cache's device.
+
+    block_table   int32 [batch, width]   page of every `page_size` tokens; unused entries are 0
+    seq_lens      int32 [batch]          kv_len of each sequence, the new tokens included
+    slot_mapping  int64 [tokens]         page x page_size + offset of each new token; negative: not cached
+    positions     int64 [tokens]         rope position of each new token
+    """
+
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+
+
+def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
+    """int64 slots [batch, n] of the tokens at `positions` [batch, n] of each sequence.
+
+    Traceable, so a compiled decode step finds its slots without the host.
+    """
+    pages = block_table.gather(1, positions // page_size).long()
+    return pages * page_size + positions % page_size
+
+
+class PagedLatentCache:
+    """Latents of all layers in pages shared by any number of sequences.
+
+    `layers[i]` is the cache tensor of layer i, [num_pages, page_size, elements per token]: one tensor per layer, each
+    its own input of a compiled graph (a stacked [layers, ...] tensor sliced inside a graph is unsafe under Inductor).
+    Bookkeeping is on the host; `append` hands out the index tensors of one step. Running out of pages raises
+    RuntimeError before a page or a byte changes.
+
+    >>> cache = PagedLatentCache(num_layers=2, num_pages=8, page_size=16)
+    >>> first = cache.allocate()
+    >>> step = cache.append([first], [20])      # 20 tokens: two pages
+    >>> step.block_table.shape, step.seq_lens.tolist()
+    (torch.Size([1, 2]), [20])
+    >>> second = cache.fork(first)              # shares both pages until one of them is written
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        *,
+        layout: str = "bf16",
+        device: torch.device | str | None = None,
+    ) -> None:
+        if num_layers < 1:
+            raise ValueError(f"PagedLatentCache: num_layers {num_layers}; it must be 1 or more")
+        self.pool = PagePool(num_pages, page_size)
+        self.layout = layout
+        self.layers = tuple(_storage(layout, num_pages, page_size, device) for _ in range(num_layers))
+
+    @classmethod
+    def contiguous(
+        cls,
+        num_layers: int,
+        batch: int,
+        max_len: int,
+        *,
+        layout: str = "bf16",
+        device: torch.device | str | None = None,
+    ) -> tuple[PagedLatentCache, list[int]]:
+        """A cache of one page per sequence, so `layers[i]` reads as [batch, max_len, ...]; sequence b is page b."""
+        cache = cls(num_layers, batch, max_len, layout=layout, device=device)
+        return cache, [cache.allocate(max_len) for _ in range(batch)]
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one sequence occupies over all layers."""
+        return sum(layer.nbytes for layer in self.layers) // (self.pool.num_pages * self.page_size)
+
+    @property
+    def free_pages(self) -> int:
+        return self.pool.free_pages
+
+    def length(self, sequence: int) -> int:
+        return self.pool.length(sequence)
+
+    def allocate(self, tokens: int = 0) -> int:
+        """A new empty sequence with pages reserved for `tokens` tokens."""
+        return self.pool.allocate(tokens)
+
+    def fork(self, sequence: int) -> int:
+        """A second sequence with the same past; pages are shared and copied only when a shared one is written."""
+        return self.pool.fork(sequence)
+
+    def free(self, sequence: int) -> None:
+        self.pool.free(sequence)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from `length` on, as after a rejected speculation."""
+        self.pool.truncate(sequence, length)
+
+    def append(self, sequences: Sequence[int], counts: Sequence[int], *, width: int | None = None) -> Step:
+        """Make room for `counts[b]` new tokens of `sequences[b]`; tokens of one sequence are neighbours in the step.
+
+        `width` fixes the block table's width (0 entries beyond a sequence's pages); None takes the longest sequence.
+        """
+        self._check_width(sequences, counts, width)
+        starts = [self.pool.length(sequence) for sequence in sequences]
+        copies = self.pool.extend(sequences, counts)
+        for layer in self.layers:
+            for copy in copies:
+                layer[copy.target] = layer[copy.source]
+        block_table, seq_lens = self.view(sequences, width=width)
+        positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        targets = [self._slots(sequence, own) for sequence, own in zip(sequences, positions, strict=True)]
+        return Step(block_table, seq_lens, _joined(targets).to(self.device), _joined(positions).to(self.device))
+
+    def view(self, sequences: Sequence[int], *, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences as they are."""
+        self._check_width(sequences, [0] * len(sequences), width)
+        lengths = [self.pool.length(sequence) for sequence in sequences]
+        used = [self.pool.pages(s)[: -(-n // self.page_size)] for s, n in zip(sequences, lengths, strict=True)]
+        columns = max([len(pages) for pages in used] + [1]) if width is None else width
+        rows = [list(pages) + [0] * (columns - len(pages)) for pages in used]
+        table = self._index(rows).reshape(len(rows), columns)
+        return table, self._index(lengths)
+
+    def _check_width(self, sequences: Sequence[int], counts: Sequence[int], width: int | None) -> None:
+        if width is None:
+            return
+        for sequence, count in zip(sequences, counts, strict=True):
+            needed = -(-(self.pool.length(sequence) + count) // self.page_size)
+            if needed > width:
+                raise ValueError(
+                    f"block table width {width}: sequence {sequence} needs {needed} pages; give a width of {needed} or more"
+                )
+
+    def _slots(self, sequence: int, positions: torch.Tensor) -> torch.Tensor:
+        pages = torch.tensor(self.pool.pages(sequence), dtype=torch.int64)
+        return pages[positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def _index(self, values: list[Any]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def _storage(layout: str, num_pages: int, page_size: int, device: torch.device | str | None) -> torch.Tensor:
+    """Zeros [num_pages, page_size, width]; zeros, because a page is read whole by some kernels before it is full."""
+    declared = layouts.layout(layout)
+    if declared.head_dim != LATENT + ROPE:
+        raise ValueError(
+            f"PagedLatentCache: layout {layout!r} holds rows of {declared.head_dim} values, this cache rows of "
+            f"{LATENT + ROPE}: use bf16, fp16, fp32, fp8, fp8_fnuz or v32"
+        )
+    return torch.zeros(num_pages, page_size, declared.width, dtype=getattr(torch, declared.dtypes[0]), device=device)

@@ -1,0 +1,345 @@
+"""Multi-head latent attention as a module: projections, norms and rope in torch, attention through the operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+import mla_suite
+from mla_suite.models import prefill
+from mla_suite.models.cache import Step
+from mla_suite.models.config import MLAConfig
+from mla_suite.models.rope import rotate
+
+
+class LatentNorm(nn.Module):
+    """x / rms(x) in fp32, rounded to x's dtype, then times weight: the rounding order of DeepSeek's own code."""
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.float()
+        scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x.dtype)
+
+
+class MLA(nn.Module):
+    """One attention layer of a DeepSeek-style model, on one tensor-parallel rank.
+
+    Parameters carry the names of DeepSeek's checkpoints (`q_a_proj`, `kv_b_proj`, ...), so their state dicts load as
+    they are. `layout` names how `kv_cache` stores tokens. Three ways through:
+
+    - `decode`: any number of new tokens per sequence over the cache, absorbed (W_UK into q, W_UV into the output);
+    - `prefill`: new tokens among themselves, un-absorbed, and over a cached prefix by merging with lse;
+    - `forward`: decode.
+
+    With heads split over ranks the result is this rank's share of the sum that an all-reduce completes.
+    Inference only: the operators refuse gradients.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        *,
+        layout: str = "bf16",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layout = layout
+
+        def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
+
+        def norm(size: int) -> nn.Module:
+            return (
+                LatentNorm(size, config.norm_eps, dtype=dtype, device=device) if config.latent_norms else nn.Identity()
+            )
+
+        bias, heads = config.projection_bias, config.num_heads
+        if config.q_lora_rank is None:
+            self.q_proj = linear(config.hidden_size, heads * config.qk_head_dim)
+        else:
+            self.q_a_proj = linear(config.hidden_size, config.q_lora_rank, bias)
+            self.q_a_layernorm = norm(config.q_lora_rank)
+            self.q_b_proj = linear(config.q_lora_rank, heads * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = linear(config.hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, bias)
+        self.kv_a_layernorm = norm(config.kv_lora_rank)
+        self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias)
+
+    def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: Step, cos_sin: torch.Tensor) -> torch.Tensor:
+        return self.decode(x, kv_cache, step, cos_sin)
+
+    def decode(
+        self,
+        x: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: Step,
+        cos_sin: torch.Tensor,
+        *,
+        kv_descale: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+        max_kv_len: int = 0,
+        split_size: int = 0,
+    ) -> torch.Tensor:
+        """Write the new tokens' latents, then attend to everything cached.
+
+        x [batch, q_len, hidden_size]; kv_cache as the layout says, written in place; `step` has batch x q_len slots
+        and positions, its seq_lens include the new tokens; cos_sin fp32 [max_len, 64] from `rope.cos_sin_table`.
+        Query i of q_len sees keys up to seq_lens - q_len + i. Returns [batch, q_len, hidden_size]. Traceable with
+        fullgraph; lengths are read on the device only. `plan`, `max_kv_len` and `split_size` go to
+        `mla_suite.decode`.
+        """
+        q_nope, q_pe = self._queries(x)
+        q_pe = rotate(q_pe, _rows(cos_sin, step, x)[..., None, :], interleaved=self.config.rope_interleaved)
+        self._append(*self._latents(x), kv_cache, step, cos_sin, kv_descale)
+        out, _ = mla_suite.decode(
+            self._absorbed(q_nope, q_pe),
+            kv_cache,
+            step.seq_lens,
+            step.block_table,
+            kv_descale=kv_descale,
+            rope_cos_sin=None if self.config.cache_rotated else cos_sin,
+            plan=plan,
+            softmax_scale=self.config.softmax_scale,
+            max_q_len=x.shape[1],
+            max_kv_len=max_kv_len,
+            layout=self.layout,
+            split_size=split_size,
+        )
+        return self.o_proj(self._value_heads(out).flatten(-2))
+
+    def prefill(
+        self,
+        x: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor | None = None,
+        step: Step | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        q_lens: Sequence[int] | None = None,
+        valid: torch.Tensor | None = None,
+        prefix: bool = False,
+        kv_descale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend among new tokens without absorption, and write their latents if there is a cache.
+
+        x is [tokens, hidden_size] with `q_lens`, the host's list of tokens per sequence, or [batch, tokens,
+        hidden_size] with `valid` (bool [batch, tokens]) marking real tokens where the batch is padded on the left.
+        `prefix` says that some sequence already has cached tokens; they are attended to absorbed, through
+        `mla_suite.decode`, and merged by lse. Without `step` (no cache) `positions` [batch, tokens] or [tokens] are
+        needed. New tokens see each other unquantised whatever the layout. Returns x's shape.
+        """
+        self._check_prefill(x, kv_cache, step, positions, q_lens, valid, prefix)
+        where = step.positions if step is not None else positions
+        assert where is not None
+        rows = cos_sin[where].view(*x.shape[:-1], cos_sin.shape[-1])
+        q_nope, q_pe = self._queries(x)
+        kv_c, k_pe = self._latents(x)
+        q_pe = rotate(q_pe, rows[..., None, :], interleaved=self.config.rope_interleaved)
+        rotated_k_pe = rotate(k_pe, rows, interleaved=self.config.rope_interleaved)
+        if kv_cache is not None and step is not None:
+            self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)
+        q = torch.cat((q_nope, q_pe), dim=-1)
+        k, v = self._expanded(kv_c, rotated_k_pe)
+        scale = self.config.softmax_scale
+        if not prefix:
+            if q_lens is not None:
+                out = prefill.ragged_causal_attention(q, k, v, q_lens, softmax_scale=scale)
+            else:
+                out = prefill.causal_attention(q, k, v, softmax_scale=scale, valid=valid)
+        else:
+            assert kv_cache is not None and step is not None
+            if q_lens is not None:
+                own = prefill.ragged_causal_attention_with_lse(q, k, v, q_lens, softmax_scale=scale)
+            else:
+                own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=valid)
+            past = self._attend_prefix(self._absorbed(q_nope, q_pe), kv_cache, step, cos_sin, q_lens, valid, kv_descale)
+            out = _merged(own, past, x.dtype)
+        return self.o_proj(out.flatten(-2))
+
+    def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
+        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), cut to this rank's heads.
+
+        The o_proj bias, if any, goes to rank 0 alone, so that the ranks' sum has it once.
+        """
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"load_weights: tp_rank {tp_rank} of {tp_size}; ranks are 0 to {tp_size - 1}")
+        own = dict(self.named_parameters())
+        if set(own) != set(weights):
+            raise ValueError(
+                f"load_weights: missing {sorted(set(own) - set(weights))}, not part of this layer "
+                f"{sorted(set(weights) - set(own))}; give exactly the layer's tensors, dequantised"
+            )
+        cut = {name: _rank_share(name, tensor, tp_rank, tp_size) for name, tensor in weights.items()}
+        for name, parameter in own.items():
+            if cut[name].shape != parameter.shape:
+                raise ValueError(
+                    f"load_weights: {name} of rank {tp_rank} of {tp_size} has shape {tuple(cut[name].shape)}, this "
+                    f"layer takes {tuple(parameter.shape)}: build it with the full config's for_rank({tp_size})"
+                )
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(cut[name])
+
+    def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.config.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q = q.view(*x.shape[:-1], self.config.num_heads, self.config.qk_head_dim)
+        q_nope, q_pe = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        return q_nope, q_pe
+
+    def _latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv_c [..., 512] normalised, k_pe [..., 64] not yet rotated."""
+        down = self.kv_a_proj_with_mqa(x)
+        kv_c, k_pe = down.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        return self.kv_a_layernorm(kv_c), k_pe
+
+    def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512] of kv_b_proj."""
+        c = self.config
+        weight = self.kv_b_proj.weight.view(c.num_heads, c.qk_nope_head_dim + c.v_head_dim, c.kv_lora_rank)
+        w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
+        return w_uk, w_uv
+
+    def _absorbed(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
+        """q as the cache is read: [..., heads, 512 + 64]."""
+        w_uk, _ = self._up_projections()
+        return torch.cat((torch.einsum("...hd,hdl->...hl", q_nope, w_uk), q_pe), dim=-1)
+
+    def _value_heads(self, out: torch.Tensor) -> torch.Tensor:
+        """Attended latents [..., heads, 512] to values [..., heads, v_head_dim]."""
+        _, w_uv = self._up_projections()
+        return torch.einsum("...hl,hdl->...hd", out, w_uv)
+
+    def _expanded(self, kv_c: torch.Tensor, rotated_k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c = self.config
+        up = self.kv_b_proj(kv_c).view(*kv_c.shape[:-1], c.num_heads, c.qk_nope_head_dim + c.v_head_dim)
+        k_nope, v = up.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        shared = rotated_k_pe[..., None, :].expand(*k_nope.shape[:-1], c.qk_rope_head_dim)
+        return torch.cat((k_nope, shared), dim=-1), v
+
+    def _append(
+        self,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: Step,
+        cos_sin: torch.Tensor,
+        kv_descale: torch.Tensor | None,
+    ) -> None:
+        rotated = self.config.cache_rotated
+        mla_suite.append_kv(
+            kv_c.reshape(-1, kv_c.shape[-1]),
+            k_pe.reshape(-1, k_pe.shape[-1]),
+            kv_cache,
+            step.slot_mapping,
+            kv_descale,
+            cos_sin if rotated else None,
+            step.positions if rotated else None,
+            layout=self.layout,
+            interleaved=self.config.rope_interleaved,
+        )
+
+    def _attend_prefix(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        step: Step,
+        cos_sin: torch.Tensor,
+        q_lens: Sequence[int] | None,
+        valid: torch.Tensor | None,
+        kv_descale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [..., heads, v_head_dim] and lse [..., heads] of the tokens cached before this call."""
+        if q_lens is not None:
+            new = torch.tensor(list(q_lens), dtype=torch.int32).to(q.device)
+            cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
+            longest = max(q_lens)
+        else:
+            new = torch.full_like(step.seq_lens, q.shape[1]) if valid is None else valid.sum(1, dtype=torch.int32)
+            cu_seqlens_q, longest = None, q.shape[1]
+        out, lse = mla_suite.decode(
+            q,
+            kv_cache,
+            step.seq_lens - new,
+            step.block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            kv_descale=kv_descale,
+            rope_cos_sin=None if self.config.cache_rotated else cos_sin,
+            softmax_scale=self.config.softmax_scale,
+            max_q_len=longest,
+            causal=False,
+            layout=self.layout,
+        )
+        return self._value_heads(out), lse
+
+    def _check_prefill(
+        self,
+        x: torch.Tensor,
+        kv_cache: torch.Tensor | None,
+        step: Step | None,
+        positions: torch.Tensor | None,
+        q_lens: Sequence[int] | None,
+        valid: torch.Tensor | None,
+        prefix: bool,
+    ) -> None:
+        if (kv_cache is None) != (step is None):
+            raise ValueError(
+                "prefill: kv_cache and step come together; give both, or neither to attend without a cache"
+            )
+        if (step is None) == (positions is None):
+            raise ValueError("prefill: positions are in the step; give them only when there is no step")
+        if prefix and kv_cache is None:
+            raise ValueError("prefill: prefix=True without kv_cache; the prefix is read from the cache: pass it")
+        if (x.dim() == 2) != (q_lens is not None):
+            raise ValueError(
+                f"prefill: x has {x.dim()} dimensions and q_lens is {'given' if q_lens is not None else 'None'}; "
+                "packed x [tokens, hidden_size] goes with q_lens, x [batch, tokens, hidden_size] without"
+            )
+        if q_lens is not None and (sum(q_lens) != x.shape[0] or valid is not None):
+            raise ValueError(
+                f"prefill: q_lens sum to {sum(q_lens)} for {x.shape[0]} packed tokens; they must be equal, and valid "
+                "belongs to padded batches only"
+            )
+
+
+# Output rows of these are grouped by head; o_proj's input columns are.
+_HEAD_ROWS = ("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
+
+
+def _rank_share(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    dim = 0 if name in _HEAD_ROWS else 1 if name == "o_proj.weight" else None
+    if dim is not None:
+        if tensor.shape[dim] % size:
+            raise ValueError(f"load_weights: {name} of shape {tuple(tensor.shape)} does not split over {size} ranks")
+        return tensor.chunk(size, dim)[rank]
+    if name == "o_proj.bias" and rank:
+        return torch.zeros_like(tensor)
+    return tensor
+
+
+def _rows(cos_sin: torch.Tensor, step: Step, x: torch.Tensor) -> torch.Tensor:
+    return cos_sin[step.positions].view(*x.shape[:-1], cos_sin.shape[-1])
+
+
+def _merged(
+    own: tuple[torch.Tensor, torch.Tensor], past: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Two attended parts of disjoint keys, [..., heads, dim] with lse [..., heads], as if attended at once."""
+    shape = own[0].shape
+    partial_out = torch.stack([out.float().reshape(-1, shape[-1]) for out, _ in (own, past)])
+    partial_lse = torch.stack([lse.reshape(-1) for _, lse in (own, past)])
+    out, _ = mla_suite.combine(partial_out, partial_lse, num_splits=2, out_dtype=dtype)
+    return out.view(shape)

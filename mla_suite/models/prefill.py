@@ -1,0 +1,79 @@
+"""Un-absorbed causal attention among new tokens, through torch, and its merge with an attended prefix.
+
+All tensors here are [batch, tokens, heads, dim]; `valid` [batch, tokens] marks real tokens in a left- or right-padded
+batch. Padding attends to nothing but itself and nothing attends to padding, so its rows are defined and unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+# Bounds the fp32 scores held at once to batch x heads x 256 x tokens.
+QUERY_TILE = 256
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, valid: torch.Tensor | None = None
+) -> torch.Tensor:
+    """softmax(q k^T softmax_scale) v over each token and those before it, in the inputs' dtype."""
+    mask = None if valid is None else _visible(0, q.shape[1], q.shape[1], q.device, valid)
+    out = functional.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=valid is None,
+        scale=softmax_scale,
+    )
+    return out.transpose(1, 2)
+
+
+def causal_attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, valid: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in fp32 with its natural-log lse [batch, tokens, heads], tile by tile of queries.
+
+    torch's public attention returns no lse, and merging with a prefix needs one.
+    """
+    queries, keys, values = (t.transpose(1, 2).float() for t in (q, k, v))
+    tokens = q.shape[1]
+    outs, lses = [], []
+    for start in range(0, tokens, QUERY_TILE):
+        stop = min(start + QUERY_TILE, tokens)
+        scores = queries[:, :, start:stop] @ keys[:, :, :stop].transpose(-1, -2) * softmax_scale
+        visible = _visible(start, stop, stop, q.device, None if valid is None else valid[:, :stop])
+        scores = scores.masked_fill(~visible, -torch.inf)
+        lse = scores.logsumexp(-1)
+        outs.append((scores - lse[..., None]).exp() @ values[:, :, :stop])
+        lses.append(lse)
+    return torch.cat(outs, dim=2).transpose(1, 2), torch.cat(lses, dim=2).transpose(1, 2)
+
+
+def ragged_causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Sequence[int], *, softmax_scale: float
+) -> torch.Tensor:
+    """`causal_attention` within each of the sequences packed along tokens: [tokens, heads, dim] in and out."""
+    parts = zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
+    return torch.cat([causal_attention(*part, softmax_scale=softmax_scale) for part in parts], dim=1)[0]
+
+
+def ragged_causal_attention_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Sequence[int], *, softmax_scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`causal_attention_with_lse` within each of the packed sequences."""
+    parts = zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
+    results = [causal_attention_with_lse(*part, softmax_scale=softmax_scale) for part in parts]
+    return torch.cat([out for out, _ in results], dim=1)[0], torch.cat([lse for _, lse in results], dim=1)[0]
+
+
+def _visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:
+    """bool, broadcastable to [batch, heads, stop - start, keys]: may query `start + i` see key j?"""
+    rows = torch.arange(start, stop, device=device)[:, None]
+    columns = torch.arange(keys, device=device)
+    causal = columns <= rows
+    if valid is None:
+        return causal
+    return (causal & valid[:, None, :] | (columns == rows))[:, None]

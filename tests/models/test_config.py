@@ -1,0 +1,61 @@
+import dataclasses
+import math
+
+import pytest
+
+from mla_suite.models import PRESETS, MLAConfig, Yarn
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+def test_heads_split_over_ranks(name, tp_size):
+    config = PRESETS[name]()
+    rank = config.for_rank(tp_size)
+    assert rank.num_heads * tp_size == config.num_heads
+    assert dataclasses.replace(rank, num_heads=config.num_heads) == config
+
+
+def test_presets_have_the_published_scales():
+    yarn_factor = (0.1 * math.log(40) + 1) ** 2
+    assert MLAConfig.deepseek_r1().softmax_scale == pytest.approx(192**-0.5 * yarn_factor, rel=1e-12)
+    assert MLAConfig.kimi_k2().softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(32) + 1) ** 2, rel=1e-12)
+    assert dataclasses.replace(MLAConfig.deepseek_r1(), yarn=None).softmax_scale == pytest.approx(192**-0.5)
+
+
+def test_configs_are_frozen_and_hashable():
+    config = MLAConfig.tiny()
+    assert hash(config) == hash(MLAConfig.tiny())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_heads = 4
+
+
+@pytest.mark.parametrize("tp_size", [0, 3, 16])
+def test_other_rank_counts_are_refused(tp_size):
+    with pytest.raises(ValueError, match=rf"tp_size {tp_size}; possible are \(1, 2, 4, 8\)"):
+        MLAConfig.deepseek_r1().for_rank(tp_size)
+
+
+def test_heads_that_do_not_split_are_refused():
+    with pytest.raises(ValueError, match="12 heads do not split over 8 ranks"):
+        dataclasses.replace(MLAConfig.tiny(), num_heads=12).for_rank(8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 256}, "kv_lora_rank 256 and qk_rope_head_dim 64; a cached token is 512"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim 32; a cached token is"),
+        ({"num_heads": 256}, "num_heads 256; a rank holds 1 to 128"),
+        ({"num_heads": 0}, "num_heads 0; it must be 1 or more"),
+        ({"q_lora_rank": 0}, "q_lora_rank 0; give a positive rank"),
+        ({"cache_rotated": False}, "set rope_interleaved=False"),
+    ],
+)
+def test_sizes_outside_the_cached_token_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MLAConfig.tiny(), **changes)
+
+
+def test_impossible_yarn_is_refused():
+    with pytest.raises(ValueError, match=r"factor 0\.5; a stretch is 1 or more"):
+        Yarn(factor=0.5, original_max_position=4096)

@@ -1,0 +1,216 @@
+"""The page pool against a model of it: a dictionary from (sequence, position) to the value written there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_suite.models import PagedLatentCache, slots
+from mla_suite.models.pages import PagePool
+
+
+def small_cache(num_pages=8, page_size=4, num_layers=2):
+    return PagedLatentCache(num_layers, num_pages, page_size, layout="fp32")
+
+
+def write(cache, step, values):
+    """Put each value into every element of its token's row, in every layer."""
+    for layer in cache.layers:
+        layer.view(-1, layer.shape[-1])[step.slot_mapping] = torch.tensor(values, dtype=torch.float32)[:, None]
+
+
+def read(cache, sequence):
+    """What the index tensors lead to, for each layer."""
+    table, lens = cache.view([sequence])
+    rows = [layer[table[0].long()].flatten(0, 1)[: lens.item(), 0].tolist() for layer in cache.layers]
+    assert rows[0] == rows[1]
+    return rows[0]
+
+
+def test_a_step_says_where_tokens_go():
+    cache = small_cache()
+    a, b = cache.allocate(), cache.allocate()
+    cache.append([a], [3])
+    step = cache.append([a, b], [2, 5])
+    assert step.seq_lens.tolist() == [5, 5]
+    assert step.positions.tolist() == [3, 4, 0, 1, 2, 3, 4]
+    assert (step.block_table.dtype, step.seq_lens.dtype) == (torch.int32, torch.int32)
+    pages_a, pages_b = cache.pool.pages(a), cache.pool.pages(b)
+    assert step.block_table.tolist() == [list(pages_a), list(pages_b)]
+    expected = [pages_a[0] * 4 + 3, pages_a[1] * 4] + [pages_b[0] * 4 + i for i in range(4)] + [pages_b[1] * 4]
+    assert step.slot_mapping.tolist() == expected
+
+
+def test_slots_on_the_device_equal_the_hosts():
+    cache = small_cache()
+    a, b = cache.allocate(), cache.allocate()
+    step = cache.append([a, b], [6, 6])
+    found = slots(step.block_table, torch.arange(6).expand(2, 6), cache.page_size)
+    assert found.flatten().tolist() == step.slot_mapping.tolist()
+
+
+def test_a_fork_shares_pages_until_one_side_writes():
+    cache = small_cache()
+    a = cache.allocate()
+    write(cache, cache.append([a], [6]), [0, 1, 2, 3, 4, 5])
+    b = cache.fork(a)
+    assert cache.free_pages == 6
+    assert cache.pool.pages(b) == cache.pool.pages(a)
+    write(cache, cache.append([b], [1]), [60])
+    assert cache.free_pages == 5
+    assert cache.pool.pages(b)[0] == cache.pool.pages(a)[0]
+    assert cache.pool.pages(b)[1] != cache.pool.pages(a)[1]
+    write(cache, cache.append([a], [1]), [70])
+    assert cache.free_pages == 5, "the last holder of a page keeps it"
+    assert read(cache, a) == [0, 1, 2, 3, 4, 5, 70]
+    assert read(cache, b) == [0, 1, 2, 3, 4, 5, 60]
+
+
+def test_a_full_last_page_is_not_copied():
+    cache = small_cache()
+    a = cache.allocate()
+    cache.append([a], [4])
+    b = cache.fork(a)
+    cache.append([a, b], [1, 1])
+    assert cache.pool.pages(a)[0] == cache.pool.pages(b)[0]
+    assert cache.free_pages == 8 - 3
+
+
+def test_freeing_returns_pages_when_the_last_holder_goes():
+    cache = small_cache()
+    a = cache.allocate(tokens=9)
+    assert cache.free_pages == 5
+    cache.append([a], [2])
+    assert cache.free_pages == 5, "reserved pages are used first"
+    b = cache.fork(a)
+    cache.free(a)
+    assert cache.free_pages == 7
+    cache.free(b)
+    assert cache.free_pages == 8
+
+
+def test_truncating_gives_pages_back():
+    cache = small_cache()
+    a = cache.allocate()
+    write(cache, cache.append([a], [9]), list(range(9)))
+    cache.truncate(a, 4)
+    assert (cache.free_pages, read(cache, a)) == (7, [0, 1, 2, 3])
+    write(cache, cache.append([a], [1]), [40])
+    assert read(cache, a) == [0, 1, 2, 3, 40]
+
+
+def test_exhaustion_is_one_sentence_and_changes_nothing():
+    cache = small_cache(num_pages=3)
+    a, b = cache.allocate(), cache.allocate()
+    write(cache, cache.append([a], [6]), list(range(6)))
+    before = [layer.clone() for layer in cache.layers]
+    with pytest.raises(RuntimeError, match=r"append: needs 2 pages of 4 tokens, 1 of 3 are free: free a sequence"):
+        cache.append([b, a], [4, 3])
+    with pytest.raises(RuntimeError, match="allocate: needs 2 pages"):
+        cache.allocate(tokens=5)
+    fork = cache.fork(a)
+    cache.append([b], [1])
+    with pytest.raises(RuntimeError, match="append: needs 1 pages"):
+        cache.append([fork], [1])
+    assert cache.length(fork) == 6
+    assert cache.pool.pages(fork) == cache.pool.pages(a)
+    assert all(torch.equal(x, y) for x, y in zip(before, cache.layers, strict=True))
+
+
+def test_mistakes_are_named():
+    cache = small_cache()
+    a = cache.allocate()
+    with pytest.raises(ValueError, match="a sequence is named twice"):
+        cache.append([a, a], [1, 1])
+    with pytest.raises(ValueError, match="1 sequences and 2 counts"):
+        cache.append([a], [1, 1])
+    with pytest.raises(ValueError, match="a count is 0 or more"):
+        cache.append([a], [-1])
+    with pytest.raises(ValueError, match="width 1: sequence 0 needs 2 pages"):
+        cache.append([a], [5], width=1)
+    with pytest.raises(ValueError, match=r"truncate: length 1 of a sequence of 0"):
+        cache.truncate(a, 1)
+    cache.free(a)
+    for call in (cache.free, cache.fork, cache.length):
+        with pytest.raises(ValueError, match="sequence 0 is not in this cache"):
+            call(a)
+    with pytest.raises(ValueError, match=r"layout 'dsv4' holds rows of 512 values"):
+        PagedLatentCache(1, 1, 1, layout="dsv4")
+    assert cache.free_pages == 8
+
+
+def test_contiguous_is_one_page_per_sequence():
+    cache, sequences = PagedLatentCache.contiguous(1, batch=3, max_len=10)
+    step = cache.append(sequences, [4, 10, 1])
+    assert cache.layers[0].shape == (3, 10, 576)
+    assert step.block_table.tolist() == [[0], [1], [2]]
+    with pytest.raises(RuntimeError, match="append: needs 1 pages of 10 tokens, 0 of 3"):
+        cache.append([sequences[1]], [1])
+
+
+def test_layers_are_separate_tensors_of_the_layouts_size():
+    cache = PagedLatentCache(3, 2, 16, layout="v32")
+    assert cache.bytes_per_token == 3 * 656
+    assert len({layer.untyped_storage().data_ptr() for layer in cache.layers}) == 3
+    assert PagedLatentCache(61, 1, 1).bytes_per_token == 61 * 1152
+
+
+def test_width_pads_with_zeros():
+    cache = small_cache()
+    a = cache.allocate()
+    step = cache.append([a], [1], width=3)
+    assert step.block_table.tolist() == [[cache.pool.pages(a)[0], 0, 0]]
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["allocate", "append", "append", "append", "fork", "free", "truncate"]), st.integers(0, 30)
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.sampled_from([1, 3, 4]))
+def test_any_history_reads_back_what_was_written(actions, page_size):
+    cache = small_cache(num_pages=9, page_size=page_size)
+    written: dict[int, list[float]] = {}
+    clock = 0.0
+    for action, number in actions:
+        handle = sorted(written)[number % len(written)] if written else None
+        try:
+            if action == "allocate":
+                written[cache.allocate(number % 7)] = []
+            elif handle is None:
+                continue
+            elif action == "append":
+                several = sorted({handle, *sorted(written)[:2]})
+                counts = [number % 5 + i for i in range(len(several))]
+                step = cache.append(several, counts)
+                values = [clock + i for i in range(sum(counts))]
+                clock += sum(counts)
+                write(cache, step, values)
+                for sequence, count in zip(several, counts, strict=True):
+                    written[sequence] += values[:count]
+                    values = values[count:]
+            elif action == "fork":
+                written[cache.fork(handle)] = list(written[handle])
+            elif action == "free":
+                cache.free(handle)
+                del written[handle]
+            else:
+                written[handle] = written[handle][: number % (len(written[handle]) + 1)]
+                cache.truncate(handle, len(written[handle]))
+        except RuntimeError:
+            pass  # exhausted: the checks below show that nothing moved
+        for sequence, values in written.items():
+            assert read(cache, sequence) == values
+        held = {page for sequence in written for page in cache.pool.pages(sequence)}
+        assert cache.free_pages == 9 - len(held)
+        for page in held:
+            assert cache.pool.users(page) == sum(page in cache.pool.pages(sequence) for sequence in written)
+
+
+def test_pools_refuse_no_pages():
+    with pytest.raises(ValueError, match="0 pages of 4 tokens; both must be 1 or more"):
+        PagePool(0, 4)

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from mla_suite.models.prefill import (
+    QUERY_TILE,
+    causal_attention,
+    causal_attention_with_lse,
+    ragged_causal_attention,
+    ragged_causal_attention_with_lse,
+)
+
+SCALE = 0.1
+
+
+def exact(q, k, v):
+    """fp64 [tokens, heads, dim]: each token attends to itself and those before it."""
+    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
+    scores = q @ k.transpose(-1, -2) * SCALE
+    tokens = q.shape[1]
+    scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1).transpose(0, 1)
+
+
+def random_qkv(*shape):
+    return torch.randn(*shape, 3, 48), torch.randn(*shape, 3, 48), torch.randn(*shape, 3, 32)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, QUERY_TILE, QUERY_TILE + 1, 600])
+def test_tiles_of_queries_join(tokens):
+    torch.manual_seed(tokens)
+    q, k, v = random_qkv(1, tokens)
+    out, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE)
+    expected_out, expected_lse = exact(q[0], k[0], v[0])
+    torch.testing.assert_close(out[0].double(), expected_out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse[0].double(), expected_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        causal_attention(q, k, v, softmax_scale=SCALE)[0].double(), expected_out, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_left_padding_is_never_attended():
+    torch.manual_seed(0)
+    q, k, v = random_qkv(3, 300)
+    lens = [300, 1, 280]
+    valid = torch.arange(300) >= 300 - torch.tensor(lens)[:, None]
+    k[~valid] = 1e4
+    v[~valid] = 1e4
+    plain = causal_attention(q, k, v, softmax_scale=SCALE, valid=valid)
+    tiled, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE, valid=valid)
+    for b, n in enumerate(lens):
+        expected, expected_lse = exact(q[b, -n:], k[b, -n:], v[b, -n:])
+        torch.testing.assert_close(plain[b, -n:].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(tiled[b, -n:].double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse[b, -n:].double(), expected_lse, rtol=1e-5, atol=1e-5)
+    assert plain.isfinite().all()
+    assert tiled.isfinite().all()
+
+
+def test_packed_sequences_do_not_see_each_other():
+    torch.manual_seed(0)
+    lens = [5, 1, 290, 33]
+    q, k, v = random_qkv(sum(lens))
+    out = ragged_causal_attention(q, k, v, lens, softmax_scale=SCALE)
+    tiled, lse = ragged_causal_attention_with_lse(q, k, v, lens, softmax_scale=SCALE)
+    parts = [exact(*part) for part in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)]
+    expected, expected_lse = (torch.cat(column) for column in zip(*parts, strict=True))
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(tiled.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
