@@ -1,0 +1,185 @@
+"""Caches in a declared layout: make, check, pack, unpack, gather rows, scatter rows, look for damaged values.
+
+A cache is `[pages, page, width]`; blocks may lie further apart than their tokens need (`Layout.block_bytes`). A *slot*
+is page id * page + offset. Rows are fp32 `[..., head_dim]`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mla_suite.core import checks
+from mla_suite.core.layouts import LAYOUTS
+from mla_suite.core.layouts.declare import Field, Layout
+from mla_suite.core.layouts.encode import decode, decode_rows, encode_rows
+
+
+def dtypes(layout: Layout) -> tuple[torch.dtype, ...]:
+    """The tensor dtypes a cache in this layout may have; the first is the one `empty` makes."""
+    return tuple(getattr(torch, name) for name in layout.dtypes)
+
+
+def empty(
+    layout: Layout, pages: int, page: int, *, padded: bool = True, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """An uninitialised cache `[pages, page, width]`, its blocks `layout.block_bytes(page, padded)` apart."""
+    stride = layout.block_bytes(page, padded) // layout.element_bytes
+    blocks = torch.empty((pages, stride), dtype=dtypes(layout)[0], device=device)
+    return blocks.as_strided((pages, page, layout.width), (stride, layout.width, 1))
+
+
+def check(layout: Layout, cache: torch.Tensor, head_dim: int, *, op: str, argument: str) -> None:
+    """Refuse a cache that cannot be in `layout` with rows of `head_dim` values. Reads metadata only."""
+    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(layout))
+    if not layout.dense and head_dim != layout.head_dim:
+        possible = f"layout {layout.name!r} holds rows of {layout.head_dim}"
+        checks.fail(op, argument, f"is read as rows of {head_dim}", possible)
+    width = head_dim if layout.dense else layout.width
+    pages, page, given = cache.shape
+    if given != width:
+        possible = f"layout {layout.name!r} takes [pages, page, {width}]"
+        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
+    strides = cache.stride()
+    if page > 1 and strides[1] != width:
+        possible = f"tokens of layout {layout.name!r} lie exactly {width} elements apart"
+        checks.fail(op, argument, f"has strides {strides}", possible)
+    if pages > 1 and strides[0] < page * width:
+        possible = f"blocks of {page} tokens must not overlap, so the first is at least {page * width}"
+        checks.fail(op, argument, f"has strides {strides}", possible)
+    if pages > 1 and strides[0] * layout.element_bytes % layout.alignment != 0:
+        possible = f"layout {layout.name!r} needs blocks a multiple of {layout.alignment} bytes apart"
+        checks.fail(op, argument, f"has strides {strides}", possible)
+
+
+def check_base(layout: Layout, cache: torch.Tensor, *, op: str, argument: str) -> None:
+    """Refuse a cache whose first byte is not aligned as the layout needs. Real tensors only: fakes have no address."""
+    remainder = cache.data_ptr() % layout.alignment
+    if remainder:
+        possible = f"layout {layout.name!r} needs a first byte aligned to {layout.alignment}: slice whole pages only"
+        checks.fail(op, argument, f"begins {remainder} bytes past a multiple of {layout.alignment}", possible)
+
+
+def check_descale(layout: Layout, descale: torch.Tensor | None, like: torch.Tensor, *, op: str, argument: str) -> None:
+    """Refuse a descale the layout has no use for, or one that is not a single fp32 value."""
+    if descale is None:
+        return
+    if not layout.per_tensor_descale:
+        users = ", ".join(name for name, declared in LAYOUTS.items() if declared.per_tensor_descale)
+        checks.fail(op, argument, f"was given with layout {layout.name!r}", f"only {users} read one: pass None")
+    checks.tensor(op, argument, descale, rank=(0, 1), dtypes=checks.FLOAT32, like=like)
+    if descale.numel() != 1:
+        checks.fail(op, argument, f"has shape {tuple(descale.shape)}", "it takes one value: shape [] or [1]")
+
+
+def pack(
+    layout: Layout, rows: torch.Tensor, *, descale: torch.Tensor | None = None, padded: bool = True
+) -> torch.Tensor:
+    """A new cache that holds `rows` `[pages, page, head_dim]` (any float dtype), quantised by the layout's rule.
+
+    Bytes between blocks are zero. Raises ValueError for rows of another width than the layout's.
+    """
+    sized = _sized_to(layout, rows.shape[-1])
+    pages, page, _ = rows.shape
+    cache = empty(sized, pages, page, padded=padded, device=rows.device)
+    stride = cache.stride(0) if pages else 0
+    cache.as_strided((pages, stride), (stride, 1)).view(torch.uint8).zero_()
+    for name, stored in encode_rows(sized, rows.float(), descale).items():
+        _words(sized, cache, sized.by_name[name], torch.uint8).copy_(stored.view(torch.uint8))
+    return cache
+
+
+def unpack(layout: Layout, cache: torch.Tensor, *, descale: torch.Tensor | None = None) -> torch.Tensor:
+    """fp32 rows `[pages, page, head_dim]` of a cache; `unpack(layout, cache[page_ids])` reads only those pages."""
+    sized = _sized_to(layout, cache.shape[2])
+    stored = {f.name: _words(sized, cache, f, torch.uint8).contiguous() for f in sized.fields if f.name != "pad"}
+    return decode_rows(sized, stored, descale)
+
+
+def gather(
+    layout: Layout, cache: torch.Tensor, slots: torch.Tensor, *, descale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """fp32 rows `[n, head_dim]` at `slots` `[n]` (int64, in range); no other token of the cache is read."""
+    sized = _sized_to(layout, cache.shape[2])
+    page = cache.shape[1]
+    block, token = slots // page, slots % page
+    stored = {f.name: _words(sized, cache, f)[block, token] for f in sized.fields if f.name != "pad"}
+    return decode_rows(sized, stored, descale)
+
+
+def scatter(
+    layout: Layout,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    descale: torch.Tensor | None = None,
+) -> None:
+    """Write `rows` `[n, head_dim]` at distinct `slots` `[n]` (int64, in range); no other token of the cache changes."""
+    sized = _sized_to(layout, rows.shape[-1])
+    page = cache.shape[1]
+    block, token = slots // page, slots % page
+    for name, stored in encode_rows(sized, rows.float(), descale).items():
+        words = _words(sized, cache, sized.by_name[name])
+        words[block, token] = stored.view(words.dtype)
+
+
+def damage(layout: Layout, cache: torch.Tensor) -> tuple[str, ...]:
+    """What is wrong with the values of a cache, one sentence each; empty when all is well.
+
+    Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
+    are not positive and finite or, where the rule says so, not a power of two.
+    """
+    sized = _sized_to(layout, cache.shape[2])
+    found: list[str] = []
+    for field in sized.value_fields:
+        _report(found, f"{field.name} is not finite", ~_decoded(sized, cache, field).isfinite().all(dim=-1))
+    if sized.scale_rule is not None:
+        scales = _decoded(sized, cache, sized.by_name["scale"])
+        legal = (scales > 0) & scales.isfinite()
+        _report(found, "scale is not positive and finite", ~legal.all(dim=-1))
+        if sized.scale_rule.power_of_two:
+            mantissa, _ = torch.frexp(scales)
+            _report(found, "scale is not a power of two", (legal & (mantissa != 0.5)).any(dim=-1))
+    return tuple(found)
+
+
+def _report(found: list[str], what: str, wrong: torch.Tensor) -> None:
+    count = int(wrong.sum())
+    if count:
+        page, offset = (int(i) for i in wrong.nonzero()[0])
+        found.append(f"{what} in {count} of {wrong.numel()} tokens, first at page {page} offset {offset}")
+
+
+def _decoded(layout: Layout, cache: torch.Tensor, field: Field) -> torch.Tensor:
+    return decode(_words(layout, cache, field, torch.uint8).contiguous(), field.encoding)
+
+
+def _sized_to(layout: Layout, width: int) -> Layout:
+    """A dense `layout` for rows of `width` values as one field: where a row is cut in two does not change its bytes."""
+    return layout.sized(width, 0) if layout.dense else layout
+
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def _words(layout: Layout, cache: torch.Tensor, field: Field, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """One field of every token as a view `[pages, page, words]`, in the widest word that fits unless one is asked for.
+
+    Indexing moves one word at a time: 2048 rows of 1152 bytes take 0.2 ms as int64 and 1.3 ms as bytes (one CPU core).
+    """
+    pages, page, width = cache.shape
+    element = cache.element_size()
+    start = field.start(0, page)
+    block = cache.stride(0) * element if pages > 1 else layout.token_bytes * page
+    base = cache.storage_offset() * element
+    if dtype is None:
+        common = math.gcd(field.bytes, field.stride, start, block, base, width * element)
+        dtype = next(word for word in _WORDS if common % word.itemsize == 0)
+    # Through one row, because a dtype view needs every stride to divide, even one of a dimension of size 1.
+    row = cache.as_strided((min(pages, page, 1), width), (width, 1)).view(dtype)
+    size = dtype.itemsize
+    return row.as_strided(
+        (pages, page, field.bytes // size), (block // size, field.stride // size, 1), (base + start) // size
+    )
