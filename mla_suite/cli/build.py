@@ -1,0 +1,35 @@
+"""Build the code objects: gfx942 and gfx950 with ROCm's clang or the ziglang wheel, sm_90 with nvcc where present."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from mla_suite.toolchain import BuildError, ObjectError, build
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", help="comma-separated, e.g. gfx942,gfx950,sm_90; default: all with a compiler")
+    parser.add_argument("--rocm", type=Path, help="ROCm root, or one clang program, instead of the one found")
+    parser.add_argument("--kernel", help="comma-separated kernel names; objects of the others stay as they are")
+    parser.add_argument("--out", type=Path, help="object folder; default: the package's, else the user's cache")
+    parser.add_argument("--jobs", type=int, help="parallel compilers; default: one per processor")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    begin = time.monotonic()
+    try:
+        manifest = build(
+            arguments.arch.split(",") if arguments.arch else None,
+            out=arguments.out,
+            rocm=arguments.rocm,
+            jobs=arguments.jobs,
+            kernels=arguments.kernel.split(",") if arguments.kernel else None,
+        )
+    except (BuildError, ObjectError, ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    counts = {arch: sum(name == arch for name, _ in manifest.kernels) for arch, _ in manifest.kernels}
+    made = ", ".join(f"{count} for {arch}" for arch, count in sorted(counts.items())) or "no kernels"
+    print(f"{manifest.root}: {made} ({time.monotonic() - begin:.1f} s)")
+    return 0

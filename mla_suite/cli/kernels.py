@@ -1,0 +1,78 @@
+"""Print the manifest: what every built kernel costs, and which compiler made it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from mla_suite.toolchain import KernelEntry, ObjectError
+from mla_suite.toolchain.manifest import locate, read
+
+_NUMBERS = (
+    "threads",
+    "vgpr",
+    "agpr",
+    "sgpr",
+    "LDS",
+    "spills",
+    "waves/SIMD",
+    "matrix/token",
+    "LDS reads/token",
+    "loop",
+    "code",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--arch", help="only this arch")
+    parser.add_argument("--kernel", help="only instances whose id contains this")
+    parser.add_argument("--objects", type=Path, help="object folder; default: the one that is used")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    try:
+        manifest = read(arguments.objects or locate())
+    except ObjectError as error:
+        print(error, file=sys.stderr)
+        return 1
+    entries = [
+        entry
+        for key, entry in sorted(manifest.kernels.items())
+        if (not arguments.arch or key[0] == arguments.arch) and (not arguments.kernel or arguments.kernel in key[1])
+    ]
+    table = Table(title=str(manifest.root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
+    for name in ("arch", "kernel"):
+        table.add_column(name, overflow="fold")
+    for name in _NUMBERS:
+        table.add_column(name, justify="right")
+    for entry in entries:
+        table.add_row(entry.arch, entry.id, *numbers(entry))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table)
+    for version in sorted({f"{entry.arch}: {entry.compiler}" for entry in entries}):
+        console.print(version)
+    return 0
+
+
+def numbers(entry: KernelEntry) -> list[str]:
+    """The cells of one row, in the order of the table's numeric columns; a dash where a number has no meaning."""
+    loop = entry.loop
+
+    def per_token(count: int) -> str:
+        return f"{count / entry.tokens:.2f}" if entry.tokens else f"{count}/turn"
+
+    return [
+        str(entry.threads),
+        str(entry.vgprs),
+        str(entry.agprs),
+        str(entry.sgprs) if loop or entry.sgprs else "-",
+        f"{entry.lds}+{entry.dynamic_lds}",
+        str(entry.spills),
+        str(entry.occupancy),
+        per_token(loop.matrix) if loop else "-",
+        per_token(loop.lds_reads) if loop else "-",
+        str(loop.instructions) if loop else "-",
+        str(entry.code_bytes),
+    ]

@@ -1,0 +1,170 @@
+"""The build: instances wanted -> ninja -> objects checked against their budgets -> object folder with its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from mla_suite.core import arch as arch_records
+from mla_suite.core.arch import CSRC
+from mla_suite.toolchain import budget, compilers, locations, manifest, ninja_plan, params, report
+from mla_suite.toolchain.errors import BuildError
+from mla_suite.toolchain.instances import Instance, instances
+from mla_suite.toolchain.manifest import KernelEntry, Library, Manifest
+
+
+def build(
+    archs: Sequence[str] | None = None,
+    *,
+    csrc: Path = CSRC,
+    out: Path | None = None,
+    rocm: Path | None = None,
+    jobs: int | None = None,
+    kernels: Sequence[str] | None = None,
+    emulator: bool = True,
+) -> Manifest:
+    """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
+
+    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
+    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay. `emulator` builds
+    the host library too where its sources are present. Two processes may build at once.
+
+    BuildError: a compiler's own message, a missing compiler, or every broken budget with both numbers; nothing is
+    published then. ValueError: an unknown arch or a declaration in `arch.toml` that cannot be built.
+    """
+    csrc = csrc.resolve()
+    arch_records.get.cache_clear()  # sources may have been edited since they were last read
+    params.load.cache_clear()
+    known = arch_records.names(csrc)
+    for name in archs or ():
+        if name not in known:
+            raise ValueError(f"unknown arch {name!r}: this tree has {', '.join(known) or 'none'}")
+    out = (out or locations.writable_objects(csrc)).absolute()
+    wanted = [item for name in (archs or known) for item in instances(name, csrc)]
+    if kernels is not None:
+        missing = sorted(set(kernels) - {item.kernel for item in wanted})
+        if missing:
+            raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
+        wanted = [item for item in wanted if item.kernel in kernels]
+    nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
+    if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
+        if archs is not None:
+            raise BuildError("no nvcc on PATH or in /usr/local/cuda; install the CUDA toolkit or leave sm_90 out")
+        wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
+    amd = compilers.find_amd(rocm) if any(item.arch.vendor == "amd" for item in wanted) else None
+    work = out / ".build"
+    with locations.locked(out):
+        ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
+        for item in wanted:
+            (work / item.arch.name).mkdir(parents=True, exist_ok=True)
+        if wanted:
+            ninja_plan.run(work, jobs)
+        made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
+        libraries = {}
+        if emulator and (csrc / "emulator").is_dir() and find_spec("mla_suite.toolchain.emulator_library"):
+            emulator_library = import_module("mla_suite.toolchain.emulator_library")
+            libraries["emulator"] = emulator_library.build_library(work / "emulator")
+        return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+
+
+def _entry(
+    item: Instance,
+    work: Path,
+    out: Path,
+    csrc: Path,
+    amd: compilers.AmdCompiler | None,
+    nvidia: compilers.NvidiaCompiler | None,
+) -> tuple[KernelEntry, list[str]]:
+    """The manifest entry of one built instance and the sentences of the budgets it breaks."""
+    stem = work / item.arch.name / item.id
+    is_amd = item.arch.vendor == "amd"
+    object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
+    data = object_path.read_bytes()
+    if is_amd:
+        text = stem.with_name(item.id + ".s").read_bytes()
+        cost = report.read_assembly(text.decode(), item.symbol)
+    else:
+        text = b""
+        cost = report.read_cubin(data, stem.with_name(item.id + ".log").read_text(), item.symbol)
+    mirror = params.load(item.params, csrc)
+    broken = budget.broken(item, cost)
+    if cost.params != mirror.size:
+        broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
+    sources = ninja_plan.dependencies(stem.with_name(item.id + ".d"), csrc)
+    compiler = amd if is_amd else nvidia
+    assert compiler is not None
+    entry = KernelEntry(
+        id=item.id,
+        arch=item.arch.name,
+        kernel=item.kernel,
+        symbol=item.symbol,
+        constants=dict(item.constants),
+        source=item.source,
+        sources=sources,
+        source_hash=manifest.hash_sources(csrc, sources),
+        compiler=compiler.version,
+        object=f"{item.arch.name}/{object_path.name}",
+        object_sha256=locations.sha256(data),
+        text=f"{item.arch.name}/{item.id}.s" if is_amd else "",
+        text_sha256=locations.sha256(text) if is_amd else "",
+        params=item.params,
+        params_size=mirror.size,
+        threads=cost.threads,
+        registers=cost.registers,
+        vgprs=cost.vgprs,
+        agprs=cost.agprs,
+        sgprs=cost.sgprs,
+        lds=cost.lds,
+        dynamic_lds=item.dynamic_lds,
+        scratch=cost.scratch,
+        spills=cost.spills,
+        occupancy=budget.occupancy(item, cost),
+        code_bytes=cost.code_bytes,
+        tokens=item.tokens,
+        loop=cost.loop,
+        root=out,
+        csrc=csrc,
+    )
+    return entry, broken
+
+
+def _publish(
+    made: Sequence[tuple[KernelEntry, list[str]]],
+    libraries: dict[str, Path],
+    work: Path,
+    out: Path,
+    csrc: Path,
+    *,
+    complete: bool,
+    built: Sequence[Instance],
+) -> Manifest:
+    """Copies the objects, then the manifest, then removes what the manifest no longer names."""
+    broken = [sentence for _, sentences in made for sentence in sentences]
+    if broken:
+        raise BuildError("\n".join(broken))
+    entries = {(entry.arch, entry.id): entry for entry, _ in made}
+    named: dict[str, Library] = {}
+    if not complete and (out / locations.MANIFEST).is_file():
+        before = manifest.read(out, csrc)
+        replaced = {(item.arch.name, item.kernel) for item in built}
+        kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
+        entries = {**kept, **entries}
+        named.update(before.libraries)
+    for entry, _ in made:
+        for name in filter(None, (entry.object, entry.text)):
+            locations.write_atomically(out / name, (work / name).read_bytes())
+    for name, path in libraries.items():
+        data = path.read_bytes()
+        file = f"{name}/{path.name}"
+        locations.write_atomically(out / file, data)
+        named[name] = Library(file, locations.sha256(data))
+    result = Manifest(out, entries, named)
+    locations.write_atomically(out / locations.MANIFEST, result.to_json().encode())
+    wanted = {name for entry in entries.values() for name in (entry.object, entry.text)}
+    for arch in arch_records.names(csrc):
+        for path in (out / arch).glob("*"):
+            if f"{arch}/{path.name}" not in wanted:
+                path.unlink()
+    return result

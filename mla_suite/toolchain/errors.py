@@ -1,0 +1,11 @@
+"""The two ways in which this floor refuses."""
+
+from __future__ import annotations
+
+
+class BuildError(RuntimeError):
+    """A code object could not be made; the text begins with the compiler's own words when it had any."""
+
+
+class ObjectError(RuntimeError):
+    """A built object or its manifest may not be used: absent, altered, stale, or writable by others."""

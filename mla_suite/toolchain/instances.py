@@ -1,0 +1,126 @@
+"""From `csrc/<arch>/arch.toml` to the kernel instances that a build makes: a source plus named constants."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mla_suite.core import arch as arch_records
+from mla_suite.core.arch import CSRC, Arch
+
+Constants = Mapping[str, "int | str"]
+
+_KERNEL_KEYS = {
+    "source",
+    "params",
+    "axes",
+    "instances",
+    "budget",
+    "budgets",
+    "tokens_per_iteration",
+    "dynamic_lds",
+    "honor_nans",
+}
+_CONSTANT = re.compile(r"[A-Za-z0-9]+")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One object to build.
+
+    `id` is unique within its arch; `symbol` is the C name of its entry; `tokens` is the number of KV tokens that one
+    turn of the main loop handles, 0 where the notion does not apply; `dynamic_lds` is the most dynamic LDS, in bytes,
+    that it is launched with; `budget` maps a rule's name to the allowed number; `honor_nans` keeps the compiler from
+    assuming that no operand is NaN.
+    """
+
+    arch: Arch
+    kernel: str
+    id: str
+    symbol: str
+    source: str
+    params: str
+    constants: Constants
+    budget: Mapping[str, float]
+    tokens: int
+    dynamic_lds: int
+    honor_nans: bool
+
+
+def instance_id(kernel: str, constants: Constants) -> str:
+    """`combine` with {"OUT": "bf16", "D_V": 512} is `combine_out-bf16_dv-512`: constants in declared order."""
+    return "_".join([kernel, *(f"{key.replace('_', '').lower()}-{str(v).lower()}" for key, v in constants.items())])
+
+
+def instances(arch: str, csrc: Path = CSRC) -> tuple[Instance, ...]:
+    """Every instance that `arch.toml` declares. ValueError, in one sentence, for a declaration that cannot be built."""
+    record = arch_records.get(arch, csrc)
+    path = csrc / arch / "arch.toml"
+    made: dict[str, Instance] = {}
+    for kernel, table in arch_records.read_arch_file(arch, csrc).get("kernels", {}).items():
+        where = f"{path}: kernel {kernel}"
+        unknown = sorted(set(table) - _KERNEL_KEYS)
+        if unknown or "source" not in table:
+            raise ValueError(f"{where}: unknown keys {unknown}; possible are {sorted(_KERNEL_KEYS)}, source is needed")
+        if not (csrc / arch / table["source"]).is_file():
+            raise ValueError(f"{where}: no source {csrc / arch / table['source']}")
+        for constants in _points(where, table):
+            item = Instance(
+                arch=record,
+                kernel=kernel,
+                id=instance_id(kernel, constants),
+                symbol=instance_id(kernel, constants).replace("-", "_"),
+                source=f"{arch}/{table['source']}",
+                params=table.get("params", kernel),
+                constants=constants,
+                budget=_budget(where, table, constants),
+                tokens=_number(where, table.get("tokens_per_iteration", 0), constants),
+                dynamic_lds=_number(where, table.get("dynamic_lds", 0), constants),
+                honor_nans=bool(table.get("honor_nans", False)),
+            )
+            if item.id in made:
+                raise ValueError(f"{where}: two instances are named {item.id}")
+            made[item.id] = item
+    return tuple(made.values())
+
+
+def _points(where: str, table: Mapping[str, Any]) -> list[dict[str, int | str]]:
+    if "axes" in table and "instances" in table:
+        raise ValueError(f"{where}: axes and instances exclude each other; keep one")
+    if "instances" in table:
+        points = [dict(point) for point in table["instances"]]
+    else:
+        axes = table.get("axes", {})
+        points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    for point in points:
+        for key, value in point.items():
+            plain = isinstance(value, (int, str)) and not isinstance(value, bool)
+            if not plain or not _CONSTANT.fullmatch(str(value)) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", key):
+                raise ValueError(
+                    f"{where}: constant {key} = {value!r}; names are UPPER_CASE, values letters and digits"
+                )
+    return points
+
+
+def _budget(where: str, table: Mapping[str, Any], constants: Constants) -> dict[str, float]:
+    """The kernel's budget, overridden in order by each `budgets` entry whose `when` matches the constants."""
+    budget = dict(table.get("budget", {}))
+    for entry in table.get("budgets", []):
+        when = entry.get("when", {})
+        if set(when) - set(constants):
+            raise ValueError(f"{where}: a budget's `when` names {sorted(set(when) - set(constants))}, no constant")
+        if all(constants[key] == value for key, value in when.items()):
+            budget.update({key: value for key, value in entry.items() if key != "when"})
+    return budget
+
+
+def _number(where: str, value: int | str, constants: Constants) -> int:
+    """`value` itself, or the constant it names."""
+    number = constants.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int):
+        raise ValueError(f"{where}: {value!r} is neither a number nor the name of an integer constant")
+    return number

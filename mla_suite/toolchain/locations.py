@@ -1,0 +1,128 @@
+"""Where code objects live, who may write there, and how a file is put there."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mla_suite.core.arch import CSRC
+from mla_suite.toolchain.errors import BuildError, ObjectError
+
+PACKAGE_OBJECTS = CSRC.parent / "objects"
+MANIFEST = "manifest.json"
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def tree_hash(csrc: Path = CSRC) -> str:
+    """sha256 over the names and contents of every file under `csrc`."""
+    digest = hashlib.sha256()
+    for path in sorted(csrc.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            digest.update(f"{path.relative_to(csrc).as_posix()}\0{len(data)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def cache_objects(csrc: Path = CSRC) -> Path:
+    """`$XDG_CACHE_HOME/mla_suite/<hash of the sources>`: where objects go when the package cannot be written."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG base directory specification has relative values ignored.
+    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
+    return base / "mla_suite" / tree_hash(csrc)
+
+
+def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path:
+    """The package's object folder where it can be written, else the cache's, made with mode 0700.
+
+    BuildError when the cache could be written by others.
+    """
+    nearest = package
+    while not nearest.exists():
+        nearest = nearest.parent
+    # access() is true for root on a read-only mount only up to the mount itself, which it does report.
+    if os.access(nearest, os.W_OK):
+        return package
+    folder = cache_objects(csrc)
+    folder.parent.parent.mkdir(parents=True, exist_ok=True)
+    for part in (folder.parent, folder):
+        part.mkdir(mode=0o700, exist_ok=True)
+    problem = writable_by_others(folder, parents=True)
+    if problem:
+        raise BuildError(f"the cache {problem}; make it private (chmod go-w) or set XDG_CACHE_HOME to a private folder")
+    return folder
+
+
+def writable_by_others(path: Path, *, parents: bool) -> str | None:
+    """A clause that says who else may write `path` (and its parents, if asked), or None when only its owner may.
+
+    Trusted owners are this user, root, and the owner of this package's own code. A sticky folder such as /tmp is
+    accepted as a parent, since others cannot replace what is in it.
+    """
+    trusted = {os.geteuid(), 0, Path(__file__).stat().st_uid}
+    for place in [path, *path.resolve().parents] if parents else [path]:
+        info = place.stat()
+        if info.st_uid not in trusted:
+            return f"{place} belongs to user {info.st_uid}"
+        sticky = place != path and info.st_mode & stat.S_ISVTX
+        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            return f"{place} may be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+    return None
+
+
+def read_trusted(path: Path, expected_sha256: str | None = None) -> bytes:
+    """The bytes of an object file. ObjectError when it is absent, writable by others, or not what was built."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as error:
+        raise ObjectError(f"{path} cannot be read ({error.strerror}); run `python -m mla_suite build`") from error
+    with os.fdopen(descriptor, "rb") as file:
+        info = os.fstat(file.fileno())
+        if info.st_mode & stat.S_IWOTH or info.st_uid not in {os.geteuid(), 0, Path(__file__).stat().st_uid}:
+            raise ObjectError(
+                f"{path} may be written by others (owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}); "
+                "make it private, then run `python -m mla_suite build`"
+            )
+        data = file.read()
+    if expected_sha256 is not None and sha256(data) != expected_sha256:
+        raise ObjectError(
+            f"{path} has sha256 {sha256(data)[:12]}..., its manifest says {expected_sha256[:12]}...; "
+            "it was altered or half replaced: run `python -m mla_suite build`"
+        )
+    return data
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` so that a reader or a crash sees the old file or the whole new one."""
+    if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds the folder's build lock: a second builder waits for the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,202 @@
+"""The manifest: what was built, by what, from which sources, at what cost; and the guard of every load."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mla_suite.core.arch import CSRC
+from mla_suite.toolchain import locations
+from mla_suite.toolchain.errors import ObjectError
+from mla_suite.toolchain.locations import MANIFEST, read_trusted, sha256
+from mla_suite.toolchain.report import Loop
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """One kernel in the manifest.
+
+    File names are relative to the object folder `root`; `text` is the assembly of an AMD object, empty for a cubin.
+    `lds` is static and `dynamic_lds` the most dynamic LDS, in bytes; `threads` the launch bound; `occupancy` waves per
+    SIMD; `sources` the files under csrc it was made from and `source_hash` the sha256 over them.
+    """
+
+    id: str
+    arch: str
+    kernel: str
+    symbol: str
+    constants: Mapping[str, int | str]
+    source: str
+    sources: tuple[str, ...]
+    source_hash: str
+    compiler: str
+    object: str
+    object_sha256: str
+    text: str
+    text_sha256: str
+    params: str
+    params_size: int
+    threads: int
+    registers: int
+    vgprs: int
+    agprs: int
+    sgprs: int
+    lds: int
+    dynamic_lds: int
+    scratch: int
+    spills: int
+    occupancy: int
+    code_bytes: int
+    tokens: int
+    loop: Loop | None
+    root: Path = field(compare=False)
+    csrc: Path = field(compare=False)
+
+    def read_object(self) -> bytes:
+        """The code object's bytes, checked against the manifest. ObjectError says what to do when they may not run."""
+        self._check_sources()
+        return read_trusted(self.root / self.object, self.object_sha256)
+
+    def read_text(self) -> str:
+        """The assembly the object was made from, checked likewise. ObjectError for a kernel that has none."""
+        if not self.text:
+            raise ObjectError(f"{self.arch} {self.id} has no assembly text; only AMD kernels ship theirs")
+        self._check_sources()
+        return read_trusted(self.root / self.text, self.text_sha256).decode()
+
+    def _check_sources(self) -> None:
+        if self.csrc.is_dir() and hash_sources(self.csrc, self.sources) != self.source_hash:
+            raise ObjectError(
+                f"{self.arch} {self.id} was built from other sources than {self.csrc} now holds; "
+                "run `python -m mla_suite build`"
+            )
+
+
+@dataclass(frozen=True)
+class Library:
+    """A host library beside the kernels: file relative to the object folder, and its sha256."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything built into one object folder."""
+
+    root: Path
+    kernels: Mapping[tuple[str, str], KernelEntry]
+    libraries: Mapping[str, Library]
+
+    def find(self, arch: str, instance_id: str) -> KernelEntry:
+        """The kernel's entry. ObjectError names what is there when it is not."""
+        entry = self.kernels.get((arch, instance_id))
+        if entry is None:
+            archs = sorted({name for name, _ in self.kernels})
+            siblings = [key for name, key in self.kernels if name == arch]
+            have = f"{len(siblings)} kernels for {arch}" if siblings else f"objects for {', '.join(archs) or 'no arch'}"
+            raise ObjectError(
+                f"no code object {instance_id} for {arch} in {self.root} (it holds {have}); "
+                f"run `python -m mla_suite build --arch {arch}`"
+            )
+        return entry
+
+    def library(self, name: str) -> Path:
+        """Path of a host library, its bytes checked. ObjectError when it was not built."""
+        made = self.libraries.get(name)
+        if made is None:
+            raise ObjectError(f"no {name} library in {self.root}; run `python -m mla_suite build`")
+        read_trusted(self.root / made.file, made.sha256)
+        return self.root / made.file
+
+    def to_json(self) -> str:
+        kernels = []
+        for key in sorted(self.kernels):
+            row = asdict(self.kernels[key])
+            del row["root"], row["csrc"]
+            kernels.append(row)
+        libraries = {name: asdict(made) for name, made in sorted(self.libraries.items())}
+        return json.dumps({"schema": SCHEMA, "libraries": libraries, "kernels": kernels}, indent=1) + "\n"
+
+
+def hash_sources(csrc: Path, sources: tuple[str, ...]) -> str:
+    """sha256 over names and contents of these files of `csrc`; a file that is gone changes it too."""
+    parts = []
+    for name in sources:
+        path = csrc / name
+        parts.append(f"{name} {sha256(path.read_bytes()) if path.is_file() else 'absent'}")
+    return sha256("\n".join(parts).encode())
+
+
+def parse(text: str, root: Path, csrc: Path = CSRC) -> Manifest:
+    """The manifest in `text`. ObjectError when it is not one that this version wrote."""
+    where = root / MANIFEST
+    try:
+        table = json.loads(text)
+        if table["schema"] != SCHEMA:
+            raise ObjectError(
+                f"{where} has schema {table['schema']!r}, this version reads {SCHEMA}; run `python -m mla_suite build`"
+            )
+        kernels = {}
+        for row in table["kernels"]:
+            entry = _entry(row, root, csrc)
+            kernels[entry.arch, entry.id] = entry
+        libraries = {name: Library(**made) for name, made in table["libraries"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ObjectError(f"{where} is damaged ({error}); run `python -m mla_suite build`") from error
+    for file in [f for e in kernels.values() for f in (e.object, e.text)] + [lib.file for lib in libraries.values()]:
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ObjectError(f"{where} names {file}, outside its folder; run `python -m mla_suite build`")
+    return Manifest(root, kernels, libraries)
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "Loop | None": (dict, type(None))}
+
+
+def _entry(row: dict[str, Any], root: Path, csrc: Path) -> KernelEntry:
+    names = {item.name for item in fields(KernelEntry)} - {"root", "csrc"}
+    if set(row) != names:
+        raise ValueError(f"fields {sorted(set(row) ^ names)} are missing or unknown")
+    for item in fields(KernelEntry):
+        expected = _TYPES.get(str(item.type))
+        if expected is not None and not isinstance(row[item.name], expected):
+            raise ValueError(f"{item.name} is {row[item.name]!r}")
+    row = {**row, "sources": tuple(row["sources"]), "loop": Loop(**row["loop"]) if row["loop"] else None}
+    return KernelEntry(**row, root=root, csrc=csrc)
+
+
+def read(root: Path, csrc: Path = CSRC) -> Manifest:
+    """The manifest of one object folder. ObjectError when it is absent, damaged or writable by others."""
+    for folder in (root, root.parent):
+        if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH and not folder.stat().st_mode & stat.S_ISVTX:
+            raise ObjectError(f"{folder} may be written by others; make it private (chmod o-w)")
+    return parse(read_trusted(root / MANIFEST).decode(), root, csrc)
+
+
+def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path:
+    """The folder whose objects are used: this user's cache if it was built for these very sources, else the package's.
+
+    ObjectError when neither was built, or when the cache may be written by others.
+    """
+    cache = locations.cache_objects(csrc)
+    if (cache / MANIFEST).exists():
+        problem = locations.writable_by_others(cache, parents=True)
+        if problem:
+            raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
+        return cache
+    if not (package / MANIFEST).exists():
+        raise ObjectError(f"no code objects were built into {package}; run `python -m mla_suite build`")
+    return package
+
+
+@lru_cache(maxsize=1)
+def installed() -> Manifest:
+    """The manifest that this process uses, read once. `installed.cache_clear()` after a build in the same process."""
+    return read(locate())
