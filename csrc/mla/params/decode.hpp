@@ -57,6 +57,8 @@ struct DecodeParams {
   int32_t row_tiles;             // tiles that share a sequence's keys
   int32_t pages;                 // in kv_cache
   int32_t page;                  // keys per page
+  uint32_t page_magic;           // ceil(2^(31 + page_shift) / page): key / page by one multiplication
+  uint32_t page_shift;           // ceil(log2(page))
   int32_t num_splits;            // cuts per sequence when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
   int32_t workers;               // workgroups (or clusters) that walk the work list

@@ -1,0 +1,74 @@
+// One 16-row tile of queries against 16 keys: scores, softmax, values.
+//
+// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane owns
+// one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right operand
+// of the second product: P never leaves its lane.
+#pragma once
+
+#include "cdna/cross_lane.hpp"
+#include "cdna/matrix.hpp"
+#include "cdna/transpose.hpp"
+#include "mla/online_softmax.hpp"
+#include "mla/problem.hpp"
+
+namespace cdna {
+
+constexpr int BLOCK_COLUMNS = 128;                                 // output columns that one transposed read brings
+constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
+constexpr int BLOCK_TILES = 8;
+
+// O^T of 16 rows. tile[b][t]: element r of a lane is column 128 b + 8 * (4 * lane.group + r) + t of row lane.column.
+struct OutputTile {
+  f32x4 tile[OUTPUT_BLOCKS][BLOCK_TILES];
+
+  MLA_DEVICE void clear() {
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b)
+#pragma unroll
+      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+  MLA_DEVICE void scale(float factor) {
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b)
+#pragma unroll
+      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] *= factor;
+  }
+};
+
+// Softmax of one tile's scores. Element r of a lane is key `first_key` + 4 * lane.group + r.
+template <class Policy, class Element>
+struct Weights {
+  // Scores of keys the row may not see become -inf.
+  MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& lane) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float score = scores[r];
+      scores[r] = first_key + 4 * lane.group + r < visible ? score : mla::MINUS_INFINITY;
+    }
+    return scores;
+  }
+
+  MLA_DEVICE static float largest(f32x4 t) {
+    return __builtin_fmaxf(__builtin_fmaxf(t[0], t[1]), __builtin_fmaxf(t[2], t[3]));
+  }
+
+  // A new reference for the row; the factor that what was accumulated so far must be multiplied by.
+  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_max, const Lane& lane) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_max, lane));
+    const float factor = Policy::exp2(row.max - max);
+    row.max = max;
+    row.sum *= factor;
+    return factor;
+  }
+
+  // P^T as a right operand: four keys of one row. The lane's part of the sum stays in the lane.
+  MLA_DEVICE static u32x2 weights(f32x4 t, mla::RowSoftmax& row) {
+    const f32x4 less = t - row.max;
+    const float p0 = Policy::exp2(less[0]), p1 = Policy::exp2(less[1]);
+    const float p2 = Policy::exp2(less[2]), p3 = Policy::exp2(less[3]);
+    row.sum += (p0 + p1) + (p2 + p3);
+    return u32x2{Policy::template pack_weights<Element>(p0, p1), Policy::template pack_weights<Element>(p2, p3)};
+  }
+};
+
+}  // namespace cdna

@@ -1,0 +1,28 @@
+// Floats to the 16-bit types, two at a time, where there is no single instruction for it.
+#pragma once
+
+#include "cdna/types.hpp"
+
+namespace cdna {
+
+// Round to nearest even; finite values only (softmax weights and averages of finite values).
+MLA_DEVICE uint32_t round_to_bf16(float x) {
+  const uint32_t bits = mla::bit_cast<uint32_t>(x);
+  return bits + 0x7fff + (bits >> 16 & 1);
+}
+MLA_DEVICE uint32_t pack_bf16(float low, float high) {
+  return __builtin_amdgcn_perm(round_to_bf16(high), round_to_bf16(low), 0x07060302);
+}
+
+// Ties away from zero, one addition per value: the bound (half a unit) is that of round_to_bf16.
+MLA_DEVICE uint32_t pack_weights_bf16(float low, float high) {
+  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high) + 0x8000, mla::bit_cast<uint32_t>(low) + 0x8000, 0x07060302);
+}
+
+MLA_DEVICE uint32_t pack_fp16(float low, float high) {
+  const _Float16 l = static_cast<_Float16>(low);
+  const _Float16 h = static_cast<_Float16>(high);
+  return static_cast<uint32_t>(mla::bit_cast<uint16_t>(h)) << 16 | mla::bit_cast<uint16_t>(l);
+}
+
+}  // namespace cdna

@@ -1,0 +1,75 @@
+// A wave of 64 lanes as the small kernels see it: sums and maxima over teams of lanes, broadcasts, scans, elementary
+// functions. csrc/sm_90/wave.hpp has the same face.
+#pragma once
+
+#include "mla/device.hpp"
+
+namespace cdna {
+
+struct Wave {
+  static constexpr int lanes = 64;
+
+  // A value that is the same in all lanes of the wave, in a scalar register.
+  MLA_DEVICE static int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
+  // The value of lane `source` (0..63, any lane may ask for another).
+  MLA_DEVICE static int from_lane(int x, int source) { return __builtin_amdgcn_ds_bpermute(source * 4, x); }
+
+  // What lane `index` of this lane's team of `team` neighbouring lanes holds; `index` is the same in the whole team.
+  template <int team>
+  MLA_DEVICE static float from_team(float x, int lane, int index) {
+    const int bits = mla::bit_cast<int>(x);
+    if constexpr (team == lanes) return mla::bit_cast<float>(__builtin_amdgcn_readlane(bits, index));
+    return mla::bit_cast<float>(from_lane(bits, (lane & ~(team - 1)) + index));
+  }
+
+  // Maximum and sum over each team of 1, 2, 4, .. 64 neighbouring lanes, the same bits in all of them.
+  template <int team>
+  MLA_DEVICE static int max_over(int x, int lane) {
+    return reduce<team>(x, lane, [](int a, int b) { return a > b ? a : b; });
+  }
+  template <int team>
+  MLA_DEVICE static float sum_over(float x, int lane) {
+    return reduce<team>(x, lane, [](float a, float b) { return a + b; });
+  }
+
+  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+  MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
+  MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+
+  // The same value, of which the optimiser knows nothing.
+  MLA_DEVICE static float opaque(float x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+
+  MLA_DEVICE static uint16_t fp16_bits(float x) { return mla::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+
+  // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
+  // launch, so the stream's order is all there is.
+  MLA_DEVICE static void wait_for_producer() {}
+  MLA_DEVICE static void release_consumer() {}
+
+ private:
+  template <int control>
+  MLA_DEVICE static int dpp(int x) {
+    return __builtin_amdgcn_update_dpp(0, x, control, 0xf, 0xf, true);
+  }
+  template <class T, class Combine>
+  MLA_DEVICE static T step(T x, int moved, Combine combine) {
+    return combine(x, mla::bit_cast<T>(moved));
+  }
+  // A butterfly. Within 8 and 16 lanes a mirror serves as the exchange: by then each half holds one value.
+  template <int team, class T, class Combine>
+  MLA_DEVICE static T reduce(T x, int lane, Combine combine) {
+    if constexpr (team >= 2) x = step(x, dpp<0xb1>(mla::bit_cast<int>(x)), combine);    // quad_perm [1, 0, 3, 2]
+    if constexpr (team >= 4) x = step(x, dpp<0x4e>(mla::bit_cast<int>(x)), combine);    // quad_perm [2, 3, 0, 1]
+    if constexpr (team >= 8) x = step(x, dpp<0x141>(mla::bit_cast<int>(x)), combine);   // row_half_mirror
+    if constexpr (team >= 16) x = step(x, dpp<0x140>(mla::bit_cast<int>(x)), combine);  // row_mirror
+    if constexpr (team >= 32) x = step(x, from_lane(mla::bit_cast<int>(x), lane ^ 16), combine);
+    if constexpr (team >= 64) x = step(x, from_lane(mla::bit_cast<int>(x), lane ^ 32), combine);
+    return x;
+  }
+};
+
+}  // namespace cdna

@@ -1,0 +1,13 @@
+// Dense decode on gfx942. Macros of an instance: DTYPE bf16 or fp16, ROWS 16 to 128, WIDTH 576 or 512, ROTATE 0 or 1.
+#include "cdna/decode_key_split.hpp"
+#include "gfx942/policy.hpp"
+
+namespace {
+using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;
+using Decode = cdna::KeySplitDecode<gfx942::Policy, Problem>;
+}  // namespace
+
+MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams p) {
+  static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];
+  Decode::run(p, (cdna::LdsBytes)lds);
+}

@@ -1,0 +1,34 @@
+// Everything in which gfx942 (CDNA3) differs from its siblings, for the shared pipelines.
+#pragma once
+
+#include "cdna/convert.hpp"
+#include "cdna/matrix.hpp"
+
+namespace gfx942 {
+
+struct Policy {
+  static constexpr int waves = 4;         // one per SIMD: a wave may use all 512 registers of its lanes
+  static constexpr int lds_bytes = 65536;
+
+  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+  MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
+  MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+
+  // Two values rounded to Element, the first in the low half: nearest even for results, and the cheaper rounding of
+  // softmax weights (this arch has no bf16 conversion).
+  template <class Element>
+  MLA_DEVICE static uint32_t pack(float low, float high);
+  template <class Element>
+  MLA_DEVICE static uint32_t pack_weights(float low, float high);
+};
+
+template <>
+MLA_DEVICE uint32_t Policy::pack<mla::bf16>(float low, float high) { return cdna::pack_bf16(low, high); }
+template <>
+MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) { return cdna::pack_fp16(low, high); }
+template <>
+MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) { return cdna::pack_weights_bf16(low, high); }
+template <>
+MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) { return cdna::pack_fp16(low, high); }
+
+}  // namespace gfx942
