@@ -1,3 +1,5 @@
 """Floor 3: one folder per operator. Importing this package registers them all with `torch.library`."""
 
+from mla_suite.ops.append_kv import append_kv as append_kv
 from mla_suite.ops.combine import combine as combine
+from mla_suite.ops.sparse_decode import sparse_decode as sparse_decode

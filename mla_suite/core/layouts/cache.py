@@ -61,6 +61,12 @@ def check_base(layout: Layout, cache: torch.Tensor, *, op: str, argument: str) -
         checks.fail(op, argument, f"begins {remainder} bytes past a multiple of {layout.alignment}", possible)
 
 
+def alignment(cache: torch.Tensor) -> int:
+    """The largest power of two up to 16 that divides both the address of the cache and the bytes between its blocks."""
+    block = cache.stride(0) * cache.element_size() if cache.shape[0] > 1 else 0
+    return math.gcd(cache.data_ptr(), block, 16)
+
+
 def check_descale(layout: Layout, descale: torch.Tensor | None, like: torch.Tensor, *, op: str, argument: str) -> None:
     """Refuse a descale the layout has no use for, or one that is not a single fp32 value."""
     if descale is None:

@@ -1,0 +1,175 @@
+"""append_kv: rotate (optional), quantise and write new tokens into a paged KV cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import checks, library
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.core.library import Op, Output
+from mla_suite.ops.append_kv import reference, samples
+
+SCHEMA = (
+    "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
+    "Tensor? cos_sin=None, Tensor? positions=None, *, str layout, bool interleaved=True) -> ()"
+)
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+class Problem(NamedTuple):
+    """What a choice of append kernel may depend on."""
+
+    tokens: int
+    latent: int
+    rope: int
+    page: int
+    layout: str
+    dtype: torch.dtype
+    slot_dtype: torch.dtype
+    rotate: bool
+    interleaved: bool
+    alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
+
+
+def append_kv(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> None:
+    """Write `tokens` new rows into `kv_cache`, each at its slot. Mutates `kv_cache` and nothing else.
+
+    kv_c          [tokens, latent] bfloat16, float16 or float32: the un-rotated part (512; 448 for dsv4)
+    k_pe          [tokens, rope] of the same dtype: the part that carries positions (64)
+    kv_cache      [pages, page, width] in `layout`; blocks may lie further apart than their tokens need
+    slot_mapping  [tokens] int32 or int64: page id * page + offset; a negative slot skips its token
+    kv_descale    [] or [1] fp32, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
+    cos_sin       [max_len, rope] float: cosines then sines, rope / 2 each; rotates k_pe before it is stored
+    positions     [tokens] int32 or int64: the row of cos_sin of each token; given exactly when cos_sin is
+    layout        a name of `python -m mla_suite layouts`; its scale rule quantises
+    interleaved   True pairs k_pe elements (2i, 2i + 1), False pairs (i, i + rope / 2)
+
+    Every byte of a written token is written, padding of the record as zero; no other byte changes. Values are rotated
+    in fp32 and rounded once. Where a slot occurs more than once the last of its tokens stays. What is written carries
+    no gradient. Slots past the cache and positions past cos_sin are refused on the CPU and in debug mode.
+    """
+    torch.ops.mla_suite.append_kv(
+        kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions, layout=layout, interleaved=interleaved
+    )
+
+
+def specify(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> tuple[Output, ...]:
+    kind = declared(layout)
+    checks.tensor("append_kv", "kv_c", kv_c, rank=2, dtypes=INPUT_DTYPES)
+    checks.tensor("append_kv", "k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), like=kv_c)
+    tokens, latent = kv_c.shape
+    rope = k_pe.shape[1]
+    checks.shape("append_kv", "k_pe", k_pe, (tokens, rope), "[tokens, rope]")
+    checks.tensor("append_kv", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=kv_c)
+    if not kind.dense:
+        checks.shape("append_kv", "kv_c", kv_c, (tokens, kind.latent), f"[tokens, latent] of layout {layout!r}")
+        checks.shape("append_kv", "k_pe", k_pe, (tokens, kind.rope), f"[tokens, rope] of layout {layout!r}")
+    caches.check(kind, kv_cache, latent + rope, op="append_kv", argument="kv_cache")
+    caches.check_descale(kind, kv_descale, kv_c, op="append_kv", argument="kv_descale")
+    checks.tensor("append_kv", "slot_mapping", slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=kv_c)
+    checks.shape("append_kv", "slot_mapping", slot_mapping, (tokens,), "[tokens]")
+    if (cos_sin is None) != (positions is None):
+        missing, given = ("cos_sin", "positions") if cos_sin is None else ("positions", "cos_sin")
+        checks.fail("append_kv", missing, f"is missing although {given} is given", "pass both or neither")
+    if cos_sin is not None and positions is not None:
+        checks.tensor("append_kv", "cos_sin", cos_sin, rank=2, dtypes=INPUT_DTYPES, like=kv_c)
+        checks.shape("append_kv", "cos_sin", cos_sin, (cos_sin.shape[0], rope), "[max_len, rope]")
+        if rope % 2 != 0:
+            checks.fail("append_kv", "k_pe", f"has {rope} values", "only an even number can be rotated in pairs")
+        checks.tensor("append_kv", "positions", positions, rank=1, dtypes=SLOT_DTYPES, like=kv_c)
+        checks.shape("append_kv", "positions", positions, (tokens,), "[tokens]")
+    return ()
+
+
+def problem(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> Problem:
+    tokens, latent = kv_c.shape
+    return Problem(
+        tokens,
+        latent,
+        k_pe.shape[1],
+        kv_cache.shape[1],
+        layout,
+        kv_c.dtype,
+        slot_mapping.dtype,
+        cos_sin is not None,
+        interleaved,
+        caches.alignment(kv_cache),
+    )
+
+
+def validate(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> None:
+    caches.check_base(declared(layout), kv_cache, op="append_kv", argument="kv_cache")
+    if slot_mapping.numel() == 0:
+        return
+    slots = kv_cache.shape[0] * kv_cache.shape[1]
+    largest = int(slot_mapping.max())
+    if largest >= slots:
+        possible = f"the cache has slots 0..{slots - 1}, and a negative one skips its token"
+        checks.fail("append_kv", "slot_mapping", f"holds slot {largest}", possible)
+    if cos_sin is not None and positions is not None:
+        used = positions[slot_mapping >= 0]
+        wrong = used[(used < 0) | (used >= cos_sin.shape[0])]
+        if wrong.numel():
+            possible = f"cos_sin has rows 0..{cos_sin.shape[0] - 1}"
+            checks.fail("append_kv", "positions", f"holds position {int(wrong[0])}", possible)
+
+
+APPEND_KV = library.register(
+    Op(
+        name="append_kv",
+        schema=SCHEMA,
+        specify=specify,
+        problem=problem,
+        validate=validate,
+        backends=(reference.BACKEND,),
+        samples=samples.samples,
+    )
+)

@@ -1,0 +1,52 @@
+"""The definition of append_kv: rotate in fp32, quantise by the layout's rule, write each token at its slot."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> None:
+    tokens = written(slot_mapping)
+    latent, rope = kv_c[tokens].float(), k_pe[tokens].float()
+    if cos_sin is not None and positions is not None:
+        rope = rotated(rope, cos_sin[positions[tokens].long()].float(), interleaved)
+    rows = torch.cat([latent, rope], dim=-1)
+    caches.scatter(declared(layout), kv_cache, slot_mapping[tokens].long(), rows, descale=kv_descale)
+
+
+def written(slot_mapping: torch.Tensor) -> torch.Tensor:
+    """Which tokens stay in the cache: those with a slot, and of equal slots the last."""
+    slots, tokens = slot_mapping.sort(stable=True)
+    last = torch.ones_like(slots, dtype=torch.bool)
+    last[:-1] = slots[1:] != slots[:-1]
+    return tokens[last & (slots >= 0)]
+
+
+def rotated(k_pe: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Each pair (a, b) of `k_pe` `[n, rope]` as (a cos - b sin, b cos + a sin), in the places it came from."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    if interleaved:
+        a, b = k_pe[:, 0::2], k_pe[:, 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    a, b = k_pe.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)

@@ -1,0 +1,55 @@
+"""Named append_kv problems: a decode step, a speculative step, a prompt, for every kind of layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.core.library import Sample
+
+
+def sample(
+    tokens: int, layout: str, *, page: int = 64, rope: bool = False, interleaved: bool = True, skip: bool = False
+) -> Sample:
+    """`tokens` random rows to distinct slots in random order; `skip` gives every third token a negative slot."""
+    kind = declared(layout)
+    pages = -(-tokens // page) + 1
+
+    def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(0)
+        kv_c = torch.randn(tokens, kind.latent, generator=generator).bfloat16().to(device)
+        k_pe = torch.randn(tokens, kind.rope, generator=generator).bfloat16().to(device)
+        empty = torch.zeros(pages, page, kind.head_dim, device=device)
+        descale = torch.tensor([0.05], device=device) if kind.per_tensor_descale else None
+        cache = caches.pack(kind, empty, descale=descale)
+        if kind.per_tensor_descale:
+            cache = cache.view(torch.uint8)  # opcheck compares what was written, and torch cannot compare fp8 tensors
+        slots = torch.randperm(pages * page, generator=generator)[:tokens]
+        if skip:
+            slots[::3] = -1
+        cos_sin = torch.rand(256, kind.rope, generator=generator).to(device) if rope else None
+        positions = torch.arange(tokens, device=device) % 256 if rope else None
+        args = (kv_c, k_pe, cache, slots.to(device), descale, cos_sin, positions)
+        return args, {"layout": layout, "interleaved": interleaved}
+
+    pairing = ("-interleaved" if interleaved else "-half") if rope else ""
+    name = f"{layout}-t{tokens}-p{page}{pairing}" + ("-skip" if skip else "")
+    table = kind.rope * 4 + 8 if rope else 0
+    bytes_moved = tokens * (kind.head_dim * 2 + 8 + table + kind.token_bytes)
+    return Sample(name, make, bytes_moved, tokens * kind.head_dim * 4)
+
+
+def samples() -> Sequence[Sample]:
+    return (
+        sample(5, "bf16"),
+        sample(7, "bf16", page=3, rope=True, skip=True),
+        sample(4, "fp8", rope=True, interleaved=False),
+        sample(3, "fp8_fnuz", page=16),
+        sample(6, "v32", page=2),
+        sample(6, "dsv4", page=2, rope=True, skip=True),
+        sample(3, "dsv4_fnuz"),
+    )

@@ -1,0 +1,257 @@
+"""sparse_decode: attention over selected tokens of any number of KV pools, under one softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import checks, library
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.core.library import Op, Output
+from mla_suite.ops.sparse_decode import reference, samples
+
+SCHEMA = (
+    "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
+    "Tensor? attn_sink=None, Tensor? plan=None, *, str[] layouts, float softmax_scale, SymInt head_dim_v=512, "
+    "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
+)
+Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Pool(NamedTuple):
+    """What a choice of sparse_decode kernel may depend on, of one pool."""
+
+    layout: str
+    page: int
+    ragged: bool
+    keys: int  # selected per query token: the width of dense indices, the mean of ragged ones
+    alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
+
+
+class Problem(NamedTuple):
+    """What a choice of sparse_decode kernel may depend on."""
+
+    tokens: int
+    q_len: int
+    heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    pools: tuple[Pool, ...]
+    sink: bool
+    planned: bool
+    num_splits: int
+    split_size: int
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None] | None = None,
+    topk_lengths: Sequence[torch.Tensor | None] | None = None,
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from each query token to the tokens that `indices` select from `kv_caches`, one softmax over all of them.
+
+    q             [batch, q_len, heads, head_dim] or [tokens, heads, head_dim]; bfloat16, float16 or float32
+    kv_caches     per pool: [pages, page, width] in its layout; pools differ freely in layout, page and size
+    indices       per pool, int32, page id * page + offset: dense [batch, q_len, topk] or [tokens, topk], or ragged [n]
+    indptrs       per pool: int32 [query tokens + 1] for ragged indices, token t selects indptr[t]..indptr[t + 1];
+                  None for dense ones
+    topk_lengths  per pool, for dense indices: int32 [batch], [batch, q_len] or [tokens]: only that many of the topk
+                  count; None: all
+    attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
+    plan          from `mla_suite.plan`, for kernels that share their work out; changes no result beyond rounding
+    layouts       per pool: a name of `python -m mla_suite layouts`; fp8 and fp8_fnuz pools are read with a descale of 1
+    softmax_scale multiplies q . k
+    head_dim_v    V is the first head_dim_v values of a row
+    num_splits    forced splits per query token; 0 leaves it to the kernel
+    split_size    keys per split in batch-invariant mode; 0 is off
+
+    -> out [..., heads, head_dim_v] in q's dtype, lse [..., heads] fp32 natural log, of the keys alone.
+
+    An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
+    is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
+    """
+    pools = len(kv_caches)
+    return torch.ops.mla_suite.sparse_decode(
+        q,
+        kv_caches,
+        indices,
+        [None] * pools if indptrs is None else indptrs,
+        [None] * pools if topk_lengths is None else topk_lengths,
+        attn_sink,
+        plan,
+        layouts=layouts,
+        softmax_scale=softmax_scale,
+        head_dim_v=head_dim_v,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+
+
+def specify(
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    topk_lengths: Sequence[torch.Tensor | None],
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> tuple[Output, ...]:
+    checks.tensor("sparse_decode", "q", q, rank=(3, 4), dtypes=Q_DTYPES)
+    heads, head_dim = q.shape[-2:]
+    if len(kv_caches) == 0:
+        checks.fail("sparse_decode", "kv_caches", "is empty", "it takes one cache per pool, at least one")
+    lists = {"indices": indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "layouts": layouts}
+    for argument, given in lists.items():
+        if len(given) != len(kv_caches):
+            possible = f"there are {len(kv_caches)} kv_caches: one entry for each"
+            checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
+    for i, (cache, name) in enumerate(zip(kv_caches, layouts, strict=True)):
+        kind = declared(name)
+        argument = f"kv_caches[{i}]"
+        checks.tensor("sparse_decode", argument, cache, rank=3, dtypes=caches.dtypes(kind), like=q)
+        caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument)
+        _check_selection(q, i, indices[i], indptrs[i], topk_lengths[i])
+    if attn_sink is not None:
+        checks.tensor("sparse_decode", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=q)
+        checks.shape("sparse_decode", "attn_sink", attn_sink, (heads,), "[heads]")
+    if plan is not None:
+        checks.tensor("sparse_decode", "plan", plan, rank=1, dtypes=checks.INDEX, like=q)
+    if head_dim_v < 1 or head_dim_v > head_dim:
+        checks.fail("sparse_decode", "head_dim_v", f"is {head_dim_v}", f"V is a part of a row: 1..{head_dim}")
+    for argument, count in {"num_splits": num_splits, "split_size": split_size}.items():
+        if count < 0:
+            checks.fail("sparse_decode", argument, f"is {count}", "it is 0 (off) or positive")
+    if num_splits > 0 and split_size > 0:
+        given = f"is {split_size} and num_splits is {num_splits}"
+        checks.fail("sparse_decode", "split_size", given, "give one of them")
+    return Output((*q.shape[:-1], head_dim_v), q.dtype), Output(tuple(q.shape[:-1]), torch.float32)
+
+
+def _check_selection(
+    q: torch.Tensor, i: int, index: torch.Tensor, indptr: torch.Tensor | None, lengths: torch.Tensor | None
+) -> None:
+    """One pool's indices: ragged with an indptr per query token, or dense with optional lengths."""
+    argument = f"indices[{i}]"
+    tokens = q.shape[:-2]
+    if indptr is not None:
+        checks.tensor("sparse_decode", argument, index, rank=1, dtypes=checks.INDEX, like=q)
+        checks.tensor("sparse_decode", f"indptrs[{i}]", indptr, rank=1, dtypes=checks.INDEX, like=q)
+        count = tokens[0] if len(tokens) == 1 else tokens[0] * tokens[1]
+        checks.shape("sparse_decode", f"indptrs[{i}]", indptr, (count + 1,), "[query tokens + 1]")
+        if lengths is not None:
+            possible = "indptr says how many keys a token has: pass None"
+            checks.fail("sparse_decode", f"topk_lengths[{i}]", f"is given with indptrs[{i}]", possible)
+        return
+    if index.dim() == 1:
+        possible = "ragged indices need their indptr, dense ones have a dimension per query dimension and topk"
+        checks.fail("sparse_decode", argument, f"has shape {tuple(index.shape)} and indptrs[{i}] is None", possible)
+    checks.tensor("sparse_decode", argument, index, rank=q.dim() - 1, dtypes=checks.INDEX, like=q)
+    names = "[batch, q_len, topk]" if q.dim() == 4 else "[tokens, topk]"
+    checks.shape("sparse_decode", argument, index, (*tokens, index.shape[-1]), names)
+    if lengths is not None:
+        argument = f"topk_lengths[{i}]"
+        checks.tensor("sparse_decode", argument, lengths, rank=(1, q.dim() - 2), dtypes=checks.INDEX, like=q)
+        names = "[batch] or [batch, q_len]" if q.dim() == 4 else "[tokens]"
+        checks.shape("sparse_decode", argument, lengths, tokens[: lengths.dim()], names)
+
+
+def problem(
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    topk_lengths: Sequence[torch.Tensor | None],
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> Problem:
+    heads, head_dim = q.shape[-2:]
+    q_len = q.shape[1] if q.dim() == 4 else 1
+    tokens = q.shape[0] * q_len
+    pools = tuple(
+        Pool(name, cache.shape[1], indptr is not None, index.numel() // max(tokens, 1), caches.alignment(cache))
+        for name, cache, index, indptr in zip(layouts, kv_caches, indices, indptrs, strict=True)
+    )
+    return Problem(
+        tokens,
+        q_len,
+        heads,
+        head_dim,
+        head_dim_v,
+        q.dtype,
+        pools,
+        attn_sink is not None,
+        plan is not None,
+        num_splits,
+        split_size,
+    )
+
+
+def validate(
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    topk_lengths: Sequence[torch.Tensor | None],
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    for i, (cache, name) in enumerate(zip(kv_caches, layouts, strict=True)):
+        caches.check_base(declared(name), cache, op="sparse_decode", argument=f"kv_caches[{i}]")
+        indptr, lengths, index = indptrs[i], topk_lengths[i], indices[i]
+        if indptr is not None:
+            steps = indptr.diff()
+            if int(indptr[0]) < 0 or int(indptr[-1]) > index.shape[0] or bool((steps < 0).any()):
+                given = f"goes from {int(indptr[0])} to {int(indptr[-1])}, smallest step {int(steps.min())}"
+                possible = f"it must rise within the {index.shape[0]} entries of indices[{i}]"
+                checks.fail("sparse_decode", f"indptrs[{i}]", given, possible)
+        if lengths is not None and lengths.numel():
+            least, most = (int(value) for value in lengths.aminmax())
+            if least < 0 or most > index.shape[-1]:
+                possible = f"indices[{i}] has {index.shape[-1]} entries per query token"
+                checks.fail("sparse_decode", f"topk_lengths[{i}]", f"holds lengths {least}..{most}", possible)
+
+
+SPARSE_DECODE = library.register(
+    Op(
+        name="sparse_decode",
+        schema=SCHEMA,
+        specify=specify,
+        problem=problem,
+        validate=validate,
+        backends=(reference.BACKEND,),
+        samples=samples.samples,
+        outputs=("out", "lse"),
+    )
+)

@@ -1,0 +1,70 @@
+"""The definition of sparse_decode, in fp32, one query token at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    topk_lengths: Sequence[torch.Tensor | None],
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    out, lse = outputs
+    dims = q.shape[:-2]
+    selections = [
+        selected(index, indptr, lengths, dims)
+        for index, indptr, lengths in zip(indices, indptrs, topk_lengths, strict=True)
+    ]
+    for t, here in enumerate(itertools.product(*map(range, dims))):
+        pools = zip(layouts, kv_caches, selections, strict=True)
+        parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
+        keys = parts[0] if len(parts) == 1 else torch.cat(parts)
+        scores = q[here].float() @ keys.T * softmax_scale  # [heads, keys]
+        lse[here] = torch.logsumexp(scores, dim=-1)
+        denominator = lse[here] if attn_sink is None else torch.logaddexp(lse[here], attn_sink)
+        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, :head_dim_v]
+
+
+def selected(
+    index: torch.Tensor, indptr: torch.Tensor | None, lengths: torch.Tensor | None, dims: Sequence[int]
+) -> list[torch.Tensor]:
+    """The indices of each query token, in order, as views."""
+    if indptr is not None:
+        bounds = indptr.tolist()
+        return [index[bounds[t] : bounds[t + 1]] for t in range(len(bounds) - 1)]
+    topk = index.shape[-1]
+    flat = index.reshape(-1, topk)
+    if lengths is None:
+        return list(flat)
+    per_token = lengths.reshape(*lengths.shape, *[1] * (len(dims) - lengths.dim())).expand(dims)
+    return [row[:length] for row, length in zip(flat, per_token.flatten().tolist(), strict=True)]
+
+
+def rows(layout: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """fp32 rows `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
+    slots = cache.shape[0] * cache.shape[1]
+    valid = index[(index >= 0) & (index < slots)].long()
+    return caches.gather(declared(layout), cache, valid)
+
+
+BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)

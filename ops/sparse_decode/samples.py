@@ -1,0 +1,65 @@
+"""Named sparse_decode problems: DeepSeek V3.2 (one pool of 656-byte records) and V4 (window and compressed pool)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.core.library import Sample
+
+
+class PoolShape(NamedTuple):
+    """One pool of a sample: every query token selects `topk` of its pages * page tokens, some of them invalid."""
+
+    layout: str
+    pages: int
+    page: int
+    topk: int
+    ragged: bool = False
+
+
+def sample(
+    batch: int, q_len: int, heads: int, pools: Sequence[PoolShape], *, sink: bool = False, lengths: bool = False
+) -> Sample:
+    """Random rows and selections; ragged pools give token t only topk - t % 3 indices."""
+    head_dim = declared(pools[0].layout).head_dim
+    tokens = batch * q_len
+
+    def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(0)
+        q = torch.randn(batch, q_len, heads, head_dim, generator=generator).bfloat16().to(device)
+        kv_caches, indices, indptrs, topk_lengths = [], [], [], []
+        for pool in pools:
+            rows = torch.randn(pool.pages, pool.page, head_dim, generator=generator)
+            kv_caches.append(caches.pack(declared(pool.layout), rows.to(device)))
+            index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), generator=generator).int()
+            keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
+            if pool.ragged:
+                index = torch.cat([row[:n] for row, n in zip(index.view(tokens, -1), keep, strict=True)])
+            indices.append(index.to(device))
+            indptrs.append(torch.tensor([0, *keep]).cumsum(0).int().to(device) if pool.ragged else None)
+            use_lengths = lengths and not pool.ragged
+            topk_lengths.append(torch.tensor(keep[:batch]).int().to(device) if use_lengths else None)
+        attn_sink = torch.randn(heads, generator=generator).to(device) if sink else None
+        kwargs = {"layouts": [pool.layout for pool in pools], "softmax_scale": head_dim**-0.5}
+        return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink), kwargs
+
+    name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
+        f"{pool.layout}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
+    )
+    read = sum(tokens * pool.topk * (declared(pool.layout).token_bytes + 4) for pool in pools)
+    bytes_moved = read + tokens * heads * ((head_dim + 512) * 2 + 4)
+    flops = sum(2 * tokens * pool.topk * heads * (head_dim + 512) for pool in pools)
+    return Sample(name + ("-sink" if sink else ""), make, bytes_moved, flops)
+
+
+def samples() -> Sequence[Sample]:
+    return (
+        sample(2, 1, 16, [PoolShape("v32", 3, 64, 48)]),
+        sample(2, 2, 8, [PoolShape("dsv4", 2, 64, 16), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)], sink=True),
+        sample(3, 1, 12, [PoolShape("bf16", 4, 16, 9)], lengths=True),
+    )
