@@ -50,3 +50,20 @@ def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | 
     """Refuse a tensor whose sizes differ from `expected`; `names` spells the shape in words, as in `[batch, heads]`."""
     if value.dim() != len(expected) or any(given != want for given, want in zip(value.shape, expected, strict=True)):
         fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {names} = {tuple(expected)}")
+
+
+def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
+    """Refuse a written tensor that was cut out of a larger one inside a graph traced with dynamic sizes.
+
+    Inductor (seen on torch 2.13, pytorch issue 198068) then drops the cut's offset and the write lands in the first
+    part. Such a cut shows as an offset computed from sizes; a graph input's offset is a number or a symbol of its own.
+    """
+    offset = value.storage_offset()
+    expression = getattr(offset.node, "expr", None) if isinstance(offset, torch.SymInt) else None
+    if expression is not None and not (expression.is_Symbol or expression.is_number):
+        fail(
+            op,
+            argument,
+            f"is a slice made inside a graph with dynamic sizes (offset {expression})",
+            "keep one tensor per layer and make each an input of the graph",
+        )

@@ -105,6 +105,18 @@ class PagedLatentCache:
         """A new empty sequence with pages reserved for `tokens` tokens."""
         return self.pool.allocate(tokens)
 
+    def reserve(self, sequence: int, tokens: int) -> None:
+        """Hold pages for `tokens` tokens of this sequence in all, written ones included."""
+        self.pool.reserve(sequence, tokens)
+
+    def grow(self, num_pages: int) -> None:
+        """Add pages. `layers` are new tensors with the old contents: whoever captured the old ones must start again."""
+        if num_pages < 0:
+            raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
+        added = (layer.new_zeros(num_pages, *layer.shape[1:]) for layer in self.layers)
+        self.layers = tuple(torch.cat(pair) for pair in zip(self.layers, added, strict=True))
+        self.pool.add_pages(num_pages)
+
     def fork(self, sequence: int) -> int:
         """A second sequence with the same past; pages are shared and copied only when a shared one is written."""
         return self.pool.fork(sequence)

@@ -192,10 +192,8 @@ class MLA(nn.Module):
                 parameter.copy_(cut[name])
 
     def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.config.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        direct = self.config.q_lora_rank is None
+        q = self.q_proj(x) if direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.view(*x.shape[:-1], self.config.num_heads, self.config.qk_head_dim)
         q_nope, q_pe = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
         return q_nope, q_pe

@@ -61,6 +61,21 @@ class PagePool:
         self._require(self._pages_for(tokens), "allocate")
         return self._adopt(PagedSequence([self._take() for _ in range(self._pages_for(tokens))]))
 
+    def reserve(self, handle: int, tokens: int) -> None:
+        """Hold pages for `tokens` tokens of this sequence in all, written ones included."""
+        sequence = self._sequence(handle)
+        needed = max(self._pages_for(tokens) - len(sequence.pages), 0)
+        self._require(needed, "reserve")
+        sequence.pages.extend(self._take() for _ in range(needed))
+
+    def add_pages(self, count: int) -> None:
+        """Enlarge the pool by `count` free pages, numbered after the present ones."""
+        if count < 0:
+            raise ValueError(f"add_pages: {count} pages; a pool grows by 0 or more")
+        self._free[:0] = range(self.num_pages + count - 1, self.num_pages - 1, -1)
+        self._users.extend([0] * count)
+        self.num_pages += count
+
     def fork(self, handle: int) -> int:
         """A second sequence with the same tokens: it shares every written page; the first append to a partly filled
         shared page copies that page."""
@@ -136,7 +151,7 @@ class PagePool:
     def _sequence(self, handle: int) -> PagedSequence:
         if handle not in self._sequences:
             raise ValueError(
-                f"sequence {handle} is not in this cache; use a number that allocate or fork returned and that is not freed"
+                f"sequence {handle} is not in this cache; use a number from allocate or fork that is not freed"
             )
         return self._sequences[handle]
 

@@ -87,6 +87,7 @@ def specify(
     rope = k_pe.shape[1]
     checks.shape("append_kv", "k_pe", k_pe, (tokens, rope), "[tokens, rope]")
     checks.tensor("append_kv", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=kv_c)
+    checks.written_whole("append_kv", "kv_cache", kv_cache)
     if not kind.dense:
         checks.shape("append_kv", "kv_c", kv_c, (tokens, kind.latent), f"[tokens, latent] of layout {layout!r}")
         checks.shape("append_kv", "k_pe", k_pe, (tokens, kind.rope), f"[tokens, rope] of layout {layout!r}")
