@@ -1,0 +1,301 @@
+"""append_kv: exactly the declared bytes, rotation, skipped and repeated slots, refusals before a byte is written."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla_suite
+from mla_suite.core.layouts import LAYOUTS, layout
+from mla_suite.core.layouts import cache as caches
+
+NAMES = tuple(LAYOUTS)
+few = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def raw(cache):
+    """All bytes of the storage, padding included."""
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+def filled(one, pages, page, byte=0xAA, padded=True):
+    cache = caches.empty(one, pages, page, padded=padded)
+    raw(cache).fill_(byte)
+    return cache
+
+
+def new_tokens(one, tokens, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(tokens, one.head_dim, generator=generator) * 4
+    return rows[:, : one.latent].to(dtype), rows[:, one.latent :].to(dtype)
+
+
+def descale_of(one):
+    return torch.tensor([0.03125]) if one.per_tensor_descale else None
+
+
+def e4m3(value, fnuz):
+    """The byte of the nearest e4m3 value, ties to even, from the definition of the format and nothing else."""
+    bias, largest = (8, 0x7F) if fnuz else (7, 0x7E)
+
+    def magnitude(code):
+        exponent, mantissa = code >> 3, code & 7
+        return math.ldexp(mantissa, -2 - bias) if exponent == 0 else math.ldexp(8 + mantissa, exponent - bias - 3)
+
+    codes = range(largest + 1)
+    code = min(codes, key=lambda c: (abs(magnitude(c) - abs(value)), c & 1))
+    negative = math.copysign(1, value) < 0 and not (fnuz and code == 0)
+    return code | (0x80 if negative else 0)
+
+
+def v32_record(row, power_of_two):
+    """{offset in the block: byte} of token 0 of a V3.2 block."""
+    written = {}
+    for tile in range(4):
+        values = row[tile * 128 : tile * 128 + 128]
+        amax = max(abs(v) for v in values)
+        ratio = struct.unpack("<f", struct.pack("<f", amax / 448))[0]
+        scale = 2.0 ** math.ceil(math.log2(max(ratio, 1e-4))) if power_of_two else max(ratio, 2.0**-126)
+        written |= {512 + 4 * tile + i: byte for i, byte in enumerate(struct.pack("<f", scale))}
+        quotients = torch.tensor(values) / torch.tensor(scale)  # one fp32 division, as the rule says
+        written |= {tile * 128 + i: e4m3(q, False) for i, q in enumerate(quotients.tolist())}
+    rope = torch.tensor(row[512:]).bfloat16().view(torch.uint8).tolist()
+    return written | {528 + i: byte for i, byte in enumerate(rope)}
+
+
+def dsv4_record(row, fnuz, page, token):
+    """{offset in the block: byte} of one token of a V4 block of `page` tokens."""
+    written = {page * 576 + token * 8 + 7: 0}
+    for tile in range(7):
+        values = row[tile * 64 : tile * 64 + 64]
+        exponent = math.ceil(math.log2(max(max(abs(v) for v in values) / (224 if fnuz else 448), 1e-4)))
+        written[page * 576 + token * 8 + tile] = exponent + 127
+        written |= {token * 576 + tile * 64 + i: e4m3(math.ldexp(v, -exponent), fnuz) for i, v in enumerate(values)}
+    rope = torch.tensor(row[448:]).bfloat16().view(torch.uint8).tolist()
+    return written | {token * 576 + 448 + i: byte for i, byte in enumerate(rope)}
+
+
+@pytest.mark.parametrize("name", ["v32", "v32_pow2"])
+def test_v32_writes_exactly_the_declared_bytes(name):
+    kv_c, k_pe = new_tokens(layout(name), 2)
+    cache = filled(layout(name), 3, 5)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), layout=name)
+    expected = bytearray(b"\xaa" * raw(cache).numel())
+    for token, slot in ((0, 7), (1, 0)):
+        row = torch.cat([kv_c[token], k_pe[token]]).tolist()
+        for offset, byte in v32_record(row, name == "v32_pow2").items():
+            expected[slot * 656 + offset] = byte
+    assert bytes(raw(cache).tolist()) == bytes(expected)
+
+
+@pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize(("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440)])
+def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
+    kv_c, k_pe = new_tokens(layout(name), 2)
+    cache = filled(layout(name), 3, page, padded=padded)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), layout=name)
+    expected = bytearray(b"\xaa" * (3 * block))
+    for token, (where, at) in enumerate([(2, 1), (0, page - 1)]):
+        row = torch.cat([kv_c[token], k_pe[token]]).tolist()
+        for offset, byte in dsv4_record(row, name == "dsv4_fnuz", page, at).items():
+            expected[where * block + offset] = byte
+    assert bytes(raw(cache).tolist()) == bytes(expected)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_fnuz"])
+@pytest.mark.parametrize("as_bytes", [True, False])
+def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
+    one = layout(name)
+    kv_c, k_pe = new_tokens(one, 3, dtype=torch.float32)
+    kv_c[0, 0], kv_c[0, 1] = 1e6, -1e6
+    descale = torch.tensor(0.0371)
+    cache = filled(one, 1, 3)
+    given = cache.view(torch.uint8) if as_bytes else cache
+    mla_suite.append_kv(kv_c, k_pe, given, torch.arange(3), descale, layout=name)
+    quotients = torch.cat([kv_c, k_pe], dim=1) / descale
+    expected = [e4m3(q, name == "fp8_fnuz") for q in quotients.flatten().tolist()]
+    assert raw(cache).tolist() == expected
+
+
+@few
+@given(st.sampled_from(NAMES), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
+def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
+    one = layout(name)
+    tokens, page = sum(pieces), 4
+    pages = -(-tokens // page)
+    kv_c, k_pe = new_tokens(one, pages * page, seed)
+    rows = torch.cat([kv_c, k_pe], dim=1).view(pages, page, -1)
+    packed = caches.pack(one, rows, descale=descale_of(one))
+    cache = filled(one, pages, page, byte=0)
+    generator = torch.Generator().manual_seed(seed)
+    start = 0
+    for count in [*pieces, pages * page - tokens]:
+        slots = start + torch.randperm(count, generator=generator)
+        dtype = torch.int32 if seed % 2 else torch.int64
+        mla_suite.append_kv(kv_c[slots], k_pe[slots], cache, slots.to(dtype), descale_of(one), layout=name)
+        start += count
+    assert torch.equal(raw(cache), raw(packed))
+
+
+@few
+@given(st.sampled_from(NAMES), st.lists(st.integers(-3, 11), max_size=30), st.integers(0, 10**6))
+def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed):
+    one = layout(name)
+    kv_c, k_pe = new_tokens(one, len(slots), seed)
+    given_bytes = [tensor.clone() for tensor in (kv_c, k_pe)]
+    cache, expected = filled(one, 4, 3), filled(one, 4, 3)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor(slots, dtype=torch.int64), descale_of(one), layout=name)
+    for token, slot in enumerate(slots):
+        single = slice(token, token + 1)
+        if slot >= 0:
+            mla_suite.append_kv(
+                kv_c[single], k_pe[single], expected, torch.tensor([slot]), descale_of(one), layout=name
+            )
+    assert torch.equal(raw(cache), raw(expected))
+    assert all(torch.equal(now, then) for now, then in zip((kv_c, k_pe), given_bytes, strict=True))
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("name", ["bf16", "fp32", "v32", "dsv4"])
+def test_rotation_against_complex_numbers(name, interleaved):
+    one = layout(name)
+    kv_c, k_pe = new_tokens(one, 6)
+    angles = torch.arange(40, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
+    positions = torch.tensor([39, 0, 7, 7, 31, 10**6])  # the last is out of range, but its token is skipped
+    slots = torch.tensor([5, 1, 0, 3, 2, -1])
+    cache = filled(one, 2, 3, byte=0)
+    mla_suite.append_kv(kv_c, k_pe, cache, slots, None, cos_sin, positions, layout=name, interleaved=interleaved)
+    pairs = k_pe[:5].double().unflatten(1, (32, 2) if interleaved else (2, 32))
+    a, b = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[:, 0], pairs[:, 1])
+    table = torch.complex(*cos_sin.double()[positions[:5]].chunk(2, dim=1))
+    turned = torch.complex(a, b) * table
+    exact = torch.stack([turned.real, turned.imag], dim=-1 if interleaved else 1).flatten(1)
+    stored = caches.unpack(one, cache).flatten(0, 1)[slots[:5]][:, one.latent :].double()
+    size = torch.hypot(a, b).repeat_interleave(2, 1) if interleaved else torch.hypot(a, b).repeat(1, 2)
+    rounding = 2**-8 * exact.abs() if name != "fp32" else 0
+    assert ((stored - exact).abs() <= rounding + 2**-22 * size).all()
+
+
+def test_a_token_has_the_same_bytes_in_any_batch():
+    one = layout("dsv4")
+    kv_c, k_pe = new_tokens(one, 65)
+    whole, alone = filled(one, 2, 64), filled(one, 2, 64)
+    mla_suite.append_kv(kv_c, k_pe, whole, torch.arange(65), layout="dsv4")
+    for token in range(65):
+        single = slice(token, token + 1)
+        mla_suite.append_kv(kv_c[single], k_pe[single], alone, torch.tensor([token]), layout="dsv4")
+    assert torch.equal(raw(whole), raw(alone))
+
+
+@pytest.mark.parametrize("name", ["bf16", "v32", "dsv4"])
+def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
+    one = layout(name)
+    kv_c, k_pe = new_tokens(one, 5)
+    slots = torch.tensor([4, -1, 0, 3, 3])
+    eager, compiled = filled(one, 3, 2), filled(one, 3, 2)
+    mla_suite.append_kv(kv_c, k_pe, eager, slots, layout=name)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def step(kv_c, k_pe, cache, slots):
+        mla_suite.append_kv(kv_c * 1, k_pe, cache, slots, layout=name)
+
+    step(kv_c, k_pe, compiled, slots)
+    assert torch.equal(raw(eager), raw(compiled))
+
+
+def test_written_values_carry_no_gradient():
+    one = layout("fp32")
+    kv_c, k_pe = (part.requires_grad_() for part in new_tokens(one, 2, dtype=torch.float32))
+    cache = filled(one, 1, 2, byte=0)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.arange(2), layout="fp32")
+    assert not cache.requires_grad
+    assert torch.equal(cache[0], torch.cat([kv_c, k_pe], dim=1).detach())
+
+
+def test_slots_beyond_two_gigabytes():
+    one = layout("v32")
+    cache = caches.empty(one, 55_000, 64)  # 2.3 GB of address space, of which one page is touched
+    kv_c, k_pe = new_tokens(one, 1)
+    slot = torch.tensor([55_000 * 64 - 1])
+    mla_suite.append_kv(kv_c, k_pe, cache, slot, layout="v32")
+    small = filled(one, 1, 1)
+    mla_suite.append_kv(kv_c, k_pe, small, torch.tensor([0]), layout="v32")
+    assert torch.equal(cache[-1, -1], small[0, 0])
+
+
+def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
+    one = layout(name)
+    kv_c, k_pe = new_tokens(one, tokens)
+    given = {
+        "kv_c": kv_c,
+        "k_pe": k_pe,
+        "kv_cache": filled(one, pages, page),
+        "slot_mapping": torch.arange(tokens),
+        "kv_descale": None,
+        "cos_sin": None,
+        "positions": None,
+        "layout": name,
+    }
+    return given | changes
+
+
+TABLE = torch.zeros(8, 64)
+BAD = {
+    "kv_c rank": (lambda: arguments(kv_c=torch.zeros(3, 1, 512)), r"kv_c has shape \(3, 1, 512\); it takes 2"),
+    "kv_c dtype": (lambda: arguments(kv_c=torch.zeros(3, 512).double()), "kv_c is float64; it takes bfloat16 or"),
+    "kv_c width": (lambda: arguments(kv_c=torch.zeros(3, 448).bfloat16()), "kv_c has shape .* of layout 'v32'"),
+    "kv_c stride": (
+        lambda: arguments(kv_c=torch.zeros(3, 1024).bfloat16()[:, ::2]),
+        r"kv_c has strides \(1024, 2\); its last dimension must be contiguous",
+    ),
+    "k_pe dtype": (lambda: arguments(k_pe=torch.zeros(3, 64)), "k_pe is float32; it takes bfloat16"),
+    "k_pe tokens": (lambda: arguments(k_pe=torch.zeros(2, 64).bfloat16()), "k_pe has shape"),
+    "k_pe width": (lambda: arguments(k_pe=torch.zeros(3, 32).bfloat16()), "k_pe has shape"),
+    "device": (lambda: arguments(kv_cache=torch.empty(2, 4, 656, dtype=torch.uint8, device="meta")), "is on meta"),
+    "layout": (lambda: arguments(layout="v4"), "layout 'v4' is unknown; the layouts are bf16"),
+    "wrong layout": (lambda: arguments(layout="bf16"), "kv_cache is uint8; it takes bfloat16"),
+    "other flavour": (
+        lambda: arguments("dsv4", kv_cache=torch.zeros(2, 4, 584, dtype=torch.uint8).view(torch.float8_e4m3fnuz)),
+        "kv_cache is float8_e4m3fnuz; it takes uint8 or float8_e4m3fn",
+    ),
+    "misaligned": (
+        lambda: arguments(kv_cache=torch.zeros(8 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)),
+        "kv_cache begins 8 bytes past a multiple of 16",
+    ),
+    "descale": (lambda: arguments(kv_descale=torch.ones(1)), "kv_descale was given with layout 'v32'"),
+    "descale dtype": (lambda: arguments("fp8", kv_descale=torch.ones(1).double()), "kv_descale is float64"),
+    "slots dtype": (lambda: arguments(slot_mapping=torch.zeros(3)), "slot_mapping is float32; it takes int32 or int64"),
+    "slots length": (lambda: arguments(slot_mapping=torch.arange(4)), r"slot_mapping has shape \(4,\); it takes \[tok"),
+    "slot too large": (
+        lambda: arguments(slot_mapping=torch.tensor([0, 8, 1])),
+        r"slot_mapping holds slot 8; the cache has slots 0\.\.7",
+    ),
+    "positions missing": (lambda: arguments(cos_sin=TABLE), "positions is missing although cos_sin is given"),
+    "cos_sin missing": (lambda: arguments(positions=torch.arange(3)), "cos_sin is missing although positions"),
+    "cos_sin width": (
+        lambda: arguments(cos_sin=torch.zeros(8, 32), positions=torch.arange(3)),
+        r"cos_sin has shape \(8, 32\); it takes \[max_len, rope\]",
+    ),
+    "position too large": (
+        lambda: arguments(cos_sin=TABLE, positions=torch.tensor([0, 8, 1])),
+        r"positions holds position 8; cos_sin has rows 0\.\.7",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_before_a_byte_is_written(case):
+    make, sentence = BAD[case]
+    given = make()
+    cache = given["kv_cache"]
+    before = None if cache.device.type == "meta" else raw(cache).clone()
+    with pytest.raises((ValueError, TypeError), match=sentence) as caught:
+        mla_suite.append_kv(**given)
+    assert "\n" not in str(caught.value)
+    assert before is None or torch.equal(raw(cache), before)
