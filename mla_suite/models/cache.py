@@ -161,7 +161,7 @@ class PagedLatentCache:
             needed = -(-(self.pool.length(sequence) + count) // self.page_size)
             if needed > width:
                 raise ValueError(
-                    f"block table width {width}: sequence {sequence} needs {needed} pages; give a width of {needed} or more"
+                    f"block table width {width}: sequence {sequence} needs {needed} pages; give that width or more"
                 )
 
     def _slots(self, sequence: int, positions: torch.Tensor) -> torch.Tensor:

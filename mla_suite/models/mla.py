@@ -158,7 +158,8 @@ class MLA(nn.Module):
             else:
                 out = prefill.causal_attention(q, k, v, softmax_scale=scale, valid=valid)
         else:
-            assert kv_cache is not None and step is not None
+            assert kv_cache is not None
+            assert step is not None
             if q_lens is not None:
                 own = prefill.ragged_causal_attention_with_lse(q, k, v, q_lens, softmax_scale=scale)
             else:
