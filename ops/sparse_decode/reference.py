@@ -52,8 +52,7 @@ def selected(
     if indptr is not None:
         bounds = indptr.tolist()
         return [index[bounds[t] : bounds[t + 1]] for t in range(len(bounds) - 1)]
-    topk = index.shape[-1]
-    flat = index.reshape(-1, topk)
+    flat = index.flatten(0, -2)
     if lengths is None:
         return list(flat)
     per_token = lengths.reshape(*lengths.shape, *[1] * (len(dims) - lengths.dim())).expand(dims)
