@@ -10,6 +10,9 @@ __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:
     from mla_suite.core.debug import debug as debug
+    from mla_suite.core.explain import explain as explain
     from mla_suite.ops import append_kv as append_kv
     from mla_suite.ops import combine as combine
+    from mla_suite.ops import decode as decode
+    from mla_suite.ops import plan as plan
     from mla_suite.ops import sparse_decode as sparse_decode

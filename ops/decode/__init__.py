@@ -1,0 +1,300 @@
+"""decode: attention of a few query tokens per sequence over a paged latent cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import checks, library
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.core.library import Op, Output
+from mla_suite.ops.decode import reference, samples, values
+from mla_suite.ops.plan import check_splits
+from mla_suite.ops.plan.layout import smallest_words
+
+SCHEMA = (
+    "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? kv_indptr=None, "
+    "Tensor? kv_indices=None, Tensor? cu_seqlens_q=None, Tensor? q_descale=None, Tensor? kv_descale=None, "
+    "Tensor? attn_sink=None, Tensor? rope_cos_sin=None, Tensor? plan=None, *, float softmax_scale, "
+    "SymInt max_q_len=1, SymInt max_kv_len=0, SymInt head_dim_v=512, bool causal=True, str layout='bf16', "
+    "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
+)
+Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
+
+
+class Problem(NamedTuple):
+    """What a choice of decode kernel may depend on. In batch-invariant mode batch and context are 0."""
+
+    batch: int
+    heads: int
+    q_len: int  # max_q_len when ragged
+    context: int  # keys per sequence, as `context_from` says: a bound or a mean, never a length read from the device
+    context_from: str
+    page: int
+    head_dim: int
+    head_dim_v: int
+    q_dtype: torch.dtype
+    layout: str
+    alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
+    ragged_pages: bool  # kv_indptr and kv_indices instead of block_table
+    ragged_queries: bool  # cu_seqlens_q
+    causal: bool
+    sink: bool
+    rope: bool
+    planned: bool
+    num_splits: int
+    split_size: int
+
+    def notes(self) -> tuple[str, ...]:
+        """What `explain` adds."""
+        if self.split_size > 0:
+            return (f"batch-invariant (split_size {self.split_size}): the choice sees neither batch nor context",)
+        return (f"context {self.context} keys per sequence, from {self.context_from}",)
+
+
+def decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend from the newest query tokens of each sequence to its cached keys; V is the first values of each key row.
+
+    q             [batch, q_len, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q; bfloat16, float16,
+                  float32 or float8
+    kv_cache      [pages, page, width] in `layout`; token t of a sequence lies in its page t // page at t % page
+    seq_lens      [batch] int32, cached keys of each sequence, those of the query tokens included
+    block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
+    kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
+    cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most max_q_len
+    q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches
+    attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
+    rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row, in
+                  interleaved pairs) and row j is turned to position j as it is read; q comes rotated
+    plan          from `mla_suite.plan`, for any lengths: changes speed and the place of splits, nothing beyond rounding
+    softmax_scale multiplies q . k
+    max_kv_len    a promise about seq_lens that helps the choice of kernel; 0 is none
+    head_dim_v    values of V; a row has head_dim
+    causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
+    layout        a name of `python -m mla_suite layouts`
+    num_splits    > 0: so many equal splits per sequence; split_size > 0: a split every so many keys, batch-invariant.
+                  Beside a plan they repeat what the plan was made with
+
+    -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
+
+    A query token that sees no key gives out 0 and lse -inf, whatever the sink.
+    `torch.ops.mla_suite.decode.out(..., out=, lse=)` writes into the caller's tensors.
+
+    >>> q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> kv_cache = torch.randn(4, 64, 576, dtype=torch.bfloat16)
+    >>> seq_lens = torch.tensor([100, 7], dtype=torch.int32)
+    >>> block_table = torch.tensor([[3, 0], [1, 2]], dtype=torch.int32)
+    >>> out, lse = decode(q, kv_cache, seq_lens, block_table, softmax_scale=192**-0.5)
+    >>> out.shape, lse.shape
+    (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
+    """
+    return torch.ops.mla_suite.decode(
+        q,
+        kv_cache,
+        seq_lens,
+        block_table,
+        kv_indptr,
+        kv_indices,
+        cu_seqlens_q,
+        q_descale,
+        kv_descale,
+        attn_sink,
+        rope_cos_sin,
+        plan,
+        softmax_scale=softmax_scale,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        head_dim_v=head_dim_v,
+        causal=causal,
+        layout=layout,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+
+
+def specify(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> tuple[Output, ...]:
+    kind = declared(layout)
+    checks.tensor("decode", "q", q, rank=3 if cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
+    heads, head_dim = q.shape[-2:]
+    checks.tensor("decode", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=q)
+    caches.check(kind, kv_cache, head_dim, op="decode", argument="kv_cache")
+    checks.tensor("decode", "seq_lens", seq_lens, rank=1, dtypes=checks.INDEX, like=q)
+    batch = seq_lens.shape[0]
+    if cu_seqlens_q is None:
+        if q.shape[0] != batch:
+            checks.fail("decode", "q", f"has shape {tuple(q.shape)}", f"seq_lens has {batch} sequences")
+        if max_q_len != 1 and max_q_len != q.shape[1]:
+            checks.fail("decode", "max_q_len", f"is {max_q_len}", f"q has {q.shape[1]} query tokens per sequence")
+    else:
+        checks.tensor("decode", "cu_seqlens_q", cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=q)
+        checks.shape("decode", "cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[batch + 1]")
+        if max_q_len < 1:
+            checks.fail("decode", "max_q_len", f"is {max_q_len}", "pass the most query tokens of a sequence")
+    _specify_pages(q, batch, block_table, kv_indptr, kv_indices)
+    if head_dim_v < 1 or head_dim_v > head_dim:
+        checks.fail("decode", "head_dim_v", f"is {head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
+    if q_descale is not None:
+        checks.tensor("decode", "q_descale", q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=q)
+        if q_descale.numel() != 1:
+            checks.fail("decode", "q_descale", f"has shape {tuple(q_descale.shape)}", "it takes one value: [] or [1]")
+    caches.check_descale(kind, kv_descale, q, op="decode", argument="kv_descale")
+    if attn_sink is not None:
+        checks.tensor("decode", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=q)
+        checks.shape("decode", "attn_sink", attn_sink, (heads,), "[heads]")
+    if rope_cos_sin is not None:
+        checks.tensor("decode", "rope_cos_sin", rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=q)
+        rope = rope_cos_sin.shape[1]
+        if rope % 2 != 0 or rope > head_dim or (kind.sized(kind.latent, kind.rope).rope != rope and not kind.dense):
+            given = f"has shape {tuple(rope_cos_sin.shape)}"
+            checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {kind.rope}]: cosines, then sines")
+    if plan is not None:
+        checks.tensor("decode", "plan", plan, rank=1, dtypes=checks.INDEX, like=q)
+        if plan.shape[0] < smallest_words(batch):
+            given = f"has {plan.shape[0]} words"
+            checks.fail("decode", "plan", given, f"one for {batch} sequences has at least {smallest_words(batch)}")
+    if max_kv_len < 0:
+        checks.fail("decode", "max_kv_len", f"is {max_kv_len}", "it takes the longest length, or 0 when unknown")
+    check_splits("decode", num_splits, split_size)
+    dtype = torch.bfloat16 if q.dtype in Q_FP8 else q.dtype
+    return Output((*q.shape[:-1], head_dim_v), dtype), Output(tuple(q.shape[:-1]), torch.float32)
+
+
+def _specify_pages(
+    q: torch.Tensor,
+    batch: int,
+    block_table: torch.Tensor | None,
+    kv_indptr: torch.Tensor | None,
+    kv_indices: torch.Tensor | None,
+) -> None:
+    if (kv_indptr is None) != (kv_indices is None):
+        missing, given = ("kv_indptr", "kv_indices") if kv_indptr is None else ("kv_indices", "kv_indptr")
+        checks.fail("decode", missing, f"is missing although {given} is given", "pass both, or block_table alone")
+    if (block_table is None) == (kv_indices is None):
+        given = "is missing" if block_table is None else "is given beside kv_indices"
+        checks.fail("decode", "block_table", given, "pass exactly one of block_table or (kv_indptr, kv_indices)")
+    if block_table is not None:
+        checks.tensor("decode", "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
+        if block_table.shape[0] != batch:
+            given = f"has shape {tuple(block_table.shape)}"
+            checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences")
+    if kv_indptr is not None and kv_indices is not None:
+        checks.tensor("decode", "kv_indptr", kv_indptr, rank=1, dtypes=checks.INDEX, like=q)
+        checks.shape("decode", "kv_indptr", kv_indptr, (batch + 1,), "[batch + 1]")
+        checks.tensor("decode", "kv_indices", kv_indices, rank=1, dtypes=checks.INDEX, like=q)
+
+
+def problem(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> Problem:
+    batch, page = seq_lens.shape[0], kv_cache.shape[1]
+    if split_size > 0:
+        batch, context, context_from = 0, 0, "nothing: batch-invariant"
+    elif max_kv_len > 0:
+        context, context_from = max_kv_len, "max_kv_len"
+    elif block_table is not None:
+        context, context_from = block_table.shape[1] * page, "block_table width x page"
+    else:
+        pages = 0 if kv_indices is None else kv_indices.shape[0]
+        context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
+    return Problem(
+        batch=batch,
+        heads=q.shape[-2],
+        q_len=q.shape[1] if cu_seqlens_q is None else max_q_len,
+        context=context,
+        context_from=context_from,
+        page=page,
+        head_dim=q.shape[-1],
+        head_dim_v=head_dim_v,
+        q_dtype=q.dtype,
+        layout=layout,
+        alignment=caches.alignment(kv_cache),
+        ragged_pages=kv_indices is not None,
+        ragged_queries=cu_seqlens_q is not None,
+        causal=causal,
+        sink=attn_sink is not None,
+        rope=rope_cos_sin is not None,
+        planned=plan is not None,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+
+
+DECODE = library.register(
+    Op(
+        name="decode",
+        schema=SCHEMA,
+        specify=specify,
+        problem=problem,
+        validate=values.validate,
+        backends=(reference.BACKEND,),
+        samples=samples.samples,
+        outputs=("out", "lse"),
+    )
+)

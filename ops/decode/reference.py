@@ -1,0 +1,139 @@
+"""The definition of decode, in fp32: one sequence at a time, its keys in blocks, its splits merged by combine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from mla_suite.core import layouts
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.layouts import cache as caches
+from mla_suite.ops.combine.reference import run as combine
+from mla_suite.ops.plan.layout import OPEN, Plan
+from mla_suite.ops.plan.reference import equal_chunk
+
+BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    out, lse = outputs
+    heads, page = q.shape[-2], kv_cache.shape[1]
+    lens = seq_lens.tolist()
+    cuts = Plan.read(plan).cuts() if plan is not None else _cuts(seq_lens, num_splits, split_size)
+    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
+    indptr = kv_indptr.tolist() if kv_indptr is not None else None
+    for b, length in enumerate(lens):
+        at = b if bounds is None else slice(bounds[b], bounds[b + 1])
+        queries = q[at].float() * softmax_scale  # [q_len, heads, head_dim]
+        if q_descale is not None:
+            queries = queries * q_descale
+        q_len = queries.shape[0]
+        used = -(-length // page)
+        if block_table is not None:
+            pages = block_table[b, :used].long()
+        else:
+            assert kv_indices is not None  # `specify` asks for one of the two
+            assert indptr is not None
+            pages = kv_indices[indptr[b] : indptr[b] + used].long()
+
+        def rows_of(first: int, end: int, pages: torch.Tensor = pages) -> torch.Tensor:
+            positions = torch.arange(first, end, device=q.device)
+            slots = pages[positions // page] * page + positions % page
+            rows = caches.gather(layouts.layout(layout), kv_cache, slots, descale=kv_descale)
+            return rows if rope_cos_sin is None else rotated(rows, rope_cos_sin[first:end])
+
+        # Query token i of q_len sees the keys up to its own, which is the cached key length - q_len + i.
+        visible = torch.full((q_len,), length, device=q.device)
+        if causal:
+            visible = visible - torch.arange(q_len - 1, -1, -1, device=q.device)
+        visible = visible.repeat_interleave(heads)
+
+        # An empty split weighs nothing; one is kept so that a sequence without keys has a result.
+        spans = [(first, min(end, length)) for first, end in cuts[b] if first < length] or [(0, 0)]
+        partial_out = queries.new_empty((len(spans), q_len * heads, head_dim_v))
+        partial_lse = queries.new_empty((len(spans), q_len * heads))
+        for split, (first, end) in enumerate(spans):
+            blocks = ((key, rows_of(key, min(key + BLOCK, end))) for key in range(first, end, BLOCK))
+            partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, head_dim_v)
+
+        merged = out.new_empty((1, q_len * heads, head_dim_v)), lse.new_empty((1, q_len * heads))
+        combine(None, merged, partial_out, partial_lse, None, attn_sink, num_splits=len(spans), out_dtype=out.dtype)
+        out[at] = merged[0].view(q_len, heads, head_dim_v)
+        lse[at] = merged[1].view(q_len, heads)
+
+
+def attend(
+    queries: torch.Tensor, blocks: Iterable[tuple[int, torch.Tensor]], visible: torch.Tensor, head_dim_v: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k) v and its log-sum-exp over keys that come in blocks.
+
+    queries [rows, head_dim], scaled; blocks of (position of the first key, fp32 [keys, head_dim]); row r sees keys at
+    positions below visible[r].
+
+    -> out [rows, head_dim_v], 0 where nothing is seen; lse [rows], there -inf.
+    """
+    rows = queries.shape[0]
+    highest = queries.new_full((rows,), -torch.inf)
+    total = queries.new_zeros(rows)
+    out = queries.new_zeros((rows, head_dim_v))
+    for first, keys in blocks:
+        scores = queries @ keys.T
+        positions = torch.arange(first, first + keys.shape[0], device=keys.device)
+        scores.masked_fill_(positions >= visible[:, None], -torch.inf)
+        before, highest = highest, torch.maximum(highest, scores.amax(dim=1))
+        shift = highest.masked_fill(highest == -torch.inf, 0.0)  # of a row that has seen nothing
+        weights = scores.sub_(shift[:, None]).exp_()
+        fading = torch.exp(before - shift)
+        total = total * fading + weights.sum(dim=1)
+        out = torch.addmm(out.mul_(fading[:, None]), weights, keys[:, :head_dim_v])
+    seen = highest != -torch.inf
+    out = torch.where(seen[:, None], out / total[:, None], 0.0)
+    return out, torch.where(seen, highest + total.log(), -torch.inf)
+
+
+def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """rows [keys, head_dim] whose last values, as interleaved pairs, are turned by cos_sin [keys, rope] = cos | sin."""
+    cos, sin = cos_sin.float().chunk(2, dim=-1)
+    latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
+    even, odd = rope[:, 0::2], rope[:, 1::2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
+    return torch.cat((latent, turned.flatten(1)), dim=1)
+
+
+def _cuts(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:
+    """(first_key, end_key) of each split of each sequence, without a plan."""
+    lens: list[int] = seq_lens.tolist()
+    if num_splits > 0:
+        chunks: list[int] = equal_chunk(seq_lens.long(), num_splits).tolist()
+        return [[(s * chunk, (s + 1) * chunk) for s in range(num_splits)] for chunk in chunks]
+    if split_size > 0:
+        return [[(key, key + split_size) for key in range(0, max(length, 1), split_size)] for length in lens]
+    return [[(0, OPEN)]] * len(lens)
+
+
+BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)

@@ -1,0 +1,104 @@
+"""Named decode problems: small ones for tests; `decode_sample` makes any for benchmarks and the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mla_suite.core import layouts
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.library import Sample
+from mla_suite.ops.plan.samples import sample as plan_sample
+
+
+def decode_sample(
+    lens: Sequence[int],
+    *,
+    heads: int = 16,
+    q_len: int = 1,
+    page: int = 64,
+    latent: int = 512,
+    rope: int = 64,
+    layout: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+    sink: bool = False,
+    rotate: bool = False,
+    varlen: bool = False,
+    ragged_pages: bool = False,
+    num_splits: int = 0,
+    split_size: int = 0,
+    planned: bool = False,
+    seed: int = 0,
+) -> Sample:
+    """Sequences of `lens` keys in shuffled pages. In varlen mode sequence b has 1 + b % q_len query tokens."""
+    batch, head_dim = len(lens), latent + rope
+    kind = layouts.layout(layout)
+    counts = [-(-length // page) for length in lens]
+    pages = sum(counts) + 1
+    q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
+
+    def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        generator = torch.Generator().manual_seed(seed)
+        shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
+        q = torch.randn(shape, generator=generator).to(dtype)
+        descale = torch.tensor(0.02) if kind.per_tensor_descale else None
+        kv_cache = caches.pack(kind, torch.randn(pages, page, head_dim, generator=generator), descale=descale)
+        if kind.per_tensor_descale:
+            kv_cache = kv_cache.view(torch.uint8)  # as serving engines hold it; opcheck cannot compare float8 tensors
+        order = torch.randperm(pages, generator=generator).to(torch.int32)
+        indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        block_table = torch.zeros(batch, max(*counts, 1), dtype=torch.int32)
+        for b, count in enumerate(counts):
+            block_table[b, :count] = order[indptr[b] : indptr[b + 1]]
+        paging = (None, indptr, order) if ragged_pages else (block_table, None, None)
+        cu_seqlens_q = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32) if varlen else None
+        attn_sink = torch.randn(heads, generator=generator) if sink else None
+        cos_sin = _cos_sin(max(lens), rope) if rotate else None
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        plan = None
+        if planned:
+            made = plan_sample(
+                lens, rows=heads * q_len, workers=8, max_kv_len=max(lens), num_splits=num_splits, split_size=split_size
+            )
+            args, kwargs = made.make(torch.device("cpu"))
+            plan = torch.ops.mla_suite.plan(*args, **kwargs)
+        tensors = (q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan)
+        moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
+        options: dict[str, Any] = {"layout": layout, "num_splits": num_splits, "split_size": split_size}
+        if varlen:
+            options["max_q_len"] = max(q_lens)
+        return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
+
+    token_bytes = kind.token_bytes if (latent, rope) == (kind.latent, kind.rope) else head_dim * kind.element_bytes
+    rows = sum(q_lens) * heads
+    moved_bytes = sum(lens) * token_bytes + rows * (head_dim * dtype.itemsize + latent * dtype.itemsize + 4)
+    flops = sum(2 * heads * n * length * (head_dim + latent) for n, length in zip(q_lens, lens, strict=True))
+    flags = [
+        *(["sink"] if sink else []),
+        *(["rope"] if rotate else []),
+        *(["varlen"] if varlen else []),
+        *(["indices"] if ragged_pages else []),
+        *(["full"] if not causal else []),
+        *([f"n{num_splits}"] if num_splits else []),
+        *([f"s{split_size}"] if split_size else []),
+        *(["plan"] if planned else []),
+    ]
+    shape_name = f"b{batch}-h{heads}-q{q_len}-kv{max(lens)}-p{page}-{layout}"
+    return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
+
+
+def _cos_sin(positions: int, rope: int) -> torch.Tensor:
+    angles = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, rope, 2) / rope)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def samples() -> Sequence[Sample]:
+    return (
+        decode_sample([130, 0, 7], planned=True),
+        decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True),
+        decode_sample([300, 129], heads=24, q_len=2, layout="fp8", num_splits=3),
+        decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
+    )

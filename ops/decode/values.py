@@ -1,0 +1,116 @@
+"""Checks of the values inside decode's tensors: they read device data, so they run on the CPU and in debug mode."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from mla_suite.core import checks
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
+from mla_suite.ops.plan import check_lengths
+from mla_suite.ops.plan.layout import Plan, Word
+
+
+def validate(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    caches.check_base(declared(layout), kv_cache, op="decode", argument="kv_cache")
+    check_lengths("decode", seq_lens, max_kv_len)
+    if cu_seqlens_q is not None:
+        _check_queries(cu_seqlens_q, q.shape[0], max_q_len)
+    pages, page, _ = kv_cache.shape
+    used = (seq_lens.long() + page - 1) // page if page else seq_lens.long()
+    if block_table is not None:
+        _check_table(block_table, seq_lens, used, pages, page)
+    elif kv_indptr is not None and kv_indices is not None:
+        _check_ragged(kv_indptr, kv_indices, seq_lens, used, pages, page)
+    if rope_cos_sin is not None and seq_lens.numel() and int(seq_lens.max()) > rope_cos_sin.shape[0]:
+        given = f"has {rope_cos_sin.shape[0]} positions"
+        checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(seq_lens.max())} keys")
+    if plan is not None:
+        _check_plan(plan, seq_lens.shape[0], num_splits, split_size)
+
+
+def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_q_len: int) -> None:
+    bounds = cu_seqlens_q.tolist()
+    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] != tokens:
+        checks.fail("decode", "cu_seqlens_q", f"is {bounds}", f"it must rise from 0 to the {tokens} tokens of q")
+    longest = max((end - first for first, end in itertools.pairwise(bounds)), default=0)
+    if longest > max_q_len:
+        checks.fail("decode", "max_q_len", f"is {max_q_len}", f"a sequence has {longest} query tokens: pass that")
+
+
+def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.Tensor, pages: int, page: int) -> None:
+    width = block_table.shape[1]
+    _check_fit(seq_lens, used, torch.full_like(used, width), f"block_table has {width} pages of {page} each")
+    present = torch.arange(width, device=used.device) < used[:, None]
+    wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        b, column = wrong[0].tolist()
+        given = f"is page {int(block_table[b, column])}"
+        checks.fail("decode", f"block_table[{b}, {column}]", given, f"kv_cache has {pages} pages")
+
+
+def _check_ragged(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    used: torch.Tensor,
+    pages: int,
+    page: int,
+) -> None:
+    count = kv_indptr.diff()
+    if int(kv_indptr[0]) < 0 or bool((count < 0).any()) or int(kv_indptr[-1]) > kv_indices.shape[0]:
+        possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
+        checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
+    _check_fit(seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
+    place = torch.arange(kv_indices.shape[0], device=used.device)
+    present = torch.zeros_like(place, dtype=torch.bool)
+    for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):
+        present[first : first + pages_used] = True
+    wrong = (present & ((kv_indices < 0) | (kv_indices >= pages))).nonzero()
+    if wrong.numel():
+        at = int(wrong[0])
+        checks.fail("decode", f"kv_indices[{at}]", f"is page {int(kv_indices[at])}", f"kv_cache has {pages} pages")
+
+
+def _check_fit(seq_lens: torch.Tensor, used: torch.Tensor, room: torch.Tensor, possible: str) -> None:
+    wrong = (used > room).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        checks.fail("decode", f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)
+
+
+def _check_plan(plan: torch.Tensor, batch: int, num_splits: int, split_size: int) -> None:
+    try:
+        header = Plan.read(plan).header
+    except ValueError as error:
+        raise ValueError(f"decode: {error}") from None
+    if header[Word.BATCH] != batch:
+        checks.fail("decode", "plan", f"was made for {header[Word.BATCH]} sequences", f"seq_lens has {batch}")
+    for name, given, word in (("num_splits", num_splits, Word.NUM_SPLITS), ("split_size", split_size, Word.SPLIT_SIZE)):
+        if given and header[word] != given:
+            possible = f"the plan was made with {header[word]}: pass that or 0"
+            checks.fail("decode", name, f"is {given}", possible)

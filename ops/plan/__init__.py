@@ -1,0 +1,159 @@
+"""plan: share the keys of ragged sequences among workers, as one tensor that stays right when lengths change."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import checks, library
+from mla_suite.core.library import Op, Output
+from mla_suite.ops.plan import layout, reference, samples
+
+SCHEMA = (
+    "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt rows, SymInt workers, SymInt max_kv_len, "
+    "SymInt num_splits=0, SymInt split_size=0) -> Tensor"
+)
+MAX_WORKERS = 1024  # MI300X has 304 compute units; the search for cuts is quadratic in workers
+
+
+class Problem(NamedTuple):
+    """What a choice of plan kernel may depend on."""
+
+    batch: int
+    rows: int
+    workers: int
+    max_kv_len: int
+    num_splits: int
+    split_size: int
+
+
+def plan(
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> torch.Tensor:
+    """Cut sequences along their keys and deal the pieces to workers.
+
+    seq_lens      [batch] int32, keys per sequence (for sparse_decode: selected keys over all pools)
+    cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
+    rows          q_len x heads, for the cost model; the plan is right for any other
+    workers       workgroups that share the work, 1..1024: usually the compute units of the device
+    max_kv_len    longest sequence the plan will be used with; 0 when unknown and split_size is 0
+    num_splits    > 0: exactly so many equal pieces per sequence
+    split_size    > 0: a cut at every multiple of so many keys, the same for every length and batch (batch-invariant)
+
+    -> int32 [words], laid out as `ops/plan/layout.py` says: batch + workers items when balanced, batch x num_splits
+    when forced, batch x ceil(max_kv_len / split_size) when batch-invariant; ValueError above 64 MiB.
+
+    One plan serves every layer of a step, any heads and query length. The last item of each sequence is open, so a
+    plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Its
+    arrival counters serve one stream at a time.
+    """
+    return torch.ops.mla_suite.plan(
+        seq_lens,
+        cu_seqlens_q,
+        rows=rows,
+        workers=workers,
+        max_kv_len=max_kv_len,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
+
+
+def specify(
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> tuple[Output, ...]:
+    checks.tensor("plan", "seq_lens", seq_lens, rank=1, dtypes=checks.INDEX)
+    batch = seq_lens.shape[0]
+    if cu_seqlens_q is not None:
+        checks.tensor("plan", "cu_seqlens_q", cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=seq_lens)
+        checks.shape("plan", "cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[batch + 1]")
+    if rows < 1:
+        checks.fail("plan", "rows", f"is {rows}", "it is q_len x heads, at least 1")
+    if workers < 1 or workers > MAX_WORKERS:
+        checks.fail("plan", "workers", f"is {workers}", f"it takes 1..{MAX_WORKERS}")
+    if max_kv_len < 0 or max_kv_len > layout.OPEN:
+        checks.fail("plan", "max_kv_len", f"is {max_kv_len}", f"it takes 0..{layout.OPEN}")
+    check_splits("plan", num_splits, split_size)
+    if split_size > 0 and max_kv_len < 1:
+        checks.fail("plan", "max_kv_len", f"is {max_kv_len} with split_size={split_size}", "pass the longest length")
+    place = layout.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    if place.words * 4 > layout.BYTE_LIMIT:
+        given = f"would have {place.item_capacity} items in {place.words * 4} bytes"
+        checks.fail("plan", "the plan", given, f"at most {layout.BYTE_LIMIT} bytes: use fewer or larger splits")
+    return (Output((place.words,), torch.int32),)
+
+
+def check_splits(op: str, num_splits: int, split_size: int) -> None:
+    """Refuse negative split arguments, and both at once."""
+    if num_splits < 0:
+        checks.fail(op, "num_splits", f"is {num_splits}", "it takes a count, or 0 to leave it open")
+    if split_size < 0:
+        checks.fail(op, "split_size", f"is {split_size}", "it takes a number of keys, or 0 for none")
+    if num_splits > 0 and split_size > 0:
+        given = f"is {num_splits} with split_size={split_size}"
+        checks.fail(op, "num_splits", given, "pass one of the two: splits are counted or sized")
+
+
+def problem(
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> Problem:
+    return Problem(seq_lens.shape[0], rows, workers, max_kv_len, num_splits, split_size)
+
+
+def validate(
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    check_lengths("plan", seq_lens, max_kv_len)
+    if cu_seqlens_q is not None and (cu_seqlens_q[0] != 0 or (cu_seqlens_q.diff() < 0).any()):
+        checks.fail("plan", "cu_seqlens_q", f"is {cu_seqlens_q.tolist()}", "it must rise from 0")
+
+
+def check_lengths(op: str, seq_lens: torch.Tensor, max_kv_len: int) -> None:
+    """Refuse negative lengths, and lengths above max_kv_len where it is given. Reads device data."""
+    most = max_kv_len or layout.OPEN
+    wrong = ((seq_lens < 0) | (seq_lens > most)).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        possible = f"it takes 0..{most}" + (" (max_kv_len)" if max_kv_len else "")
+        checks.fail(op, f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)
+
+
+PLAN = library.register(
+    Op(
+        name="plan",
+        schema=SCHEMA,
+        specify=specify,
+        problem=problem,
+        validate=validate,
+        backends=(reference.BACKEND,),
+        samples=samples.samples,
+    )
+)

@@ -1,0 +1,104 @@
+"""The definition of plan. Tensor code without host reads, so it runs, and is captured, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.ops.plan import layout as words
+from mla_suite.ops.plan.cost import GRANULE, balanced_cuts, item_cost, round_up
+from mla_suite.ops.plan.layout import OPEN
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    batch = seq_lens.shape[0]
+    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    kv_lens = seq_lens.long()
+    if cu_seqlens_q is not None:
+        kv_lens = torch.where(cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
+    if num_splits > 0:
+        parts = _uniform(kv_lens, equal_chunk(kv_lens, num_splits), num_splits, rows, workers)
+    elif split_size > 0:
+        size = torch.full_like(kv_lens, split_size)
+        parts = _uniform(kv_lens, size, int(words.splits_of(max_kv_len, split_size)), rows, workers)
+    else:
+        parts = _balanced(kv_lens, rows, workers)
+    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
+    words.assemble(place, header, *parts, into=outputs[0])
+
+
+def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
+    """Keys per split when each sequence is cut into num_splits equal parts, in whole granules, at least one."""
+    granules = (kv_lens + GRANULE - 1) // GRANULE
+    return ((granules + num_splits - 1) // num_splits).clamp(min=1) * GRANULE
+
+
+def _uniform(
+    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, rows: int, workers: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`splits` items per sequence, split s from key s x chunk; workers share them by cost, in order."""
+    batch = kv_lens.shape[0]
+    split = torch.arange(splits, device=kv_lens.device)
+    first = (split * chunk[:, None]).clamp(max=OPEN)
+    end = torch.where(split == splits - 1, OPEN, (first + chunk[:, None]).clamp(max=OPEN))
+    sequence = torch.arange(batch, device=kv_lens.device)[:, None].expand_as(first)
+    row = sequence * splits + split if splits > 1 else torch.full_like(first, -1)
+    items = torch.stack((sequence, first, end, row), dim=-1).flatten(0, 1)
+
+    present = torch.minimum(end, kv_lens[:, None]) - first
+    # An empty item still costs its look at the plan; 1 keeps every item somewhere on the line.
+    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + item_cost(rows), 1).flatten()
+    ends = cost.cumsum(0)
+    total = torch.cat((ends.new_zeros(1), ends))[-1]
+    worker = torch.arange(workers + 1, device=kv_lens.device)
+    work_indptr = torch.searchsorted(ends - cost, (worker * total + workers - 1) // workers)
+    split_indptr = torch.arange(batch + 1, device=kv_lens.device) * (splits if splits > 1 else 0)
+    return split_indptr, work_indptr, items
+
+
+def _balanced(kv_lens: torch.Tensor, rows: int, workers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One item per sequence start and one per distinct cut inside a sequence."""
+    batch, capacity, device = kv_lens.shape[0], kv_lens.shape[0] + workers, kv_lens.device
+    if batch == 0:
+        nothing = torch.zeros(workers + 1, dtype=torch.int64, device=device)
+        return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=device).expand(capacity, 4)
+    cut = balanced_cuts(kv_lens, rows, workers)
+    repeated = (cut.sequence[1:] == cut.sequence[:-1]) & (cut.key[1:] == cut.key[:-1])
+    new = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), ((cut.key[1:] > 0) & ~repeated).long()))
+    before = new.cumsum(0)  # distinct inner cuts up to and with this one
+    work_indptr = cut.sequence + before
+
+    inner = torch.zeros(batch + 1, dtype=torch.int64, device=device).scatter_add_(0, cut.sequence, new)[:-1]
+    start = torch.arange(batch, device=device) + inner.cumsum(0) - inner  # index of each sequence's first item
+    splits = inner + 1
+    split_indptr = torch.cat((inner.new_zeros(1), torch.where(splits > 1, splits, 0).cumsum(0)))
+
+    # One spare slot at the end swallows what is no item: repeated cuts and cuts at boundaries.
+    sequence = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
+    first = torch.zeros_like(sequence)
+    sequence.scatter_(0, start, torch.arange(batch, device=device))
+    slot = torch.where(new > 0, work_indptr, capacity)
+    sequence.scatter_(0, slot, torch.where(new > 0, cut.sequence, -1))
+    first.scatter_(0, slot, torch.where(new > 0, cut.key, 0))
+
+    used = sequence[:-1] >= 0
+    same = used & (sequence[1:] == sequence[:-1])
+    end = torch.where(same, first[1:], torch.where(used, OPEN, 0))
+    owner = sequence[:-1].clamp(min=0)
+    row = split_indptr[owner] + torch.arange(capacity, device=device) - start[owner]
+    row = torch.where(used & (splits[owner] > 1), row, -1)
+    return split_indptr, work_indptr, torch.stack((sequence[:-1], first[:-1], end, row), dim=-1)
+
+
+BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the definition takes every problem"), run)
