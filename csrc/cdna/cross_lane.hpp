@@ -9,6 +9,13 @@ MLA_DEVICE float lane_value(float x, int lane) {
   return mla::bit_cast<float>(__builtin_amdgcn_ds_bpermute(lane * 4, mla::bit_cast<int>(x)));
 }
 
+MLA_DEVICE const char* lane_value(const char* x, int lane) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(x);
+  const uint32_t low = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits)));
+  const uint32_t high = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits >> 32)));
+  return reinterpret_cast<const char*>(static_cast<uint64_t>(high) << 32 | low);
+}
+
 // True in every lane when `condition` holds in any.
 MLA_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 

@@ -19,8 +19,9 @@ class KvSource {
     list_ = p.block_table ? p.block_table + sequence * p.block_table_stride : p.kv_indices + p.kv_indptr[sequence];
   }
 
-  // The page number of a key, read from the list; `key` must lie inside the sequence.
-  MLA_DEVICE uint32_t page_of(uint32_t key) const { return static_cast<uint32_t>(list_[entry(key)]); }
+  // Where the page number of a key stands; `key` must lie inside the sequence.
+  MLA_DEVICE const int32_t* page_entry(uint32_t key) const { return list_ + entry(key); }
+  MLA_DEVICE uint32_t page_of(uint32_t key) const { return static_cast<uint32_t>(*page_entry(key)); }
 
   // First byte of the row of `key`, which lies in page number `page`.
   MLA_DEVICE const char* row(uint32_t page, uint32_t key) const {

@@ -1,0 +1,204 @@
+// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, wave w taking the 16-row tiles
+// w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
+// before it.
+#pragma once
+
+#include "cdna/attention_tile.hpp"
+#include "cdna/query.hpp"
+#include "cdna/row_stage.hpp"
+#include "mla/epilogue.hpp"
+
+namespace cdna {
+
+template <class Policy, class Problem>
+class RowSplitDecode {
+  using Stages = RowStages<Problem>;
+  static constexpr int waves = Policy::waves;
+
+ public:
+  static constexpr int threads = waves * WAVE;
+  static constexpr int lds_bytes = Stages::bytes;
+
+  MLA_DEVICE static void run(const mla::DecodeParams& p, LdsBytes lds) {
+    const int wave = wave_id();
+    constexpr int most = (Problem::row_tiles + waves - 1) / waves;
+    constexpr int full_waves = Problem::row_tiles - (most - 1) * waves;   // waves with `most` tiles; the others have one less
+    if (full_waves == waves || wave < full_waves) {
+      run_wave<most>(p, lds, wave);
+    } else {
+      run_wave<most - 1>(p, lds, wave);
+    }
+  }
+
+ private:
+  template <int tiles>
+  MLA_DEVICE static void run_wave(const mla::DecodeParams& p, LdsBytes lds, int wave);
+};
+
+// One wave's part: `tiles` 16-row tiles against every key of an item. A wave without rows still copies its keys.
+template <class Policy, class Problem, int tiles>
+class RowSplitWave {
+  using Element = typename Problem::Element;
+  using Softmax = Weights<Policy, Element>;
+  using Stages = RowStages<Problem>;
+  static constexpr int chunks = Problem::qk_dim / 32;
+  static constexpr int tile_keys = LatentTile::keys;
+  static constexpr int array = tiles > 0 ? tiles : 1;
+
+ public:
+  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
+                          LdsBytes lds, int wave)
+      : p_(p), item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), key_places_(lane_),
+        column_places_(lane_), scale_(p.softmax_scale * mla::LOG2_E) {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
+      softmax_[r] = mla::RowSoftmax::empty();
+      output_[r].clear();
+    }
+  }
+
+  MLA_DEVICE void attend() {
+    const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
+    if (count <= 0) return;
+    const mla::KvSource source(p_, Problem::Format::bytes, item_.sequence);
+    Stages stages(source, item_, count, lds_, lane_, wave_);
+    stages.copy(0, 0);
+    stages.copy(1, 1);
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      query_[r] = QueryTile<Problem>::load(p_, rows_, first_row_[r], lane_);
+      visible_[r] = visible_keys(p_, rows_, first_row_[r], lane_);
+    }
+    visible_to_all_ = tiles > 0 ? rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_[0])) : 0;
+
+    int stage = 0;
+    int first = item_.first_key;
+    for (int n = 0; n < count; ++n) {
+      stages.wait(n);
+      mla::block_sync();
+      stages.copy(n + 2, stage == 0 ? 2 : stage - 1);
+      accumulate(lds_ + stage * Stages::stage_bytes, first);
+      first += tile_keys;
+      stage = stage == 2 ? 0 : stage + 1;
+    }
+  }
+
+  MLA_DEVICE void store() {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      const mla::RowSink<Policy, Element> sink(p_, item_, rows_, first_row_[r] + lane_.column);
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
+      if (lane_.group == 0) sink.store_lse(result.lse);
+#pragma unroll
+      for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          mla::Vec<float, BLOCK_TILES> values;
+#pragma unroll
+          for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * result.weight;
+          sink.template store<BLOCK_TILES>(b * BLOCK_COLUMNS + lane_.group * 32 + e * 8, values);
+        }
+      }
+    }
+  }
+
+ private:
+  MLA_DEVICE void accumulate(LdsBytes tile, int first) {
+    if (tiles == 0) return;
+    f32x4 t[array];
+    scores(tile, t);
+    const int end = item_.end_key < visible_to_all_ ? item_.end_key : visible_to_all_;
+    if (first + tile_keys > end) {
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) {
+        t[r] = Softmax::mask(t[r], first, item_.end_key < visible_[r] ? item_.end_key : visible_[r], lane_);
+      }
+    }
+    rescale(t);
+    u32x2 weights[array];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) weights[r] = Softmax::weights(t[r], softmax_[r]);
+    add_values(tile, weights);
+  }
+
+  MLA_DEVICE void scores(LdsBytes tile, f32x4 (&t)[array]) {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) t[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const u32x4 keys = lds_read16(tile + key_places_.of(c));
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) t[r] = multiply_chunk<Element>(keys, query_[r].chunk[c], t[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) t[r] *= scale_;
+  }
+
+  MLA_DEVICE void rescale(const f32x4 (&t)[array]) {
+    bool exceeded = false;
+    float largest[array];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      largest[r] = Softmax::largest(t[r]);
+      exceeded |= softmax_[r].exceeded_by(largest[r]);
+    }
+    if (any_lane(exceeded)) {
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], lane_));
+    }
+  }
+
+  MLA_DEVICE void add_values(LdsBytes tile, const u32x2 (&weights)[array]) {
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+      u32x4 keys[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(tile + column_places_.of(b, j));
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
+#pragma unroll
+        for (int r = 0; r < tiles; ++r) {
+          f32x4& first = output_[r].tile[b][2 * d];
+          f32x4& second = output_[r].tile[b][2 * d + 1];
+          first = Matrix16x16x16<Element>::multiply(columns.first, weights[r], first);
+          second = Matrix16x16x16<Element>::multiply(columns.second, weights[r], second);
+        }
+      }
+    }
+  }
+
+  const mla::DecodeParams& p_;
+  const mla::WorkItem item_;
+  const mla::SequenceRows rows_;
+  const Lane lane_;
+  const int wave_;
+  const LdsBytes lds_;
+  const StagedKeyPlaces key_places_;
+  const ColumnPlaces column_places_;
+  const float scale_;
+  int visible_to_all_;
+  int first_row_[array];
+  int visible_[array];
+  mla::RowSoftmax softmax_[array];
+  QueryTile<Problem> query_[array];
+  OutputTile output_[array];
+};
+
+template <class Policy, class Problem>
+template <int tiles>
+MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(const mla::DecodeParams& p, LdsBytes lds, int wave) {
+  const int first_row = mla::block_id_y() * Problem::rows;
+  for (mla::WorkList work(p, mla::block_id_x()); work.more();) {
+    const mla::WorkItem item = work.take();
+    const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
+    if (first_row >= rows.rows) continue;
+    RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
+    part.attend();
+    part.store();
+    mla::block_sync();
+  }
+}
+
+}  // namespace cdna
