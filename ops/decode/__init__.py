@@ -89,8 +89,8 @@ def decode(
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most max_q_len
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
-    rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row, in
-                  interleaved pairs) and row j is turned to position j as it is read; q comes rotated
+    rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
+                  paired i with i + 32) and row j is turned to position j as it is read; q comes rotated
     plan          from `mla_suite.plan`, for any lengths: changes speed and the place of splits, nothing beyond rounding
     softmax_scale multiplies q . k
     max_kv_len    a promise about seq_lens that helps the choice of kernel; 0 is none

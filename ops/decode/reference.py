@@ -117,12 +117,11 @@ def attend(
 
 
 def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """rows [keys, head_dim] whose last values, as interleaved pairs, are turned by cos_sin [keys, rope] = cos | sin."""
+    """rows [keys, head_dim] whose last values, as two halves, are turned by cos_sin [keys, rope] = cos | sin."""
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
-    even, odd = rope[:, 0::2], rope[:, 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-    return torch.cat((latent, turned.flatten(1)), dim=1)
+    low, high = rope.chunk(2, dim=1)
+    return torch.cat((latent, low * cos - high * sin, high * cos + low * sin), dim=1)
 
 
 def _cuts(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:

@@ -1,0 +1,301 @@
+"""Hugging Face DeepSeek models with random weights: patched against unpatched."""
+
+import copy
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
+
+from mla_suite.integrations.transformers import LatentCache, config_of, patch, unpatch  # noqa: E402 - after importorskip
+from mla_suite.models.rope import cos_sin_table, inverse_frequencies  # noqa: E402 - after importorskip
+
+PROMPT, STEPS, VOCAB = 11, 32, 96
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+}
+KINDS = {
+    "v3": ("V3", {"rope_parameters": YARN}),
+    "v3 half rope, direct q, bias": ("V3", {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True}),
+    "v2": ("V2", {}),
+    "v2 yarn": ("V2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
+}
+
+
+def make_model(kind, dtype=torch.float32, **changes):
+    family, own = KINDS[kind]
+    config = getattr(transformers, f"Deepseek{family}Config")(**(SMALL | own | changes))
+    torch.manual_seed(0)
+    model = getattr(transformers, f"Deepseek{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "self_attn" in name and name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def left_padded():
+    """Three prompts of different lengths in one batch."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCAB, (3, PROMPT))
+    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [4], [9]])).long()
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def greedy(model, ids, mask, cache=None, tokens=None):
+    """Logits of the prompt's last token and of STEPS steps, with the tokens fed (chosen greedily unless given)."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+    prompt_logits, logits, chosen = out.logits, [out.logits[:, -1]], []
+    for i in range(STEPS):
+        chosen.append(logits[-1].argmax(-1) if tokens is None else tokens[:, i])
+        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), dim=1)
+        out = model(
+            input_ids=chosen[-1][:, None],
+            attention_mask=mask,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+            past_key_values=out.past_key_values,
+            use_cache=True,
+        )
+        logits.append(out.logits[:, -1])
+    return prompt_logits, torch.stack(logits, dim=1), torch.stack(chosen, dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp32_tokens_are_equal_and_logits_agree(kind):
+    model = make_model(kind)
+    ids, mask = left_padded()
+    expected_prompt, expected, tokens = greedy(model, ids, mask)
+    with patch(model):
+        prompt, logits, got = greedy(model, ids, mask)
+    assert torch.equal(got, tokens)
+    real = mask.bool()
+    # fp32 sums in another order: absorbed products run over 512 elements where the model's run over 32.
+    torch.testing.assert_close(prompt[real], expected_prompt[real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["v3", "v2"])
+def test_bf16_logits_are_as_close_to_fp32_as_the_models_own(kind):
+    """Both bf16 models round each product differently, so neither is the truth; the same weights in fp32 are.
+
+    The patched model may be at most 1.5 times as far from them as the unpatched one, in root mean square over all
+    logits of prompt and steps: it rounds q's latent where the model rounds k and v, so about as much.
+    """
+    model = make_model(kind, torch.bfloat16)
+    ids, mask = left_padded()
+    expected_prompt, expected, tokens = greedy(copy.deepcopy(model).float(), ids, mask)
+    plain_prompt, plain, _ = greedy(model, ids, mask, tokens=tokens)
+    with patch(model):
+        prompt, logits, _ = greedy(model, ids, mask, tokens=tokens)
+    real = mask.bool()
+
+    def distance(a, b):
+        both = torch.cat(((a - expected_prompt)[real].flatten(), (b - expected).flatten()))
+        return both.square().mean().sqrt()
+
+    assert distance(prompt, logits) <= 1.5 * distance(plain_prompt, plain)
+    assert distance(prompt, logits) < 0.05 * expected.std()
+
+
+def test_generate_works_with_a_cache_of_ours_and_with_its_own():
+    model = make_model("v3")
+    ids, mask = left_padded()
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": STEPS,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    expected = model.generate(ids, **options)
+    with patch(model):
+        assert torch.equal(model.generate(ids, **options), expected)
+        cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    lens = mask.sum(1) + STEPS - 1
+    assert cache.seq_lens.tolist() == lens.tolist(), "padding is not cached"
+    assert torch.equal(model.generate(ids, **options), expected), "unpatched again"
+
+
+@torch.no_grad()
+def test_chunked_prefill_over_the_cached_prefix():
+    model = make_model("v3")
+    ids, mask = left_padded()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    patch(model)
+    cache = LatentCache(model, 3, PROMPT, page_size=4)
+    parts = []
+    for start, stop in ((0, 5), (5, 8), (8, PROMPT)):
+        chunk = slice(start, stop)
+        out = model(
+            input_ids=ids[:, chunk],
+            attention_mask=mask[:, :stop],
+            position_ids=positions[:, chunk],
+            past_key_values=cache,
+        )
+        parts.append(out.logits)
+    real = mask.bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[real], expected[real], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_no_mask_no_positions_and_no_cache():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    expected = model(input_ids=ids)
+    expected_next = model(input_ids=ids[:, :1], past_key_values=expected.past_key_values).logits
+    with patch(model):
+        torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected.logits, rtol=1e-4, atol=1e-4)
+        got = model(input_ids=ids)
+        torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+        got_next = model(input_ids=ids[:, :1], past_key_values=got.past_key_values).logits
+    torch.testing.assert_close(got_next, expected_next, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_callers_dynamic_cache_keeps_its_latent_cache():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    own = transformers.DynamicCache(config=model.config)
+    expected = [model(input_ids=part, past_key_values=own).logits for part in ids.split([7, 1, 3], dim=1)]
+    with patch(model):
+        held = transformers.DynamicCache(config=model.config)
+        got = [model(input_ids=part, past_key_values=held).logits for part in ids.split([7, 1, 3], dim=1)]
+        torch.testing.assert_close(torch.cat(got, 1), torch.cat(expected, 1), rtol=1e-4, atol=1e-4)
+        with pytest.raises(TypeError, match="DynamicCache with keys and values of its own; pass LatentCache"):
+            model(input_ids=ids[:, :1], past_key_values=own)
+
+
+@torch.no_grad()
+def test_the_whole_decode_step_compiles_once_for_all_lengths():
+    model = make_model("v3")
+    ids, mask = left_padded()
+    _, expected, tokens = greedy(model, ids, mask)
+    patch(model)
+    cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True)
+    lens = mask.sum(1, keepdim=True)
+    for i in range(STEPS):
+        out = compiled(input_ids=tokens[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
+        torch.testing.assert_close(out.logits[:, -1], expected[:, i + 1], rtol=1e-4, atol=1e-4)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert cache.seq_lens.tolist() == (lens.flatten() + STEPS).tolist()
+
+
+def test_a_full_cache_is_refused_before_anything_is_written():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    patch(model)
+    cache = LatentCache(model, 3, 8, page_size=4)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="11 tokens per sequence for a cache of max_len 8"):
+        model(input_ids=ids, past_key_values=cache)
+    assert cache.seq_lens.tolist() == [0, 0, 0]
+    assert not any(layer.any() for layer in cache.paged.layers)
+
+
+def test_crop_forgets_the_newest_tokens():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    patch(model)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        cache = LatentCache(model, 3, 16)
+        model(input_ids=ids[:, :8], past_key_values=cache)
+        model(input_ids=ids[:, :3], past_key_values=cache)
+        cache.crop(3)
+        got = model(input_ids=ids[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(got, expected[:, 8:], rtol=1e-4, atol=1e-4)
+
+
+def test_parameters_keep_their_names_and_unpatch_restores_the_model():
+    model = make_model("v3")
+    names = dict(model.named_parameters())
+    attention, implementation = model.model.layers[0].self_attn, model.config._attn_implementation
+    with patch(model):
+        patched = dict(model.named_parameters())
+        assert names.keys() == patched.keys()
+        assert all(patched[name] is parameter for name, parameter in names.items())
+    assert model.model.layers[0].self_attn is attention
+    assert model.config._attn_implementation == implementation
+    assert not model.model._forward_pre_hooks
+    with pytest.raises(ValueError, match="unpatch: this model is not patched"):
+        unpatch(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_our_rope_table_is_the_models(kind):
+    model = make_model(kind)
+    config = config_of(model.config)
+    rotary = model.model.rotary_emb
+    torch.testing.assert_close(inverse_frequencies(config), rotary.inv_freq, rtol=1e-6, atol=0)
+    positions = torch.arange(256)[None]
+    found = rotary(torch.zeros(1), positions)
+    cos, sin = found if isinstance(found, tuple) else torch.view_as_real(found).unbind(-1)
+    expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), dim=-1)
+    torch.testing.assert_close(cos_sin_table(config), expected, rtol=1e-4, atol=1e-4)
+    assert config.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-9)
+
+
+def test_models_we_do_not_know_are_refused_in_a_sentence():
+    with pytest.raises(TypeError, match="a Linear; possible are DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"):
+        patch(torch.nn.Linear(1, 1))
+    model = make_model("v3", kv_lora_rank=128)
+    with pytest.raises(ValueError, match="kv_lora_rank 128 and qk_rope_head_dim 64; a cached token is 512"):
+        patch(model)
+    assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
+    with pytest.raises(TypeError, match=r"a model in torch\.float64"):
+        patch(make_model("v3", torch.float64))
+    linear = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+    with pytest.raises(ValueError, match="rope_type 'linear'; default and yarn are possible"):
+        patch(make_model("v3", **linear))
+    model = make_model("v3")
+    patch(model)
+    with pytest.raises(ValueError, match="patched already"):
+        patch(model)
+    ids, _ = left_padded()
+    with pytest.raises(ValueError, match="output_attentions=True; attention weights are never stored"):
+        model(input_ids=ids, output_attentions=True)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(3, 1, 11, 11\)"):
+        model(input_ids=ids, attention_mask=torch.ones(3, 1, 11, 11))
+    with pytest.raises(ValueError, match="a batch of 3 for a cache of 2 sequences"):
+        model(input_ids=ids, past_key_values=LatentCache(model, 2, 16))
+    with pytest.raises(NotImplementedError, match="use num_beams=1"):
+        LatentCache(model, 3, 16).reorder_cache(torch.arange(3))

@@ -1,0 +1,252 @@
+"""The layer against itself in fp64 without a cache, without absorption and without our operators."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
+
+TINY = MLAConfig.tiny()
+DIRECT = dataclasses.replace(TINY, q_lora_rank=None, projection_bias=True)
+HALF = dataclasses.replace(TINY, rope_interleaved=False)
+UNROTATED = dataclasses.replace(HALF, cache_rotated=False, latent_norms=False)
+CONFIGS = {"interleaved": TINY, "direct q, bias": DIRECT, "half": HALF, "un-rotated cache": UNROTATED}
+
+
+def make_layer(config, dtype=torch.float32, layout="fp32"):
+    torch.manual_seed(0)
+    layer = MLA(config, layout=layout, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+            else:
+                parameter.copy_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
+    return layer
+
+
+def exact(layer, x):
+    """fp64 outputs [tokens, hidden] of one whole sequence x [tokens, hidden], from the definition."""
+    c = layer.config
+    w = {name: p.detach().double() for name, p in layer.named_parameters()}
+    x = x.double()
+    tokens = x.shape[0]
+
+    def project(inputs, name):
+        return inputs @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+    def norm(values, name):
+        if not c.latent_norms:
+            return values
+        return values * (values.square().mean(-1, keepdim=True) + c.norm_eps).rsqrt() * w[f"{name}.weight"]
+
+    if c.q_lora_rank is None:
+        q = project(x, "q_proj")
+    else:
+        q = project(norm(project(x, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
+    q = q.view(tokens, c.num_heads, -1)
+    down = project(x, "kv_a_proj_with_mqa")
+    up = project(norm(down[:, :512], "kv_a_layernorm"), "kv_b_proj").view(tokens, c.num_heads, -1)
+    k_nope, v = up[..., : c.qk_nope_head_dim], up[..., c.qk_nope_head_dim :]
+
+    table = cos_sin_table(c, tokens).double()
+    turn = torch.complex(table[:, :32], table[:, 32:])[:, None]
+
+    def turned(pe):
+        if c.rope_interleaved:
+            return torch.view_as_complex(pe.reshape(*pe.shape[:-1], 32, 2)) * turn
+        return torch.complex(pe[..., :32], pe[..., 32:]) * turn
+
+    q_pe, k_pe = turned(q[..., c.qk_nope_head_dim :].contiguous()), turned(down[:, None, 512:].contiguous())
+    scores = torch.einsum("ihd,jhd->hij", q[..., : c.qk_nope_head_dim], k_nope)
+    scores = scores + torch.einsum("ihd,jgd->hij", q_pe, k_pe.conj()).real
+    scores = scores * c.softmax_scale
+    scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    return project(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1), "o_proj")
+
+
+def close(got, expected):
+    """fp32 sums of at most a few hundred products of order one."""
+    torch.testing.assert_close(got.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def trapped(config, num_pages=24, page_size=8):
+    """A cache whose unwritten rows are NaN."""
+    cache = PagedLatentCache(1, num_pages, page_size, layout="fp32")
+    cache.layers[0].fill_(torch.nan)
+    return cache
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_ragged_prefill_then_decode_is_the_whole_sequence(name):
+    layer = make_layer(CONFIGS[name])
+    table = cos_sin_table(layer.config, 64)
+    cache = trapped(layer.config)
+    lens, new = [13, 1, 30], [4, 4, 4]
+    xs = [torch.randn(n + m, TINY.hidden_size) for n, m in zip(lens, new, strict=True)]
+    sequences = [cache.allocate() for _ in lens]
+    packed = torch.cat([x[:n] for x, n in zip(xs, lens, strict=True)])
+    out = layer.prefill(packed, table, cache.layers[0], cache.append(sequences, lens), q_lens=lens)
+    expected = [exact(layer, x) for x in xs]
+    close(out, torch.cat([e[:n] for e, n in zip(expected, lens, strict=True)]))
+
+    one = torch.stack([x[n : n + 1] for x, n in zip(xs, lens, strict=True)])
+    close(
+        layer(one, cache.layers[0], cache.append(sequences, [1] * 3), table),
+        torch.stack([e[n : n + 1] for e, n in zip(expected, lens, strict=True)]),
+    )
+    three = torch.stack([x[n + 1 : n + 4] for x, n in zip(xs, lens, strict=True)])
+    close(
+        layer.decode(three, cache.layers[0], cache.append(sequences, [3] * 3), table),
+        torch.stack([e[n + 1 : n + 4] for e, n in zip(expected, lens, strict=True)]),
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_chunked_prefill_merges_with_the_cached_prefix(name):
+    layer = make_layer(CONFIGS[name])
+    table = cos_sin_table(layer.config, 64)
+    cache = trapped(layer.config)
+    totals = [40, 9, 17]
+    xs = [torch.randn(n, TINY.hidden_size) for n in totals]
+    sequences = [cache.allocate() for _ in totals]
+    # The second sequence has no prefix when the second chunk arrives, the third has no chunk then.
+    chunks = [[16, 0, 17], [10, 9, 0], [14, 0, 0]]
+    done = [0, 0, 0]
+    outs = [[], [], []]
+    for number, lens in enumerate(chunks):
+        named = [b for b, n in enumerate(lens) if n]
+        packed = torch.cat([xs[b][done[b] : done[b] + lens[b]] for b in named])
+        q_lens = [lens[b] for b in named]
+        step = cache.append([sequences[b] for b in named], q_lens)
+        out = layer.prefill(packed, table, cache.layers[0], step, q_lens=q_lens, prefix=number > 0)
+        for b, part in zip(named, out.split(q_lens), strict=True):
+            outs[b].append(part)
+            done[b] += lens[b]
+    for b, x in enumerate(xs):
+        close(torch.cat(outs[b]), exact(layer, x))
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@torch.no_grad()
+def test_left_padded_batches(prefix):
+    layer = make_layer(TINY)
+    table = cos_sin_table(layer.config, 64)
+    cache = trapped(layer.config)
+    lens, past, width = [6, 2, 5], [9 * prefix, 0, 3 * prefix], 6
+    xs = [torch.randn(p + n, TINY.hidden_size) for p, n in zip(past, lens, strict=True)]
+    sequences = [cache.allocate() for _ in lens]
+    if prefix:
+        named = [0, 2]
+        step = cache.append([sequences[b] for b in named], [past[b] for b in named])
+        layer.prefill(
+            torch.cat([xs[b][: past[b]] for b in named]), table, cache.layers[0], step, q_lens=[past[b] for b in named]
+        )
+    ragged = cache.append(sequences, lens)
+    valid = torch.arange(width) >= width - torch.tensor(lens)[:, None]
+    slot_mapping, positions = torch.full((3, width), -1), torch.zeros(3, width, dtype=torch.int64)
+    slot_mapping[valid], positions[valid] = ragged.slot_mapping, ragged.positions
+    step = Step(ragged.block_table, ragged.seq_lens, slot_mapping.flatten(), positions.flatten())
+    x = torch.full((3, width, TINY.hidden_size), 7.0)
+    x[valid] = torch.cat([own[p:] for own, p in zip(xs, past, strict=True)])
+    out = layer.prefill(x, table, cache.layers[0], step, valid=valid, prefix=prefix)
+    close(out[valid], torch.cat([exact(layer, own)[p:] for own, p in zip(xs, past, strict=True)]))
+    assert out.isfinite().all()
+
+
+@torch.no_grad()
+def test_prefill_without_a_cache():
+    layer = make_layer(TINY)
+    x = torch.randn(2, 11, TINY.hidden_size)
+    out = layer.prefill(x, cos_sin_table(TINY, 11), positions=torch.arange(11).expand(2, 11))
+    close(out, torch.stack([exact(layer, own) for own in x]))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("config", [TINY, DIRECT], ids=["low-rank q", "direct q, bias"])
+@torch.no_grad()
+def test_the_ranks_sum_to_the_whole_layer(config, tp_size):
+    whole = make_layer(config)
+    weights = whole.state_dict()
+    if config.projection_bias:
+        assert "o_proj.bias" in weights
+    x = torch.randn(14, TINY.hidden_size)
+    total = torch.zeros(1, 14, TINY.hidden_size)
+    table = cos_sin_table(config, 14)
+    for rank in range(tp_size):
+        share = MLA(config.for_rank(tp_size), layout="fp32")
+        share.load_weights(weights, tp_rank=rank, tp_size=tp_size)
+        cache, sequences = PagedLatentCache.contiguous(1, 1, 14, layout="fp32")
+        share.prefill(x[:10], table, cache.layers[0], cache.append(sequences, [10]), q_lens=[10])
+        total[:, 10:] += share(x[None, 10:], cache.layers[0], cache.append(sequences, [4]), table)
+    close(total[0, 10:], exact(whole, x)[10:])
+
+
+def test_weights_that_do_not_fit_are_refused_before_any_is_copied():
+    layer = make_layer(TINY)
+    weights = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    extra = dict(weights, **{"q_b_proj.weight_scale_inv": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"not part of this layer \['q_b_proj\.weight_scale_inv'\]"):
+        layer.load_weights(extra)
+    weights = {name: tensor + 1 for name, tensor in weights.items()}
+    with pytest.raises(ValueError, match=r"rank 0 of 2 has shape .* build it with the full config's for_rank\(2\)"):
+        layer.load_weights(weights, tp_size=2)
+    with pytest.raises(ValueError, match="tp_rank 2 of 2; ranks are 0 to 1"):
+        layer.load_weights(weights, tp_rank=2, tp_size=2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_contradicting_prefill_arguments_are_refused_before_anything_is_written():
+    layer = make_layer(TINY)
+    table = cos_sin_table(TINY, 8)
+    cache = trapped(TINY)
+    step = cache.append([cache.allocate()], [4])
+    x = torch.randn(4, TINY.hidden_size)
+    kv_cache = cache.layers[0]
+    with pytest.raises(ValueError, match="q_lens sum to 3 for 4 packed tokens"):
+        layer.prefill(x, table, kv_cache, step, q_lens=[3])
+    with pytest.raises(ValueError, match="x has 2 dimensions and q_lens is None"):
+        layer.prefill(x, table, kv_cache, step)
+    with pytest.raises(ValueError, match="kv_cache and step come together"):
+        layer.prefill(x, table, kv_cache, q_lens=[4])
+    with pytest.raises(ValueError, match="prefix=True without kv_cache"):
+        layer.prefill(x, table, positions=torch.arange(4), q_lens=[4], prefix=True)
+    with pytest.raises(ValueError, match="positions are in the step"):
+        layer.prefill(x, table, kv_cache, step, positions=torch.arange(4), q_lens=[4])
+    assert kv_cache.isnan().all()
+
+
+@torch.no_grad()
+def test_the_decode_step_compiles_once_for_all_lengths():
+    layer = make_layer(TINY)
+    table = cos_sin_table(TINY, 64)
+    cache = trapped(TINY)
+    sequences = [cache.allocate(40), cache.allocate(40)]
+    xs = torch.randn(2, 40, TINY.hidden_size)
+    expected = torch.stack([exact(layer, x) for x in xs])
+    layer.prefill(xs[:, :5].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [5, 5]), q_lens=[5, 5])
+    block_table = torch.tensor([cache.pool.pages(s) for s in sequences], dtype=torch.int32)
+    compilations = torch._dynamo.utils.counters
+    compilations.clear()
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True)
+    def decode(x, kv_cache, block_table, seq_lens):
+        positions = seq_lens.long()[:, None]
+        step = Step(
+            block_table, seq_lens + 1, slots(block_table, positions, kv_cache.shape[1]).flatten(), positions.flatten()
+        )
+        return layer(x, kv_cache, step, table)
+
+    seq_lens = torch.tensor([5, 5], dtype=torch.int32)
+    for position in range(5, 40):
+        out = decode(xs[:, position : position + 1], cache.layers[0], block_table, seq_lens)
+        close(out, expected[:, position : position + 1])
+        seq_lens = seq_lens + 1
+    assert compilations["stats"]["unique_graphs"] == 1
+    assert not compilations["graph_break"]
