@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from mla_suite.toolchain import KernelEntry, ObjectError
-from mla_suite.toolchain.manifest import locate, read
+from mla_suite.toolchain.manifest import installed, read
 
 _NUMBERS = (
     "threads",
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     try:
-        manifest = read(arguments.objects or locate())
+        manifest = read(arguments.objects) if arguments.objects else installed()
     except ObjectError as error:
         print(error, file=sys.stderr)
         return 1

@@ -167,4 +167,5 @@ def _publish(
         for path in (out / arch).glob("*"):
             if f"{arch}/{path.name}" not in wanted:
                 path.unlink()
+    manifest.forget()
     return result

@@ -84,11 +84,14 @@ def find_amd(rocm: Path | None = None) -> AmdCompiler:
         if found is None:
             raise BuildError(f"--rocm {rocm}: no amdclang++, hipcc or clang++ with an lld beside it is there")
         return found
-    on_path = shutil.which("amdclang++") or shutil.which("hipcc")
-    for root in ([Path(on_path).resolve().parent.parent] if on_path else []) + [_SDK]:
-        found = _clang_of(root)
-        if found is not None:
-            return found
+    installed = installed_rocm()
+    if installed is not None:
+        return installed
+    return packaged()
+
+
+def packaged() -> AmdCompiler:
+    """The clang of the ziglang wheel. BuildError when it is not installed."""
     zig = importlib.util.find_spec("ziglang")
     if zig is None or zig.origin is None:
         raise BuildError(
@@ -97,6 +100,16 @@ def find_amd(rocm: Path | None = None) -> AmdCompiler:
         )
     program = Path(zig.origin).parent / "zig"
     return AmdCompiler((str(program), "clang"), (str(program), "ld.lld"), _first_line([str(program), "clang"]))
+
+
+def installed_rocm() -> AmdCompiler | None:
+    """The compiler of the ROCm on PATH or under /opt/rocm, or None."""
+    on_path = shutil.which("amdclang++") or shutil.which("hipcc")
+    for root in ([Path(on_path).resolve().parent.parent] if on_path else []) + [_SDK]:
+        found = _clang_of(root)
+        if found is not None:
+            return found
+    return None
 
 
 def _clang_of(place: Path) -> AmdCompiler | None:

@@ -6,7 +6,7 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ class Manifest:
         read_trusted(self.root / made.file, made.sha256)
         return self.root / made.file
 
+    def files(self) -> list[str]:
+        """Every file that belongs to this manifest, itself included, relative to the object folder."""
+        made = [name for entry in self.kernels.values() for name in (entry.object, entry.text) if name]
+        return sorted([MANIFEST, *made, *(library.file for library in self.libraries.values())])
+
     def to_json(self) -> str:
         kernels = []
         for key in sorted(self.kernels):
@@ -180,10 +185,10 @@ def read(root: Path, csrc: Path = CSRC) -> Manifest:
     return parse(read_trusted(root / MANIFEST).decode(), root, csrc)
 
 
-def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path:
+def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path | str:
     """The folder whose objects are used: this user's cache if it was built for these very sources, else the package's.
 
-    ObjectError when neither was built, or when the cache may be written by others.
+    A sentence instead when neither was built. ObjectError when the cache may be written by others.
     """
     cache = locations.cache_objects(csrc)
     if (cache / MANIFEST).exists():
@@ -192,11 +197,31 @@ def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path
             raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
         return cache
     if not (package / MANIFEST).exists():
-        raise ObjectError(f"no code objects were built into {package}; run `python -m mla_suite build`")
+        return f"no code objects were built into {package}; run `python -m mla_suite build`"
     return package
 
 
-@lru_cache(maxsize=1)
 def installed() -> Manifest:
-    """The manifest that this process uses, read once. `installed.cache_clear()` after a build in the same process."""
-    return read(locate())
+    """The manifest that this process uses, read once (`forget()` after a build). ObjectError when nothing was built."""
+    found = _found()
+    if isinstance(found, str):
+        raise ObjectError(found)
+    return found
+
+
+def is_built(arch: str, instance_id: str) -> bool:
+    """Whether the manifest this process uses has that kernel; False when nothing was built."""
+    found = _found()
+    return not isinstance(found, str) and (arch, instance_id) in found.kernels
+
+
+def forget() -> None:
+    """Makes the next question read the manifest again."""
+    _found.cache_clear()
+
+
+@cache
+def _found() -> Manifest | str:
+    """The manifest, or the sentence that says why there is none."""
+    root = locate()
+    return root if isinstance(root, str) else read(root)

@@ -1,0 +1,45 @@
+"""Metadata is in pyproject.toml; this builds the code objects while the package is built, without torch."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+
+class BuildWithObjects(build_py):
+    """Copies the Python files, then compiles the kernels into the package that is being built."""
+
+    def run(self) -> None:
+        super().run()
+        sys.path.insert(0, str(ROOT))
+        from mla_suite import toolchain
+
+        if self.editable_mode:
+            toolchain.build(csrc=ROOT / "csrc", out=ROOT / "mla_suite" / "objects")
+            return
+        staged = Path(self.get_finalized_command("build").build_temp).absolute() / "objects"
+        manifest = toolchain.build(csrc=ROOT / "csrc", out=staged)
+        target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
+        shutil.rmtree(target, ignore_errors=True)  # objects of the source tree's own builds
+        for name in manifest.files():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(staged / name, target / name)
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python: nothing in it is linked to one; the emulator's library is x86-64 Linux."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", "manylinux_2_28_x86_64"
+
+
+setup(cmdclass={"build_py": BuildWithObjects, "bdist_wheel": PlatformWheel})

@@ -1,0 +1,40 @@
+// A libamdhip64 that records. AMD's own header declares what is defined here, so a wrong signature does not compile.
+#include <hip/hip_runtime_api.h>
+
+#include "recorder.h"
+
+_Static_assert(hipStreamCaptureModeRelaxed == RELAXED, "capture mode");
+_Static_assert(hipErrorStreamCaptureUnsupported == UNSUPPORTED_IN_CAPTURE, "capture error");
+_Static_assert(hipErrorStreamCaptureWrongThread == 908, "last capture error");
+_Static_assert(hipErrorInvalidContext == NO_CONTEXT, "context error");
+_Static_assert(sizeof(hipStreamCaptureMode) == 4 && sizeof(hipError_t) == 4, "enums are ints");
+_Static_assert(sizeof(hipFunction_t) == 8 && sizeof(hipStream_t) == 8 && sizeof(hipModule_t) == 8, "handles");
+
+hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode *mode) {
+  int given = *mode;
+  *mode = (hipStreamCaptureMode)stub_capture_mode;
+  stub_capture_mode = given;
+  return record("hipThreadExchangeStreamCaptureMode", "%d", given);
+}
+hipError_t hipModuleLoadData(hipModule_t *module, const void *image) {
+  const unsigned char *bytes = image;
+  *module = (hipModule_t)0x7f0000002000ull;
+  int code = record("hipModuleLoadData", "%02x%c%c%c", bytes[0], bytes[1], bytes[2], bytes[3]);
+  return code ? code : forbidden_in_capture();
+}
+hipError_t hipModuleGetFunction(hipFunction_t *function, hipModule_t module, const char *name) {
+  *function = (hipFunction_t)0x7f0000003000ull;
+  return record("hipModuleGetFunction", "%p %s", (void *)module, name);
+}
+hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned int gx, unsigned int gy, unsigned int gz,
+                                 unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,
+                                 hipStream_t stream, void **params, void **extra) {
+  return record("hipModuleLaunchKernel", "%p %u,%u,%u %u,%u,%u %u %p %d %d %s", (void *)function, gx, gy, gz, bx, by,
+                bz, shared, (void *)stream, 0, extra != NULL, hex(params[0]));
+}
+const char *hipGetErrorString(hipError_t error) {
+  return error == 700 ? "an illegal memory access was encountered" : error == 900 ? "not permitted while capturing" : NULL;
+}
+const char *hipGetErrorName(hipError_t error) {
+  return error == 700 ? "hipErrorIllegalAddress" : error == 900 ? "hipErrorStreamCaptureUnsupported" : NULL;
+}

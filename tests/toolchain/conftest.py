@@ -1,0 +1,23 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "stubs"))
+
+import sample_tree
+
+from mla_suite.toolchain import Manifest, build
+
+
+@pytest.fixture
+def csrc(tmp_path: Path) -> Path:
+    """A source tree that the test may break."""
+    return sample_tree.make(tmp_path / "csrc")
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """The sample tree, built once for both AMD archs; not to be altered."""
+    root = tmp_path_factory.mktemp("built")
+    return build(["gfx942", "gfx950"], csrc=sample_tree.make(root / "csrc"), out=root / "objects")

@@ -1,0 +1,72 @@
+import dataclasses
+
+import pytest
+from sample_tree import edit
+
+from mla_suite.core import arch
+
+
+def test_the_numbers_that_decide_the_kernels():
+    records = {name: arch.get(name) for name in arch.names()}
+    assert set(records) == {"gfx942", "gfx950", "sm_90"}
+    table = {n: (r.compute_units, r.lds_bytes, r.matrix_flop_per_clock["bf16"], r.fp8) for n, r in records.items()}
+    assert table == {
+        "gfx942": (304, 64 << 10, 2048, "fnuz"),
+        "gfx950": (256, 160 << 10, 4096, "ocp"),
+        "sm_90": (132, 227 << 10, 4096, "ocp"),
+    }
+    assert records["gfx942"].memory_bytes_per_clock == pytest.approx(8.3, abs=0.05)
+    assert records["gfx950"].memory_bytes_per_clock == pytest.approx(13.0, abs=0.05)
+    # 128 rows of bf16: 2 x 128 x (576 + 512) FLOP for 1152 bytes, at the ridge on gfx942, below it on gfx950.
+    intensity = 2 * 128 * (576 + 512) / 1152
+    assert records["gfx942"].ridge("bf16") == pytest.approx(intensity, rel=0.03)
+    assert records["gfx950"].ridge("bf16") > 1.25 * intensity
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("gfx942", {"vendor": "intel"}, "vendor 'intel' is not one of amd, nvidia"),
+        ("gfx942", {"name": "sm_90"}, "amd names look like"),
+        ("gfx942", {"wavefront": 32}, "wavefront 32 on amd, which has 64"),
+        ("gfx942", {"compute_units": 228}, "bf16: 980.6 TFLOP/s from units x clock x rate, but 1307.4 published"),
+        ("gfx942", {"fp8": "e4m3"}, "neither fnuz nor ocp"),
+        ("gfx942", {"lds_bytes": 65_000}, "not whole granules"),
+        ("gfx942", {"lds_bytes_per_clock": 256}, "above its peak"),
+        ("gfx950", {"simds": 0}, "simds = 0 must be a positive integer"),
+        ("gfx950", {"matrix_flop_per_clock": {"bf16": 4096, "fp16": 4096, "fp8": 4096}}, "not twice that of bf16"),
+        ("gfx950", {"matrix_flop_per_clock": {"bf16": 4096}}, "needed: bf16, fp16, fp8"),
+        ("sm_90", {"sustained_clock_mhz": 2000}, "above the highest"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(name, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        dataclasses.replace(arch.get(name), **changes)
+
+
+def test_occupancy():
+    mi300, mi355 = arch.get("gfx942"), arch.get("gfx950")
+    assert [mi300.waves_per_simd(registers, 0, 256) for registers in (24, 64, 65, 128, 129, 256, 257, 512)] == [
+        8, 8, 7, 4, 3, 2, 1, 1,
+    ]  # fmt: skip
+    assert mi300.waves_per_simd(64, 32 << 10, 256) == 2
+    assert mi300.waves_per_simd(64, 64 << 10, 256) == 1
+    assert mi355.waves_per_simd(64, 64 << 10, 256) == 2
+    assert mi300.waves_per_simd(64, (64 << 10) + 1, 256) == 0, "more LDS than there is"
+    assert mi300.waves_per_simd(520, 0, 256) == 0, "more registers than there are"
+    assert arch.get("sm_90").waves_per_simd(255, 0, 128) == 2
+
+
+def test_unknown_and_damaged_records(csrc):
+    with pytest.raises(ValueError, match="unknown arch 'gfx90a': known are gfx942, gfx950, sm_90"):
+        arch.get("gfx90a")
+    with pytest.raises(ValueError, match=r"unknown arch '../csrc/gfx942'"):
+        arch.get("../csrc/gfx942")
+    path = csrc / "gfx942" / "arch.toml"
+    edit(path, "wavefront = 64", "wave = 64")
+    with pytest.raises(ValueError, match=r"unknown keys \['wave'\] and lacks \['wavefront'\]"):
+        arch.get("gfx942", csrc)
+    path.write_text("[arch")
+    arch.get.cache_clear()
+    with pytest.raises(ValueError, match=r"arch\.toml: "):
+        arch.get("gfx942", csrc)
