@@ -10,4 +10,5 @@ COMMANDS = {
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
     "layouts": "print the byte map of every KV cache layout",
     "explain": "say which backend would run a problem, and why",
+    "support": "print which implementation serves each operator on each arch",
 }

@@ -1,7 +1,7 @@
 """Which backend runs a problem, and why: native, then portable, then reference.
 
-`choose` is pure: it sees the problem (hashable facts from metadata) and the arch, never a tensor, so it is cached and can
-be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
+`choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so it
+is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
 """
 
 from __future__ import annotations
@@ -43,11 +43,13 @@ class Backend:
 
     offer  (problem, arch) -> Offer or Refusal; arch is None on a CPU that emulates nothing
     run    (config, outputs, *args, **kwargs) fills the outputs
+    devices  torch device types whose tensors it can be given
     """
 
     name: str
     offer: Callable[[Any, Arch | None], Offer | Refusal]
     run: Callable[..., None]
+    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,12 @@ class Choice:
         return "\n".join(lines)
 
 
-_no_arch: Callable[[torch.Tensor], Arch | None] = lambda tensor: None  # noqa: E731  a default, replaced by the runtime
-_arch_of = _no_arch
-_choices: dict[tuple[str, Hashable, Arch | None], Choice] = {}
+def _no_arch(tensor: torch.Tensor) -> Arch | None:
+    return None
+
+
+_arch_of: Callable[[torch.Tensor], Arch | None] = _no_arch
+_choices: dict[tuple[str, Hashable, str, str | None], Choice] = {}
 
 
 def set_arch_resolver(resolver: Callable[[torch.Tensor], Arch | None]) -> None:
@@ -79,25 +84,30 @@ def arch_of(tensor: torch.Tensor) -> Arch | None:
     return _arch_of(tensor)
 
 
-def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None) -> Choice:
-    """The first backend that takes the problem on this arch. Cached per (operator, problem, arch)."""
-    key = (name, problem, arch)
+def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None, device: str) -> Choice:
+    """The first backend that takes the problem on this arch and device type; cached."""
+    key = (name, problem, device, arch.name if arch else None)
     choice = _choices.get(key)
     if choice is None:
-        choice = _choices[key] = _ask(name, backends, problem, arch)
-        logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else "cpu", choice)
+        choice = _choices[key] = _ask(name, backends, problem, arch, device)
+        logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
     return choice
 
 
-def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None) -> Choice:
+def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None, device: str) -> Choice:
     refused: list[tuple[str, str]] = []
     for backend in backends:
-        answer = backend.offer(problem, arch)
+        if device not in backend.devices:
+            answer: Offer | Refusal = Refusal(
+                f"the tensors are on {device}; it runs on {' and '.join(backend.devices)}"
+            )
+        else:
+            answer = backend.offer(problem, arch)
         if isinstance(answer, Offer):
             return Choice(backend, answer, tuple(refused))
         refused.append((backend.name, answer.reason))
     reasons = "; ".join(f"{who}: {why}" for who, why in refused)
-    raise RuntimeError(f"{name}: no backend takes this problem on {arch.name if arch else 'cpu'} ({reasons})")
+    raise RuntimeError(f"{name}: no backend takes this problem on {arch.name if arch else device} ({reasons})")
 
 
 def forget() -> None:
@@ -114,7 +124,8 @@ def run(
     kwargs: dict[str, Any],
 ) -> None:
     """Choose a backend for these arguments and let it fill the outputs."""
-    choice = choose(name, backends, problem(*args, **kwargs), _arch_of(first_tensor(args)))
+    first = first_tensor(args)
+    choice = choose(name, backends, problem(*args, **kwargs), _arch_of(first), first.device.type)
     choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
 
 

@@ -60,8 +60,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     record = library.get(op)
     record.specify(*args, **kwargs)
     problem = record.problem(*args, **kwargs)
-    arch = dispatch.arch_of(dispatch.first_tensor(args or tuple(kwargs.values())))
-    choice = dispatch.choose(op, record.backends, problem, arch)
+    first = dispatch.first_tensor(args or tuple(kwargs.values()))
+    arch = dispatch.arch_of(first)
+    choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
     # A problem may say in words what it is made from; most have nothing to add.
     notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
     return Explanation(op, arch.name if arch else None, choice, notes, problem)

@@ -1,7 +1,7 @@
 """Operators as records, and the one way they reach `torch.library`.
 
-An `Op` says what its outputs are (`specify`, which also checks the arguments), what a choice between implementations may
-depend on (`problem`), and which backends can fill the outputs. `register` derives the rest: the functional overload, the
+An `Op` says what its outputs are (`specify`, which also checks the arguments), what a choice between implementations
+may depend on (`problem`), and which backends can fill the outputs. `register` derives the rest: the functional and the
 `.out` overload, the CPU and CUDA implementations, the fake and the Autograd kernel. Fake and real outputs agree because
 both are made from the same specification.
 """
@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A named problem: `make(device)` returns fresh (args, kwargs); bytes and flops are the least any kernel must do."""
+    """A named problem: `make(device)` returns fresh (args, kwargs); bytes and flops are the least a kernel must do."""
 
     name: str
     make: Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -190,7 +190,9 @@ def _split_out(
                 f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
             )
         if given.dim() > 1 and given.shape[-1] > 1 and given.stride(-1) != 1:
-            raise ValueError(f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous")
+            raise ValueError(
+                f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
+            )
     return outputs, functional
 
 

@@ -39,7 +39,7 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the splits of each sequence by their log-sum-exp.
 
-    partial_out   [splits, rows, head_dim_v] fp32, each split's normalised attention output; splits of one sequence adjacent
+    partial_out   [splits, rows, head_dim_v] fp32, the normalised output of each split; a sequence's splits are adjacent
     partial_lse   [splits, rows] fp32, natural log
     split_indptr  [batch + 1] int32, sequence b owns splits split_indptr[b]..split_indptr[b + 1]; or
     num_splits    splits per sequence, the same for all
@@ -81,7 +81,9 @@ def specify(
         batch = split_indptr.shape[0] - 1
     else:
         if num_splits < 1 or splits % num_splits != 0:
-            checks.fail("combine", "num_splits", f"is {num_splits}", f"it must divide the {splits} splits of partial_out")
+            checks.fail(
+                "combine", "num_splits", f"is {num_splits}", f"it must divide the {splits} splits of partial_out"
+            )
         batch = splits // num_splits
     if attn_sink is not None:
         checks.tensor("combine", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=partial_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from mla_suite.core.dispatch import Backend, Offer
@@ -23,7 +25,7 @@ def run(
     batch, rows = lse.shape
     bounds = split_indptr.tolist() if split_indptr is not None else [b * num_splits for b in range(batch + 1)]
     sink = None if attn_sink is None else attn_sink.repeat(rows // attn_sink.shape[0])  # row = query token x head
-    for b, (first, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for b, (first, end) in enumerate(pairwise(bounds)):
         if skip_single and end - first == 1:
             continue
         split_lse = partial_lse[first:end]

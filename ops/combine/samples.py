@@ -24,7 +24,9 @@ def sample(
         bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
         attn_sink = torch.randn(rows, generator=generator).to(device) if sink else None
         split = dict(num_splits=0) if ragged else dict(num_splits=splits)
-        return (partial_out, partial_lse, bounds if ragged else None, attn_sink), dict(**split, out_dtype=torch.bfloat16)
+        return (partial_out, partial_lse, bounds if ragged else None, attn_sink), dict(
+            **split, out_dtype=torch.bfloat16
+        )
 
     name = f"b{batch}-r{rows}-s{'1to' if ragged else ''}{splits}-v{head_dim_v}" + ("-sink" if sink else "")
     bytes_moved = total * rows * (head_dim_v + 1) * 4 + batch * rows * (head_dim_v * 2 + 4)

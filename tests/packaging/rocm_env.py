@@ -14,7 +14,9 @@ def main(rocm: str, torch: str) -> int:
     build = f"torch=={torch}+rocm{rocm}"
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     if subprocess.run([*pip, build]).returncode:
-        print(f"skipped: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it")
+        print(
+            f"skipped: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it"
+        )
         return 0
     subprocess.run([*pip, "-e", ".[test,hf]"], check=True)
     return subprocess.run([sys.executable, "-m", "pytest", "tests"]).returncode

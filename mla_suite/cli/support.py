@@ -1,0 +1,33 @@
+"""Print which implementation serves each operator on each arch, as the Markdown table of the README.
+
+native = a kernel of this repository for that arch, portable = Triton, reference = the fp32 definition in torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(args: argparse.Namespace) -> int:
+    print(table())
+    return 0
+
+
+def table() -> str:
+    """The support table, derived from the operators' backends and the kernels that each arch declares."""
+    from mla_suite.core import library
+    from mla_suite.core.arch import archs
+    from mla_suite.toolchain.instances import kernels_of
+
+    columns = sorted(archs())
+    lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
+    for op in library.registry().values():
+        backends = {backend.name for backend in op.backends}
+        other = "portable" if "portable" in backends else "reference"
+        cells = ["native" if "native" in backends and op.name in kernels_of(arch) else other for arch in columns]
+        lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")
+    return "\n".join(lines)

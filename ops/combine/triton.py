@@ -1,0 +1,178 @@
+"""combine in Triton, for GPUs without a kernel of our own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+
+BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
+
+
+@triton.jit
+def combine_kernel(
+    partial_out,  # [splits, rows, D_V] fp32
+    partial_lse,  # [splits, rows] fp32
+    split_indptr,  # [batch + 1] int32, or None
+    cu_seqlens_q,  # [batch + 1] int32, or None: q_len tokens each
+    attn_sink,  # [sink_heads] fp32, or None
+    out,  # [tokens, heads, D_V]
+    lse,  # [tokens, heads] fp32
+    num_splits,
+    q_len,
+    heads,
+    sink_heads,
+    partial_stride_split,
+    partial_stride_row,
+    partial_lse_stride_split,
+    partial_lse_stride_row,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    lse_stride_head,
+    D_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SKIP_NONE: tl.constexpr,
+    SKIP_SINGLE: tl.constexpr,
+):
+    """One program merges the splits of one row = token x heads + head of one sequence.
+
+    SKIP_NONE and SKIP_SINGLE leave the rows of sequences with no split, or one, as their producer wrote them.
+    """
+    b = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    token, head = row // heads, row % heads
+    first_token = b * q_len
+    if cu_seqlens_q is not None:
+        first_token = tl.load(cu_seqlens_q + b).to(tl.int64)
+        if first_token + token >= tl.load(cu_seqlens_q + b + 1):
+            return
+    if split_indptr is None:
+        first = b * num_splits
+        end = first + num_splits
+    else:
+        first = tl.load(split_indptr + b).to(tl.int64)
+        end = tl.load(split_indptr + b + 1).to(tl.int64)
+    if (SKIP_SINGLE and end - first == 1) or (SKIP_NONE and end == first):
+        return
+    split = tl.arange(0, BLOCK)
+    column = tl.arange(0, D_V)
+    lse_row = partial_lse + row * partial_lse_stride_row
+
+    largest = -float("inf")
+    for start in range(first, end, BLOCK):
+        at = start + split
+        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        largest = tl.maximum(largest, tl.max(part, 0))
+    reference = tl.where(largest == -float("inf"), 0.0, largest)
+    total = 0.0
+    for start in range(first, end, BLOCK):
+        at = start + split
+        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        total += tl.sum(tl.exp(part - reference), 0)
+    merged = reference + tl.log(total)
+    denominator = merged
+    if attn_sink is not None:
+        sink = tl.load(attn_sink + row % sink_heads)
+        # exp(sink - reference) overflows to inf only where the sink leaves nothing of the keys' weight
+        denominator = reference + tl.log(total + tl.exp(sink - reference))
+
+    accumulator = tl.zeros([D_V], tl.float32)
+    for start in range(first, end, BLOCK):
+        at = start + split
+        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        weight = tl.where(part == -float("inf"), 0.0, tl.exp(part - denominator))
+        address = partial_out + at[:, None] * partial_stride_split + row * partial_stride_row + column[None, :]
+        values = tl.load(address, mask=(weight != 0.0)[:, None], other=0.0)
+        accumulator += tl.sum(weight[:, None] * values, 0)
+    place = out + (first_token + token) * out_stride_token + head * out_stride_head
+    tl.store(place + column, accumulator.to(out.dtype.element_ty))
+    tl.store(lse + (first_token + token) * lse_stride_token + head * lse_stride_head, merged)
+
+
+def merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    batch: int,
+    num_splits: int,
+    skip_none: bool = False,
+    skip_single: bool = False,
+) -> None:
+    """Merge partials [splits, q_len x heads, D_v] into out [tokens, heads, D_v] and lse [tokens, heads]."""
+    rows, heads = partial_lse.shape[1], out.shape[1]
+    if batch == 0 or rows == 0:
+        return
+    combine_kernel[(batch, rows)](
+        partial_out,
+        partial_lse,
+        split_indptr,
+        cu_seqlens_q,
+        attn_sink,
+        out,
+        lse,
+        num_splits,
+        rows // heads,
+        heads,
+        attn_sink.shape[0] if attn_sink is not None else 1,
+        partial_out.stride(0),
+        partial_out.stride(1),
+        partial_lse.stride(0),
+        partial_lse.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        D_V=out.shape[2],
+        BLOCK=BLOCK_SPLITS,
+        SKIP_NONE=skip_none,
+        SKIP_SINGLE=skip_single,
+        num_warps=4,
+    )
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    *,
+    num_splits: int = 0,
+    out_dtype: torch.dtype,
+    skip_single: bool = False,
+) -> None:
+    out, lse = outputs
+    batch = out.shape[0]
+    merge(
+        partial_out,
+        partial_lse,
+        split_indptr,
+        None,
+        attn_sink,
+        out,
+        lse,
+        batch=batch,
+        num_splits=num_splits,
+        skip_single=skip_single,
+    )
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if problem.head_dim_v & (problem.head_dim_v - 1):
+        return Refusal(f"head_dim_v {problem.head_dim_v}; it takes powers of two")
+    return Offer(None, f"Triton, {BLOCK_SPLITS} splits of a row at a time")
+
+
+BACKEND = Backend("portable", offer, run, devices=("cuda",))

@@ -1,0 +1,356 @@
+"""decode in Triton, for GPUs without a kernel of our own.
+
+A program holds one tile of query rows and walks work items; an item is a range of one sequence's keys. A block of keys
+is loaded once per row tile and serves as K, transposed, and as V.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
+from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
+from mla_suite.runtime.scratch import partials
+
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+LAYOUTS = ("bf16", "fp16", "fp32", "fp8")
+GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts fall on its multiples
+ITEMS_AT = tl.constexpr(int(Word.ITEMS))
+WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
+WORKERS_AT = tl.constexpr(int(Word.WORKERS))
+WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
+
+
+class Tile(NamedTuple):
+    """How much one program holds; its warps share a [rows, 512] fp32 accumulator, rows x 16 / warps registers a lane."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def decode_kernel(
+    q,  # [tokens, heads, LATENT + ROPE]
+    kv_cache,  # [pages, page, LATENT + ROPE]
+    seq_lens,  # [batch] int32
+    block_table,  # [batch, width] int32, or None
+    kv_indptr,  # [batch + 1] int32, or None
+    kv_indices,  # [entries] int32, or None
+    cu_seqlens_q,  # [batch + 1] int32, or None
+    q_descale,  # [1] fp32, or None
+    kv_descale,  # [1] fp32, or None
+    attn_sink,  # [heads] fp32, or None
+    rope_cos_sin,  # [max_len, ROPE] fp32, or None
+    plan,  # int32 words, or None: equal cuts
+    out,  # [tokens, heads, LATENT]
+    lse,  # [tokens, heads] fp32
+    partial_out,  # [splits, rows, LATENT] fp32, or None
+    partial_lse,  # [splits, rows] fp32, or None
+    softmax_scale,
+    batch,
+    heads,
+    q_len,  # of the longest sequence
+    num_splits,
+    split_size,
+    q_stride_token,
+    q_stride_head,
+    kv_stride_page,
+    kv_stride_token,
+    table_stride,
+    out_stride_token,
+    out_stride_head,
+    PAGE: tl.constexpr,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DOT: tl.constexpr,  # type of both matrix products' operands
+):
+    """Grid: (row tiles, blocks); block i takes workers i, i + blocks, ... of a plan, or cut i of batch x num_splits."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    block, blocks = tl.program_id(1), tl.num_programs(1)
+    if plan is None:
+        workers = batch * num_splits
+    else:
+        workers = tl.load(plan + WORKERS_AT)
+    for worker in range(block, workers, blocks):
+        if plan is None:
+            first_item, end_item = worker, worker + 1
+        else:
+            bounds = plan + tl.load(plan + WORK_AT) + worker
+            first_item, end_item = tl.load(bounds), tl.load(bounds + 1)
+        for item in range(first_item, end_item):
+            if plan is None:
+                b = item // num_splits
+                kv_len = tl.load(seq_lens + b)
+                split = item % num_splits
+                chunk = split_size
+                if split_size == 0:
+                    granules = (kv_len + GRANULE - 1) // GRANULE
+                    chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+                first_key = split * chunk
+                # the last cut is open, as in a plan: no key is lost when a length outgrows what was promised
+                end_key = tl.where(split == num_splits - 1, kv_len, tl.minimum(first_key + chunk, kv_len))
+                partial_row = tl.where(num_splits > 1, item, -1) + tl.zeros([], tl.int64)
+            else:
+                words = plan + tl.load(plan + ITEMS_AT) + item * WORDS_PER_ITEM
+                b = tl.load(words)
+                kv_len = tl.load(seq_lens + b)
+                first_key = tl.load(words + 1)
+                end_key = tl.minimum(tl.load(words + 2), kv_len)
+                partial_row = tl.load(words + 3).to(tl.int64)
+            attend_item(
+                q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
+                rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
+                q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
+                row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, KEYS, CAUSAL, DOT,
+            )  # fmt: skip
+
+
+@triton.jit
+def attend_item(
+    q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
+    out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
+    kv_stride_token, table_stride, out_stride_token, out_stride_head, row, b, kv_len, first_key, end_key, partial_row,
+    PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    first_token = b.to(tl.int64) * q_len
+    tokens = q_len
+    if cu_seqlens_q is not None:
+        first_token = tl.load(cu_seqlens_q + b).to(tl.int64)
+        tokens = tl.load(cu_seqlens_q + b + 1) - first_token.to(tl.int32)
+    token, head = row // heads, row % heads
+    live = token < tokens
+    column = tl.arange(0, LATENT)
+    q_row = q + (first_token + token) * q_stride_token + head * q_stride_head
+    q_latent = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    scale = softmax_scale * LOG2E
+    value_scale = 1.0
+    if q_descale is not None:
+        scale *= tl.load(q_descale)
+    if kv_descale is not None:
+        value_scale = tl.load(kv_descale)
+        scale *= value_scale
+    # Query token i of n sees the keys up to its own, which is cached key kv_len - n + i.
+    visible = tl.minimum(kv_len - (tokens - 1 - token), end_key) if CAUSAL else tl.zeros_like(token) + end_key
+    if block_table is None:
+        pages = kv_indices + tl.load(kv_indptr + b)
+    else:
+        pages = block_table + b.to(tl.int64) * table_stride
+
+    highest = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([row.shape[0]], tl.float32)
+    accumulator = tl.zeros([row.shape[0], LATENT], tl.float32)
+    for start in range(first_key, end_key, KEYS):
+        key = start + tl.arange(0, KEYS)
+        inside = key < end_key
+        page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
+        kv_row = kv_cache + page * kv_stride_page + (key % PAGE) * kv_stride_token
+        latent = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(DOT)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        if ROPE > 0:
+            scores = rope_scores(scores, q_row, kv_row, rope_cos_sin, key, live, inside, LATENT, ROPE, DOT)
+        scores = tl.where(key[None, :] < visible[:, None], scores * scale, -float("inf"))
+        before = highest
+        highest = tl.maximum(before, tl.max(scores, 1))
+        shift = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen nothing
+        weights = tl.exp2(scores - shift[:, None])
+        fading = tl.exp2(before - shift)
+        total = total * fading + tl.sum(weights, 1)
+        accumulator = accumulator * fading[:, None]
+        accumulator = tl.dot(weights.to(DOT), latent, accumulator, input_precision="ieee")
+
+    seen = total > 0.0
+    result_lse = tl.where(seen, highest / LOG2E + tl.log(total), -float("inf"))
+    result_lse = tl.where(total != total, total, result_lse)  # NaN stays NaN
+    if partial_row < 0:
+        denominator = total
+        if attn_sink is not None:
+            sink = tl.load(attn_sink + head) * LOG2E
+            denominator += tl.exp2(sink - tl.where(highest == -float("inf"), 0.0, highest))
+        factor = tl.where(total == 0.0, 0.0, value_scale / denominator)
+        place = (first_token + token) * out_stride_token + head * out_stride_head
+        value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
+        tl.store(lse + (first_token + token) * heads + head, result_lse, mask=live)
+    elif partial_out is not None:
+        factor = tl.where(total == 0.0, 0.0, value_scale / total)
+        place = partial_row * q_len * heads + row
+        tl.store(
+            partial_out + place[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
+        )
+        tl.store(partial_lse + place, result_lse, mask=live)
+
+
+@triton.jit
+def rope_scores(
+    scores, q_row, kv_row, rope_cos_sin, key, live, inside, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """scores plus the rope part's share; un-rotated keys are turned by their position, in halves as in NeoX."""
+    HALF: tl.constexpr = ROPE // 2
+    if rope_cos_sin is None:
+        column = LATENT + tl.arange(0, ROPE)
+        q_rope = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+        rope = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+        return tl.dot(q_rope, tl.trans(rope.to(DOT)), scores, input_precision="ieee")
+    pair = tl.arange(0, HALF)
+    low_column, high_column = LATENT + pair, LATENT + HALF + pair
+    q_low = tl.load(q_row[:, None] + low_column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    q_high = tl.load(q_row[:, None] + high_column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    low = tl.load(kv_row[:, None] + low_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    high = tl.load(kv_row[:, None] + high_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
+    cos = tl.load(angle, mask=inside[:, None], other=0.0)
+    sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)
+    scores = tl.dot(q_low, tl.trans((low * cos - high * sin).to(DOT)), scores, input_precision="ieee")
+    return tl.dot(q_high, tl.trans((high * cos + low * sin).to(DOT)), scores, input_precision="ieee")
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if problem.layout not in LAYOUTS:
+        return Refusal(f"layout {problem.layout}; it reads {', '.join(LAYOUTS)}")
+    rope = problem.head_dim - problem.head_dim_v
+    if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
+        return Refusal(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
+    if problem.q_dtype == torch.float8_e4m3fnuz:
+        return Refusal("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
+    tile = tile_for(problem.heads * problem.q_len, problem.q_dtype)
+    return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
+
+
+def tile_for(rows: int, q_dtype: torch.dtype) -> Tile:
+    """64 rows fill a Hopper warpgroup's matrix instruction; more would not fit the registers beside 512 columns."""
+    if q_dtype == torch.float32:
+        return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
+    if rows <= 16:
+        return Tile(16, 32, 4, 3)
+    return Tile(32, 32, 4, 3) if rows <= 32 else Tile(64, 64, 8, 2)
+
+
+def run(
+    config: Tile,
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    out, lse = outputs
+    batch, heads, page = seq_lens.shape[0], q.shape[-2], kv_cache.shape[1]
+    q_len = q.shape[1] if cu_seqlens_q is None else max_q_len
+    rows = q_len * heads
+    if batch == 0 or rows == 0:
+        return
+    tokens, flat_out, flat_lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    if layout == "fp8":
+        kv_cache = kv_cache.view(torch.float8_e4m3fn)
+    if block_table is not None:
+        bound = max_kv_len or block_table.shape[1] * page
+    else:
+        assert kv_indices is not None  # decode's checks: one of the two
+        bound = max_kv_len or kv_indices.shape[0] * page
+    tiles = -(-rows // config.rows)
+    if plan is not None:
+        splits, capacity = 1, most_items(plan.shape[0], batch)
+    else:
+        splits = num_splits or (splits_of(bound, split_size) if split_size else _splits(batch * tiles, bound, q.device))
+        capacity = batch * splits if splits > 1 else 0
+    partial_out, partial_lse = partials(q.device, capacity, rows, head_dim_v) if capacity else (None, None)
+    blocks = min(capacity, _compute_units(q.device)) if plan is not None else batch * splits
+    decode_kernel[(tiles, blocks)](
+        tokens,
+        kv_cache,
+        seq_lens,
+        block_table,
+        kv_indptr,
+        kv_indices,
+        cu_seqlens_q,
+        q_descale,
+        kv_descale,
+        attn_sink,
+        rope_cos_sin,
+        plan,
+        flat_out,
+        flat_lse,
+        partial_out,
+        partial_lse,
+        softmax_scale,
+        batch,
+        heads,
+        q_len,
+        splits,
+        split_size,
+        tokens.stride(0),
+        tokens.stride(1),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        block_table.stride(0) if block_table is not None else 0,
+        flat_out.stride(0),
+        flat_out.stride(1),
+        PAGE=page,
+        LATENT=head_dim_v,
+        ROPE=q.shape[-1] - head_dim_v,
+        ROWS=config.rows,
+        KEYS=config.keys,
+        CAUSAL=causal,
+        DOT=DOT_TYPES.get(q.dtype, tl.bfloat16),
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if partial_out is not None and partial_lse is not None:
+        split_indptr = plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None
+        merge(
+            partial_out,
+            partial_lse,
+            split_indptr,
+            cu_seqlens_q,
+            attn_sink,
+            flat_out,
+            flat_lse,
+            batch=batch,
+            num_splits=splits,
+            skip_none=plan is not None,
+        )
+
+
+def _compute_units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def _splits(blocks: int, bound: int, device: torch.device) -> int:
+    """Cuts per sequence where none were asked for: enough blocks for every compute unit, none under 256 keys."""
+    return max(1, min(_compute_units(device) // blocks, bound // 256))
+
+
+BACKEND = Backend("portable", offer, run, devices=("cuda",))

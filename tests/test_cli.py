@@ -1,0 +1,38 @@
+"""The command line teaches: every command has help, and a wrong one names those that exist."""
+
+import json
+
+import pytest
+
+from mla_suite.__main__ import main
+from mla_suite.cli import COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_the_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    assert stop.value.code == 0
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["decoed"])
+    assert stop.value.code == 2
+    assert all(command in capsys.readouterr().err for command in COMMANDS)
+
+
+def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert all(summary in capsys.readouterr().out for summary in COMMANDS.values())
+
+
+def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--json", "--tokens", "4", "--layers", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens_decoded"] == 16
+    assert report["cache_bytes_per_token_and_layer"] == 1152
+    # bf16 weights and activations against fp32: 8 bits of mantissa through one layer, logits of order 1
+    assert report["largest_logit_difference"] < 0.05 * report["largest_logit"]
+    assert report["backends"]["decode"].startswith("reference")
