@@ -1,0 +1,94 @@
+// Waiting without spinning on memory: mbarriers, register hand-over, and the copies that arrive on mbarriers.
+#pragma once
+
+#include "mla/device.hpp"
+
+namespace mla::sm90 {
+
+MLA_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Barriers just initialised are visible to the copy engine and to the other blocks of the cluster.
+MLA_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+MLA_DEVICE void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives on the barrier at the same place in block `rank` of the cluster.
+MLA_DEVICE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+MLA_DEVICE void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+MLA_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nwaiting:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni arrived;\nbra.uni waiting;\narrived:\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// As barrier_wait, when the arrivals come from other blocks of the cluster.
+MLA_DEVICE void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nwaiting:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni arrived;\nbra.uni waiting;\narrived:\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.
+MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barrier of one warpgroup; 0 is the block's own.
+MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+MLA_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+MLA_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+template <int REGISTERS>
+MLA_DEVICE void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+MLA_DEVICE void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// 16 bytes to shared memory, zeros when `valid` is false (nothing is read then).
+MLA_DEVICE void copy16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits
+// calls fence_async() before wgmma reads them.
+MLA_DEVICE void copies_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+MLA_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace mla::sm90

@@ -1,0 +1,67 @@
+// What a decode block of sm_90 looks like: roles, registers, tile sizes and the picture of shared memory.
+#pragma once
+
+#include "sm_90/wgmma.hpp"
+
+namespace mla::sm90 {
+
+// Three warpgroups: one makes scores and probabilities, two hold the 64 x 512 result, 256 columns each, and bring keys.
+// 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows and not 128.
+constexpr int ROWS = 64;
+constexpr int THREADS = 384;
+constexpr int VALUE_COLUMNS = 256;
+constexpr int D_V = 512;
+
+template <class T, int DEPTH_, int KEYS_>
+struct DecodePolicy {
+  using Type = T;
+  static constexpr int DEPTH = DEPTH_;
+  static constexpr int KEYS = KEYS_;                     // keys of a stage, and of one Q K^T and one P V
+  static constexpr int GRANULE = 1;                      // a plan's cuts are moved down to multiples of it
+  static constexpr int COLUMN_BLOCKS = DEPTH / 64;        // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
+  static constexpr int BLOCK_BYTES = KEYS * 128;
+  static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
+  static constexpr int STAGES = 3;
+  static constexpr int Q_STEPS = DEPTH / 16;              // 16-deep steps of Q K^T
+  // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
+  static constexpr int Q_REGISTER_STEPS = 16;
+  static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
+
+  static constexpr int KV_OFFSET = 0;
+  static constexpr int Q_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;
+  static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;
+  static constexpr int P_BYTES = ROWS * KEYS * 2;
+  static constexpr int FACTOR_OFFSET = P_OFFSET + P_BYTES;      // float[64]: rescale of the rows before this P
+  static constexpr int INVERSE_OFFSET = FACTOR_OFFSET + 256;    // float[64]: 1 / denominator, with an item's last P
+  static constexpr int FLAG_OFFSET = INVERSE_OFFSET + 256;      // int32[4]: whether a warp's rows need the rescale
+  static constexpr int BARRIER_OFFSET = FLAG_OFFSET + 16;       // uint64[STAGES] kv full, p full, p empty
+  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (STAGES + 2);
+  static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
+  static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
+  static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
+};
+
+// Addresses of the barriers, by role.
+template <class Policy>
+struct Barriers {
+  uint32_t base;
+  MLA_DEVICE explicit Barriers(uint32_t shared) : base(shared + Policy::BARRIER_OFFSET) {}
+  MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
+  MLA_DEVICE uint32_t p_full() const { return base + 8 * Policy::STAGES; }
+  MLA_DEVICE uint32_t p_empty() const { return base + 8 * (Policy::STAGES + 1); }
+};
+
+// Position in a ring of STAGES: the stage, and the parity of the barrier phase that it is in.
+template <int STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  MLA_DEVICE void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace mla::sm90

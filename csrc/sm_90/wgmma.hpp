@@ -1,0 +1,135 @@
+// Warpgroup matrix instructions (wgmma): descriptors, ordering, and the three shapes that decode issues.
+// A warpgroup is four warps; warp w holds rows 16w..16w+15 of the 64-row result. In a result of n columns, lane l
+// holds rows l/4 and l/4+8 of its warp and columns 8i + 2(l%4), +1: acc[4i] and acc[4i+1] for the first row,
+// acc[4i+2] and acc[4i+3] for the second.
+#pragma once
+
+#include "mla/device.hpp"
+
+namespace mla::sm90 {
+
+struct bf16 {
+  static constexpr bool is_bf16 = true;
+};
+struct fp16 {
+  static constexpr bool is_bf16 = false;
+};
+
+// Shared-memory operand descriptor. Offsets in bytes; `leading` and `stride` mean, by layout:
+// - swizzled, contiguous along K (Q K^T's keys): stride = 8 rows to the next 8 rows; leading unused.
+// - swizzled, contiguous along N (P V's values): leading = one 64-element column block to the next, stride = 8 keys on.
+// - unswizzled, contiguous along K (our Q and P): cores of 8 rows x 16 bytes; leading = the next core along K, stride =
+//   the next core along rows.
+enum class Swizzle : uint64_t { none = 0, bytes128 = 1 };
+
+MLA_DEVICE uint64_t operand(uint32_t address, uint32_t leading, uint32_t stride, Swizzle swizzle) {
+  return static_cast<uint64_t>((address & 0x3FFFFu) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |
+         (static_cast<uint64_t>(stride >> 4) << 32) | (static_cast<uint64_t>(swizzle) << 62);
+}
+
+// The same operand `bytes` further on; the address field never carries out of its 14 bits within 227 KiB.
+MLA_DEVICE uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+
+// Registers that the next wgmma reads or writes are settled.
+MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MLA_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+MLA_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads or writes of an accumulator across this point.
+template <int N>
+MLA_DEVICE void pin(float (&acc)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+#define MLA_ACC4(a, i) "+f"(a[i]), "+f"(a[(i) + 1]), "+f"(a[(i) + 2]), "+f"(a[(i) + 3])
+#define MLA_ACC8(a, i) MLA_ACC4(a, i), MLA_ACC4(a, (i) + 4)
+#define MLA_ACC16(a, i) MLA_ACC8(a, i), MLA_ACC8(a, (i) + 8)
+#define MLA_ACC24(a, i) MLA_ACC16(a, i), MLA_ACC8(a, (i) + 16)
+#define MLA_ACC32(a, i) MLA_ACC16(a, i), MLA_ACC16(a, (i) + 16)
+#define MLA_ACC128(a, i) MLA_ACC32(a, i), MLA_ACC32(a, (i) + 32), MLA_ACC32(a, (i) + 64), MLA_ACC32(a, (i) + 96)
+
+#define MLA_LIST16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define MLA_LIST24 MLA_LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define MLA_LIST32 MLA_LIST24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define MLA_LIST128                                                                                                  \
+  MLA_LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"      \
+             "%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"       \
+             "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,"   \
+             "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,"   \
+             "%124,%125,%126,%127"
+
+// acc = (add ? acc : 0) + a b, 16 deep. SS: both operands in shared memory; RS: `a` in registers.
+// The scores' b is contiguous along K, the values' b along N (the last 1 of MLA_WGMMA_SS).
+#define MLA_WGMMA_SS(N, TYPE, LIST, ACC, A, B, P, TRANSPOSE_B)                                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" LIST "}, %" A ", %" B              \
+               ", p, 1, 1, 0, " TRANSPOSE_B ";\n}\n"                                                                  \
+               : ACC                                                                                                  \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define MLA_WGMMA_RS(N, TYPE, LIST, ACC, A0, A1, A2, A3, B, P)                                                         \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" LIST "}, {%" A0 ",%" A1 ",%" A2    \
+               ",%" A3 "}, %" B ", p, 1, 1, 0;\n}\n"                                                                  \
+               : ACC                                                                                                  \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+
+#define MLA_SCORES(N, REGS, A, B, P, A1, A2, A3, RB, RP)                                                               \
+  template <class T>                                                                                                  \
+  MLA_DEVICE void scores_mma(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {                                  \
+    if constexpr (T::is_bf16)                                                                                         \
+      MLA_WGMMA_SS(N, "bf16", MLA_LIST##REGS, MLA_ACC##REGS(acc, 0), A, B, P, "0");                                   \
+    else                                                                                                              \
+      MLA_WGMMA_SS(N, "f16", MLA_LIST##REGS, MLA_ACC##REGS(acc, 0), A, B, P, "0");                                    \
+  }                                                                                                                   \
+  template <class T>                                                                                                  \
+  MLA_DEVICE void scores_mma(float (&acc)[REGS], const uint32_t* a, uint64_t b, bool add) {                           \
+    if constexpr (T::is_bf16)                                                                                         \
+      MLA_WGMMA_RS(N, "bf16", MLA_LIST##REGS, MLA_ACC##REGS(acc, 0), A, A1, A2, A3, RB, RP);                          \
+    else                                                                                                              \
+      MLA_WGMMA_RS(N, "f16", MLA_LIST##REGS, MLA_ACC##REGS(acc, 0), A, A1, A2, A3, RB, RP);                           \
+  }
+
+// 64 rows x {32, 48, 64} keys.
+MLA_SCORES("32", 16, "16", "17", "18", "17", "18", "19", "20", "21")
+MLA_SCORES("48", 24, "24", "25", "26", "25", "26", "27", "28", "29")
+MLA_SCORES("64", 32, "32", "33", "34", "33", "34", "35", "36", "37")
+
+// 64 rows x 256 value columns.
+template <class T>
+MLA_DEVICE void values_mma(float (&acc)[128], uint64_t a, uint64_t b, bool add) {
+  if constexpr (T::is_bf16)
+    MLA_WGMMA_SS("256", "bf16", MLA_LIST128, MLA_ACC128(acc, 0), "128", "129", "130", "1");
+  else
+    MLA_WGMMA_SS("256", "f16", MLA_LIST128, MLA_ACC128(acc, 0), "128", "129", "130", "1");
+}
+
+#undef MLA_SCORES
+#undef MLA_WGMMA_SS
+#undef MLA_WGMMA_RS
+#undef MLA_ACC4
+#undef MLA_ACC8
+#undef MLA_ACC16
+#undef MLA_ACC24
+#undef MLA_ACC32
+#undef MLA_ACC128
+#undef MLA_LIST16
+#undef MLA_LIST24
+#undef MLA_LIST32
+#undef MLA_LIST128
+
+// Two floats as one register of two 16-bit elements, the first in the low half.
+template <class T>
+MLA_DEVICE uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (T::is_bf16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace mla::sm90

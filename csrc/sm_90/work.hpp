@@ -1,0 +1,127 @@
+// The work list: which keys of which sequence a block takes next. Every role of a block walks the same list.
+#pragma once
+
+#include "mla/params/decode.hpp"
+
+namespace mla::sm90 {
+
+struct Item {
+  int sequence;
+  int length;       // keys of the sequence, as read now
+  int first;        // first key of this item
+  int end;          // one past its last key; not above first when the item is empty
+  int partial_row;  // row of partial_out, or -1: the item is the whole sequence
+  MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
+};
+
+// The query tokens of a sequence: where they begin among all tokens, and how many there are.
+struct Queries {
+  int64_t first_token;
+  int count;
+  MLA_DEVICE Queries(const DecodeParams& params, int sequence) {
+    if (params.cu_seqlens_q != nullptr) {
+      const int begin = __ldg(params.cu_seqlens_q + sequence);
+      first_token = begin;
+      count = __ldg(params.cu_seqlens_q + sequence + 1) - begin;
+    } else {
+      first_token = static_cast<int64_t>(sequence) * params.q_len;
+      count = params.q_len;
+    }
+  }
+};
+
+// A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits.
+// Words 1, 2, 5 and 7 of a plan are its batch, its workers, and where work_indptr and the items begin.
+class WorkList {
+ public:
+  // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.
+  // `block`: equal cuts are multiples of it, so that only a sequence's last block has unused keys.
+  MLA_DEVICE WorkList(const DecodeParams& params, int worker, int first_row, int granule, int block)
+      : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
+    if (params.plan != nullptr) {
+      plan_workers_ = __ldg(params.plan + 2);
+      load_worker();
+    } else {
+      cursor_ = worker;
+      limit_ = params.batch * params.num_splits;
+    }
+  }
+
+  // The next item that has rows for this block.
+  MLA_DEVICE bool next(Item& item) {
+    while (any_next(item))
+      if (params_.cu_seqlens_q == nullptr || first_row_ < Queries(params_, item.sequence).count * params_.heads) return true;
+    return false;
+  }
+
+ private:
+  MLA_DEVICE bool any_next(Item& item) {
+    if (params_.plan != nullptr) {
+      while (cursor_ >= limit_) {
+        worker_ += params_.workers;
+        if (worker_ >= plan_workers_) return false;
+        load_worker();
+      }
+      const int32_t* words = params_.plan + __ldg(params_.plan + 7) + 4 * cursor_++;
+      item.sequence = __ldg(words);
+      item.first = __ldg(words + 1) / granule_ * granule_;
+      const int end = __ldg(words + 2);
+      item.partial_row = __ldg(words + 3);
+      item.length = __ldg(params_.seq_lens + item.sequence);
+      const int cut = end == 0x7FFFFFFF ? end : end / granule_ * granule_;
+      item.end = cut < item.length ? cut : item.length;
+      return true;
+    }
+    if (cursor_ >= limit_) return false;
+    const int splits = params_.num_splits;
+    item.sequence = cursor_ / splits;
+    const int cut = cursor_ - item.sequence * splits;
+    item.length = __ldg(params_.seq_lens + item.sequence);
+    int size = params_.split_size;
+    if (size == 0) {
+      const int blocks = (item.length + block_ - 1) / block_;
+      size = (blocks + splits - 1) / splits * block_;
+    }
+    const int64_t first = static_cast<int64_t>(cut) * size;
+    item.first = first < item.length ? static_cast<int>(first) : item.length;
+    // The last cut is open: with split_size a sequence longer than num_splits * split_size is still whole.
+    item.end = cut + 1 == splits || item.first + static_cast<int64_t>(size) > item.length ? item.length : item.first + size;
+    item.partial_row = splits > 1 ? cursor_ : -1;
+    cursor_ += params_.workers;
+    return true;
+  }
+
+  MLA_DEVICE void load_worker() {
+    const int32_t* bounds = params_.plan + __ldg(params_.plan + 5) + worker_;
+    cursor_ = worker_ < plan_workers_ ? __ldg(bounds) : 0;
+    limit_ = worker_ < plan_workers_ ? __ldg(bounds + 1) : 0;
+  }
+
+  const DecodeParams& params_;
+  int first_row_;
+  int granule_;
+  int block_;
+  int worker_;
+  int cursor_ = 0;
+  int limit_ = 0;
+  int plan_workers_ = 0;
+};
+
+// One row of a block: its token and head, and how many keys it sees.
+struct Row {
+  int index;  // within the sequence
+  int token;  // within the sequence
+  int head;
+  bool valid;
+  MLA_DEVICE Row(const DecodeParams& params, const Queries& queries, int index_) : index(index_) {
+    token = index / params.heads;
+    head = index - token * params.heads;
+    valid = token < queries.count;
+  }
+  MLA_DEVICE int limit(const DecodeParams& params, const Queries& queries, const Item& item) const {
+    const int seen = params.causal ? item.length - queries.count + token + 1 : item.length;
+    return seen < item.end ? seen : item.end;
+  }
+};
+
+}  // namespace mla::sm90
