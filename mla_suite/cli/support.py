@@ -20,14 +20,15 @@ def run(args: argparse.Namespace) -> int:
 def table() -> str:
     """The support table, derived from the operators' backends and the kernels that each arch declares."""
     from mla_suite.core import library
-    from mla_suite.core.arch import archs
-    from mla_suite.toolchain.instances import kernels_of
+    from mla_suite.core import arch
+    from mla_suite.toolchain.instances import instances
 
-    columns = sorted(archs())
+    columns = arch.names()
+    built = {name: {instance.kernel for instance in instances(name)} for name in columns}
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
     for op in library.registry().values():
         backends = {backend.name for backend in op.backends}
         other = "portable" if "portable" in backends else "reference"
-        cells = ["native" if "native" in backends and op.name in kernels_of(arch) else other for arch in columns]
+        cells = ["native" if "native" in backends and op.name in built[name] else other for name in columns]
         lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")
     return "\n".join(lines)

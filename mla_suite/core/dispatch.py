@@ -1,7 +1,7 @@
 """Which backend runs a problem, and why: native, then portable, then reference.
 
-`choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so it
-is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
+`choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so
+it is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,6 +52,21 @@ class Backend:
     offer: Callable[[Any, Arch | None], Offer | Refusal]
     run: Callable[..., None]
     devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+def portable(module: str) -> Backend:
+    """The Triton backend in `module`, which has `offer` and `run`; imported at first use, since triton is optional."""
+
+    def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+        if find_spec("triton") is None:
+            return Refusal("triton is not installed; torch's builds for GPUs bring their own")
+        answer: Offer | Refusal = import_module(module).offer(problem, arch)
+        return answer
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        import_module(module).run(*args, **kwargs)
+
+    return Backend("portable", offer, run, devices=("cuda",))
 
 
 @dataclass(frozen=True)

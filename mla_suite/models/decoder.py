@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -44,7 +47,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(vocabulary, config.hidden_size, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(config, layout=layout, dtype=dtype) for _ in range(config.num_layers))
+        blocks = nn.ModuleList(Block(config, layout=layout, dtype=dtype) for _ in range(config.num_layers))
+        self.blocks = cast("Iterable[Block]", blocks)
         self.norm = LatentNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.head = nn.Linear(config.hidden_size, vocabulary, bias=False, dtype=dtype)
         self.register_buffer("cos_sin", cos_sin_table(config), persistent=False)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, library
+from mla_suite.core import checks, dispatch, library
 from mla_suite.core.library import Op, Output
 from mla_suite.ops.combine import reference, samples
 
@@ -131,7 +131,7 @@ COMBINE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(reference.BACKEND,),
+        backends=(dispatch.portable("mla_suite.ops.combine.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False",),

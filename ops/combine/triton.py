@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal
 
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 
@@ -173,6 +173,3 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if problem.head_dim_v & (problem.head_dim_v - 1):
         return Refusal(f"head_dim_v {problem.head_dim_v}; it takes powers of two")
     return Offer(None, f"Triton, {BLOCK_SPLITS} splits of a row at a time")
-
-
-BACKEND = Backend("portable", offer, run, devices=("cuda",))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
@@ -29,7 +29,7 @@ WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
 
 
 class Tile(NamedTuple):
-    """How much one program holds; its warps share a [rows, 512] fp32 accumulator, rows x 16 / warps registers a lane."""
+    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers a lane."""
 
     rows: int
     keys: int
@@ -282,9 +282,10 @@ def run(
         bound = max_kv_len or kv_indices.shape[0] * page
     tiles = -(-rows // config.rows)
     if plan is not None:
-        splits, capacity = 1, most_items(plan.shape[0], batch)
+        splits, capacity = 1, int(most_items(plan.shape[0], batch))
     else:
-        splits = num_splits or (splits_of(bound, split_size) if split_size else _splits(batch * tiles, bound, q.device))
+        invariant = int(splits_of(bound, split_size)) if split_size else 0
+        splits = num_splits or invariant or _splits(batch * tiles, bound, q.device)
         capacity = batch * splits if splits > 1 else 0
     partial_out, partial_lse = partials(q.device, capacity, rows, head_dim_v) if capacity else (None, None)
     blocks = min(capacity, _compute_units(q.device)) if plan is not None else batch * splits
@@ -351,6 +352,3 @@ def _compute_units(device: torch.device) -> int:
 def _splits(blocks: int, bound: int, device: torch.device) -> int:
     """Cuts per sequence where none were asked for: enough blocks for every compute unit, none under 256 keys."""
     return max(1, min(_compute_units(device) // blocks, bound // 256))
-
-
-BACKEND = Backend("portable", offer, run, devices=("cuda",))
