@@ -39,7 +39,7 @@ def config_of(config: Any) -> MLAConfig:
     if kind == "yarn":
         both = rope.get("mscale") and rope.get("mscale_all_dim")
         yarn = Yarn(
-            factor=rope["factor"],
+            factor=rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"],
             original_max_position=rope["original_max_position_embeddings"],
             beta_fast=rope.get("beta_fast") or 32.0,
             beta_slow=rope.get("beta_slow") or 1.0,
@@ -109,10 +109,9 @@ class LatentCache(Cache):
             slot_mapping = slots(self.block_table, index, self.paged.page_size)
             self.seq_lens.add_(q_len)
         else:
-            index = start + (valid.cumsum(1) - 1).clamp(min=0)
-            # A padded row repeats its neighbour's index, which is in range only up to the table's last slot.
-            found = slots(self.block_table, index.clamp(max=self.max_len - 1), self.paged.page_size)
-            slot_mapping = torch.where(valid, found, -1)
+            # Padding looks up token 0, which every sequence has room for, and is then skipped.
+            index = torch.where(valid, start + valid.cumsum(1) - 1, 0)
+            slot_mapping = torch.where(valid, slots(self.block_table, index, self.paged.page_size), -1)
             self.seq_lens.add_(valid.sum(1, dtype=torch.int32))
         self.seen.add_(q_len)
         positions = torch.arange(batch * q_len, device=self.seq_lens.device)
@@ -129,7 +128,7 @@ class LatentCache(Cache):
         return -1 if self.growable else self.max_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `tokens_to_remove` tokens of every sequence, as after a rejected draft."""
+        """Forget the newest `tokens_to_remove` tokens, as after a rejected draft: as many of every sequence."""
         self.seq_lens.sub_(tokens_to_remove).clamp_(min=0)
         self.seen.sub_(tokens_to_remove).clamp_(min=0)
 
@@ -358,9 +357,7 @@ def _checked(attention: nn.Module, config: MLAConfig) -> nn.Module:
     if type(attention) not in (v2.DeepseekV2Attention, v3.DeepseekV3Attention):
         raise TypeError(f"patch: attention is a {type(attention).__name__}; a fresh DeepSeek V2 or V3 model is needed")
     if type(attention.kv_b_proj) is not nn.Linear:
-        raise TypeError(
-            f"patch: kv_b_proj is a {type(attention.kv_b_proj).__name__}; absorption needs a plain Linear"
-        )
+        raise TypeError(f"patch: kv_b_proj is a {type(attention.kv_b_proj).__name__}; absorption needs a plain Linear")
     if abs(cast(float, attention.scaling) - config.softmax_scale) > 1e-6 * config.softmax_scale:
         raise ValueError(
             f"patch: the model scales scores by {attention.scaling}, its config says {config.softmax_scale}: "

@@ -8,6 +8,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
 from mla_suite.integrations.transformers import LatentCache, config_of, patch, unpatch  # noqa: E402 - after importorskip
+from mla_suite.models.mla import MLA  # noqa: E402 - after importorskip
 from mla_suite.models.rope import cos_sin_table, inverse_frequencies  # noqa: E402 - after importorskip
 
 PROMPT, STEPS, VOCAB = 11, 32, 96
@@ -99,6 +100,7 @@ def test_fp32_tokens_are_equal_and_logits_agree(kind):
     with patch(model):
         prompt, logits, got = greedy(model, ids, mask)
     assert torch.equal(got, tokens)
+    assert tokens.unique().numel() > 8, "a model that repeats itself would show nothing"
     real = mask.bool()
     # fp32 sums in another order: absorbed products run over 512 elements where the model's run over 32.
     torch.testing.assert_close(prompt[real], expected_prompt[real], rtol=1e-4, atol=1e-4)
@@ -218,6 +220,81 @@ def test_the_whole_decode_step_compiles_once_for_all_lengths():
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1
     assert cache.seq_lens.tolist() == (lens.flatten() + STEPS).tolist()
+
+
+@torch.no_grad()
+def test_a_mask_that_grows_costs_one_recompile_at_most():
+    """As in generate: the mask is one longer at every step, so its length becomes dynamic once."""
+    model = make_model("v3")
+    ids, mask = left_padded()
+    _, expected, tokens = greedy(model, ids, mask)
+    patch(model)
+    cache = LatentCache(model, 3, PROMPT + STEPS, page_size=8)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True)
+    for i in range(5):
+        mask = torch.cat((mask, mask.new_ones(3, 1)), dim=1)
+        where = mask.sum(1, keepdim=True) - 1
+        out = compiled(input_ids=tokens[:, i : i + 1], attention_mask=mask, position_ids=where, past_key_values=cache)
+        torch.testing.assert_close(out.logits[:, -1], expected[:, i + 1], rtol=1e-4, atol=1e-4)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@torch.no_grad()
+def test_a_compiled_step_past_the_end_raises_before_it_writes():
+    model = make_model("v3", num_hidden_layers=1)
+    ids, _ = left_padded()
+    patch(model)
+    cache = LatentCache(model, 3, 12, page_size=4)
+    model(input_ids=ids, past_key_values=cache)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    compiled(input_ids=ids[:, :1], past_key_values=cache)
+    before = cache.paged.layers[0].clone()
+    with pytest.raises(RuntimeError, match="index out of bounds"):
+        compiled(input_ids=ids[:, :1], past_key_values=cache)
+    assert torch.equal(cache.paged.layers[0], before)
+
+
+@torch.no_grad()
+def test_finished_sequences_may_be_masked_while_others_go_on():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    patch(model)
+    expected = model(input_ids=ids).logits[1:]
+    cache = LatentCache(model, 3, PROMPT, page_size=4)
+    model(input_ids=ids[:, :9], past_key_values=cache)
+    for i in (9, 10):
+        mask = torch.ones(3, i + 1, dtype=torch.int64)
+        mask[0, 9:] = 0
+        got = model(input_ids=ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
+        torch.testing.assert_close(got[1:, 0], expected[:, i], rtol=1e-4, atol=1e-4)
+    assert cache.seq_lens.tolist() == [9, 11, 11]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_our_layer_loads_the_weights_of_an_attention(kind, tp_size):
+    model = make_model(kind)
+    attention = model.model.layers[1].self_attn
+    config = config_of(model.config)
+    x = torch.randn(1, PROMPT, SMALL["hidden_size"])
+    positions = torch.arange(PROMPT)[None]
+    causal = torch.full((PROMPT, PROMPT), -torch.inf).triu(1)[None, None]
+    embeddings = model.model.rotary_emb(x, positions)
+    expected, _ = attention(x, position_embeddings=embeddings, attention_mask=causal)
+    total = torch.zeros_like(expected)
+    for rank in range(tp_size):
+        layer = MLA(config.for_rank(tp_size), layout="fp32")
+        layer.load_weights(attention.state_dict(), tp_rank=rank, tp_size=tp_size)
+        total += layer.prefill(x, cos_sin_table(config, PROMPT), positions=positions)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_full_cache_is_refused_before_anything_is_written():

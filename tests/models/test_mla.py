@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import mla_suite
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
 
 TINY = MLAConfig.tiny()
@@ -219,6 +220,54 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match="positions are in the step"):
         layer.prefill(x, table, kv_cache, step, positions=torch.arange(4), q_lens=[4])
     assert kv_cache.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "limit"),
+    [
+        ("bf16", torch.bfloat16, 2**-6),
+        ("fp16", torch.float16, 2**-9),
+        ("fp8", torch.bfloat16, 2**-3),
+        ("fp8_fnuz", torch.bfloat16, 2**-3),
+        ("v32", torch.bfloat16, 2**-3),
+    ],
+)
+@torch.no_grad()
+def test_every_layout_of_latents_decodes(layout, dtype, limit):
+    """Within a few roundings of the narrowest format on the way: half an ulp is 2^-9, 2^-12 and 2^-4 of a value."""
+    layer = make_layer(TINY, dtype, layout)
+    table = cos_sin_table(TINY, 32)
+    kv_descale = torch.tensor([0.02]) if layout.startswith("fp8") else None
+    cache = PagedLatentCache(1, 8, 8, layout=layout)
+    sequences = [cache.allocate(), cache.allocate()]
+    xs = torch.randn(2, 21, TINY.hidden_size).to(dtype)
+    layer.prefill(
+        xs[:, :20].flatten(0, 1),
+        table,
+        cache.layers[0],
+        cache.append(sequences, [20, 20]),
+        q_lens=[20, 20],
+        kv_descale=kv_descale,
+    )
+    step = cache.append(sequences, [1, 1])
+    out = layer.decode(xs[:, 20:], cache.layers[0], step, table, kv_descale=kv_descale)[:, 0].double()
+    expected = torch.stack([exact(layer, x)[20] for x in xs])
+    assert (out - expected).norm() <= limit * expected.norm()
+
+
+@torch.no_grad()
+def test_a_plan_and_split_sizes_change_nothing_beyond_rounding():
+    layer = make_layer(TINY)
+    table = cos_sin_table(TINY, 64)
+    cache = trapped(TINY)
+    sequences = [cache.allocate(), cache.allocate()]
+    xs = torch.randn(2, 50, TINY.hidden_size)
+    layer.prefill(xs[:, :49].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [49, 49]), q_lens=[49, 49])
+    step = cache.append(sequences, [1, 1])
+    expected = torch.stack([exact(layer, x)[49:] for x in xs])
+    plan = mla_suite.plan(step.seq_lens, rows=TINY.num_heads, workers=7, max_kv_len=64)
+    close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_kv_len=64), expected)
+    close(layer.decode(xs[:, 49:], cache.layers[0], step, table, split_size=16), expected)
 
 
 @torch.no_grad()
