@@ -9,7 +9,7 @@ scales, and where each field of token t lies in a block of P tokens:
     python -m mla_suite layouts --json              the same facts for a program
 
 Offsets count bytes from the start of a block. The next block begins `block` bytes later, and a cache may leave more
-room than that. In Python: mla_suite.core.layouts.layout(name), and .cache for pack, unpack and damage.
+room than that. In Python: mla_suite.core.layouts.layout(name), and .cache for pack, unpack and validate.
 """
 
 from __future__ import annotations
@@ -25,12 +25,18 @@ from rich.text import Text
 
 from mla_suite.core.layouts import LAYOUTS, Field, Layout, layout
 
-BAR = 52
+BAR = 50
 COLOURS = {
     "latent": "black on cyan",
     "rope": "black on yellow",
     "scale": "black on green",
     "pad": "white on bright_black",
+}
+
+NOTES = {
+    "e4m3fn": "OCP fp8: largest 448; 0x7f and 0xff are NaN",
+    "e4m3fnuz": "FNUZ fp8: a byte is half its OCP value, largest 240; 0x80 is NaN",
+    "e8m0": "2^(byte - 127): byte 0 is 2^-127, 255 is NaN",
 }
 
 
@@ -98,16 +104,19 @@ def picture(one: Layout, page: int, constants: bool) -> RenderableType:
     width = f"{one.width}*" if one.dense else str(one.width)
     padding = one.block_bytes(page) - one.block_bytes(page, padded=False)
     block = f"{one.block_bytes(page)} bytes" + (f", of which {padding} are padding" if padding else "")
-    lines = [
-        f"  cache   [pages, {page}, {width}] {' or '.join(one.dtypes)}; {one.token_bytes} bytes per token",
-        f"  row     {one.head_dim} values = {one.latent} latent + {one.rope} rope; V is the first {one.head_dim_v}"
+    said = {
+        "cache": f"[pages, {page}, {width}] {' or '.join(one.dtypes)}; {one.token_bytes} bytes per token",
+        "row": f"{one.head_dim} values = {one.latent} latent + {one.rope} rope; V is the first {one.head_dim_v}"
         + (" (*any size)" if one.dense else ""),
-        f"  block   {block}",
-        f"  align   first byte and block stride are multiples of {one.alignment}",
-        f"  scale   {scale_sentence(one)}",
-    ]
+        "block": block,
+        "align": f"first byte and block stride are multiples of {one.alignment}",
+        "scale": scale_sentence(one),
+    }
+    encodings = {field.encoding for field in one.fields}
+    said |= {encoding: note for encoding, note in NOTES.items() if encoding in encodings}
+    lines = [Text(f"  {label:9} {text}") for label, text in said.items()]
     title = Text.assemble((one.name, "bold"), f"  {one.summary}")
-    parts: list[RenderableType] = [title, *map(Text, lines), *bars(one, page), table]
+    parts: list[RenderableType] = [title, *lines, *bars(one, page), table]
     if constants:
         parts.append(Text("  " + "\n  ".join(f"-D{name}={value}" for name, value in one.constants().items())))
     return Group(*parts)
@@ -128,11 +137,11 @@ def offset_formula(field: Field) -> str:
 
 def bars(one: Layout, page: int) -> list[Text]:
     """One token's bytes drawn to scale; a second bar for what lies at the end of the block."""
-    drawn = [Text("  token   ") + bar([f for f in one.fields if not f.per_block])]
+    drawn = [Text("  token     ") + bar([f for f in one.fields if not f.per_block])]
     tail = [f for f in one.fields if f.per_block]
     if tail:
         start = tail[0].start(0, page)
-        drawn.append(Text("  tail    ") + bar(tail) + Text(f" x {page}, from byte {start}"))
+        drawn.append(Text("  tail      ") + bar(tail) + Text(f" x {page}, from byte {start}"))
     return drawn
 
 

@@ -65,7 +65,7 @@ def test_pack_then_unpack_is_identity_on_representable_rows(name, pages, page, s
         rows = rows * descale
     cache = caches.pack(one, rows, descale=descale, padded=padded)
     assert torch.equal(caches.unpack(one, cache, descale=descale), rows)
-    assert caches.damage(one, cache) == ()
+    assert caches.validate(one, cache) == ()
 
 
 @few
@@ -193,7 +193,7 @@ def test_a_tile_with_a_non_finite_value_reads_nan_and_no_other_does(name, bad):
     assert back[0, 1, tile].isnan().all()
     back[0, 1, tile] = 1
     assert torch.equal(back, torch.ones_like(back))
-    assert "first at page 0 offset 1" in caches.damage(one, cache)[-1]
+    assert "first at page 0 offset 1" in caches.validate(one, cache)[-1]
 
 
 def test_zero_rows_stay_zero():
@@ -229,6 +229,20 @@ def test_gather_scatter_and_page_permutation(name, seed, padded):
             first = slot // page * stride + field.start(slot % page, page)
             expected[first : first + field.bytes] = raw(cache)[first : first + field.bytes]
     assert torch.equal(raw(written), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slice_of_pages_is_a_cache(name):
+    one = layout(name)
+    rows = torch.randn(4, 3, one.head_dim)
+    cache = caches.pack(one, rows)
+    read = caches.unpack(one, cache)
+    middle = cache[1:3]
+    assert torch.equal(caches.unpack(one, middle), read[1:3])
+    assert torch.equal(caches.gather(one, middle, torch.tensor([5, 0])), read[1:3].flatten(0, 1)[[5, 0]])
+    caches.scatter(one, middle, torch.tensor([4]), read[0, :1])
+    read[2, 1] = read[0, 0]
+    assert torch.equal(caches.unpack(one, cache), read)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -268,12 +282,12 @@ def test_dense_layouts_take_any_row():
         layout("dsv4").sized(512, 64)
 
 
-def test_damage_finds_what_is_wrong():
+def test_validate_finds_what_is_wrong():
     cache = caches.pack(layout("v32"), torch.randn(2, 4, 576))
-    assert caches.damage(layout("v32_pow2"), cache)[0].startswith("scale is not a power of two in 8 of 8 tokens")
+    assert caches.validate(layout("v32_pow2"), cache)[0].startswith("scale is not a power of two in 8 of 8 tokens")
     cache[1, 2, 512:516] = torch.tensor([-1.0]).view(torch.uint8)
     cache[1, 3, 0] = 0x7F
-    problems = caches.damage(layout("v32"), cache)
+    problems = caches.validate(layout("v32"), cache)
     assert problems == (
         "latent is not finite in 1 of 8 tokens, first at page 1 offset 3",
         "scale is not positive and finite in 1 of 8 tokens, first at page 1 offset 2",
@@ -287,7 +301,11 @@ BAD_CACHES = {
     "width": (lambda: torch.zeros(2, 4, 576, dtype=torch.uint8), r"takes \[pages, page, 656\]"),
     "token stride": (lambda: torch.zeros(2, 4, 672, dtype=torch.uint8)[..., :656], "exactly 656 elements apart"),
     "last stride": (lambda: torch.zeros(2, 4, 1312, dtype=torch.uint8)[..., ::2], "last dimension must be contiguous"),
-    "overlap": (lambda: torch.zeros(1, 4, 656, dtype=torch.uint8).expand(2, 4, 656), "must not overlap"),
+    "expanded": (lambda: torch.zeros(1, 4, 656, dtype=torch.uint8).expand(2, 4, 656), "must not overlap"),
+    "overlap": (
+        lambda: torch.zeros(9 * 656, dtype=torch.uint8).as_strided((2, 4, 656), (3 * 656, 656, 1)),
+        "blocks of 4 tokens must not overlap, so the first is at least 2624",
+    ),
     "block stride": (
         lambda: torch.zeros(2 * 2632, dtype=torch.uint8).as_strided((2, 4, 656), (2632, 656, 1)),
         "multiple of 16 bytes apart",

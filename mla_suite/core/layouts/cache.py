@@ -131,7 +131,7 @@ def scatter(
         words[block, token] = stored.view(words.dtype)
 
 
-def damage(layout: Layout, cache: torch.Tensor) -> tuple[str, ...]:
+def validate(layout: Layout, cache: torch.Tensor) -> tuple[str, ...]:
     """What is wrong with the values of a cache, one sentence each; empty when all is well.
 
     Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
