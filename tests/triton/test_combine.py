@@ -1,0 +1,55 @@
+"""combine in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
+
+The interpreter's bf16 dot is wrong (Triton 3.6), so inputs are fp16 and fp32.
+"""
+
+import pytest
+import torch
+from backend import CPU, run
+
+import mla_suite
+from mla_suite import testing
+from mla_suite.core.library import Sample
+from mla_suite.ops.combine import triton as combine
+from mla_suite.ops.combine.samples import sample as combine_sample
+
+COMBINE = [
+    combine_sample(3, 16, 1),
+    combine_sample(2, 24, 7, ragged=True, sink=True),
+    combine_sample(2, 8, 33, head_dim_v=128),
+]
+
+
+@pytest.mark.parametrize("sample", COMBINE, ids=lambda s: s.name)
+def test_combine(sample: Sample) -> None:
+    args, kwargs = sample.make(CPU)
+    kwargs["out_dtype"] = torch.float32
+    got = run(combine, "combine", args, kwargs)
+    for mine, expected in zip(got, mla_suite.combine(*args, **kwargs), strict=True):
+        torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-6)
+
+
+def test_combine_of_nothing_of_nan_and_of_dead_splits() -> None:
+    inf, nan = float("inf"), float("nan")
+    partial_out = torch.randn(4, 6, 128)
+    partial_lse = torch.tensor([-inf, 0.0, nan, 1.0, 2.0, -inf]).expand(4, 6).clone()
+    partial_lse[1:, 1] = -inf
+    partial_lse[1:, 3] = -300.0  # weight exactly 0 in fp32
+    testing.poison(partial_out[1:, 1])
+    testing.poison(partial_out[1:, 3])
+    args, kwargs = (partial_out, partial_lse), dict(num_splits=4, out_dtype=torch.float32)
+    got = run(combine, "combine", args, kwargs)
+    for mine, expected in zip(got, mla_suite.combine(*args, **kwargs), strict=True):
+        torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-6, equal_nan=True)
+    assert got[0][0, 0].eq(0).all()
+    assert got[1][0, 0] == -inf
+
+
+def test_combine_leaves_single_splits_alone() -> None:
+    (partial_out, partial_lse, bounds, _), _ = combine_sample(3, 8, 2, ragged=True).make(CPU)  # 1, 2 and 1 splits
+    out, lse = torch.full((3, 8, 512), 7.0), torch.full((3, 8), 7.0)
+    keywords = dict(out_dtype=torch.float32, skip_single=True)
+    combine.run(None, (out, lse), partial_out, partial_lse, bounds, **keywords)
+    assert out[0].eq(7).all()
+    assert lse[2].eq(7).all()
+    assert not out[1].eq(7).any()

@@ -1,0 +1,72 @@
+"""decode in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
+
+The interpreter's bf16 dot is wrong (Triton 3.6), so inputs are fp16 and fp32.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from backend import CPU, run
+
+import mla_suite
+from mla_suite import testing
+from mla_suite.core import library
+from mla_suite.core.dispatch import Refusal
+from mla_suite.core.library import Sample
+from mla_suite.ops.decode import triton as decode
+from mla_suite.ops.decode.samples import decode_sample
+
+FP32: dict[str, Any] = dict(layout="fp32", dtype=torch.float32)
+DECODE = [
+    decode_sample([130, 0, 7], planned=True, **FP32),
+    decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True, **FP32),
+    decode_sample([300, 129], heads=24, q_len=2, num_splits=3, **FP32),
+    decode_sample([96, 40], q_len=2, page=1, causal=False, split_size=64, **FP32),
+    decode_sample([96, 40], q_len=2, page=2, rotate=True, **FP32),
+    decode_sample([400, 64], page=61, heads=12, rope=0, **FP32),
+    decode_sample([400, 100], page=16, planned=True, sink=True, q_len=2, varlen=True, num_splits=3, **FP32),
+]
+
+
+def hostile(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same call with NaN in every cache row that no sequence owns and absurd ids in unused table entries."""
+    q, kv_cache, seq_lens, block_table, indptr, indices, *rest = args
+    page, owned = kv_cache.shape[1], torch.zeros(kv_cache.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(seq_lens.tolist()):
+        used = -(-length // page)
+        pages = block_table[b, :used] if block_table is not None else indices[indptr[b] : indptr[b] + used]
+        for at, index in enumerate(pages.tolist()):
+            owned[index, : min(page, length - at * page)] = True
+        if block_table is not None:
+            block_table[b, used:] = 2**31 - 1
+    kv_cache[~owned] = torch.nan
+    return (q, kv_cache, seq_lens, block_table, indptr, indices, *rest)
+
+
+@pytest.mark.parametrize("sample", DECODE, ids=lambda s: s.name)
+def test_decode(sample: Sample) -> None:
+    args, kwargs = sample.make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    got = run(decode, "decode", hostile(args), kwargs)
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
+
+
+def test_decode_in_half_precision() -> None:
+    args, kwargs = decode_sample([300, 129], heads=24, q_len=3, layout="fp16", dtype=torch.float16).make(CPU)
+    exact = testing.exact_decode(*args, **kwargs)
+    out, lse = run(decode, "decode", args, kwargs)
+    # P is rounded to fp16, whose half ulp is 2^-11 of p, before the second product
+    allowed = testing.ulp(out, torch.float16) + 2.0**-11 * exact.magnitude
+    assert bool(((out.double() - exact.out).abs() <= allowed).all())
+    torch.testing.assert_close(lse.double(), exact.lse, atol=1e-4, rtol=1e-4)
+
+
+def test_refusals_are_sentences() -> None:
+    args, kwargs = decode_sample([30], layout="bf16").make(CPU)
+    problem = library.get("decode").problem(*args, **kwargs)
+    for change in (dict(layout="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
+        answer = decode.offer(problem._replace(**change), None)
+        assert isinstance(answer, Refusal)
+        assert ";" in answer.reason
