@@ -1,0 +1,286 @@
+"""Tuned tables: which configuration was best for which shape, as CSV rows with their provenance.
+
+A table is `ops/<op>/tuned/<arch>.csv`. A user's own is `<op>/<arch>.csv` in `MLA_SUITE_TUNED_DIR`, or in
+`mla_suite/tuned` under the configuration directory, and its rows come before shipped ones. What a table of an operator
+holds is declared by its `Format`. A row is found by shape: exactly, else the nearest in log space. Nothing here needs
+torch, so a build can read the configurations that tables ask for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+MAX_BYTES = 1 << 20
+MAX_ROWS = 4096
+SHIPPED = Path(__file__).parent.parent / "ops"
+_CELL = re.compile(r"[A-Za-z0-9 ._+:%()-]{0,100}")  # no separators of paths, no quotes, no control characters
+_DATE = re.compile(r"20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+_DECIMAL = re.compile(r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,3})?")
+
+Value = int | str
+PROVENANCE = {
+    "measured": ("microseconds", "spread_percent", "device", "compute_units", "driver", "software", "date", "commit"),
+    "published": ("microseconds", "device", "date", "source"),
+    "counted": ("date", "commit"),
+}
+"""Kinds of row, with the provenance each must have. Counted rows come from the emulator and never carry a time."""
+
+_PROVENANCE_COLUMNS = (
+    "kind",
+    "microseconds",
+    "spread_percent",
+    "rival",  # the fastest other backend measured beside it, and its time
+    "rival_microseconds",
+    "device",
+    "compute_units",
+    "driver",
+    "software",
+    "date",
+    "commit",
+    "source",
+)
+
+
+@dataclass(frozen=True)
+class Integer:
+    """A column of whole numbers, low and high included."""
+
+    name: str
+    low: int
+    high: int
+
+    def parse(self, text: str) -> int:
+        if not re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) or not self.low <= int(text) <= self.high:
+            raise ValueError(f"{self.name} is {text!r}; it takes an integer in {self.low}..{self.high}")
+        return int(text)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A column that takes one of a few words."""
+
+    name: str
+    words: tuple[str, ...]
+
+    def parse(self, text: str) -> str:
+        if text not in self.words:
+            raise ValueError(f"{self.name} is {text!r}; it takes {', '.join(self.words)}")
+        return text
+
+
+Column = Integer | Choice
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the tables of one operator hold.
+
+    exact   columns a row must share with a problem to be used for it
+    near    columns in which a row may differ: the nearest row is used
+    config  columns with what a row decides
+    refuse  (arch name, row's values by column) -> why this configuration cannot be built or run, or None
+    """
+
+    op: str
+    exact: tuple[Column, ...]
+    near: tuple[Integer, ...]
+    config: tuple[Column, ...]
+    refuse: Callable[[str, Mapping[str, Value]], str | None] = lambda arch, values: None
+
+    @property
+    def keys(self) -> tuple[Column, ...]:
+        return (*self.exact, *self.near)
+
+    @property
+    def header(self) -> tuple[str, ...]:
+        """The first line of every table of the operator."""
+        return (*(column.name for column in (*self.keys, *self.config)), *_PROVENANCE_COLUMNS)
+
+    def line(self, cells: Mapping[str, object]) -> str:
+        """One row as CSV text, as the tuner prints it; missing provenance is left empty."""
+        return ",".join(str(cells.get(name, "")) for name in self.header)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checked row: parsed key and configuration columns, provenance as text."""
+
+    path: Path
+    line: int
+    values: Mapping[str, Value]
+    provenance: Mapping[str, str]
+
+    @property
+    def place(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Match:
+    """The row that decides a problem. `moved` are the near columns in which it differs: name, asked, row's value."""
+
+    row: Row
+    moved: tuple[tuple[str, int, int], ...]
+
+    @property
+    def reason(self) -> str:
+        """For `explain`: file, line, kind, and how far away the row is."""
+        kind = self.row.provenance["kind"]
+        if not self.moved:
+            return f"{kind} row {self.row.place}"
+        differences = ", ".join(f"{name} {theirs} for {asked}" for name, asked, theirs in self.moved)
+        return f"nearest {kind} row {self.row.place} ({differences})"
+
+
+def find(form: Format, arch: str, facts: Mapping[str, Value]) -> Match | None:
+    """The row for a problem: exact first, else nearest by the sum of |log2| over the near columns, else None.
+
+    facts   a value for each key column; others are ignored. Among equally near rows a user's comes first.
+    """
+    best: tuple[float, Row] | None = None
+    for row in rows(form, arch):
+        if all(row.values[column.name] == facts[column.name] for column in form.exact):
+            distance = sum(_log_distance(row.values[column.name], facts[column.name]) for column in form.near)
+            if best is None or distance < best[0]:
+                best = distance, row
+    if best is None:
+        return None
+    near = ((column.name, int(facts[column.name]), int(best[1].values[column.name])) for column in form.near)
+    return Match(best[1], tuple(entry for entry in near if entry[1] != entry[2]))
+
+
+def _log_distance(one: Value, other: Value) -> float:
+    return abs(math.log2(max(int(one), 1)) - math.log2(max(int(other), 1)))
+
+
+def rows(form: Format, arch: str) -> tuple[Row, ...]:
+    """All rows for an arch, a user's before shipped ones; a shipped row with the same key as a user's is left out.
+
+    Raises ValueError with file and line for a table with anything wrong in it.
+    """
+    return _rows(form, arch, user_directory())
+
+
+@lru_cache(maxsize=256)
+def _rows(form: Format, arch: str, user: Path) -> tuple[Row, ...]:
+    found: dict[tuple[Value, ...], Row] = {}
+    for path in (user / form.op / f"{arch}.csv", SHIPPED / form.op / "tuned" / f"{arch}.csv"):
+        if path.is_file():
+            for row in load(form, arch, path):
+                found.setdefault(_key(form, row.values), row)
+    return tuple(found.values())
+
+
+def forget() -> None:
+    """Read the tables again at the next look-up."""
+    _rows.cache_clear()
+
+
+def user_directory() -> Path:
+    """Where a user's own tables are; it need not exist."""
+    named = os.environ.get("MLA_SUITE_TUNED_DIR")
+    if named:
+        return Path(named)
+    config = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(config) if config else Path.home() / ".config") / "mla_suite" / "tuned"
+
+
+def load(form: Format, arch: str, path: Path) -> tuple[Row, ...]:
+    """The rows of one table; ValueError, with file and line, at the first thing `lint` would name."""
+    checked: list[Row] = []
+    for finding in _check(form, arch, path):
+        if isinstance(finding, str):
+            raise ValueError(finding)
+        checked.append(finding)
+    return tuple(checked)
+
+
+def lint(form: Format, arch: str, path: Path) -> tuple[str, ...]:
+    """Everything wrong with a table, each as `file:line: sentence`; empty when it is sound.
+
+    Checked: size, header, number of cells, characters, ranges, legality of the configuration, provenance, no row slower
+    than its rival, rows sorted by key and unique.
+    """
+    return tuple(finding for finding in _check(form, arch, path) if isinstance(finding, str))
+
+
+def _check(form: Format, arch: str, path: Path) -> Iterator[Row | str]:
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        yield f"{path}:1: {size} bytes; a table has at most {MAX_BYTES}"
+        return
+    try:
+        text = path.read_text(encoding="ascii")
+    except UnicodeDecodeError as error:
+        yield f"{path}:1: byte {error.start} is not ASCII; a table holds plain text"
+        return
+    lines = text.splitlines()
+    if not lines or lines[0] != ",".join(form.header):
+        yield f"{path}:1: the header is {lines[0] if lines else ''!r}; it must be {','.join(form.header)!r}"
+        return
+    if len(lines) - 1 > MAX_ROWS:
+        yield f"{path}:{MAX_ROWS + 2}: {len(lines) - 1} rows; a table has at most {MAX_ROWS}"
+        return
+    before: tuple[Value, ...] | None = None
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            row = _parse(form, arch, path, number, line)
+            key = _key(form, row.values)
+            if before is not None and key == before:
+                raise ValueError("this key is that of the row above; a shape has one row")
+            if before is not None and key < before:
+                raise ValueError("this key belongs above the row before it; rows are sorted by their key columns")
+        except ValueError as error:
+            yield f"{path}:{number}: {error}"
+            continue
+        before = key
+        yield row
+
+
+def _key(form: Format, values: Mapping[str, Value]) -> tuple[Value, ...]:
+    return tuple(values[column.name] for column in form.keys)
+
+
+def _parse(form: Format, arch: str, path: Path, number: int, line: str) -> Row:
+    cells = line.split(",")  # no quoting: no cell may hold a comma or a quote
+    if len(cells) != len(form.header):
+        raise ValueError(f"{len(cells)} cells; the header has {len(form.header)}")
+    for name, cell in zip(form.header, cells, strict=True):
+        if not _CELL.fullmatch(cell):
+            raise ValueError(f"{name} is {cell!r}; a cell has at most 100 of letters, digits, space and ._+:%()-")
+    texts = dict(zip(form.header, cells, strict=True))
+    values = {column.name: column.parse(texts[column.name]) for column in (*form.keys, *form.config)}
+    provenance = {name: texts[name] for name in _PROVENANCE_COLUMNS}
+    _check_provenance(provenance)
+    refusal = form.refuse(arch, values)
+    if refusal is not None:
+        raise ValueError(f"this configuration is not legal on {arch}: {refusal}")
+    return Row(path, number, values, provenance)
+
+
+def _check_provenance(cells: Mapping[str, str]) -> None:
+    kind = cells["kind"]
+    if kind not in PROVENANCE:
+        raise ValueError(f"kind is {kind!r}; it takes {', '.join(PROVENANCE)}")
+    missing = [name for name in PROVENANCE[kind] if not cells[name]]
+    if missing:
+        raise ValueError(f"a {kind} row needs {', '.join(missing)}")
+    if kind == "counted" and (cells["microseconds"] or cells["rival_microseconds"]):
+        raise ValueError("a counted row has a time; counters give bounds, never microseconds")
+    patterns = {"date": _DATE, "commit": _COMMIT, "microseconds": _DECIMAL, "spread_percent": _DECIMAL}
+    patterns |= {"rival_microseconds": _DECIMAL, "compute_units": re.compile(r"[1-9][0-9]{0,4}")}
+    for name, pattern in patterns.items():
+        if cells[name] and not pattern.fullmatch(cells[name]):
+            raise ValueError(f"{name} is {cells[name]!r}; it must look like {pattern.pattern}")
+    if bool(cells["rival"]) != bool(cells["rival_microseconds"]):
+        raise ValueError("rival and rival_microseconds come together or not at all")
+    if cells["rival"] and float(cells["microseconds"]) > float(cells["rival_microseconds"]):
+        times = f"{cells['microseconds']} us against {cells['rival_microseconds']} us"
+        raise ValueError(f"the row loses to {cells['rival']} ({times}); leave the shape to it")

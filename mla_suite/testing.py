@@ -1,0 +1,124 @@
+"""What tests and benchmarks of the operators share: poison, the exact result in fp64, and the bound around it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core import layouts
+from mla_suite.core.layouts import cache as caches
+
+
+class Exact(NamedTuple):
+    """The result in fp64, with what rounding may be measured against.
+
+    out        [..., head_dim_v]
+    lse        [...]
+    magnitude  [..., head_dim_v]: sum over the keys of p |v|
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    magnitude: torch.Tensor
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill every byte with 0xff, in place: NaN in each float dtype, -1 in each integer dtype. Last dim contiguous."""
+    tensor.view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+def attention(
+    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float, head_dim_v: int, sink: torch.Tensor
+) -> Exact:
+    """Exact attention of rows [rows, head_dim] over keys [n, head_dim]; row r sees the first visible[r] keys.
+
+    sink [rows] logits, -inf for none. All in fp64, by the formula.
+    """
+    keys = keys.double()
+    scores = queries.double() @ keys.T * scale
+    scores = scores.masked_fill(torch.arange(keys.shape[0]) >= visible[:, None], -torch.inf)
+    lse = torch.logsumexp(scores, dim=1)
+    denominator = torch.logaddexp(lse, sink.double())
+    p = torch.where(scores == -torch.inf, 0.0, torch.exp(scores - denominator[:, None]))
+    values = keys[:, :head_dim_v]
+    return Exact(p @ values, lse, p @ values.abs())
+
+
+def exact_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    **choices: int,
+) -> Exact:
+    """What `mla_suite.decode` of the same arguments approximates. Splits and plans (`choices`) change nothing."""
+    page, heads = kv_cache.shape[1], q.shape[-2]
+    tokens = cu_seqlens_q.tolist() if cu_seqlens_q is not None else range(0, q.shape[:-2].numel() + 1, q.shape[1])
+    flat = q.flatten(0, -3).double()
+    found: list[Exact] = []
+    for b, length in enumerate(seq_lens.tolist()):
+        pages = block_table[b] if block_table is not None else kv_indices[kv_indptr[b] : kv_indptr[b + 1]]  # type: ignore[index]  # one of the two is given
+        used = pages[: -(-length // page)].long()
+        keys = caches.unpack(layouts.layout(layout), kv_cache[used]).flatten(0, 1)[:length].double()
+        keys = keys if kv_descale is None else keys * kv_descale.double()
+        keys = keys if rope_cos_sin is None else _turned(keys, rope_cos_sin[:length].double())
+        queries = flat[tokens[b] : tokens[b + 1]]
+        queries = queries if q_descale is None else queries * q_descale.double()
+        q_len = queries.shape[0]
+        last = torch.arange(length - q_len + 1, length + 1) if causal else torch.full((q_len,), length)
+        sink = torch.full((heads,), -torch.inf) if attn_sink is None else attn_sink
+        rows = queries.flatten(0, 1)
+        found.append(
+            attention(rows, keys, last.repeat_interleave(heads), softmax_scale, head_dim_v, sink.repeat(q_len))
+        )
+    joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+    shape = q.shape[:-1]
+    return Exact(joined.out.view(*shape, head_dim_v), joined.lse.view(shape), joined.magnitude.view(*shape, head_dim_v))
+
+
+def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+    """The last values of each key as complex pairs, turned to their positions."""
+    rope = cos_sin.shape[1]
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    pairs = torch.view_as_complex(keys[:, -rope:].unflatten(1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
+    return torch.cat((keys[:, :-rope], torch.view_as_real(pairs).flatten(1)), dim=1)
+
+
+def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp64 distance between neighbours of `dtype` around each value."""
+    info = torch.finfo(dtype)
+    _, exponent = torch.frexp(values.double().abs().clamp(min=info.smallest_normal))
+    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent - 1)
+
+
+def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
+    """|out - exact| <= 1 ulp of out + 2^-18 sum(p |v|), and lse within 1e-5, relative or absolute.
+
+    Infinities must be equal and nothing may be NaN. The ulp is that of out's dtype.
+    """
+    error = (out.double() - exact.out).abs()
+    allowed = ulp(out, out.dtype) + 2.0**-18 * exact.magnitude
+    worst = (error / allowed).max().item() if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
+    finite = exact.lse.isfinite()
+    assert torch.equal(torch.where(finite, 0.0, lse.double()), torch.where(finite, 0.0, exact.lse)), (
+        "lse is not the infinity it should be"
+    )
+    difference = torch.where(finite, (lse.double() - exact.lse).abs(), 0.0)
+    tolerance = 1e-5 * torch.where(finite, exact.lse.abs(), 0.0).clamp(min=1.0)
+    assert bool((difference <= tolerance).all()), f"lse is off by {difference.max().item():.3g}"
