@@ -269,12 +269,15 @@ def test_finished_sequences_may_be_masked_while_others_go_on():
     expected = model(input_ids=ids).logits[1:]
     cache = LatentCache(model, 3, PROMPT, page_size=4)
     model(input_ids=ids[:, :9], past_key_values=cache)
+    finished = cache.block_table[0].long()
+    before = [layer[finished].clone() for layer in cache.paged.layers]
     for i in (9, 10):
         mask = torch.ones(3, i + 1, dtype=torch.int64)
         mask[0, 9:] = 0
         got = model(input_ids=ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
         torch.testing.assert_close(got[1:, 0], expected[:, i], rtol=1e-4, atol=1e-4)
     assert cache.seq_lens.tolist() == [9, 11, 11]
+    assert all(torch.equal(layer[finished], old) for layer, old in zip(cache.paged.layers, before, strict=True))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])

@@ -227,14 +227,15 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
     [
         ("bf16", torch.bfloat16, 2**-6),
         ("fp16", torch.float16, 2**-9),
-        ("fp8", torch.bfloat16, 2**-3),
-        ("fp8_fnuz", torch.bfloat16, 2**-3),
-        ("v32", torch.bfloat16, 2**-3),
+        ("fp8", torch.bfloat16, 2**-4),
+        ("fp8_fnuz", torch.bfloat16, 2**-4),
+        ("v32", torch.bfloat16, 2**-4),
     ],
 )
 @torch.no_grad()
 def test_every_layout_of_latents_decodes(layout, dtype, limit):
-    """Within a few roundings of the narrowest format on the way: half an ulp is 2^-9, 2^-12 and 2^-4 of a value."""
+    """Norm of the error against that of the output: some eight roundings of half an ulp, at most 2^-9 of a value for
+    bf16 and 2^-12 for fp16, and one of an e4m3 cache, 2^-4, of which random signs leave about half."""
     layer = make_layer(TINY, dtype, layout)
     table = cos_sin_table(TINY, 32)
     kv_descale = torch.tensor([0.02]) if layout.startswith("fp8") else None

@@ -66,6 +66,15 @@ def test_a_fork_shares_pages_until_one_side_writes():
     assert read(cache, b) == [0, 1, 2, 3, 4, 5, 60]
 
 
+def test_writing_both_sides_of_a_fork_needs_one_page_not_two():
+    cache = small_cache(num_pages=2)
+    a = cache.allocate()
+    write(cache, cache.append([a], [2]), [0, 1])
+    b = cache.fork(a)
+    write(cache, cache.append([a, b], [1, 1]), [10, 20])
+    assert (read(cache, a), read(cache, b)) == ([0, 1, 10], [0, 1, 20])
+
+
 def test_a_full_last_page_is_not_copied():
     cache = small_cache()
     a = cache.allocate()
