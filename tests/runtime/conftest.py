@@ -8,11 +8,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "stubs"))
 import sample_tree
 import stub_drivers
 
-from mla_suite.toolchain import Manifest, build
+from mla_suite.toolchain import BuildError, Manifest, build, compilers
 
 
 @pytest.fixture(scope="session")
-def amd_objects(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def amd_compiler() -> compilers.AmdCompiler:
+    """The compiler that a build would use."""
+    try:
+        return compilers.find_amd()
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def amd_objects(tmp_path_factory: pytest.TempPathFactory, amd_compiler: compilers.AmdCompiler) -> Manifest:
     """The sample tree, built once for gfx942; not to be altered."""
     root = tmp_path_factory.mktemp("amd_objects")
     return build(["gfx942"], csrc=sample_tree.make(root / "csrc"), out=root / "objects")

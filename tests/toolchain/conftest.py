@@ -7,7 +7,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "stubs"))
 
 import sample_tree
 
-from mla_suite.toolchain import Manifest, build
+from mla_suite.toolchain import BuildError, Manifest, build, compilers
+
+
+@pytest.fixture(scope="session")
+def amd_compiler() -> compilers.AmdCompiler:
+    """The compiler that a build would use."""
+    try:
+        return compilers.find_amd()
+    except BuildError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
@@ -17,7 +26,7 @@ def csrc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def built(tmp_path_factory: pytest.TempPathFactory, amd_compiler: compilers.AmdCompiler) -> Manifest:
     """The sample tree, built once for both AMD archs; not to be altered."""
     root = tmp_path_factory.mktemp("built")
     return build(["gfx942", "gfx950"], csrc=sample_tree.make(root / "csrc"), out=root / "objects")
