@@ -18,4 +18,4 @@ def test_python_blocks_run() -> None:
 def test_support_table_is_current() -> None:
     shown = re.search(r"<!-- support:begin.*?-->\n(.*?)<!-- support:end -->", README, re.S)
     assert shown is not None
-    assert shown[1].strip() == support.table(), "run `python -m mla_suite support` and paste its table into the README"
+    assert shown[1].strip() == support.table(), "run `python -m mla_suite support --write README.md`"

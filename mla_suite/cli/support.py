@@ -6,14 +6,24 @@ native = a kernel of this repository for that arch, portable = Triton, reference
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
+
+MARKED = re.compile(r"(<!-- support:begin.*?-->\n).*?(<!-- support:end -->)", re.S)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+    parser.add_argument("--write", metavar="FILE", type=Path, help="replace the table between a file's support markers")
 
 
 def run(args: argparse.Namespace) -> int:
-    print(table())
+    if args.write is None:
+        print(table())
+        return 0
+    text, replaced = MARKED.subn(lambda marks: f"{marks[1]}{table()}\n{marks[2]}", args.write.read_text())
+    if not replaced:
+        raise SystemExit(f"{args.write} has no <!-- support:begin --> and <!-- support:end --> lines to write between")
+    args.write.write_text(text)
     return 0
 
 
