@@ -4,7 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -31,15 +31,18 @@ class BuildWithObjects(build_py):
             shutil.copyfile(staged / name, target / name)
 
 
+class PlatformDistribution(Distribution):
+    """Says that the package is bound to a platform, though setuptools compiles nothing for it."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
 class PlatformWheel(bdist_wheel):
     """One wheel for every Python: nothing in it is linked to one; the emulator's library is x86-64 Linux."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", "manylinux_2_28_x86_64"
 
 
-setup(cmdclass={"build_py": BuildWithObjects, "bdist_wheel": PlatformWheel})
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithObjects, "bdist_wheel": PlatformWheel})
