@@ -53,8 +53,9 @@ class MLAConfig:
     Sizes are in elements. `num_heads` are the heads of this rank. `q_lora_rank` None means a direct query projection.
     `latent_norms` False leaves out both RMS norms. `rope_interleaved` pairs neighbours (GPT-J, DeepSeek); False pairs
     the two halves (NeoX). `cache_rotated` False keeps k_pe un-rotated in the cache, to be rotated as it is read.
-    `index_topk` is the number of keys a sparse indexer keeps (V3.2); attending to all keys is the same as long as
-    kv_len <= index_topk. Raises ValueError for sizes no kernel or reference takes.
+    `index_topk` is the number of keys that a sparse indexer keeps (V3.2): `MLA.decode` takes its choice as
+    topk_indices; the indexer is not part of the layer, and up to kv_len = index_topk attending to all keys is the same.
+    Raises ValueError for sizes no kernel or reference takes.
 
     >>> MLAConfig.deepseek_r1().for_rank(8).num_heads
     16

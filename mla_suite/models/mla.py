@@ -88,6 +88,7 @@ class MLA(nn.Module):
         *,
         kv_descale: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
         max_kv_len: int = 0,
         split_size: int = 0,
     ) -> torch.Tensor:
@@ -98,24 +99,45 @@ class MLA(nn.Module):
         Query i of q_len sees keys up to seq_lens - q_len + i. Returns [batch, q_len, hidden_size]. Traceable with
         fullgraph; lengths are read on the device only. `plan`, `max_kv_len` and `split_size` go to
         `mla_suite.decode`.
+
+        topk_indices int32 [batch, q_len, topk], from a sparse indexer (V3.2): slots, page x page_size + offset, that
+        each query attends to instead of all keys before it; -1 selects nothing.
         """
+        if topk_indices is not None and (kv_descale is not None or not self.config.cache_rotated):
+            raise ValueError(
+                "MLA.decode: topk_indices with kv_descale or an un-rotated cache; sparse attention reads bf16, fp16, "
+                "fp32 and v32 caches with rotated keys: use one of those"
+            )
         q_nope, q_pe = self._queries(x)
         q_pe = rotate(q_pe, _rows(cos_sin, step, x)[..., None, :], interleaved=self.config.rope_interleaved)
         self._append(*self._latents(x), kv_cache, step, cos_sin, kv_descale)
-        out, _ = mla_suite.decode(
-            self._absorbed(q_nope, q_pe),
-            kv_cache,
-            step.seq_lens,
-            step.block_table,
-            kv_descale=kv_descale,
-            rope_cos_sin=None if self.config.cache_rotated else cos_sin,
-            plan=plan,
-            softmax_scale=self.config.softmax_scale,
-            max_q_len=x.shape[1],
-            max_kv_len=max_kv_len,
-            layout=self.layout,
-            split_size=split_size,
-        )
+        q = self._absorbed(q_nope, q_pe)
+        scale = self.config.softmax_scale
+        if topk_indices is None:
+            out, _ = mla_suite.decode(
+                q,
+                kv_cache,
+                step.seq_lens,
+                step.block_table,
+                kv_descale=kv_descale,
+                rope_cos_sin=None if self.config.cache_rotated else cos_sin,
+                plan=plan,
+                softmax_scale=scale,
+                max_q_len=x.shape[1],
+                max_kv_len=max_kv_len,
+                layout=self.layout,
+                split_size=split_size,
+            )
+        else:
+            out, _ = mla_suite.sparse_decode(
+                q,
+                [kv_cache],
+                [topk_indices],
+                plan=plan,
+                layouts=[self.layout],
+                softmax_scale=scale,
+                split_size=split_size,
+            )
         return self.o_proj(self._value_heads(out).flatten(-2))
 
     def prefill(

@@ -28,8 +28,11 @@ def make_layer(config, dtype=torch.float32, layout="fp32"):
     return layer
 
 
-def exact(layer, x):
-    """fp64 outputs [tokens, hidden] of one whole sequence x [tokens, hidden], from the definition."""
+def exact(layer, x, hidden=None):
+    """fp64 outputs [tokens, hidden] of one whole sequence x [tokens, hidden], from the definition.
+
+    `hidden` bool [tokens, tokens] takes further keys away from each query.
+    """
     c = layer.config
     w = {name: p.detach().double() for name, p in layer.named_parameters()}
     x = x.double()
@@ -65,6 +68,8 @@ def exact(layer, x):
     scores = scores + torch.einsum("ihd,jgd->hij", q_pe, k_pe.conj()).real
     scores = scores * c.softmax_scale
     scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -torch.inf)
     return project(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1), "o_proj")
 
 
@@ -254,6 +259,31 @@ def test_every_layout_of_latents_decodes(layout, dtype, limit):
     out = layer.decode(xs[:, 20:], cache.layers[0], step, table, kv_descale=kv_descale)[:, 0].double()
     expected = torch.stack([exact(layer, x)[20] for x in xs])
     assert (out - expected).norm() <= limit * expected.norm()
+
+
+@torch.no_grad()
+def test_an_indexers_choice_of_keys():
+    layer = make_layer(TINY)
+    table = cos_sin_table(TINY, 64)
+    cache = trapped(TINY)
+    sequences = [cache.allocate(), cache.allocate()]
+    xs = torch.randn(2, 42, TINY.hidden_size)
+    layer.prefill(xs[:, :40].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [40, 40]), q_lens=[40, 40])
+    step = cache.append(sequences, [2, 2])
+    topk = torch.full((2, 2, 12), -1, dtype=torch.int32)
+    hidden = torch.zeros(2, 42, 42, dtype=torch.bool)
+    for b in range(2):
+        for i in range(2):
+            chosen = torch.randperm(41 + i)[: 12 - 3 * b]
+            topk[b, i, : len(chosen)] = slots(step.block_table[b : b + 1], chosen[None], cache.page_size)[0]
+            hidden[b, 40 + i] = True
+            hidden[b, 40 + i, chosen] = False
+    out = layer.decode(xs[:, 40:], cache.layers[0], step, table, topk_indices=topk)
+    close(out, torch.stack([exact(layer, x, mask)[40:] for x, mask in zip(xs, hidden, strict=True)]))
+    before = cache.layers[0].clone()
+    with pytest.raises(ValueError, match="topk_indices with kv_descale or an un-rotated cache"):
+        layer.decode(xs[:, 40:], cache.layers[0], step, table, topk_indices=topk, kv_descale=torch.ones(1))
+    assert torch.equal(cache.layers[0].view(torch.int32), before.view(torch.int32))
 
 
 @torch.no_grad()
