@@ -48,8 +48,8 @@ struct Weights {
     return scores;
   }
 
-  MLA_DEVICE static float largest(f32x4 t) {
-    return __builtin_fmaxf(__builtin_fmaxf(t[0], t[1]), __builtin_fmaxf(t[2], t[3]));
+  MLA_DEVICE static float largest(f32x4 scores) {
+    return __builtin_fmaxf(__builtin_fmaxf(scores[0], scores[1]), __builtin_fmaxf(scores[2], scores[3]));
   }
 
   // A new reference for the row; the factor that what was accumulated so far must be multiplied by.
@@ -62,10 +62,11 @@ struct Weights {
   }
 
   // P^T as a right operand: four keys of one row. The lane's part of the sum stays in the lane.
-  MLA_DEVICE static u32x2 weights(f32x4 t, mla::RowSoftmax& row) {
-    const f32x4 less = t - row.max;
-    const float p0 = Policy::exp2(less[0]), p1 = Policy::exp2(less[1]);
-    const float p2 = Policy::exp2(less[2]), p3 = Policy::exp2(less[3]);
+  MLA_DEVICE static u32x2 weights(f32x4 scores, float scale, mla::RowSoftmax& row) {
+    const float p0 = Policy::exp2(__builtin_fmaf(scores[0], scale, -row.max));
+    const float p1 = Policy::exp2(__builtin_fmaf(scores[1], scale, -row.max));
+    const float p2 = Policy::exp2(__builtin_fmaf(scores[2], scale, -row.max));
+    const float p3 = Policy::exp2(__builtin_fmaf(scores[3], scale, -row.max));
     row.sum += (p0 + p1) + (p2 + p3);
     return u32x2{Policy::template pack_weights<Element>(p0, p1), Policy::template pack_weights<Element>(p2, p3)};
   }

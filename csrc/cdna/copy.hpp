@@ -19,39 +19,42 @@ MLA_DEVICE void wait_copies() {
   asm volatile("s_waitcnt vmcnt(%0)" : : "n"(outstanding) : "memory");
 }
 
+// Returns when every load of this wave has arrived, which the compiler understands too: without it the first use of a
+// register loaded before a loop makes each turn of the loop wait for copies in flight.
+MLA_DEVICE void wait_loads() { __builtin_amdgcn_s_waitcnt(0); }
+
 // One word per lane.
 MLA_DEVICE void copy_words(const void* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dword %0, off" : : "v"(from), "{m0}"(lds) : "memory");
 }
 
-// Four rows of 1,024 bytes: row j begins at row[j] + 1024 j (the caller subtracts the 1024 j, so that one M0 serves
-// all sixteen instructions: the offset in the instruction counts on both sides). lane_offset[j]: where in each 256 bytes
-// of row j the lane's word comes from.
+// Four rows of 1,024 bytes to LDS rows `pitch` apart. Row j begins at row[j] + pitch * j: the caller subtracts that, so
+// that one M0 serves all sixteen instructions (the offset in an instruction counts on both sides).
 struct FourRows {
   static constexpr int instructions = 16;
+  static constexpr int pitch = 1040;
 
-  MLA_DEVICE static void copy(const char* const (&row)[4], const uint32_t (&lane_offset)[4], uint32_t lds) {
+  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, uint32_t lds) {
     asm volatile(
         "s_nop 4\n\t"
-        "global_load_lds_dword %0, %4\n\t"
-        "global_load_lds_dword %0, %4 offset:256\n\t"
-        "global_load_lds_dword %0, %4 offset:512\n\t"
-        "global_load_lds_dword %0, %4 offset:768\n\t"
-        "global_load_lds_dword %1, %5 offset:1024\n\t"
-        "global_load_lds_dword %1, %5 offset:1280\n\t"
-        "global_load_lds_dword %1, %5 offset:1536\n\t"
-        "global_load_lds_dword %1, %5 offset:1792\n\t"
-        "global_load_lds_dword %2, %6 offset:2048\n\t"
-        "global_load_lds_dword %2, %6 offset:2304\n\t"
-        "global_load_lds_dword %2, %6 offset:2560\n\t"
-        "global_load_lds_dword %2, %6 offset:2816\n\t"
-        "global_load_lds_dword %3, %7 offset:3072\n\t"
-        "global_load_lds_dword %3, %7 offset:3328\n\t"
-        "global_load_lds_dword %3, %7 offset:3584\n\t"
-        "global_load_lds_dword %3, %7 offset:3840"
+        "global_load_lds_dword %0, %1\n\t"
+        "global_load_lds_dword %0, %1 offset:256\n\t"
+        "global_load_lds_dword %0, %1 offset:512\n\t"
+        "global_load_lds_dword %0, %1 offset:768\n\t"
+        "global_load_lds_dword %0, %2 offset:1040\n\t"
+        "global_load_lds_dword %0, %2 offset:1296\n\t"
+        "global_load_lds_dword %0, %2 offset:1552\n\t"
+        "global_load_lds_dword %0, %2 offset:1808\n\t"
+        "global_load_lds_dword %0, %3 offset:2080\n\t"
+        "global_load_lds_dword %0, %3 offset:2336\n\t"
+        "global_load_lds_dword %0, %3 offset:2592\n\t"
+        "global_load_lds_dword %0, %3 offset:2848\n\t"
+        "global_load_lds_dword %0, %4 offset:3120\n\t"
+        "global_load_lds_dword %0, %4 offset:3376\n\t"
+        "global_load_lds_dword %0, %4 offset:3632\n\t"
+        "global_load_lds_dword %0, %4 offset:3888"
         :
-        : "v"(lane_offset[0]), "v"(lane_offset[1]), "v"(lane_offset[2]), "v"(lane_offset[3]), "s"(row[0]), "s"(row[1]),
-          "s"(row[2]), "s"(row[3]), "{m0}"(lds)
+        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "{m0}"(lds)
         : "memory");
   }
 };

@@ -99,16 +99,16 @@ class KeySplitDecode {
       sum = multiply_chunk<Element>(keys_.chunk[c], query_.chunk[c], sum);
       if (prefetch) keys_.chunk[c] = *reinterpret_cast<const u32x4*>(next + c * 64);
     }
-    return sum * scale_;
+    return sum;
   }
 
   // Softmax of the tile that begins at key `first`, and its values added to the output.
   MLA_DEVICE void accumulate(f32x4 t, int first) {
     const int end = item_.end_key < visible_to_all_ ? item_.end_key : visible_to_all_;
     if (first + tile_keys > end) t = Softmax::mask(t, first, item_.end_key < visible_ ? item_.end_key : visible_, lane_);
-    const float largest = Softmax::largest(t);
+    const float largest = Softmax::largest(t) * scale_;
     if (any_lane(softmax_.exceeded_by(largest))) output_.scale(Softmax::raise_reference(softmax_, largest, lane_));
-    add_values(Softmax::weights(t, softmax_));
+    add_values(Softmax::weights(t, scale_, softmax_));
   }
 
   MLA_DEVICE void add_values(u32x2 weights) {

@@ -42,14 +42,14 @@ class RowSplitWave {
   using Softmax = Weights<Policy, Element>;
   using Stages = RowStages<Problem>;
   static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int tile_keys = LatentTile::keys;
+  static constexpr int tile_keys = StagedTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
 
  public:
   MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                           LdsBytes lds, int wave)
-      : p_(p), item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), key_places_(lane_),
-        column_places_(lane_), scale_(p.softmax_scale * mla::LOG2_E) {
+      : p_(p), item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), places_(lane_),
+        scale_(p.softmax_scale * mla::LOG2_E) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
@@ -63,15 +63,16 @@ class RowSplitWave {
     if (count <= 0) return;
     const mla::KvSource source(p_, Problem::Format::bytes, item_.sequence);
     Stages stages(source, item_, count, lds_, lane_, wave_);
-    stages.copy(0, 0);
-    stages.copy(1, 1);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = QueryTile<Problem>::load(p_, rows_, first_row_[r], lane_);
       visible_[r] = visible_keys(p_, rows_, first_row_[r], lane_);
     }
     visible_to_all_ = tiles > 0 ? rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_[0])) : 0;
+    wait_loads();
 
+    stages.copy(0, 0);
+    stages.copy(1, 1);
     int stage = 0;
     int first = item_.first_key;
     for (int n = 0; n < count; ++n) {
@@ -118,7 +119,7 @@ class RowSplitWave {
     rescale(t);
     u32x2 weights[array];
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) weights[r] = Softmax::weights(t[r], softmax_[r]);
+    for (int r = 0; r < tiles; ++r) weights[r] = Softmax::weights(t[r], scale_, softmax_[r]);
     add_values(tile, weights);
   }
 
@@ -127,12 +128,10 @@ class RowSplitWave {
     for (int r = 0; r < tiles; ++r) t[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
-      const u32x4 keys = lds_read16(tile + key_places_.of(c));
+      const u32x4 keys = lds_read16(tile + places_.of_chunk(c));
 #pragma unroll
       for (int r = 0; r < tiles; ++r) t[r] = multiply_chunk<Element>(keys, query_[r].chunk[c], t[r]);
     }
-#pragma unroll
-    for (int r = 0; r < tiles; ++r) t[r] *= scale_;
   }
 
   MLA_DEVICE void rescale(const f32x4 (&t)[array]) {
@@ -140,7 +139,7 @@ class RowSplitWave {
     float largest[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      largest[r] = Softmax::largest(t[r]);
+      largest[r] = Softmax::largest(t[r]) * scale_;
       exceeded |= softmax_[r].exceeded_by(largest[r]);
     }
     if (any_lane(exceeded)) {
@@ -154,7 +153,7 @@ class RowSplitWave {
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
       u32x4 keys[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(tile + column_places_.of(b, j));
+      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(tile + places_.of_columns(b, j));
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
         const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
@@ -175,8 +174,7 @@ class RowSplitWave {
   const Lane lane_;
   const int wave_;
   const LdsBytes lds_;
-  const StagedKeyPlaces key_places_;
-  const ColumnPlaces column_places_;
+  const StagedPlaces places_;
   const float scale_;
   int visible_to_all_;
   int first_row_[array];

@@ -1,7 +1,9 @@
 // A ring of three 16-key tiles in LDS that four waves fill by direct copies, each wave four keys of every tile.
 //
-// A stage is a LatentTile and, for 576-wide rows, the rope parts: [wave][half][4 keys][64 bytes], the 16-byte slot s of
-// key k stored at s ^ (k / 2 % 4), so that eight lanes of eight keys meet eight different slots of a 128 B line.
+// A stage holds 16 latent rows, 16 bytes more than their length apart, so that eight lanes that read the same column of
+// eight keys, and eight that read consecutive columns of one key, both meet all banks once; and every place a lane
+// reads is one address plus a constant. Behind them, for 576-wide rows, the rope parts: [wave][half][4 keys][64 bytes],
+// the 16-byte slot s of key k stored at s ^ (k / 2 % 4), for the same reason.
 #pragma once
 
 #include "cdna/copy.hpp"
@@ -12,6 +14,13 @@
 
 namespace cdna {
 
+struct StagedTile {
+  static constexpr int keys = 16;
+  static constexpr int pitch = FourRows::pitch;
+  static constexpr int rope = keys * pitch;
+  static constexpr int rope_bytes = keys * mla::ROPE * 2;
+};
+
 // Row addresses of the keys that one wave copies, found for 16 tiles at a time: lane l knows key l % 4 (of the wave's
 // four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead.
 class RowAddresses {
@@ -20,14 +29,14 @@ class RowAddresses {
   static constexpr int bytes = 2 * WAVE * 4;   // page numbers of two blocks, of a wave
 
   MLA_DEVICE RowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave, LdsBytes lds)
-      : source_(source), first_(first_key + lane.index / 4 * LatentTile::keys + 4 * wave + lane.index % 4), last_(end_key - 1),
-        back_(-static_cast<int64_t>(lane.index % 4 * LatentTile::row_bytes)), at_(lds + lane.index * 4),
+      : source_(source), first_(first_key + lane.index / 4 * StagedTile::keys + 4 * wave + lane.index % 4), last_(end_key - 1),
+        back_(-(lane.index % 4) * StagedTile::pitch), at_(lds + lane.index * 4),
         lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))) {}
 
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const { copy_words(source_.page_entry(key(block)), lds_ + slot(block)); }
 
-  // Page numbers of the block have arrived: the addresses, row j of the wave lowered by 1024 j (see FourRows).
+  // Page numbers of the block have arrived: the addresses, row j of the wave lowered as FourRows wants it.
   MLA_DEVICE void enter(int block) {
     const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(at_ + slot(block));
     row_ = source_.row(page, key(block)) + back_;
@@ -43,14 +52,14 @@ class RowAddresses {
  private:
   MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
   MLA_DEVICE uint32_t key(int block) const {
-    const int key = first_ + block * (block_tiles * LatentTile::keys);
+    const int key = first_ + block * (block_tiles * StagedTile::keys);
     return static_cast<uint32_t>(key < last_ ? key : last_);
   }
 
   const mla::KvSource& source_;
   int first_;
   int last_;
-  int64_t back_;
+  int back_;
   const char* row_;
   LdsBytes at_;
   uint32_t lds_;
@@ -63,7 +72,7 @@ class RowStages {
  public:
   static constexpr int stages = 3;
   static constexpr int waves = 4;
-  static constexpr int stage_bytes = LatentTile::keys * Problem::row_bytes;
+  static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0);
   static constexpr int bytes = stages * stage_bytes + waves * RowAddresses::bytes;
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0);   // of a wave per tile
 
@@ -72,18 +81,15 @@ class RowStages {
       : addresses_(source, item.first_key, item.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * RowAddresses::bytes),
         lane_(lane), tiles_(tiles),
-        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * LatentTile::row_bytes),
-        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + LatentTile::bytes + wave * 512) {
-    const int slot = lane.index / 4, byte = lane.index % 4 * 4;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) lane_offset_[j] = static_cast<uint32_t>((slot ^ ((4 * wave + j) & 7)) * 16 + byte);
-    const int rope_slot = slot % 4 ^ ((4 * wave + lane.group) / 2 % 4);
-    rope_offset_ = lane.group * LatentTile::row_bytes + mla::LATENT * 2 + rope_slot * 16 + byte;
+        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * StagedTile::pitch),
+        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + StagedTile::rope + wave * 512) {
+    const int rope_slot = lane.column / 4 ^ ((4 * wave + lane.group) / 2 % 4);
+    rope_offset_ = lane.group * StagedTile::pitch + mla::LATENT * 2 + rope_slot * 16 + lane.index % 4 * 4;
     addresses_.fetch(0);
-    wait_copies<0>();
   }
 
-  // Begins to copy the wave's four rows of a tile into its stage; tiles in order, none past the last.
+  // Begins to copy the wave's four rows of a tile into its stage; tiles in order, none past the last. Before the first,
+  // every load of the wave must have arrived.
   MLA_DEVICE void copy(int tile, int stage) {
     if (tile >= tiles_) return;
     if (tile % RowAddresses::block_tiles == 0) {
@@ -95,7 +101,7 @@ class RowStages {
                                  addresses_.uniform(tile, 3)};
     const uint32_t shift = static_cast<uint32_t>(stage * stage_bytes);
     const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
-    FourRows::copy(rows, lane_offset_, latent_at_ + shift);
+    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + shift);
     if (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + shift);
   }
 
@@ -114,21 +120,23 @@ class RowStages {
   int tiles_;
   uint32_t latent_at_;
   uint32_t rope_at_;
-  uint32_t lane_offset_[4];
-  int64_t rope_offset_;
+  int rope_offset_;
 };
 
-// A lane's places of a staged tile as the left operand of the scores: key lane.column, chunk c.
-struct StagedKeyPlaces {
-  KeyPlaces latent;
-  int rope;
+// A lane's places in a staged tile. As the left operand of the scores it holds 32-column chunk c of key lane.column; of
+// the values, keys 4 * lane.group + j, columns 8 * lane.column of 128-column block b.
+struct StagedPlaces {
+  int key, rope, columns;
 
-  MLA_DEVICE explicit StagedKeyPlaces(const Lane& lane)
-      : latent(lane), rope(LatentTile::bytes + lane.column / 4 * 512 + lane.column % 4 * 64 +
-                           (lane.group ^ (lane.column / 2 % 4)) * 16) {}
-  MLA_DEVICE int of(int chunk) const {
-    return chunk < mla::LATENT / 32 ? latent.of(chunk) : rope + (chunk - mla::LATENT / 32) * 256;
+  MLA_DEVICE explicit StagedPlaces(const Lane& lane)
+      : key(lane.column * StagedTile::pitch + lane.group * 16),
+        rope(StagedTile::rope + lane.column / 4 * 512 + lane.column % 4 * 64 + (lane.group ^ (lane.column / 2 % 4)) * 16),
+        columns(4 * lane.group * StagedTile::pitch + lane.column * 16) {}
+  MLA_DEVICE int of_chunk(int c) const {
+    constexpr int latent_chunks = mla::LATENT / 32;
+    return c < latent_chunks ? key + c * 64 : rope + (c - latent_chunks) * 256;
   }
+  MLA_DEVICE int of_columns(int b, int j) const { return columns + j * StagedTile::pitch + b * 256; }
 };
 
 }  // namespace cdna

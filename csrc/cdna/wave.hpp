@@ -6,6 +6,8 @@
 
 namespace cdna {
 
+// `converts_bf16`: the arch has v_cvt_pk_bf16_f32.
+template <bool converts_bf16>
 struct Wave {
   static constexpr int lanes = 64;
 
@@ -33,17 +35,26 @@ struct Wave {
     return reduce<team>(x, lane, [](float a, float b) { return a + b; });
   }
 
-  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+  // 2^x for x <= 0, denormal results included: v_exp_f32 flushes those.
+  MLA_DEVICE static float exp2(float x) {
+    const bool tiny = x < -100.0f;
+    const float power = __builtin_amdgcn_exp2f(tiny ? x + 64.0f : x);
+    return tiny ? power * 5.42101086e-20f : power;  // 2^-64
+  }
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // The same value, of which the optimiser knows nothing.
-  MLA_DEVICE static float opaque(float x) {
-    asm("" : "+v"(x));
-    return x;
-  }
+  MLA_DEVICE static float not_a_number() { return opaque(mla::bit_cast<float>(0x7fc00000)); }
 
-  MLA_DEVICE static uint16_t fp16_bits(float x) { return mla::bit_cast<uint16_t>(static_cast<_Float16>(x)); }
+  // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
+  MLA_DEVICE static uint32_t pack_bf16(float low, float high) {
+    return static_cast<uint32_t>(bf16_bits(high)) << 16 | bf16_bits(low);
+  }
+  MLA_DEVICE static uint32_t pack_fp16(float low, float high) {
+    const uint16_t l = mla::bit_cast<uint16_t>(static_cast<_Float16>(opaque(low)));
+    const uint16_t h = mla::bit_cast<uint16_t>(static_cast<_Float16>(opaque(high)));
+    return static_cast<uint32_t>(h) << 16 | l;
+  }
 
   // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
   // launch, so the stream's order is all there is.
@@ -51,6 +62,17 @@ struct Wave {
   MLA_DEVICE static void release_consumer() {}
 
  private:
+  // The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
+  MLA_DEVICE static float opaque(float x) {
+    asm("" : "+v"(x));
+    return x;
+  }
+  MLA_DEVICE static uint16_t bf16_bits(float x) {
+    if constexpr (converts_bf16) return mla::bit_cast<uint16_t>(static_cast<__bf16>(opaque(x)));
+    const uint32_t bits = mla::bit_cast<uint32_t>(opaque(x));
+    const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : rounded);
+  }
   template <int control>
   MLA_DEVICE static int dpp(int x) {
     return __builtin_amdgcn_update_dpp(0, x, control, 0xf, 0xf, true);

@@ -1,6 +1,6 @@
 // Softmax of a row whose keys arrive tile by tile, in base 2.
 //
-// A row keeps a reference `max` and the sum of 2^(t - max) over its keys, t = score * softmax_scale * log2(e). The
+// A row keeps a reference `max` and the sum of 2^(t - max) over its keys, t = score * softmax_scale * log2(e), softmax_scale > 0. The
 // reference is renewed only when a key exceeds it by more than LAG: until then the weights stay below 2^LAG, which a
 // float sum and a 16-bit weight hold without loss, and the accumulated output needs no rescaling. A row's result
 // depends on its own sequence alone, so it stays bitwise reproducible.
