@@ -92,11 +92,10 @@ def exact_decode(
 
 
 def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The last values of each key as complex pairs, turned to their positions."""
-    rope = cos_sin.shape[1]
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    pairs = torch.view_as_complex(keys[:, -rope:].unflatten(1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
-    return torch.cat((keys[:, :-rope], torch.view_as_real(pairs).flatten(1)), dim=1)
+    """The last values of each key, its two halves as complex numbers, turned to their positions."""
+    low, high = keys[:, -cos_sin.shape[1] :].chunk(2, dim=1)
+    turned = torch.complex(low, high) * torch.complex(*cos_sin.chunk(2, dim=1))
+    return torch.cat((keys[:, : -cos_sin.shape[1]], turned.real, turned.imag), dim=1)
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,133 @@
+"""Choosing a backend, and saying why."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import dispatch, library
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.ops.decode.samples import decode_sample
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def backend(name, answer, asked=None, devices=("cpu", "cuda")):
+    def offer(problem, arch):
+        if asked is not None:
+            asked.append(problem)
+        return answer
+
+    return Backend(name, offer, lambda *args, **kwargs: None, devices)
+
+
+def test_first_offer_wins_and_refusals_are_kept():
+    backends = (
+        backend("native", Refusal("page 48; it takes 64")),
+        backend("portable", Offer("config", "rule")),
+        backend("reference", Offer(None, "always")),
+    )
+    choice = dispatch.choose("an_op", backends, ("problem",), None, "cpu")
+    assert (choice.backend.name, choice.offer.config) == ("portable", "config")
+    assert choice.refused == (("native", "page 48; it takes 64"),)
+    assert str(choice) == "portable: rule\n  not native: page 48; it takes 64"
+
+
+def test_a_backend_is_asked_once_per_problem():
+    asked: list[object] = []
+    backends = (backend("reference", Offer(None, "always"), asked),)
+    for problem in (1, 2, 1, 1, 2):
+        dispatch.choose("an_op", backends, problem, None, "cpu")
+    assert asked == [1, 2]
+    dispatch.forget()
+    dispatch.choose("an_op", backends, 1, None, "cpu")
+    assert asked == [1, 2, 1]
+
+
+def test_a_backend_of_another_device_is_not_asked():
+    asked: list[object] = []
+    backends = (backend("portable", Offer(None, "rule"), asked, ("cuda",)), backend("reference", Offer(None, "always")))
+    choice = dispatch.choose("an_op", backends, 1, None, "cpu")
+    assert (choice.backend.name, asked) == ("reference", [])
+    assert choice.refused == (("portable", "the tensors are on cpu; it runs on cuda"),)
+    assert dispatch.choose("an_op", backends, 1, None, "cuda").backend.name == "portable"
+
+
+def test_no_backend_is_one_sentence_with_every_reason():
+    backends = (backend("native", Refusal("not built")), backend("portable", Refusal("no triton")))
+    with pytest.raises(RuntimeError, match=r"an_op: no backend .* on cpu \(native: not built; portable: no triton\)"):
+        dispatch.choose("an_op", backends, 0, None, "cpu")
+
+
+def arguments(**options):
+    args, kwargs = decode_sample([130, 64], page=32, **options).make(torch.device("cpu"))
+    return args, kwargs
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "note"),
+    [
+        ({}, {}, "context 160 keys per sequence, from block_table width x page"),
+        ({"ragged_pages": True}, {}, "context 128 keys per sequence, from kv_indices per sequence x page"),
+        ({}, {"max_kv_len": 4000}, "context 4000 keys per sequence, from max_kv_len"),
+        ({"split_size": 64}, {"max_kv_len": 4000}, "batch-invariant (split_size 64): the choice sees neither"),
+    ],
+)
+def test_explain_says_which_context_decided(options, given, note):
+    args, kwargs = arguments(**options)
+    explanation = mla_suite.explain("decode", *args, **(kwargs | given))
+    assert explanation.backend == "reference"
+    assert any(line.startswith(note) for line in explanation.notes)
+    assert str(explanation).splitlines()[0] == f"decode on cpu -> reference: {explanation.reason}"
+
+
+def test_batch_invariant_choice_does_not_depend_on_batch_or_length():
+    problems = set()
+    for lens in ([1], [5000, 7], [64] * 5):
+        args, kwargs = decode_sample(lens, split_size=128).make(torch.device("cpu"))
+        problems.add(mla_suite.explain("decode", *args, **kwargs).problem)
+    assert len(problems) == 1
+
+
+def test_explain_shows_refusals_and_configuration(monkeypatch):
+    table = "measured row ops/decode/tuned/gfx950.csv:7"
+    backends = (backend("native", Refusal("not built")), backend("portable", Offer({"tile": 64}, table)))
+    record = dataclasses.replace(library.get("decode"), backends=backends)
+    monkeypatch.setitem(library._registry, "decode", record)
+    args, kwargs = arguments()
+    assert str(mla_suite.explain("decode", *args, **kwargs)).splitlines()[:3] == [
+        f"decode on cpu -> portable: {table}",
+        "  config: {'tile': 64}",
+        "  not native: not built",
+    ]
+
+
+def test_explain_refuses_what_the_operator_refuses():
+    args, kwargs = arguments()
+    with pytest.raises(TypeError, match="decode: seq_lens is int64; it takes int32"):
+        mla_suite.explain("decode", *args[:2], args[2].long(), *args[3:], **kwargs)
+    with pytest.raises(ValueError, match="no operator 'prefill'"):
+        mla_suite.explain("prefill")
+
+
+def test_log_prints_each_choice_once():
+    code = """
+import torch, mla_suite
+for _ in range(3):
+    mla_suite.plan(torch.tensor([5], dtype=torch.int32), rows=16, workers=2, max_kv_len=8)
+"""
+    environment = os.environ | {"MLA_SUITE_LOG": "dispatch"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.count("plan Problem(") == 1
+    assert "-> reference: " in done.stderr

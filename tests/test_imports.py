@@ -1,0 +1,152 @@
+"""The floors of the house: imports run downwards, without circles, and need neither GPU, triton nor a compiler."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mla_suite"
+FLOORS = {"core": 1, "toolchain": 2, "runtime": 2, "ops": 3, "models": 4, "integrations": 5, "cli": 5}
+# What is in the package itself. `__init__` names the operators, so it stands on their floor: what is above may use it.
+HOUSE = {"__init__": 3, "testing": 4, "__main__": 6}
+# Parts of one floor that may use each other, and operators that may use other operators.
+SIBLINGS = {("runtime", "toolchain"), ("cli", "integrations")}
+OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
+OPERATORS |= {("sparse_decode", "combine")}
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package by dotted name, `ops` through its link."""
+    found = {}
+    for top in (PACKAGE, PACKAGE / "ops"):
+        for path in sorted(top.rglob("*.py")):
+            if "csrc" in path.parts or "__pycache__" in path.parts:
+                continue
+            parts = ("mla_suite", *path.relative_to(PACKAGE).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = sources()
+
+
+def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
+    """Modules of this package that a module imports; with `at_import_only`, not those imported inside functions."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names if alias.name.split(".")[0] == "mla_suite")
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{path}:{child.lineno}: relative import; name the module in full"
+                if child.module and child.module.split(".")[0] == "mla_suite":
+                    for alias in child.names:
+                        inner = f"{child.module}.{alias.name}"
+                        # `from mla_suite.ops import decode` is the function that the package binds, not the folder.
+                        found.add(inner if inner in MODULES and child.module != "mla_suite.ops" else child.module)
+            elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            elif not (at_import_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
+                visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found - {name}
+
+
+def part(name: str) -> str:
+    pieces = name.split(".")
+    return pieces[1] if len(pieces) > 1 else "__init__"
+
+
+def floor(name: str) -> int:
+    return FLOORS.get(part(name), HOUSE.get(part(name), 0))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_run_downwards(name):
+    own, own_floor = part(name), floor(name)
+    assert own_floor, f"{name} is on no floor; add its part to FLOORS"
+    for target in imports_of(name, MODULES[name], at_import_only=False):
+        if part(target) == own or (name == "mla_suite" and floor(target) <= own_floor):
+            continue
+        above = floor(target) > own_floor
+        sideways = floor(target) == own_floor and (own, part(target)) not in SIBLINGS
+        assert not above, f"{name} (floor {own_floor}) imports {target} (floor {floor(target)})"
+        assert not sideways, f"{name} imports its sibling {target}; only {sorted(SIBLINGS)} may"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("mla_suite.ops.")])
+def test_operators_use_only_those_listed(name):
+    own = name.split(".")[2]
+    for target in imports_of(name, MODULES[name], at_import_only=False):
+        pieces = target.split(".")
+        if pieces[1:2] == ["ops"] and len(pieces) > 2 and pieces[2] != own:
+            assert (own, pieces[2]) in OPERATORS, f"{name} imports operator {pieces[2]}"
+
+
+def test_no_circles():
+    """A package counts as importing what its `__init__` imports; importing a part of a package imports the package."""
+    graph = {name: imports_of(name, path, at_import_only=True) for name, path in MODULES.items()}
+    done: set[str] = set()
+
+    def walk(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
+        if name in done:
+            return
+        for target in sorted(graph.get(name, ())):
+            # A package's own `__init__` may collect its parts.
+            if not name.startswith(target + "."):
+                walk(target, (*trail, name))
+        done.add(name)
+
+    for name in graph:
+        walk(name, ())
+
+
+def run(code: str, *flags: str, **environment: str) -> str:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MLA_SUITE", "PYTHON"))}
+    command = [sys.executable, *flags, "-c", code]
+    done = subprocess.run(command, env=clean | environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_needs_no_gpu_no_triton_no_compiler(tmp_path):
+    code = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("triton", "ninja", "ziglang", "transformers"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import torch
+import mla_suite
+lens = torch.tensor([3], dtype=torch.int32)
+mla_suite.plan(lens, rows=1, workers=1, max_kv_len=3)
+table, q, cache = lens[None] * 0, torch.ones(1, 1, 2, 8), torch.ones(1, 4, 8)
+out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1.0, head_dim_v=8, layout="fp32")
+print(out.sum().item())
+"""
+    printed = run(code, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", PATH=str(tmp_path))
+    assert printed.startswith("16.0")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="before 3.11 arch records need tomli, which -S hides with torch")
+def test_without_torch_the_toolchain_is_usable():
+    code = """
+import sys
+sys.path.insert(0, ".")
+import importlib.util
+assert importlib.util.find_spec("torch") is None
+import mla_suite, mla_suite.core.arch, mla_suite.core.layouts, mla_suite.core.tuning, mla_suite.toolchain
+assert not hasattr(mla_suite, "decode")
+print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.core.layouts.LAYOUTS))
+"""
+    assert run(code, "-S", "-P").startswith("gfx950")
