@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -29,7 +30,8 @@ def build(
 
     `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
     the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay. `emulator` builds
-    the host library too where its sources are present. Two processes may build at once.
+    the host library too where its sources are present. Compilers' warnings go to stderr. Two processes may build at
+    once.
 
     BuildError: a compiler's own message, a missing compiler, or every broken budget with both numbers; nothing is
     published then. ValueError: an unknown arch or a declaration in `arch.toml` that cannot be built.
@@ -51,7 +53,9 @@ def build(
     nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
     if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
         if archs is not None:
-            raise BuildError("no nvcc on PATH or in /usr/local/cuda; install the CUDA toolkit or leave sm_90 out")
+            raise BuildError(
+                "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda; install one or leave sm_90 out"
+            )
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
     amd = compilers.find_amd(rocm) if any(item.arch.vendor == "amd" for item in wanted) else None
     work = out / ".build"
@@ -60,7 +64,9 @@ def build(
         for item in wanted:
             (work / item.arch.name).mkdir(parents=True, exist_ok=True)
         if wanted:
-            ninja_plan.run(work, jobs)
+            said = ninja_plan.run(work, jobs)
+            if said:
+                print(said, file=sys.stderr)
         made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
         libraries = {}
         if emulator and (csrc / "emulator").is_dir() and find_spec("mla_suite.toolchain.emulator_library"):

@@ -130,13 +130,15 @@ def _clang_of(place: Path) -> AmdCompiler | None:
 
 
 def find_nvidia() -> NvidiaCompiler | None:
-    """nvcc from PATH or /usr/local/cuda, or None: sm_90 objects are then left out of the build."""
+    """nvcc from PATH or /usr/local/cuda, or None if there is none of CUDA 12, which sm_90a begins with."""
     program = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if program is None:
         return None
     text = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
-    release = re.search(r"V(\d[\d.]*)", text)
-    return NvidiaCompiler(program, f"nvcc {release.group(1)}" if release else text.strip().splitlines()[-1])
+    release = re.search(r"V((\d+)[\d.]*)", text)
+    if release is None or int(release.group(2)) < 12:
+        return None
+    return NvidiaCompiler(program, f"nvcc {release.group(1)}")
 
 
 def _first_line(command: list[str]) -> str:

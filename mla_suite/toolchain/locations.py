@@ -64,17 +64,26 @@ def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path
 def writable_by_others(path: Path, *, parents: bool) -> str | None:
     """A clause that says who else may write `path` (and its parents, if asked), or None when only its owner may.
 
-    Trusted owners are this user, root, and the owner of this package's own code. A sticky folder such as /tmp is
-    accepted as a parent, since others cannot replace what is in it.
+    Without parents, write access of a group we are in is accepted: a umask of 002 gives it to every installed file. A
+    sticky folder such as /tmp is accepted as a parent, since others cannot replace what is in it.
     """
-    trusted = {os.geteuid(), 0, Path(__file__).stat().st_uid}
     for place in [path, *path.resolve().parents] if parents else [path]:
         info = place.stat()
-        if info.st_uid not in trusted:
-            return f"{place} belongs to user {info.st_uid}"
-        sticky = place != path and info.st_mode & stat.S_ISVTX
-        if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
-            return f"{place} may be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
+        sticky = place != path and bool(info.st_mode & stat.S_ISVTX)
+        problem = _other_writers(info, own_group=not parents, sticky=sticky)
+        if problem:
+            return f"{place} {problem}"
+    return None
+
+
+def _other_writers(info: os.stat_result, *, own_group: bool, sticky: bool = False) -> str | None:
+    """A clause on who else may write a file of this status. Trusted: this user, root, who owns this package's code."""
+    package = Path(__file__).stat()
+    if info.st_uid not in {os.geteuid(), 0, package.st_uid}:
+        return f"belongs to user {info.st_uid}"
+    group = info.st_mode & stat.S_IWGRP and not (own_group and info.st_gid in {os.getegid(), 0, package.st_gid})
+    if (group or info.st_mode & stat.S_IWOTH) and not sticky:
+        return f"may be written by others (mode {stat.S_IMODE(info.st_mode):04o})"
     return None
 
 
@@ -85,12 +94,9 @@ def read_trusted(path: Path, expected_sha256: str | None = None) -> bytes:
     except OSError as error:
         raise ObjectError(f"{path} cannot be read ({error.strerror}); run `python -m mla_suite build`") from error
     with os.fdopen(descriptor, "rb") as file:
-        info = os.fstat(file.fileno())
-        if info.st_mode & stat.S_IWOTH or info.st_uid not in {os.geteuid(), 0, Path(__file__).stat().st_uid}:
-            raise ObjectError(
-                f"{path} may be written by others (owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}); "
-                "make it private, then run `python -m mla_suite build`"
-            )
+        problem = _other_writers(os.fstat(file.fileno()), own_group=True)
+        if problem:
+            raise ObjectError(f"{path} {problem}; make it private, then run `python -m mla_suite build`")
         data = file.read()
     if expected_sha256 is not None and sha256(data) != expected_sha256:
         raise ObjectError(

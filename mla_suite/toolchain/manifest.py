@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -179,9 +178,10 @@ def _entry(row: dict[str, Any], root: Path, csrc: Path) -> KernelEntry:
 
 def read(root: Path, csrc: Path = CSRC) -> Manifest:
     """The manifest of one object folder. ObjectError when it is absent, damaged or writable by others."""
-    for folder in (root, root.parent):
-        if folder.is_dir() and folder.stat().st_mode & stat.S_IWOTH and not folder.stat().st_mode & stat.S_ISVTX:
-            raise ObjectError(f"{folder} may be written by others; make it private (chmod o-w)")
+    if root.is_dir():
+        problem = locations.writable_by_others(root, parents=False)
+        if problem:
+            raise ObjectError(f"{problem}; make it private (chmod go-w)")
     return parse(read_trusted(root / MANIFEST).decode(), root, csrc)
 
 

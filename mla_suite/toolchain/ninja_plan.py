@@ -88,7 +88,7 @@ def _edge(
     text = shlex.join(command)
     if log:
         kept = shlex.quote(log)
-        text = f"{text} > {kept} 2>&1 || {{ cat {kept}; rm -f {kept}; exit 1; }}"
+        text = f"{text} > {kept} 2>&1 || {{ cat {kept}; rm -f {kept}; exit 1; }}; grep -i -A 3 warning {kept} || true"
     lines = [f"rule {rule}", f"  command = {text.replace('$', '$$')}", f"  description = {output}"]
     if depfile:
         lines.append(f"  depfile = {depfile}")
@@ -113,12 +113,13 @@ def ninja_program() -> str:
     return found
 
 
-def run(folder: Path, jobs: int | None) -> None:
-    """Runs ninja in `folder`. BuildError begins with the compiler's own message when a step fails."""
+def run(folder: Path, jobs: int | None) -> str:
+    """Runs ninja in `folder`; returns the compilers' warnings.
+
+    BuildError begins with the compiler's own message when a step fails.
+    """
     command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode == 0:
-        return
     message: list[str] = []
     failed: list[str] = []
     lines = iter(done.stdout.splitlines())
@@ -126,8 +127,10 @@ def run(folder: Path, jobs: int | None) -> None:
         if line.startswith("FAILED: "):
             failed.append(line.split()[-1])
             next(lines, None)  # the command
-        elif not re.match(r"\[\d+/\d+\] |ninja: (Entering|build stopped)", line):
+        elif not re.match(r"\[\d+/\d+\] |ninja: (Entering|build stopped|no work)", line):
             message.append(line)
+    if done.returncode == 0:
+        return "\n".join(message)
     what = f"building {', '.join(failed)} failed" if failed else "ninja failed"
     raise BuildError("\n".join([*message, f"{what} in {folder}"]))
 

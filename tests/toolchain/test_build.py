@@ -96,6 +96,14 @@ def test_a_broken_source_shows_the_compilers_words_first(csrc, tmp_path):
     assert not (tmp_path / "objects" / "manifest.json").exists()
 
 
+def test_warnings_are_shown(csrc, tmp_path, capsys):
+    edit(csrc / "gfx942" / "scale.hip", "const int64_t at", "int unused;\n    const int64_t at")
+    build(ARCHS, csrc=csrc, out=tmp_path / "objects")
+    assert "warning: unused variable 'unused'" in capsys.readouterr().err
+    build(ARCHS, csrc=csrc, out=tmp_path / "objects")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_broken_budget_names_both_numbers_and_publishes_nothing(csrc, tmp_path):
     out = tmp_path / "objects"
     before = build(ARCHS, csrc=csrc, out=out).to_json()
@@ -195,7 +203,7 @@ def test_no_amd_compiler(csrc, tmp_path, monkeypatch):
 
 def test_no_nvidia_compiler(csrc, tmp_path, monkeypatch):
     monkeypatch.setattr(compilers.shutil, "which", lambda *a, **k: None)
-    with pytest.raises(BuildError, match="no nvcc on PATH or in /usr/local/cuda"):
+    with pytest.raises(BuildError, match="no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"):
         build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
     made = build(csrc=csrc, out=tmp_path / "objects")
     assert {arch for arch, _ in made.kernels} == {"gfx942", "gfx950"}, "unasked, sm_90 is left out"
