@@ -66,22 +66,28 @@ class RowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = QueryTile<Problem>::load(p_, rows_, first_row_[r], lane_);
-      visible_[r] = visible_keys(p_, rows_, first_row_[r], lane_);
+      visible_[r] = smaller(item_.end_key, visible_keys(p_, rows_, first_row_[r], lane_));
     }
-    visible_to_all_ = tiles > 0 ? rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_[0])) : 0;
+    if (tiles > 0) {
+      visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_[0])));
+    }
     wait_loads();
 
-    stages.copy(0, 0);
-    stages.copy(1, 1);
-    int stage = 0;
+    int filled = 0, used = 0;   // stages that the next tile is copied to and read from
+    const int ahead = count < 2 ? count : 2;
+    for (int n = 0; n < ahead; ++n) {
+      stages.copy(n, filled);
+      filled = Stages::stage_after(filled);
+    }
     int first = item_.first_key;
     for (int n = 0; n < count; ++n) {
       stages.wait(n);
       mla::block_sync();
-      stages.copy(n + 2, stage == 0 ? 2 : stage - 1);
-      accumulate(lds_ + stage * Stages::stage_bytes, first);
+      if (n + 2 < count) stages.copy(n + 2, filled);
+      filled = Stages::stage_after(filled);
+      accumulate(lds_ + used, first);
+      used = Stages::stage_after(used);
       first += tile_keys;
-      stage = stage == 2 ? 0 : stage + 1;
     }
   }
 
@@ -109,29 +115,51 @@ class RowSplitWave {
     if (tiles == 0) return;
     f32x4 t[array];
     scores(tile, t);
-    const int end = item_.end_key < visible_to_all_ ? item_.end_key : visible_to_all_;
-    if (first + tile_keys > end) {
+    u32x4 values[4];
+    read_values(tile, 0, values);
+    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) {
-        t[r] = Softmax::mask(t[r], first, item_.end_key < visible_[r] ? item_.end_key : visible_[r], lane_);
-      }
+      for (int r = 0; r < tiles; ++r) t[r] = Softmax::mask(t[r], first, visible_[r], lane_);
     }
     rescale(t);
     u32x2 weights[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) weights[r] = Softmax::weights(t[r], scale_, softmax_[r]);
-    add_values(tile, weights);
+    add_values(tile, values, weights);
   }
 
+  // Keys are read a group ahead of the products that use them.
   MLA_DEVICE void scores(LdsBytes tile, f32x4 (&t)[array]) {
+    constexpr int group = chunks % 3 == 0 ? 3 : 4;
+    constexpr int groups = chunks / group;
 #pragma unroll
     for (int r = 0; r < tiles; ++r) t[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    u32x4 keys[2][group];
+    read_keys<group>(tile, 0, keys[0]);
 #pragma unroll
-    for (int c = 0; c < chunks; ++c) {
-      const u32x4 keys = lds_read16(tile + places_.of_chunk(c));
+    for (int g = 0; g < groups; ++g) {
+      if (g + 1 < groups) {
+        read_keys<group>(tile, g + 1, keys[(g + 1) % 2]);
+        wait_lds<group>();
+      } else {
+        wait_lds<0>();
+      }
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) t[r] = multiply_chunk<Element>(keys, query_[r].chunk[c], t[r]);
+      for (int c = 0; c < group; ++c) {
+#pragma unroll
+        for (int r = 0; r < tiles; ++r) t[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[g * group + c], t[r]);
+      }
     }
+  }
+
+  template <int group>
+  MLA_DEVICE void read_keys(LdsBytes tile, int g, u32x4 (&keys)[group]) const {
+#pragma unroll
+    for (int c = 0; c < group; ++c) keys[c] = lds_read16(tile + places_.of_chunk(g * group + c));
+  }
+  MLA_DEVICE void read_values(LdsBytes tile, int b, u32x4 (&values)[4]) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) values[j] = lds_read16(tile + places_.of_columns(b, j));
   }
 
   MLA_DEVICE void rescale(const f32x4 (&t)[array]) {
@@ -142,21 +170,27 @@ class RowSplitWave {
       largest[r] = Softmax::largest(t[r]) * scale_;
       exceeded |= softmax_[r].exceeded_by(largest[r]);
     }
-    if (any_lane(exceeded)) {
+    if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], lane_));
     }
   }
 
-  MLA_DEVICE void add_values(LdsBytes tile, const u32x2 (&weights)[array]) {
+  // `values` holds, or will, the first block of columns; each block is read while the one before is multiplied.
+  MLA_DEVICE void add_values(LdsBytes tile, u32x4 (&values)[4], const u32x2 (&weights)[array]) {
+    u32x4 next[4];
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
-      u32x4 keys[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(tile + places_.of_columns(b, j));
+      u32x4(&now)[4] = b % 2 ? next : values;
+      if (b + 1 < OUTPUT_BLOCKS) {
+        read_values(tile, b + 1, b % 2 ? values : next);
+        wait_lds<4>();
+      } else {
+        wait_lds<0>();
+      }
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
-        const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
+        const KeyColumns columns = transpose_pair(now[0][d], now[1][d], now[2][d], now[3][d]);
 #pragma unroll
         for (int r = 0; r < tiles; ++r) {
           f32x4& first = output_[r].tile[b][2 * d];
@@ -167,6 +201,8 @@ class RowSplitWave {
       }
     }
   }
+
+  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
 
   const mla::DecodeParams& p_;
   const mla::WorkItem item_;

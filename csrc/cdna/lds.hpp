@@ -21,6 +21,14 @@ MLA_DEVICE void lds_write_f32x4(LdsBytes at, f32x4 value) { *reinterpret_cast<ML
 MLA_DEVICE float lds_read_float(LdsBytes at) { return *reinterpret_cast<MLA_LDS float*>(at); }
 MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<MLA_LDS float*>(at) = value; }
 
+// Returns when at most `outstanding` LDS operations of this wave have not finished. The compiler counts them too and
+// would wait before each first use; one wait for a group of reads is one instruction instead of one per read.
+template <int outstanding>
+MLA_DEVICE void wait_lds() {
+  constexpr int no_other_wait = 0xc07f;   // vmcnt 63, expcnt 7
+  __builtin_amdgcn_s_waitcnt(no_other_wait | outstanding << 8);
+}
+
 // Orders LDS accesses of the lanes of one wave. The LDS unit serves a wave in order, so nothing is waited for: this
 // only keeps the compiler, which sees one lane, from exchanging a write and another lane's read.
 MLA_DEVICE void wave_lds_fence() {

@@ -88,30 +88,30 @@ class RowStages {
     addresses_.fetch(0);
   }
 
-  // Begins to copy the wave's four rows of a tile into its stage; tiles in order, none past the last. Before the first,
-  // every load of the wave must have arrived.
-  MLA_DEVICE void copy(int tile, int stage) {
-    if (tile >= tiles_) return;
-    if (tile % RowAddresses::block_tiles == 0) {
+  // Begins to copy the wave's four rows of a tile into its stage; tiles in order. Before the first, every load of the
+  // wave must have arrived.
+  MLA_DEVICE void copy(int tile, int stage_at) {
+    if (__builtin_expect(tile % RowAddresses::block_tiles == 0, false)) {
       const int block = tile / RowAddresses::block_tiles;
       addresses_.enter(block);
       if (tile + RowAddresses::block_tiles < tiles_) addresses_.fetch(block + 1);
     }
     const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
                                  addresses_.uniform(tile, 3)};
-    const uint32_t shift = static_cast<uint32_t>(stage * stage_bytes);
     const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
-    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + shift);
-    if (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + shift);
+    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_at));
+    if (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_at));
   }
 
   // Returns when this wave's part of `tile` has landed.
   MLA_DEVICE void wait(int tile) const {
-    if (tile + 1 < tiles_) {
-      wait_copies<copies>();
-    } else {
-      wait_copies<0>();
-    }
+    wait_copies<copies>();
+    if (tile + 1 == tiles_) wait_copies<0>();
+  }
+
+  // A stage is named by its first byte.
+  MLA_DEVICE static int stage_after(int stage_at) {
+    return stage_at == (stages - 1) * stage_bytes ? 0 : stage_at + stage_bytes;
   }
 
  private:

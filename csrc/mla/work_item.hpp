@@ -13,27 +13,24 @@ struct WorkItem {
   int partial_row;   // row of partial_out, or -1: the result is final
 };
 
-// Word offsets in the header of a plan tensor (the layout that `plan` writes).
+// Words of a plan's header that a kernel reads (ops/plan/layout.py declares them all).
 struct PlanHeader {
-  static constexpr int work_indptr = 5;
-  static constexpr int items = 7;
+  static constexpr int workers = 3;
+  static constexpr int work_indptr = 6;   // offset in words, as is the next
+  static constexpr int items = 8;
   static constexpr int item_words = 4;
 };
 
-// The items of one worker. With a plan: those between its two entries of work_indptr. Without: every workers-th cut
-// of `num_splits` equal cuts per sequence (of split_size keys in the batch-invariant mode), in sequence order.
+// The items of one workgroup. With a plan: those of every workers-th worker of the plan, so any number of workgroups
+// does all of it. Without: every workers-th of `num_splits` cuts per sequence, equal ones or of split_size keys.
 class WorkList {
  public:
-  MLA_DEVICE WorkList(const DecodeParams& p, int worker) : p_(p) {
+  MLA_DEVICE WorkList(const DecodeParams& p, int workgroup) : p_(p), worker_(workgroup), next_(0), end_(0) {
     if (p.plan) {
-      const int32_t* bounds = p.plan + p.plan[PlanHeader::work_indptr] + worker;
-      next_ = bounds[0];
-      end_ = bounds[1];
-      step_ = 1;
+      open_worker();
     } else {
-      next_ = worker;
+      next_ = workgroup;
       end_ = p.batch * p.num_splits;
-      step_ = p.workers;
     }
   }
 
@@ -41,12 +38,16 @@ class WorkList {
 
   MLA_DEVICE WorkItem take() {
     const int n = next_;
-    next_ += step_;
     WorkItem item;
     if (p_.plan) {
       const int32_t* words = p_.plan + p_.plan[PlanHeader::items] + static_cast<int64_t>(n) * PlanHeader::item_words;
       item = WorkItem{words[0], words[1], words[2], words[3]};
+      if (++next_ == end_) {
+        worker_ += p_.workers;
+        open_worker();
+      }
     } else {
+      next_ += p_.workers;
       item.sequence = static_cast<int>(static_cast<uint32_t>(n) / static_cast<uint32_t>(p_.num_splits));
       const int split = n - item.sequence * p_.num_splits;
       const int cut = p_.split_size > 0 ? p_.split_size : equal_cut(p_.seq_lens[item.sequence]);
@@ -69,8 +70,19 @@ class WorkList {
     return static_cast<int>((even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
   }
 
+  // The first worker with items from worker_ on, in steps of the launch's workgroups.
+  MLA_DEVICE void open_worker() {
+    const int32_t* bounds = p_.plan + p_.plan[PlanHeader::work_indptr];
+    for (const int workers = p_.plan[PlanHeader::workers]; worker_ < workers; worker_ += p_.workers) {
+      next_ = bounds[worker_];
+      end_ = bounds[worker_ + 1];
+      if (next_ < end_) return;
+    }
+    next_ = end_;
+  }
+
   const DecodeParams& p_;
-  int next_, end_, step_;
+  int worker_, next_, end_;
 };
 
 }  // namespace mla
