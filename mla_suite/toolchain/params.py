@@ -52,13 +52,15 @@ class ParamStruct:
     """The Python mirror of one parameter struct.
 
     `name` is its C++ name with namespace, `size` its sizeof, `offsets` by field name, `header` the include path.
+    `pack_in_order(*values)` is `pack` for values in the order of `fields`: half a microsecond less, and no names to
+    protect from a slip.
     """
 
     name: str
     header: str
     fields: tuple[Field, ...]
     size: int
-    _pack: Callable[..., bytes] = field(repr=False, compare=False)
+    pack_in_order: Callable[..., bytes] = field(repr=False, compare=False)
     _names: tuple[str, ...] = field(repr=False, compare=False)
 
     @property
@@ -72,7 +74,7 @@ class ParamStruct:
         """
         if len(values) == len(self._names):
             try:
-                return self._pack(*[values[name] for name in self._names])
+                return self.pack_in_order(*[values[name] for name in self._names])
             except KeyError:
                 pass  # falls to the sentence below, which names the fields
         unknown = sorted(set(values) - set(self._names))

@@ -153,11 +153,10 @@ def test_what_a_launch_costs_the_host(scale, objects, record_property):
     x, y = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     out = torch.empty_like(x)
     scale(x, 1.0, out)
-    packed = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack(
-        **{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64
-    )
+    pack = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack
 
     def launch():
+        packed = pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64)
         runtime.launch("scale", NAME, x, (1, 1, 1), 64, 0, packed)
 
     def multiply():
