@@ -26,7 +26,9 @@ MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<ML
 template <int outstanding>
 MLA_DEVICE void wait_lds() {
   constexpr int no_other_wait = 0xc07f;   // vmcnt 63, expcnt 7
+  __builtin_amdgcn_sched_barrier(0);   // or reads drift behind the wait that counts on them being issued
   __builtin_amdgcn_s_waitcnt(no_other_wait | outstanding << 8);
+  __builtin_amdgcn_sched_barrier(0);
 }
 
 // Orders LDS accesses of the lanes of one wave. The LDS unit serves a wave in order, so nothing is waited for: this
