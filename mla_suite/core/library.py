@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from mla_suite.core import debug, dispatch
 from mla_suite.core.dispatch import Backend
@@ -226,17 +225,24 @@ _implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_
 def _refuse_gradients(op: Op) -> None:
     """The forward accepts tensors that require grad; `backward()` raises one sentence, eager and compiled."""
 
-    def size_of(value: Any) -> list[int] | None:
-        return list(value.shape) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+    def size_of(value: Any) -> Any:
+        # torch takes a list for a list of gradients only when all of it are tensors.
+        if isinstance(value, (list, tuple)) and value and all(isinstance(leaf, torch.Tensor) for leaf in value):
+            return [size_of(leaf) for leaf in value]
+        return tuple(value.shape) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
 
     def setup_context(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
-        leaves, ctx.structure = pytree.tree_flatten(inputs)
-        ctx.sizes = [size_of(leaf) for leaf in leaves]
+        ctx.sizes = [size_of(value) for value in inputs]
 
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = next(g for g in grads if g is not None)
-        refuse = torch.ops.mla_suite.refuse_backward
-        refused = [None if size is None else refuse(grad, size, op.name) for size in ctx.sizes]
-        return pytree.tree_unflatten(refused, ctx.structure)
+
+        def refused(size: Any) -> Any:
+            if isinstance(size, list):
+                return [refused(inner) for inner in size]
+            return None if size is None else torch.ops.mla_suite.refuse_backward(grad, size, op.name)
+
+        # Trailing arguments left at their defaults have sizes but were not inputs.
+        return tuple(refused(size) for size in ctx.sizes[: len(ctx.needs_input_grad)])
 
     torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=_library)

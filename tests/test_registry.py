@@ -1,0 +1,166 @@
+"""What every operator owes torch, by a walk over the registry: a new operator inherits all of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
+
+import mla_suite  # noqa: F401  registers the operators
+from mla_suite.core import library
+
+CPU = torch.device("cpu")
+SAMPLES = [(op, sample) for op in library.registry().values() for sample in op.samples()]
+FIRST = [(op, op.samples()[0]) for op in library.registry().values()]
+BACKWARD = "has no backward: it is an inference operator; detach its inputs or use torch.no_grad()"
+
+
+def each(pairs):
+    return pytest.mark.parametrize(("op", "sample"), pairs, ids=[f"{op.name}-{sample.name}" for op, sample in pairs])
+
+
+def packet(op):
+    return getattr(torch.ops.mla_suite, op.name)
+
+
+def outputs_for(op, args, kwargs):
+    """Poisoned tensors for the `.out` overload."""
+    made = (torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))
+    return dict(zip(op.outputs, (tensor.fill_(torch.nan) for tensor in made), strict=True))
+
+
+def tensors(value):
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def contents(tensor):
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+
+
+def same(one, other):
+    """Equal bit for bit, NaN included."""
+    return [contents(t).tolist() for t in tensors(one)] == [contents(t).tolist() for t in tensors(other)]
+
+
+@each(SAMPLES)
+def test_opcheck(op, sample):
+    torch.library.opcheck(packet(op).default, *sample.make(CPU))
+
+
+@each([pair for pair in SAMPLES if pair[0].outputs])
+def test_opcheck_out(op, sample):
+    args, kwargs = sample.make(CPU)
+    torch.library.opcheck(packet(op).out, args, kwargs | outputs_for(op, args, kwargs))
+
+
+@each([pair for pair in SAMPLES if pair[0].outputs])
+def test_out_equals_functional(op, sample):
+    args, kwargs = sample.make(CPU)
+    outputs = outputs_for(op, args, kwargs)
+    assert packet(op).out(*args, **kwargs, **outputs) is None
+    assert same(tuple(outputs.values()), packet(op)(*args, **kwargs))
+
+
+@each(SAMPLES)
+def test_compiled_equals_eager(op, sample):
+    args, kwargs = sample.make(CPU)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, k: packet(op)(*a, **k), fullgraph=True)
+    mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
+    assert same((compiled(mine, kwargs), mine), (packet(op)(*theirs, **kwargs), theirs))
+
+
+@each(SAMPLES)
+def test_fake_equals_real_with_symbolic_sizes(op, sample):
+    """Shape, dtype, stride and device, from metadata alone: a fake tensor has no data to guard on."""
+    args, kwargs = sample.make(CPU)
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def fake(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return mode.from_tensor(leaf, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * leaf.dim()))
+
+    with mode:
+        imagined = packet(op)(*pytree.tree_map(fake, args), **pytree.tree_map(fake, kwargs))
+    real = packet(op)(*args, **kwargs)
+    hint = lambda size: size.node.hint if isinstance(size, torch.SymInt) else size  # noqa: E731  read at once
+    for f, r in zip(tensors(imagined), tensors(real), strict=True):
+        assert [hint(size) for size in f.shape] == list(r.shape)
+        assert [hint(stride) for stride in f.stride()] == list(r.stride())
+        assert (f.dtype, f.device) == (r.dtype, r.device)
+
+
+@each(SAMPLES)
+def test_nothing_is_written_beyond_the_schema(op, sample):
+    """By bytes, of the whole storage that an argument is a view of."""
+    args, kwargs = sample.make(CPU)
+    given = tensors((args, kwargs))
+    written = {args[i].data_ptr() for i, name in enumerate(positional(op)) if name in op.mutates}
+    before = [contents(tensor) for tensor in given]
+    packet(op)(*args, **kwargs)
+    if op.outputs:
+        packet(op).out(*args, **kwargs, **outputs_for(op, args, kwargs))
+    for tensor, old in zip(given, before, strict=True):
+        assert tensor.data_ptr() in written or torch.equal(contents(tensor), old)
+
+
+def positional(op):
+    return [a.name for a in torch._C.parse_schema(op.qualname + op.schema).arguments if not a.kwarg_only]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@each(FIRST)
+def test_backward_is_refused_in_one_sentence(op, sample, compiled):
+    """The forward takes tensors that require grad; what an operator writes into its arguments carries none."""
+    args, kwargs = sample.make(CPU)
+    torch._dynamo.reset()
+    names = positional(op)
+
+    def learn(leaf):
+        learns = isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point and leaf.dtype.itemsize > 1
+        return leaf.requires_grad_() if learns else leaf
+
+    args = tuple(a if name in op.mutates else pytree.tree_map(learn, a) for name, a in zip(names, args, strict=False))
+    call = torch.compile(packet(op), fullgraph=True, backend="aot_eager") if compiled else packet(op)
+    results = tensors(call(*args, **kwargs))
+    if op.mutates or not any(result.is_floating_point() for result in results):
+        assert not any(tensor.requires_grad and not tensor.is_leaf for tensor in (*results, *tensors(args)))
+        return
+    loss = sum(result.float().sum() for result in results if result.is_floating_point())
+    with pytest.raises(RuntimeError, match=op.name + " " + BACKWARD.replace("(", r"\(").replace(")", r"\)")):
+        loss.backward()
+
+
+@each(SAMPLES)
+def test_samples_make_fresh_arguments_and_know_their_cost(op, sample):
+    one, other = sample.make(CPU), sample.make(CPU)
+    assert same(one, other)
+    assert not {t.data_ptr() for t in tensors(one)} & {t.data_ptr() for t in tensors(other) if t.numel()}
+    assert sample.bytes > 0
+    assert sample.flops >= 0
+
+
+@pytest.mark.parametrize("op", library.registry().values(), ids=library.registry())
+def test_record_matches_torch(op):
+    assert packet(op).default._schema == torch._C.parse_schema(op.qualname + op.schema)
+    names = [sample.name for sample in op.samples()]
+    assert len(set(names)) == len(names) > 0
+    for overload in packet(op).overloads():
+        tags = getattr(packet(op), overload).tags
+        assert {torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag} <= set(tags)
+    assert packet(op).overloads() == (["default", "out"] if op.outputs else ["default"])
+    assert op.backends[-1].name == "reference"
+    for name in op.outputs:
+        argument = next(a for a in packet(op).out._schema.arguments if a.name == name)
+        assert argument.alias_info.is_write
+
+
+def test_an_operator_is_registered_once():
+    with pytest.raises(ValueError, match="operator combine is already registered"):
+        library.register(library.get("combine"))
