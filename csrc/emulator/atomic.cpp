@@ -1,0 +1,138 @@
+// Read-modify-write on global memory. Every one of them acts at device scope; sc0 asks for the old value.
+#include "buffer.hpp"
+#include "numbers.hpp"
+
+namespace emulator {
+
+enum Operation { ADD, SUB, SWAP, COMPARE_SWAP, AND, OR, XOR, UMIN, UMAX, SMIN, SMAX, INC, DEC, ADD_F32, ADD_F64, MIN_F64, MAX_F64, PK_ADD_F16, PK_ADD_BF16 };
+
+constexpr i64 pack(Operation operation, int bytes) { return i64(operation) | i64(bytes) << 8; }
+
+static double real64(u64 x) { return bit_cast<double>(x); }
+static u32 add_halves(u32 a, u32 b, bool bf16) {
+  u32 r = 0;
+  for (int h = 0; h < 2; h++) {
+    u16 x = u16(a >> (16 * h)), y = u16(b >> (16 * h));
+    r |= u32(bf16 ? float_to_bf16(bf16_to_float(x) + bf16_to_float(y)) : float_to_half(half_to_float(x) + half_to_float(y))) << (16 * h);
+  }
+  return r;
+}
+
+template <class U, class S> static U integer_update(Operation operation, U old, U data, U compare) {
+  switch (operation) {
+    case ADD: return old + data;
+    case SUB: return old - data;
+    case SWAP: return data;
+    case COMPARE_SWAP: return old == compare ? data : old;
+    case AND: return old & data;
+    case OR: return old | data;
+    case XOR: return old ^ data;
+    case UMIN: return old < data ? old : data;
+    case UMAX: return old > data ? old : data;
+    case SMIN: return S(old) < S(data) ? old : data;
+    case SMAX: return S(old) > S(data) ? old : data;
+    case INC: return old >= data ? 0 : old + 1;
+    case DEC: return old == 0 || old > data ? data : old - 1;
+    default: return old;
+  }
+}
+static u64 update(Operation operation, int bytes, u64 old, u64 data, u64 compare) {
+  switch (operation) {
+    case ADD_F32: return word(real(u32(old)) + real(u32(data)));
+    case ADD_F64: return bit_cast<u64>(real64(old) + real64(data));
+    case MIN_F64: return bit_cast<u64>(fmin(real64(old), real64(data)));
+    case MAX_F64: return bit_cast<u64>(fmax(real64(old), real64(data)));
+    case PK_ADD_F16: return add_halves(u32(old), u32(data), false);
+    case PK_ADD_BF16: return add_halves(u32(old), u32(data), true);
+    default: break;
+  }
+  if (bytes == 8) return integer_update<u64, i64>(operation, old, data, compare);
+  return integer_update<u32, i32>(operation, u32(old), u32(data), u32(compare));
+}
+
+// Data operand: the value; for compare-and-swap the new value, then the value compared with.
+static u64 read_data(Wave& wave, const Operand& op, int bytes, int lane, int which) {
+  int index = op.index + which * bytes / 4;
+  return bytes == 8 ? u64(wave.v[index + 1][lane]) << 32 | wave.v[index][lane] : wave.v[index][lane];
+}
+
+static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, const Operand& data, const Operand* result) {
+  Operation operation = Operation(in.opcode->aux & 255);
+  int bytes = int(in.opcode->aux >> 8);
+  Launch& launch = *wave.worker->launch;
+  Clock learned = {};
+  count_global(wave, in, lanes, u32(bytes));
+  u64 seen = 0;
+  pthread_mutex_lock(&launch.lock);
+  for_lanes(lanes, [&](int l) {
+    u8* at = global_access(wave, in, l, address[l], u32(bytes), u32(bytes), READ | WRITE, ATOMIC_UPDATE);
+    if (!at) return;
+    u64 old = 0;
+    memcpy(&old, at, size_t(bytes));
+    u64 compare = operation == COMPARE_SWAP ? read_data(wave, data, bytes, l, 1) : 0;
+    u64 value = update(operation, bytes, old, read_data(wave, data, bytes, l, 0), compare);
+    if (result) learn(wave, address[l], learned);
+    publish(wave, address[l]);
+    memcpy(at, &value, size_t(bytes));
+    if (l == first_lane(lanes)) seen = old;
+    if (!result) return;
+    wave.v[result->index][l] = u32(old);
+    if (bytes == 8) wave.v[result->index + 1][l] = u32(old >> 32);
+  });
+  pthread_mutex_unlock(&launch.lock);
+  if (!result) {
+    issue(wave, VM, nullptr);
+    return;
+  }
+  for (int i = 0; i < result->count; i++) wave.defined[result->index + i] = true;
+  if (learned.entries.size) issue_landing(wave, Landing::ACQUIRE, result).learned = learned;
+  else issue(wave, VM, result);
+  if (lanes) watch_spin(wave, in, address[first_lane(lanes)], u32(seen));
+}
+
+// global_atomic_* [result,] address, data, base
+static void global_atomic(Wave& wave, const Inst& in) {
+  bool returns = in.mod[mod_sc0];
+  int at = returns ? 1 : 0;
+  const Operand &v = in.op[at], &data = in.op[at + 1], &base = in.op[at + 2];
+  u64 address[LANES];
+  require_address(wave, in, v);
+  for (int l = 0; l < LANES; l++)
+    address[l] = (base.kind == SCALAR ? wave.scalar64(base.index) + wave.v[v.index][l]
+                                      : u64(wave.v[v.index + 1][l]) << 32 | wave.v[v.index][l]) +
+                 u64(in.mod[mod_offset]);
+  apply(wave, in, address, wave.exec, data, returns ? &in.op[0] : nullptr);
+  if (in.opcode->name[0] == 'f') issue(wave, LGKM, returns ? &in.op[0] : nullptr);
+}
+
+// buffer_atomic_* data, address, resource, offset: the result replaces the data
+static void buffer_atomic(Wave& wave, const Inst& in) {
+  BufferLanes lanes;
+  u32 bytes = u32(in.opcode->aux >> 8);
+  buffer_addresses(wave, in, bytes, lanes);
+  u64 active = 0;
+  for_lanes(wave.exec, [&](int l) { active |= u64(lanes.valid[l] >= bytes) << l; });
+  Operand result = in.op[0];
+  result.count = i32(bytes / 4);
+  apply(wave, in, lanes.address, active, in.op[0], in.mod[mod_sc0] ? &result : nullptr);
+}
+
+static const char* result_if_sc0(Inst& in) {
+  int wanted = (in.opcode->name[0] == 'f' ? 2 : 3) + (in.mod[mod_sc0] ? 1 : 0);
+  return in.operands == wanted ? nullptr : "sc0 and the number of operands of an atomic do not agree";
+}
+
+#define UPDATE(name, operation, bytes)                                                             \
+  {"global_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0}, \
+  {"flat_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0},   \
+  {"buffer_atomic_" name, buffer_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), buffer_operands}
+#define BOTH(name, operation) UPDATE(name, operation, 4), UPDATE(name "_x2", operation, 8)
+static const Opcode entries[] = {
+    BOTH("add", ADD), BOTH("sub", SUB), BOTH("swap", SWAP), BOTH("cmpswap", COMPARE_SWAP), BOTH("and", AND), BOTH("or", OR),
+    BOTH("xor", XOR), BOTH("umin", UMIN), BOTH("umax", UMAX), BOTH("smin", SMIN), BOTH("smax", SMAX), BOTH("inc", INC), BOTH("dec", DEC),
+    UPDATE("add_f32", ADD_F32, 4), UPDATE("add_f64", ADD_F64, 8), UPDATE("min_f64", MIN_F64, 8), UPDATE("max_f64", MAX_F64, 8),
+    UPDATE("pk_add_f16", PK_ADD_F16, 4), UPDATE("pk_add_bf16", PK_ADD_BF16, 4),
+};
+extern const Table atomic_table = {entries, sizeof(entries) / sizeof(entries[0])};
+
+}  // namespace emulator

@@ -1,0 +1,48 @@
+// What a sanitizer finding is, and where it is written down.
+#pragma once
+#include "base.hpp"
+
+namespace emulator {
+
+// One name per rule; csrc/emulator/README.md has the rule itself.
+#define EMULATOR_FINDINGS(X)                                                                                          \
+  X(register_before_wait) X(lds_race) X(lds_in_flight) X(lds_out_of_bounds) X(lds_misaligned) X(lds_uninitialised)    \
+  X(global_out_of_bounds) X(global_misaligned) X(global_uninitialised) X(global_read_only) X(global_unordered)        \
+  X(divergent_barrier) X(partial_exec_matrix) X(uninitialised_address) X(spin) X(instruction_limit) X(bad_resource)
+enum FindingKind {
+#define X(name) found_##name,
+  EMULATOR_FINDINGS(X)
+#undef X
+      FINDING_KINDS
+};
+
+// The first occurrence at (kind, pc), and how many there were. `detail` is the other party: a wave, a workgroup, a register or a size.
+struct Finding {
+  i32 kind, pc, wave, other;
+  i64 workgroup, detail;
+  u64 lanes, address, count;
+};
+
+constexpr int MAX_FINDINGS = 64;
+
+struct FindingList {
+  Finding at[MAX_FINDINGS];
+  int size;
+  void merge(const FindingList& from) {
+    for (int i = 0; i < from.size; i++) add(from.at[i]);
+  }
+  void add(const Finding& f) {
+    for (int i = 0; i < size; i++)
+      if (at[i].kind == f.kind && at[i].pc == f.pc) {
+        at[i].count += f.count;
+        if (at[i].workgroup == f.workgroup && at[i].wave == f.wave) at[i].lanes |= f.lanes;
+        return;
+      }
+    if (size < MAX_FINDINGS) at[size++] = f;
+  }
+};
+
+struct Wave;
+void report(Wave& wave, FindingKind kind, u64 lanes, u64 address, i64 detail);
+
+}  // namespace emulator

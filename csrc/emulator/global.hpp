@@ -1,0 +1,37 @@
+// One lane's access to global memory, checked.
+#pragma once
+#include "wave.hpp"
+
+namespace emulator {
+
+// How an access takes part in the ordering between workgroups.
+enum Ordering { PLAIN, COHERENT, ATOMIC_UPDATE };   // COHERENT: a device-scope (sc1) load or store
+
+// The host address of [address, address + bytes), or null after a finding: the lane must then be skipped.
+u8* global_access(Wave& wave, const Inst& in, int lane, u64 address, u32 bytes, u32 alignment, int access, Ordering ordering);
+
+// Publishes at `address` what the workgroup has released (a device-scope store or atomic), or learns what was published there.
+// Both are called with the launch's lock held.
+void publish(Wave& wave, u64 address);
+void learn(Wave& wave, u64 address, Clock& into);
+
+// The same value read again and again at one place: yields, and in the end reports a spin.
+void watch_spin(Wave& wave, const Inst& in, u64 address, u32 value);
+
+void require_address(Wave& wave, const Inst& in, const Operand& op);
+void count_global(Wave& wave, const Inst& in, u64 lanes, u32 bytes);
+Ordering ordering_of(const Inst& in);
+
+// Moves `bytes` of lane data between memory and registers: sub-word loads extend, d16 forms keep the other half.
+enum Part { WHOLE, ZERO_EXTEND, SIGN_EXTENDED, LOW_HALF, LOW_HALF_SIGNED, HIGH_HALF, HIGH_HALF_SIGNED };
+constexpr i64 memory_shape(int bytes, Part part, bool store) { return i64(bytes) | i64(part) << 8 | i64(store) << 16; }
+inline int shape_bytes(i64 aux) { return int(aux & 255); }
+inline Part shape_part(i64 aux) { return Part(aux >> 8 & 255); }
+inline bool shape_store(i64 aux) { return aux >> 16 & 1; }
+void load_register(Wave& wave, int index, int lane, const u8* from, i64 aux);
+void store_register(Wave& wave, int index, int lane, u8* to, i64 aux);
+
+// A memory-to-LDS load: lane data is read now and written to LDS when it is waited for.
+void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 zero_lanes);
+
+}  // namespace emulator
