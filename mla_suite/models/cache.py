@@ -12,6 +12,9 @@ from mla_suite.models.config import LATENT, ROPE
 from mla_suite.models.pages import PagePool
 
 
+NO_SLOT = 2**62
+
+
 class Step(NamedTuple):
     """Where the tokens of one forward pass go and what they may see; every tensor is on the cache's device.
 
@@ -30,10 +33,14 @@ class Step(NamedTuple):
 def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
     """int64 slots [batch, n] of the tokens at `positions` [batch, n] of each sequence.
 
-    Traceable, so a compiled decode step finds its slots without the host.
+    Traceable, so a compiled decode step finds its slots without the host. A position past the table gets a slot that
+    no cache has, which `append_kv` refuses; an index error here would end the process, since it would be thrown by one
+    of the threads that Inductor's code runs on.
     """
-    pages = block_table.gather(1, positions // page_size).long()
-    return pages * page_size + positions % page_size
+    columns = positions // page_size
+    inside = columns < block_table.shape[1]
+    pages = block_table.gather(1, torch.where(inside, columns, 0)).long()
+    return torch.where(inside, pages * page_size + positions % page_size, NO_SLOT)
 
 
 class PagedLatentCache:
