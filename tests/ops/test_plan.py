@@ -1,0 +1,259 @@
+"""plan: what its words promise, and how well it shares the work."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla_suite
+from mla_suite.ops.plan import reference
+from mla_suite.ops.plan.cost import FIXED, GRANULE, item_cost
+from mla_suite.ops.plan.layout import COUNTERS, HEADER_WORDS, OPEN, Plan, Word, layout_for, most_items, smallest_words
+
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def make(lens, *, rows=16, workers=8, max_kv_len=1 << 17, cu_seqlens_q=None, **split):
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    return mla_suite.plan(seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_kv_len=max_kv_len, **split)
+
+
+def check(plan, batch, workers, *, most):
+    """Every promise of the layout that does not depend on how the plan was made."""
+    read = Plan.read(plan)
+    header = read.header
+    assert (header[Word.BATCH], header[Word.WORKERS], header[Word.ITEM_CAPACITY]) == (batch, workers, most)
+    assert header[Word.COUNTERS_PER_SEQUENCE] == COUNTERS
+    assert header[Word.ITEMS] % 4 == 0
+    assert header[Word.ITEMS_USED] == len(read.items) == read.work_indptr[-1] <= most
+    assert header[Word.PARTIAL_ROWS] == read.split_indptr[-1] <= len(read.items) <= most_items(plan.numel(), batch)
+    assert read.counters == [0] * (batch * COUNTERS)
+    assert read.work_indptr[0] == read.split_indptr[0] == 0
+    assert read.work_indptr == sorted(read.work_indptr)
+    assert [item[0] for item in read.items] == sorted(item[0] for item in read.items)
+    for b in range(batch):
+        own = [item for item in read.items if item[0] == b]
+        rows = list(range(read.split_indptr[b], read.split_indptr[b + 1]))
+        assert own, f"sequence {b} has no item"
+        assert own[0][1] == 0
+        assert own[-1][2] == OPEN
+        for left, right in itertools.pairwise(own):
+            assert left[2] == right[1]
+            assert left[1] < left[2] or left[1] == OPEN
+        assert [item[3] for item in own] == (rows if len(own) > 1 else [-1])
+        assert len(rows) == (len(own) if len(own) > 1 else 0)
+    unused = plan[header[Word.ITEMS] :].view(-1, 4)[len(read.items) :]
+    assert torch.equal(unused, torch.tensor([-1, 0, 0, -1], dtype=torch.int32).expand_as(unused))
+    return read
+
+
+def cost_of(read, lens, rows):
+    """Cost of a plan's slowest worker and of its merge, from its items alone, by the formula."""
+    tile = min(rows, 128)
+    splits = [0] * len(lens)
+    for sequence, *_ in read.items:
+        splits[sequence] += 1
+    padded = [-(-length // GRANULE) * GRANULE for length in lens]
+    loads = []
+    for first, end in itertools.pairwise(read.work_indptr):
+        load = 0
+        for sequence, key, end_key, _ in read.items[first:end]:
+            load += min(end_key, padded[sequence]) - key + item_cost(rows) + (2 * tile if splits[sequence] > 1 else 0)
+        loads.append(load)
+    return max(loads), tile * max((n for n in splits if n > 1), default=0)
+
+
+lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=40)
+
+
+@given(lengths, st.integers(1, 64), st.sampled_from([1, 16, 48, 128, 512]))
+@few
+def test_balanced_plans_keep_every_promise(lens, workers, rows):
+    read = check(make(lens, rows=rows, workers=workers), len(lens), workers, most=len(lens) + workers)
+    crumb = -(-item_cost(rows) // GRANULE) * GRANULE
+    for b, cuts in enumerate(read.cuts()):
+        if len(cuts) > 1:
+            sizes = [min(end, -(-lens[b] // GRANULE) * GRANULE) - first for first, end in cuts]
+            assert all(first % GRANULE == 0 for first, _ in cuts)
+            assert min(sizes[0], sizes[-1]) >= crumb  # no crumbs at the ends of a sequence
+            assert min(sizes) >= GRANULE
+
+
+@given(lengths, st.integers(1, 64), st.sampled_from([16, 128]))
+@few
+def test_balanced_plans_are_never_worse_than_simple_ones(lens, workers, rows):
+    """Not than one sequence after another to the next worker, and within an item of the bound no plan can beat."""
+    slowest, merge = cost_of(Plan.read(make(lens, rows=rows, workers=workers)), lens, rows)
+    alone = [-(-length // GRANULE) * GRANULE + item_cost(rows) for length in lens]
+    per_worker = -(-len(lens) // workers)
+    grouped = max(sum(alone[i : i + per_worker]) for i in range(0, len(lens), per_worker))
+    assert slowest <= -(-sum(alone) // workers) + max(alone) + GRANULE
+    if len(lens) <= workers:
+        assert slowest + merge <= max(alone)
+    elif len(set(lens)) == 1:
+        assert slowest + merge <= grouped
+
+
+@given(lengths, st.integers(1, 64), st.integers(1, 9))
+@few
+def test_forced_plans(lens, workers, num_splits):
+    plan = make(lens, workers=workers, num_splits=num_splits)
+    read = check(plan, len(lens), workers, most=len(lens) * num_splits)
+    assert read.header[Word.NUM_SPLITS] == num_splits
+    for length, cuts in zip(lens, read.cuts(), strict=True):
+        assert len(cuts) == num_splits
+        sizes = [max(min(end, length) - first, 0) for first, end in cuts]
+        assert sum(sizes) == length
+        assert sizes == sorted(sizes, reverse=True)
+        assert max(sizes) <= -(-length // num_splits) + GRANULE
+
+
+@given(lengths, st.integers(1, 64), st.sampled_from([64, 100, 1024]))
+@few
+def test_batch_invariant_plans(lens, workers, split_size):
+    read = check(
+        make(lens, workers=workers, max_kv_len=20000, split_size=split_size),
+        len(lens),
+        workers,
+        most=len(lens) * -(-20000 // split_size),
+    )
+    assert read.header[Word.SPLIT_SIZE] == split_size
+    for cuts in read.cuts():
+        assert [first for first, _ in cuts] == [s * split_size for s in range(-(-20000 // split_size))]
+
+
+def test_work_is_shared_when_splits_are_forced():
+    lens = [8192, 64, 64, 8192]
+    read = Plan.read(make(lens, workers=4, max_kv_len=8192, split_size=1024))
+    loads = [
+        sum(max(min(end, lens[b]) - first, 0) for b, first, end, _ in read.items[at:to])
+        for at, to in itertools.pairwise(read.work_indptr)
+    ]
+    assert sum(loads) == sum(lens)
+    assert max(loads) <= sum(lens) / 4 + 1024
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "rows", "workers", "splits"),
+    [
+        (128, 6144, 128, 66, 1),  # two whole sequences a worker; splitting would win 1 of 202 and add a merge
+        (128, 8192, 128, 66, 1),
+        (32, 256, 128, 132, 1),
+        (32, 512, 128, 132, 1),  # halves would cost two prologues and a merge
+        (128, 4096, 16, 132, 1),
+        (1, 64, 16, 132, 1),
+        (1, 1, 128, 304, 1),
+    ],
+)
+def test_nothing_is_split_without_gain(batch, length, rows, workers, splits):
+    read = check(make([length] * batch, rows=rows, workers=workers), batch, workers, most=batch + workers)
+    assert {len(cuts) for cuts in read.cuts()} == {splits}
+    assert read.header[Word.PARTIAL_ROWS] == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "rows", "workers", "low", "high"),
+    [
+        (1, 4096, 16, 132, 8, 24),
+        (1, 131072, 16, 132, 32, 132),
+        (8, 8192, 128, 132, 4, 16),
+        (32, 3200, 128, 132, 2, 4),
+    ],
+)
+def test_long_sequences_are_split_in_near_equal_pieces(batch, length, rows, workers, low, high):
+    read = Plan.read(make([length] * batch, rows=rows, workers=workers))
+    for cuts in read.cuts():
+        sizes = [min(end, length) - first for first, end in cuts]
+        assert low <= len(cuts) <= high
+        assert max(sizes) - min(sizes) <= 2 * GRANULE
+
+
+def test_ragged_batch_is_within_a_few_percent_of_the_bound():
+    lens = torch.randint(1, 8192, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    for rows, slack in ((16, 1.12), (128, 1.25)):
+        slowest, _ = cost_of(Plan.read(make(lens, rows=rows, workers=132)), lens, rows)
+        assert slowest <= slack * (sum(lens) + len(lens) * item_cost(rows)) / 132
+
+
+def test_sequences_without_query_tokens_cost_nothing():
+    cu_seqlens_q = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    read = Plan.read(make([4096, 100000, 4096], workers=2, cu_seqlens_q=cu_seqlens_q))
+    assert [len(cuts) for cuts in read.cuts()] == [1, 1, 1]
+    assert read.work_indptr[1] in (1, 2)
+
+
+def test_same_bits_every_time_and_rows_are_only_a_cost():
+    lens = list(range(0, 9000, 317))
+    assert torch.equal(make(lens, rows=32), make(lens, rows=32))
+    assert make(lens, rows=32).shape == make(lens, rows=4096).shape
+
+
+def test_no_sequences():
+    for split in ({}, {"num_splits": 3}, {"split_size": 64}):
+        check(make([], **split), 0, 8, most=8 if not split else 0)
+
+
+def test_sizes_follow_from_arguments():
+    assert make([5, 6], workers=3).shape == (layout_for(2, 3, max_kv_len=0, num_splits=0, split_size=0).words,)
+    words = (HEADER_WORDS + 3 + 4 + 2 * COUNTERS + 3) // 4 * 4 + 4 * 5
+    assert make([5, 6], workers=3).numel() == words
+    for workers in (1, 2, 7, 132):
+        assert make([5, 6], workers=workers).numel() >= smallest_words(2)
+        assert most_items(make([5, 6], workers=workers).numel(), 2) >= 2 + workers
+    assert FIXED % GRANULE == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"seq_lens": torch.zeros(2)}, "plan: seq_lens is float32; it takes int32"),
+        ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, r"seq_lens has shape \(2, 1\); it takes 1 dimensions"),
+        (
+            {"seq_lens": torch.tensor([3, -1], dtype=torch.int32)},
+            r"seq_lens\[1\] is -1; it takes 0..100 \(max_kv_len\)",
+        ),
+        ({"seq_lens": torch.tensor([3, 101], dtype=torch.int32)}, r"seq_lens\[1\] is 101; it takes 0..100"),
+        (
+            {"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)},
+            r"cu_seqlens_q has shape \(2,\); it takes \[batch \+ 1\]",
+        ),
+        ({"cu_seqlens_q": torch.tensor([0, 2, 1], dtype=torch.int32)}, "it must rise from 0"),
+        ({"rows": 0}, "rows is 0; it is q_len x heads"),
+        ({"workers": 0}, "workers is 0; it takes 1..1024"),
+        ({"workers": 1025}, "workers is 1025"),
+        ({"max_kv_len": -1}, "max_kv_len is -1"),
+        ({"num_splits": -1}, "num_splits is -1"),
+        ({"split_size": -64}, "split_size is -64"),
+        ({"num_splits": 2, "split_size": 64}, "num_splits is 2 with split_size=64; pass one of the two"),
+        ({"max_kv_len": 0, "split_size": 64}, "max_kv_len is 0 with split_size=64"),
+        ({"num_splits": 5_000_000}, r"would have 10000000 items in 160000\d\d\d bytes; at most 67108864 bytes"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(change, words):
+    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "rows": 1, "workers": 2, "max_kv_len": 100}
+    with pytest.raises((ValueError, TypeError), match=words):
+        mla_suite.plan(**(arguments | change))
+
+
+@pytest.mark.parametrize("damage", ["magic", "version", "short", "empty"])
+def test_a_tensor_that_is_no_plan_is_refused(damage):
+    plan = make([5])
+    damaged = {"short": plan[:-4], "empty": plan[:0]}.get(damage, plan.clone())
+    if damage in ("magic", "version"):
+        damaged[{"magic": 0, "version": 1}[damage]] += 1
+    with pytest.raises(ValueError, match=r"plan (does not begin with|has \d+ words)"):
+        Plan.read(damaged)
+
+
+def test_no_host_read_while_planning():
+    """The definition is tensor code: meta tensors, which have no data, pass through it."""
+    lens = torch.zeros(5, dtype=torch.int32, device="meta")
+    for split in ({}, {"num_splits": 2}, {"split_size": 64}):
+        arguments = {"rows": 16, "workers": 4, "max_kv_len": 128, "num_splits": 0, "split_size": 0} | split
+        sizes = {key: arguments[key] for key in ("max_kv_len", "num_splits", "split_size")}
+        into = torch.empty(layout_for(5, 4, **sizes).words, dtype=torch.int32, device="meta")
+        reference.run(None, (into,), lens, **arguments)
