@@ -100,7 +100,7 @@ class CudaDriver:
         if self._current() != ordinal:
             with self._torch.guard(ordinal):
                 return self.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
-        if len(params) != kernel.params_size or block > kernel.max_threads or dynamic_lds > kernel.max_dynamic_lds:
+        if len(params) != kernel.params_size or block != kernel.threads or dynamic_lds > kernel.max_dynamic_lds:
             kernel.check(block, dynamic_lds, params)
         attributes = ctypes.addressof(self._overlap) if overlap else 0
         config = self._config(*grid, block, 1, 1, dynamic_lds, self._stream(ordinal), attributes, overlap)

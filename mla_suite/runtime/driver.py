@@ -38,21 +38,21 @@ Buffers = Callable[[], Iterable[Buffer]]
 class Kernel:
     """A loaded kernel of one device. `handle` is the driver's own; the limits are in threads and bytes."""
 
-    __slots__ = ("entry", "handle", "max_dynamic_lds", "max_threads", "params_size")
+    __slots__ = ("entry", "handle", "max_dynamic_lds", "params_size", "threads")
 
     def __init__(self, entry: KernelEntry, handle: Any, arch: Arch) -> None:
         self.entry = entry
         self.handle = handle
         self.params_size = entry.params_size
-        self.max_threads = entry.threads or arch.max_threads
+        self.threads = entry.threads  # MLA_KERNEL states the exact size, and the compiler builds on it
         self.max_dynamic_lds = arch.lds_bytes - entry.lds
 
     def check(self, block: int, dynamic_lds: int, params: bytes) -> None:
         """LaunchError when the launch does not fit the kernel. Called where one of the three comparisons failed."""
         if len(params) != self.params_size:
             raise LaunchError(f"{len(params)} bytes of parameters, the kernel takes {self.params_size}")
-        if block > self.max_threads:
-            raise LaunchError(f"{block} threads per workgroup, the kernel was compiled for {self.max_threads}")
+        if block != self.threads:
+            raise LaunchError(f"{block} threads per workgroup, the kernel was compiled for {self.threads}")
         if dynamic_lds > self.max_dynamic_lds:
             raise LaunchError(
                 f"{dynamic_lds} bytes of dynamic LDS, {self.entry.arch} leaves {self.max_dynamic_lds} beside the static"

@@ -120,7 +120,7 @@ class HipDriver:
         if self._current() != ordinal:
             with self._torch.guard(ordinal):
                 return self.launch(kernel, grid, block, dynamic_lds, params, buffers)
-        if len(params) != kernel.params_size or block > kernel.max_threads or dynamic_lds > kernel.max_dynamic_lds:
+        if len(params) != kernel.params_size or block != kernel.threads or dynamic_lds > kernel.max_dynamic_lds:
             kernel.check(block, dynamic_lds, params)
         # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
         # which is what kernelParams wants. Both live for the call only, so threads share nothing.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 from mla_suite.core import arch as arch_records
 from mla_suite.core.arch import CSRC
-from mla_suite.toolchain import budget, compilers, locations, manifest, ninja_plan, params, report
+from mla_suite.toolchain import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
 from mla_suite.toolchain.errors import BuildError
 from mla_suite.toolchain.instances import Instance, instances
 from mla_suite.toolchain.manifest import KernelEntry, Library, Manifest
@@ -69,10 +69,22 @@ def build(
                 print(said, file=sys.stderr)
         made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
         libraries = {}
-        if emulator and (csrc / "emulator").is_dir() and find_spec("mla_suite.toolchain.emulator_library"):
-            emulator_library = import_module("mla_suite.toolchain.emulator_library")
-            libraries["emulator"] = emulator_library.build_library(work / "emulator")
+        if emulator and (csrc / "emulator").is_dir():
+            omitted = _without_emulator()
+            if omitted:
+                print(f"the emulator is left out: {omitted}; everything else works without it", file=sys.stderr)
+            else:
+                libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
         return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+
+
+def _without_emulator() -> str | None:
+    """Why this machine cannot compile the emulator's library, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it runs on x86-64, this machine is {platform.machine()}"
+    if find_spec("ziglang") is None:
+        return "its compiler, the ziglang wheel, is not installed"
+    return None
 
 
 def _entry(
@@ -98,6 +110,8 @@ def _entry(
     broken = budget.broken(item, cost)
     if cost.params != mirror.size:
         broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
+    if cost.threads == 0:
+        broken.append(f"{item.arch.name} {item.id}: has no launch bound; declare the entry with MLA_KERNEL")
     sources = ninja_plan.dependencies(stem.with_name(item.id + ".d"), csrc)
     compiler = amd if is_amd else nvidia
     assert compiler is not None

@@ -153,10 +153,10 @@ def read_assembly(text: str, symbol: str) -> Resources:
         raise BuildError(f"{symbol} takes {len(by_value)} parameters by value; a kernel takes exactly one struct")
     return Resources(
         threads=metadata("max_flat_workgroup_size"),
-        registers=stated("TotalNumVgprs"),
+        registers=metadata("vgpr_count"),
         vgprs=stated("NumVgprs"),
-        agprs=stated("NumAgprs"),
-        sgprs=stated("TotalNumSgprs"),
+        agprs=metadata("agpr_count"),
+        sgprs=metadata("sgpr_count"),
         lds=metadata("group_segment_fixed_size"),
         scratch=metadata("private_segment_fixed_size"),
         spills=metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),

@@ -175,6 +175,7 @@ def test_two_threads(rig):
     [
         ({"params": b"short"}, "5 bytes of parameters, the kernel takes 40"),
         ({"block": 128}, "128 threads per workgroup, the kernel was compiled for 64"),
+        ({"block": 32}, "32 threads per workgroup, the kernel was compiled for 64"),
         ({"dynamic_lds": 1 << 20}, "1048576 bytes of dynamic LDS, .* leaves"),
     ],
 )

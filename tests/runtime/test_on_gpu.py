@@ -39,7 +39,8 @@ def scale(objects, monkeypatch):
     def run(x, factor, out, **changes):
         packed = pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=factor, count=x.numel(), stride=64 * 40)
         arguments = {"grid": (40, 1, 1), "block": 64, "dynamic_lds": 0, **changes}
-        runtime.launch("scale", NAME, x, *arguments.values(), packed)
+        shape = [arguments.pop(name) for name in ("grid", "block", "dynamic_lds")]
+        runtime.launch("scale", NAME, x, *shape, packed, **arguments)
         return out
 
     return run
@@ -75,6 +76,14 @@ def test_the_current_stream(scale):
         scale(x, 1.0, out, grid=(1320, 1, 1))
     side.synchronize()
     assert torch.equal(out[: 64 * 40], expected(source[: 64 * 40], 1.0))
+
+
+def test_overlap_with_the_kernel_before(scale):
+    x = torch.randn(6400, device="cuda")
+    out = torch.empty_like(x)
+    for _ in range(3):  # nothing it reads is written by the kernels before it
+        scale(x, 2.0, out, buffers=None, overlap=True)
+    assert torch.equal(out, expected(x, 2.0))
 
 
 def test_a_first_call_inside_a_capture(scale):

@@ -1,6 +1,6 @@
+import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sample_tree import IDS, edit, make
 
-from mla_suite.toolchain import BuildError, build, compilers, locations, manifest
+from mla_suite.toolchain import BuildError, ObjectError, build, builder, compilers, locations, manifest
 
 ARCHS = ["gfx942", "gfx950"]
 
@@ -265,4 +265,25 @@ def test_cubins(csrc, tmp_path):
     edit(csrc / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
     with pytest.raises(BuildError, match=r'(?s)^.*scale\.cu\(5\): error: class "mla::ScaleParams" has no member'):
         build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
-    shutil.rmtree(tmp_path / "others")
+    edit(csrc / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
+    edit(csrc / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
+    with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with MLA_KERN"):
+        build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_the_emulators_library(csrc, tmp_path, monkeypatch, capsys):
+    (csrc / "emulator").mkdir()
+    (csrc / "emulator" / "probe.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int probe() { return 7; }\n'
+    )
+    made = build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+    assert ctypes.CDLL(str(made.library("emulator"))).probe() == 7
+    assert manifest.read(made.root, csrc).files().count("emulator/emulator.so") == 1
+    (made.root / "emulator" / "emulator.so").write_bytes(b"\x7fELF of somebody else")
+    with pytest.raises(ObjectError, match="altered or half replaced"):
+        made.library("emulator")
+    monkeypatch.setattr(builder.platform, "machine", lambda: "aarch64")
+    made = build(csrc=csrc, out=tmp_path / "others", kernels=["scale"])
+    assert "the emulator is left out: it runs on x86-64, this machine is aarch64" in capsys.readouterr().err
+    assert made.libraries == {}
+    assert made.find("gfx942", IDS[0]).read_object()
