@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cdna/attention_tile.hpp"
+#include "cdna/kernel_params.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/query.hpp"
 #include "mla/epilogue.hpp"
@@ -28,15 +29,16 @@ class KeySplitDecode {
   static constexpr int threads = waves * WAVE;
   static constexpr int lds_bytes = waves * LatentTile::bytes;
 
-  MLA_DEVICE static void run(const mla::DecodeParams& p, LdsBytes lds) {
+  MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
-    for (mla::WorkList work(p, mla::block_id_x()); work.more();) {
-      const mla::WorkItem item = work.take();
+    for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+      const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
+      const mla::WorkItem item = work.take(p);
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
       if (first_row >= rows.rows) continue;
       KeySplitDecode decode(p, item, rows, first_row, lds);
-      decode.attend();
-      decode.merge_and_store();
+      decode.attend(p);
+      decode.merge_and_store(reread_params<mla::DecodeParams>());
     }
   }
 
@@ -47,18 +49,18 @@ class KeySplitDecode {
 
   MLA_DEVICE KeySplitDecode(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                             LdsBytes lds)
-      : p_(p), item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
+      : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
         latent_(lds + wave_ * LatentTile::bytes), key_places_(lane_), column_places_(lane_),
         scale_(p.softmax_scale * mla::LOG2_E), softmax_(mla::RowSoftmax::empty()) {}
 
-  MLA_DEVICE void attend() {
+  MLA_DEVICE void attend(const mla::DecodeParams& p) {
     output_.clear();
     const int tiles = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
     if (wave_ >= tiles) return;
-    const mla::KvSource source(p_, Problem::Format::bytes, item_.sequence);
-    query_ = QueryTile<Problem>::load(p_, rows_, first_row_, lane_);
-    visible_ = visible_keys(p_, rows_, first_row_, lane_);
-    visible_to_all_ = rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_));
+    const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
+    query_ = QueryTile<Problem>::load(p, rows_, first_row_, lane_);
+    visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
+    visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_)));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t key = key_at(first);
@@ -104,10 +106,11 @@ class KeySplitDecode {
 
   // Softmax of the tile that begins at key `first`, and its values added to the output.
   MLA_DEVICE void accumulate(f32x4 t, int first) {
-    const int end = item_.end_key < visible_to_all_ ? item_.end_key : visible_to_all_;
-    if (first + tile_keys > end) t = Softmax::mask(t, first, item_.end_key < visible_ ? item_.end_key : visible_, lane_);
+    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) t = Softmax::mask(t, first, visible_, lane_);
     const float largest = Softmax::largest(t) * scale_;
-    if (any_lane(softmax_.exceeded_by(largest))) output_.scale(Softmax::raise_reference(softmax_, largest, lane_));
+    if (__builtin_expect(any_lane(softmax_.exceeded_by(largest)), false)) {
+      output_.scale(Softmax::raise_reference(softmax_, largest, lane_));
+    }
     add_values(Softmax::weights(t, scale_, softmax_));
   }
 
@@ -132,7 +135,7 @@ class KeySplitDecode {
 
   // The four waves' rows become one: statistics first, then the outputs in two halves of 256 columns, each wave adding
   // up a quarter of a half.
-  MLA_DEVICE void merge_and_store() {
+  MLA_DEVICE void merge_and_store(const mla::DecodeParams& p) {
     constexpr int sums = waves * 16 * 4;
     const int mine = (wave_ * 16 + lane_.column) * 4;
     const float sum = sum_over_groups(softmax_.sum, lane_);
@@ -155,7 +158,7 @@ class KeySplitDecode {
       weight[w] = Policy::exp2(weight[w] - max);
       total += weight[w] * lds_read_float(lds_ + sums + (w * 16 + lane_.column) * 4);
     }
-    const mla::RowSink<Policy, Element> sink(p_, item_, rows_, first_row_ + lane_.column);
+    const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_ + lane_.column);
     const mla::RowResult<Policy> result = sink.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
@@ -191,9 +194,10 @@ class KeySplitDecode {
     mla::block_sync();
   }
 
+  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+
   static constexpr int step = waves * tile_keys;
 
-  const mla::DecodeParams& p_;
   const mla::WorkItem item_;
   const mla::SequenceRows rows_;
   const int first_row_;

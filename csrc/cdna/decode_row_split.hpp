@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cdna/attention_tile.hpp"
+#include "cdna/kernel_params.hpp"
 #include "cdna/query.hpp"
 #include "cdna/row_stage.hpp"
 #include "mla/epilogue.hpp"
@@ -19,20 +20,20 @@ class RowSplitDecode {
   static constexpr int threads = waves * WAVE;
   static constexpr int lds_bytes = Stages::bytes;
 
-  MLA_DEVICE static void run(const mla::DecodeParams& p, LdsBytes lds) {
+  MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
     constexpr int most = (Problem::row_tiles + waves - 1) / waves;
     constexpr int full_waves = Problem::row_tiles - (most - 1) * waves;   // waves with `most` tiles; the others have one less
     if (full_waves == waves || wave < full_waves) {
-      run_wave<most>(p, lds, wave);
+      run_wave<most>(lds, wave);
     } else {
-      run_wave<most - 1>(p, lds, wave);
+      run_wave<most - 1>(lds, wave);
     }
   }
 
  private:
   template <int tiles>
-  MLA_DEVICE static void run_wave(const mla::DecodeParams& p, LdsBytes lds, int wave);
+  MLA_DEVICE static void run_wave(LdsBytes lds, int wave);
 };
 
 // One wave's part: `tiles` 16-row tiles against every key of an item. A wave without rows still copies its keys.
@@ -48,7 +49,7 @@ class RowSplitWave {
  public:
   MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                           LdsBytes lds, int wave)
-      : p_(p), item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), places_(lane_),
+      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), places_(lane_),
         scale_(p.softmax_scale * mla::LOG2_E) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
@@ -58,18 +59,18 @@ class RowSplitWave {
     }
   }
 
-  MLA_DEVICE void attend() {
+  MLA_DEVICE void attend(const mla::DecodeParams& p) {
     const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
     if (count <= 0) return;
-    const mla::KvSource source(p_, Problem::Format::bytes, item_.sequence);
+    const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     Stages stages(source, item_, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      query_[r] = QueryTile<Problem>::load(p_, rows_, first_row_[r], lane_);
-      visible_[r] = smaller(item_.end_key, visible_keys(p_, rows_, first_row_[r], lane_));
+      query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane_);
+      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
     }
     if (tiles > 0) {
-      visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p_, mla::SequenceRows::token_of(p_, first_row_[0])));
+      visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0])));
     }
     wait_loads();
 
@@ -91,10 +92,10 @@ class RowSplitWave {
     }
   }
 
-  MLA_DEVICE void store() {
+  MLA_DEVICE void store(const mla::DecodeParams& p) const {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      const mla::RowSink<Policy, Element> sink(p_, item_, rows_, first_row_[r] + lane_.column);
+      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
       if (lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
@@ -204,7 +205,6 @@ class RowSplitWave {
 
   MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
 
-  const mla::DecodeParams& p_;
   const mla::WorkItem item_;
   const mla::SequenceRows rows_;
   const Lane lane_;
@@ -222,15 +222,16 @@ class RowSplitWave {
 
 template <class Policy, class Problem>
 template <int tiles>
-MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(const mla::DecodeParams& p, LdsBytes lds, int wave) {
+MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave) {
   const int first_row = mla::block_id_y() * Problem::rows;
-  for (mla::WorkList work(p, mla::block_id_x()); work.more();) {
-    const mla::WorkItem item = work.take();
+  for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
+    const mla::WorkItem item = work.take(p);
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) continue;
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
-    part.attend();
-    part.store();
+    part.attend(p);
+    part.store(reread_params<mla::DecodeParams>());
     mla::block_sync();
   }
 }

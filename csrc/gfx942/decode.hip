@@ -17,7 +17,7 @@ struct Pipeline<Problem, false> {
 using Decode = Pipeline<Problem, Problem::row_tiles == 1>::Decode;
 }  // namespace
 
-MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams p) {
+MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];
-  Decode::run(p, (cdna::LdsBytes)lds);
+  Decode::run((cdna::LdsBytes)lds);
 }

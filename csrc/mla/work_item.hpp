@@ -25,9 +25,9 @@ struct PlanHeader {
 // does all of it. Without: every workers-th of `num_splits` cuts per sequence, equal ones or of split_size keys.
 class WorkList {
  public:
-  MLA_DEVICE WorkList(const DecodeParams& p, int workgroup) : p_(p), worker_(workgroup), next_(0), end_(0) {
+  MLA_DEVICE WorkList(const DecodeParams& p, int workgroup) : worker_(workgroup), next_(0), end_(0) {
     if (p.plan) {
-      open_worker();
+      open_worker(p);
     } else {
       next_ = workgroup;
       end_ = p.batch * p.num_splits;
@@ -36,26 +36,26 @@ class WorkList {
 
   MLA_DEVICE bool more() const { return next_ < end_; }
 
-  MLA_DEVICE WorkItem take() {
+  MLA_DEVICE WorkItem take(const DecodeParams& p) {
     const int n = next_;
     WorkItem item;
-    if (p_.plan) {
-      const int32_t* words = p_.plan + p_.plan[PlanHeader::items] + static_cast<int64_t>(n) * PlanHeader::item_words;
+    if (p.plan) {
+      const int32_t* words = p.plan + p.plan[PlanHeader::items] + static_cast<int64_t>(n) * PlanHeader::item_words;
       item = WorkItem{words[0], words[1], words[2], words[3]};
       if (++next_ == end_) {
-        worker_ += p_.workers;
-        open_worker();
+        worker_ += p.workers;
+        open_worker(p);
       }
     } else {
-      next_ += p_.workers;
-      item.sequence = static_cast<int>(static_cast<uint32_t>(n) / static_cast<uint32_t>(p_.num_splits));
-      const int split = n - item.sequence * p_.num_splits;
-      const int cut = p_.split_size > 0 ? p_.split_size : equal_cut(p_.seq_lens[item.sequence]);
+      next_ += p.workers;
+      item.sequence = static_cast<int>(static_cast<uint32_t>(n) / static_cast<uint32_t>(p.num_splits));
+      const int split = n - item.sequence * p.num_splits;
+      const int cut = p.split_size > 0 ? p.split_size : equal_cut(p, p.seq_lens[item.sequence]);
       item.first_key = split * cut;
-      item.end_key = split + 1 == p_.num_splits ? OPEN : item.first_key + cut;
-      item.partial_row = p_.num_splits > 1 ? n : -1;
+      item.end_key = split + 1 == p.num_splits ? OPEN : item.first_key + cut;
+      item.partial_row = p.num_splits > 1 ? n : -1;
     }
-    const int kv_len = p_.seq_lens[item.sequence];
+    const int kv_len = p.seq_lens[item.sequence];
     item.end_key = item.end_key < kv_len ? item.end_key : kv_len;
     return item;
   }
@@ -64,16 +64,16 @@ class WorkList {
   static constexpr int OPEN = 0x7fffffff;
   static constexpr uint32_t CUT_STEP = 16;   // a cut inside a matrix tile would be work done twice
 
-  MLA_DEVICE int equal_cut(int kv_len) const {
-    const uint32_t splits = static_cast<uint32_t>(p_.num_splits);
+  MLA_DEVICE static int equal_cut(const DecodeParams& p, int kv_len) {
+    const uint32_t splits = static_cast<uint32_t>(p.num_splits);
     const uint32_t even = (static_cast<uint32_t>(kv_len) + splits - 1) / splits;
     return static_cast<int>((even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
   }
 
   // The first worker with items from worker_ on, in steps of the launch's workgroups.
-  MLA_DEVICE void open_worker() {
-    const int32_t* bounds = p_.plan + p_.plan[PlanHeader::work_indptr];
-    for (const int workers = p_.plan[PlanHeader::workers]; worker_ < workers; worker_ += p_.workers) {
+  MLA_DEVICE void open_worker(const DecodeParams& p) {
+    const int32_t* bounds = p.plan + p.plan[PlanHeader::work_indptr];
+    for (const int workers = p.plan[PlanHeader::workers]; worker_ < workers; worker_ += p.workers) {
       next_ = bounds[worker_];
       end_ = bounds[worker_ + 1];
       if (next_ < end_) return;
@@ -81,7 +81,6 @@ class WorkList {
     next_ = end_;
   }
 
-  const DecodeParams& p_;
   int worker_, next_, end_;
 };
 
