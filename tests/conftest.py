@@ -1,0 +1,18 @@
+"""Every test starts from a seed of its own, printed when it fails; MLA_SUITE_TEST_SEED adds to it for another draw."""
+
+import os
+import zlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> Iterator[int]:
+    seed = BASE + zlib.crc32(request.node.nodeid.encode())
+    print(f"torch.manual_seed({seed}); MLA_SUITE_TEST_SEED={BASE}")
+    torch.manual_seed(seed)
+    yield seed
