@@ -70,9 +70,20 @@ class Driver(Protocol):
         ...
 
     def launch(
-        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, buffers: Buffers | None
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        block: int,
+        dynamic_lds: int,
+        params: bytes,
+        buffers: Buffers | None,
+        overlap: bool = False,
     ) -> None:
-        """Enqueues the kernel on torch's current stream of this device. Only the emulator asks for the buffers."""
+        """Enqueues the kernel on torch's current stream of this device.
+
+        Only the emulator asks for the buffers. `overlap` lets the kernel begin before the one ahead of it on the stream
+        ends, where the device can; the kernel waits itself before it reads that one's results.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from mla_suite import runtime
 from mla_suite.core import arch
 from mla_suite.runtime import launcher
 from mla_suite.runtime.driver import Buffer, DriverError, Kernel, LaunchError
-from mla_suite.toolchain import ObjectError, manifest
+from mla_suite.toolchain import ObjectError, manifest, params
 
 NAME = "scale_threads-64"
 
@@ -28,7 +28,7 @@ class RecordingDriver:
     def load(self, entry):
         return Kernel(entry, None, self.arch)
 
-    def launch(self, kernel, grid, block, dynamic_lds, params, buffers):
+    def launch(self, kernel, grid, block, dynamic_lds, params, buffers, overlap):
         if self.error:
             raise self.error
         self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, buffers))
@@ -193,3 +193,22 @@ def test_two_threads_make_one_driver(drivers, monkeypatch):
         thread.join()
     assert made == ["gfx942"]
     assert len(drivers["gfx942"].launched) == 4
+
+
+def test_machine_code_runs_end_to_end(monkeypatch, amd_objects):
+    """Manifest -> driver -> emulator: the compiled kernel's numbers, and a sanitizer finding that keeps its type."""
+    from mla_suite.runtime.emulator import SanitizerError
+
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    monkeypatch.setattr(manifest, "_found", lambda: amd_objects)
+    mirror = params.load("scale", amd_objects.find("gfx942", NAME).csrc)
+    x, out = torch.randn(64 * 5), torch.full((64 * 5,), float("nan"))
+    values = {"in": x.data_ptr(), "out": out.data_ptr(), "scale": 0.5, "count": x.numel(), "stride": 128}
+    tensors = [Buffer("in", x, "r"), Buffer("out", out, "w")]
+    with runtime.emulate("gfx942"):
+        run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)
+        assert torch.equal(out, x.view(-1, 2).flip(1).reshape(-1) * 0.5)
+        values["count"] += 1
+        with pytest.raises(SanitizerError, match="scale_threads"):
+            run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)

@@ -267,7 +267,7 @@ def test_cubins(csrc, tmp_path):
         build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
     edit(csrc / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
     edit(csrc / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
-    with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with MLA_KERN"):
+    with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with"):
         build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
 
 
