@@ -28,7 +28,8 @@ class Loader {
   // Starts the copies of the next block, if there is one, into the next stage.
   MLA_DEVICE void next() {
     if (!more_) return;
-    gather();
+    if constexpr (Policy::SOURCE == Source::tma) boxes();
+    else gather();
     ring_.next();
     first_ += Policy::KEYS;
     if (first_ >= end_) more_ = next_item();
@@ -63,6 +64,22 @@ class Loader {
         copy16(to + (begin + c) * Policy::BLOCK_BYTES + i * 2048, valid ? from[i] + c * 128 : cache, valid);
     }
     copies_arrive(barriers_.kv_full(ring_.stage));
+  }
+
+  // Pages that are multiples of KEYS, and blocks that begin at multiples of KEYS: a block is rows of one page. One thread
+  // asks; keys past the item's end come along and are made harmless by the scores warpgroup.
+  MLA_DEVICE void boxes() {
+    if (thread_ != 0) return;
+    const uint32_t stage = shared_ + ring_.stage * Policy::STAGE_BYTES;
+    const uint32_t full = barriers_.kv_full(ring_.stage);
+    const int in_table = first_ / params_.page;
+    const int row = first_ - in_table * params_.page;
+    const int number = __ldg(pages_ + in_table);
+    const int begin = side_ == 0 ? 0 : 4;
+    const int end = side_ == 0 ? 4 : Policy::COLUMN_BLOCKS;
+    barrier_expect(full, (end - begin) * Policy::BLOCK_BYTES);
+    for (int c = begin; c < end; ++c)
+      copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
   }
 
   // The next item that has keys.

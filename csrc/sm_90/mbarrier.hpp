@@ -55,8 +55,9 @@ MLA_DEVICE void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
 // Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.
 MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barrier of one warpgroup; 0 is the block's own.
+// Barrier of one warpgroup; 0 is the block's own. `group_arrive` counts without waiting.
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+MLA_DEVICE void group_arrive(int id) { asm volatile("bar.arrive %0, 128;" ::"r"(id) : "memory"); }
 
 MLA_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -82,6 +83,17 @@ MLA_DEVICE void copy16(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
+
+// A box of the tensor that `map` describes, from column, row and page, to shared memory; its bytes count on the barrier.
+MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int page, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier)
+      : "memory");
+}
+
+MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits
 // calls fence_async() before wgmma reads them.

@@ -9,33 +9,45 @@ namespace mla::sm90 {
 // 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows and not 128.
 constexpr int ROWS = 64;
 constexpr int THREADS = 384;
+// Registers per thread. A block begins with 168 each and the two values warpgroups give some to the scores; what a block
+// was not given at its start (the SM has 1024 more) it cannot take, and waits for ever.
+constexpr int SCORES_REGISTERS = 184;
+constexpr int VALUES_REGISTERS = 160;
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
-template <class T, int DEPTH_, int KEYS_>
+// How keys come: by 16-byte copies from pages of any size, or by the copy engine from pages that are multiples of a box.
+enum class Source { gather, tma };
+
+template <class T, int DEPTH_, Source SOURCE_, int KEYS_, int STAGES_, int Q_REGISTER_STEPS_>
 struct DecodePolicy {
   using Type = T;
   static constexpr int DEPTH = DEPTH_;
+  static constexpr Source SOURCE = SOURCE_;
   static constexpr int KEYS = KEYS_;                     // keys of a stage, and of one Q K^T and one P V
-  static constexpr int GRANULE = 1;                      // a plan's cuts are moved down to multiples of it
-  static constexpr int COLUMN_BLOCKS = DEPTH / 64;        // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
+  static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
+  static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
-  static constexpr int STAGES = 3;
-  static constexpr int Q_STEPS = DEPTH / 16;              // 16-deep steps of Q K^T
+  static constexpr int STAGES = STAGES_;
+  static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
-  static constexpr int Q_REGISTER_STEPS = 16;
+  static constexpr int Q_REGISTER_STEPS = Q_REGISTER_STEPS_;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
 
   static constexpr int KV_OFFSET = 0;
   static constexpr int Q_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;
-  static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;
+  // What the scores hand to the values, twice, so that a P V is queued behind the last one. From the start of a slot:
+  static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
-  static constexpr int FACTOR_OFFSET = P_OFFSET + P_BYTES;      // float[64]: rescale of the rows before this P
-  static constexpr int INVERSE_OFFSET = FACTOR_OFFSET + 256;    // float[64]: 1 / denominator, with an item's last P
-  static constexpr int FLAG_OFFSET = INVERSE_OFFSET + 256;      // int32[4]: whether a warp's rows need the rescale
-  static constexpr int BARRIER_OFFSET = FLAG_OFFSET + 16;       // uint64[STAGES] kv full, p full, p empty
-  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (STAGES + 2);
+  static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P
+  static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, with an item's last P
+  static constexpr int RESCALE = INVERSE + 256;         // int32[4]: whether a warp's rows need the rescale
+  static constexpr int ORDER = RESCALE + 16;            // int32[4]: an Order
+  static constexpr int P_SLOT_BYTES = ORDER + 96;
+  static constexpr int P_SLOTS = 2;
+  static constexpr int BARRIER_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // uint64: see Barriers
+  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (STAGES + 3 * P_SLOTS);
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
@@ -47,9 +59,15 @@ struct Barriers {
   uint32_t base;
   MLA_DEVICE explicit Barriers(uint32_t shared) : base(shared + Policy::BARRIER_OFFSET) {}
   MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
-  MLA_DEVICE uint32_t p_full() const { return base + 8 * Policy::STAGES; }
-  MLA_DEVICE uint32_t p_empty() const { return base + 8 * (Policy::STAGES + 1); }
+  MLA_DEVICE uint32_t p_full(int slot) const { return base + 8 * (Policy::STAGES + slot); }
+  MLA_DEVICE uint32_t p_empty(int slot, int side) const {
+    return base + 8 * (Policy::STAGES + Policy::P_SLOTS + 2 * slot + side);
+  }
 };
+
+// What the values warpgroups are to do with a slot: bits of the first word; the other words are the item's sequence,
+// partial row, and nothing.
+enum Order : int { MULTIPLY = 1, LAST = 2, STOP = 4 };
 
 // Position in a ring of STAGES: the stage, and the parity of the barrier phase that it is in.
 template <int STAGES>

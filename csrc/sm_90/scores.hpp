@@ -43,6 +43,8 @@ class Scores {
     WorkList work = work_list<Policy>(params_);
     Item item;
     while (work.next(item)) one_item(item);
+    item_.sequence = 0;
+    hand_over(STOP);
   }
 
  private:
@@ -83,8 +85,8 @@ class Scores {
   // Starts S = Q K^T for the ring's next stage.
   MLA_DEVICE void start(float (&s)[REGS]) {
     barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
-    fence_async();
-    const uint32_t stage = shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES;
+    if constexpr (Policy::SOURCE == Source::gather) fence_async();
+    const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
     const uint64_t q = operand(shared_ + Policy::Q_OFFSET, 128, 256, Swizzle::none);
     wgmma_fence();
@@ -141,30 +143,61 @@ class Scores {
       p[i / 2] = pack<T>(a, b);
     }
     float inverse[2] = {0.0f, 0.0f};
-    if (last) finish_rows(inverse);
+    if (last) {
+      finish_rows(inverse);
+      if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
+    }
 
-    barrier_wait(barriers_.p_empty(), p_parity_ ^ 1);
-    p_parity_ ^= 1;
+    const uint32_t slot = shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES;
+    wait_slot();
     const int matrix = lane / 8;
-    const uint32_t to = shared_ + Policy::P_OFFSET + (2 * warp + matrix % 2) * 256 + matrix / 2 * 128 + lane % 8 * 16;
+    const uint32_t to = slot + (2 * warp + matrix % 2) * 256 + matrix / 2 * 128 + lane % 8 * 16;
 #pragma unroll
     for (int k = 0; k < Policy::KEYS / 16; ++k)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + k * 2048),
                    "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
                    : "memory");
-    const int row = warp * 16 + lane / 4;
+    const uint32_t row = slot + (warp * 16 + lane / 4) * 4;
     if (lane % 4 == 0) {
-      store_float(Policy::FACTOR_OFFSET + row * 4, factor[0]);
-      store_float(Policy::FACTOR_OFFSET + row * 4 + 32, factor[1]);
+      store_shared(row + Policy::FACTOR, factor[0]);
+      store_shared(row + Policy::FACTOR + 32, factor[1]);
       if (last) {
-        store_float(Policy::INVERSE_OFFSET + row * 4, inverse[0]);
-        store_float(Policy::INVERSE_OFFSET + row * 4 + 32, inverse[1]);
+        store_shared(row + Policy::INVERSE, inverse[0]);
+        store_shared(row + Policy::INVERSE + 32, inverse[1]);
       }
-      if (lane == 0) store_float(Policy::FLAG_OFFSET + warp * 4, rescale ? 1.0f : 0.0f);
     }
+    if (lane == 0) store_shared(slot + Policy::RESCALE + warp * 4, rescale ? 1 : 0);
+    hand_over(MULTIPLY | (last ? LAST : 0));
+  }
+
+  MLA_DEVICE void wait_slot() {
+    barrier_wait(barriers_.p_empty(slots_.stage, 0), slots_.parity ^ 1);
+    barrier_wait(barriers_.p_empty(slots_.stage, 1), slots_.parity ^ 1);
+  }
+
+  // The slot is the values warpgroups' from here on.
+  MLA_DEVICE void hand_over(int order) {
+    const uint32_t slot = shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES;
+    if ((order & MULTIPLY) == 0) wait_slot();
+    if (thread_ == 0)
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, 0};" ::"r"(slot + Policy::ORDER), "r"(order),
+                   "r"(item_.sequence), "r"(item_.partial_row)
+                   : "memory");
     fence_async();
     __syncwarp();
-    if (lane == 0) barrier_arrive(barriers_.p_full());
+    if (thread_ % 32 == 0) barrier_arrive(barriers_.p_full(slots_.stage));
+    slots_.next();
+  }
+
+  // Zeros for the values of keys past the item's end in the last stage: their probabilities are 0, but what the copy
+  // engine found there may be NaN. The keys' scores were masked, so a warp still reading them does no harm.
+  MLA_DEVICE void clear_from(int used) {
+    const int stage = (ring_.stage == 0 ? Policy::STAGES : ring_.stage) - 1;
+    const uint32_t base = shared_ + Policy::KV_OFFSET + stage * Policy::STAGE_BYTES;
+    for (int i = used * 64 + thread_; i < Policy::KEYS * 64; i += 128) {
+      const uint32_t to = base + i % 64 / 8 * Policy::BLOCK_BYTES + i / 64 * 128 + i % 8 * 16;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+    }
   }
 
   // 1 / denominator of this thread's rows, and their lse to memory.
@@ -195,6 +228,7 @@ class Scores {
     if (item.keys() == 0) {
       float unused[2];
       finish_rows(unused);
+      hand_over(LAST);
       return;
     }
     load_q(item, Queries(params_, item.sequence));
@@ -230,8 +264,9 @@ class Scores {
 
   MLA_DEVICE int first_row() const { return blockIdx.x % params_.row_tiles * ROWS; }
 
-  MLA_DEVICE void store_float(int offset, float value) {
-    asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared_ + offset), "f"(value) : "memory");
+  template <class V>
+  MLA_DEVICE void store_shared(uint32_t to, V value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
   }
 
   const DecodeParams& params_;
@@ -240,7 +275,7 @@ class Scores {
   int thread_;
   float scale_;
   Ring<Policy::STAGES> ring_;
-  uint32_t p_parity_ = 0;
+  Ring<Policy::P_SLOTS> slots_;
   Item item_;
   int row_limit_[2];
   float maximum_[2];

@@ -6,8 +6,6 @@
 
 namespace mla::sm90 {
 
-constexpr int VALUES_BARRIER = 2;
-
 // A quad's four lanes hold four 8-column tiles, two columns each; afterwards lane t holds all of tile t.
 MLA_DEVICE void transpose_quad(uint32_t (&v)[4], int lane) {
   const bool odd = lane & 1;
@@ -35,73 +33,101 @@ class Values {
   MLA_DEVICE Values(const DecodeParams& params, uint32_t shared, int side, int thread)
       : params_(params), barriers_(shared), shared_(shared), side_(side), thread_(thread) {}
 
+  // Does what the scores warpgroup orders, slot by slot. One P V is left running while the next is waited for.
   MLA_DEVICE void run() {
     Loader<Policy> loader(params_, shared_, side_, thread_);
-    for (int stage = 0; stage < Policy::STAGES; ++stage) loader.next();
-    WorkList work = work_list<Policy>(params_);
-    Item item;
-    while (work.next(item)) {
-      inverse_[0] = inverse_[1] = 0.0f;
-      if (item.keys() == 0) {
+    if (brings())
+      for (int stage = 0; stage < Policy::STAGES; ++stage) loader.next();
+    for (;;) {
+      int order = next_order();
+      if (order & STOP) return;
+      if (order & MULTIPLY) {
+        multiply(false);
+        while (!(order & LAST)) {
+          const Ring<Policy::P_SLOTS> last = slots_;
+          slots_.next();
+          order = next_order();
+          multiply(true);
+          wgmma_wait<1>();
+          give_back(last, loader);
+        }
+        inverse_[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
+        inverse_[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
+        wgmma_wait<0>();
+        pin(o_);
+      } else {
+        inverse_[0] = inverse_[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 128; ++i) o_[i] = 0.0f;
       }
-      for (int first = item.first; first < item.end; first += Policy::KEYS) {
-        step(first > item.first, first + Policy::KEYS >= item.end);
-        loader.next();
-      }
-      const Queries queries(params_, item.sequence);
-      store<0>(item, queries);
-      store<1>(item, queries);
+      const int sequence = uniform(load_shared<int>(slot() + Policy::ORDER + 4));
+      const int partial_row = uniform(load_shared<int>(slot() + Policy::ORDER + 8));
+      if (order & MULTIPLY) give_back(slots_, loader);
+      else release(slots_);
+      slots_.next();
+      const Queries queries(params_, sequence);
+      store<0>(partial_row, queries);
+      store<1>(partial_row, queries);
     }
   }
 
  private:
-  MLA_DEVICE void step(bool add, bool last) {
-    const int warp = thread_ / 32;
-    const int row = warp * 16 + thread_ % 32 / 4;
+  MLA_DEVICE bool brings() const { return Policy::SOURCE == Source::gather || thread_ < 32; }
+  MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
+  MLA_DEVICE int row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+
+  MLA_DEVICE int next_order() {
+    barrier_wait(barriers_.p_full(slots_.stage), slots_.parity);
+    return uniform(load_shared<int>(slot() + Policy::ORDER));
+  }
+
+  // The slot's P V is done: the slot is free, and once every warp has said so the ring's oldest stage is filled again.
+  MLA_DEVICE void give_back(const Ring<Policy::P_SLOTS>& done, Loader<Policy>& loader) {
+    release(done);
+    if (!brings()) return;
+    barrier_wait(barriers_.p_empty(done.stage, side_), done.parity);
+    loader.next();
+  }
+
+  MLA_DEVICE void release(const Ring<Policy::P_SLOTS>& done) {
+    __syncwarp();
+    if (thread_ % 32 == 0) barrier_arrive(barriers_.p_empty(done.stage, side_));
+  }
+
+  // Starts O = (add ? O * factor : 0) + P V.
+  MLA_DEVICE void multiply(bool add) {
     barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
-    barrier_wait(barriers_.p_full(), p_parity_);
-    p_parity_ ^= 1;
-    fence_async();
-    if (add && load_float(Policy::FLAG_OFFSET + warp * 4) != 0.0f) {
-      const float factor[2] = {load_float(Policy::FACTOR_OFFSET + row * 4),
-                               load_float(Policy::FACTOR_OFFSET + row * 4 + 32)};
+    if constexpr (Policy::SOURCE == Source::gather) fence_async();
+    if (add && load_shared<int>(slot() + Policy::RESCALE + thread_ / 32 * 4)) {
+      const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
+                               load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
+      wgmma_wait<0>();
+      pin(o_);
 #pragma unroll
       for (int i = 0; i < 128; ++i) o_[i] *= factor[i / 2 % 2];
+      pin(o_);
     }
-    if (last) {
-      inverse_[0] = load_float(Policy::INVERSE_OFFSET + row * 4);
-      inverse_[1] = load_float(Policy::INVERSE_OFFSET + row * 4 + 32);
-    }
-    const uint64_t p = operand(shared_ + Policy::P_OFFSET, 128, 256, Swizzle::none);
-    const uint64_t v = operand(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES +
-                                   side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES,
+    const uint64_t p = operand(uniform(slot()), 128, 256, Swizzle::none);
+    const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES +
+                                       side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES),
                                Policy::BLOCK_BYTES, 1024, Swizzle::bytes128);
-    pin(o_);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Policy::KEYS / 16; ++k)
       values_mma<T>(o_, advance(p, k * 2048), advance(v, k * 2048), add || k > 0);
     wgmma_commit();
-    wgmma_wait<0>();
-    pin(o_);
-    if (thread_ % 32 == 0) barrier_arrive(barriers_.p_empty());
-    // Every warp has read this stage, so it may be filled again. Constant ids: a computed one reserves all 16 barriers.
-    if (side_ == 0) group_sync(VALUES_BARRIER);
-    else group_sync(VALUES_BARRIER + 1);
     ring_.next();
   }
 
-  // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on `row.valid`.
+  // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on validity.
   template <int HALF>
-  MLA_DEVICE void store(const Item& item, const Queries& queries) {
+  MLA_DEVICE void store(int partial_row, const Queries& queries) {
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    const Row row(params_, queries, first_row + thread_ / 32 * 16 + thread_ % 32 / 4 + HALF * 8);
-    if (item.partial_row < 0) {
+    const Row mine(params_, queries, first_row + row() + HALF * 8);
+    if (partial_row < 0) {
       uint16_t* out = static_cast<uint16_t*>(params_.out) +
-                      (queries.first_token + row.token) * params_.out_token_stride +
-                      row.head * params_.out_head_stride + side_ * VALUE_COLUMNS + thread_ % 4 * 8;
+                      (queries.first_token + mine.token) * params_.out_token_stride +
+                      mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS + thread_ % 4 * 8;
 #pragma unroll
       for (int group = 0; group < 8; ++group) {
         uint32_t v[4];
@@ -111,10 +137,10 @@ class Values {
           v[i] = pack<T>(o_[at] * inverse_[HALF], o_[at + 1] * inverse_[HALF]);
         }
         transpose_quad(v, thread_);
-        if (row.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
+        if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
       }
-    } else if (row.valid) {
-      float* out = params_.partial_out + (static_cast<int64_t>(item.partial_row) * params_.rows + row.index) * D_V +
+    } else if (mine.valid) {
+      float* out = params_.partial_out + (static_cast<int64_t>(partial_row) * params_.rows + mine.index) * D_V +
                    side_ * VALUE_COLUMNS + thread_ % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -124,10 +150,11 @@ class Values {
     }
   }
 
-  MLA_DEVICE float load_float(int offset) const {
-    float value;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(shared_ + offset) : "memory");
-    return value;
+  template <class V>
+  MLA_DEVICE V load_shared(uint32_t from) const {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return bit_cast<V>(value);
   }
 
   const DecodeParams& params_;
@@ -136,7 +163,7 @@ class Values {
   int side_;
   int thread_;
   Ring<Policy::STAGES> ring_;
-  uint32_t p_parity_ = 0;
+  Ring<Policy::P_SLOTS> slots_;
   float inverse_[2];
   float o_[128];
 };

@@ -28,7 +28,9 @@ MLA_DEVICE uint64_t operand(uint32_t address, uint32_t leading, uint32_t stride,
 }
 
 // The same operand `bytes` further on; the address field never carries out of its 14 bits within 227 KiB.
-MLA_DEVICE uint64_t advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
+MLA_DEVICE uint64_t advance(uint64_t operand, uint32_t bytes) {
+  return (operand & 0xFFFFFFFF00000000ull) | (static_cast<uint32_t>(operand) + (bytes >> 4));
+}
 
 // Registers that the next wgmma reads or writes are settled.
 MLA_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

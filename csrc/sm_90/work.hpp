@@ -14,15 +14,19 @@ struct Item {
   MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
 };
 
+// What every lane of a warp has loaded alike, said to the compiler: it keeps such values, and all that follows from
+// them, in uniform registers. Without it every wgmma of the loop waits for two moves of its descriptor.
+MLA_DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
 // The query tokens of a sequence: where they begin among all tokens, and how many there are.
 struct Queries {
   int64_t first_token;
   int count;
   MLA_DEVICE Queries(const DecodeParams& params, int sequence) {
     if (params.cu_seqlens_q != nullptr) {
-      const int begin = __ldg(params.cu_seqlens_q + sequence);
+      const int begin = uniform(__ldg(params.cu_seqlens_q + sequence));
       first_token = begin;
-      count = __ldg(params.cu_seqlens_q + sequence + 1) - begin;
+      count = uniform(__ldg(params.cu_seqlens_q + sequence + 1)) - begin;
     } else {
       first_token = static_cast<int64_t>(sequence) * params.q_len;
       count = params.q_len;
@@ -39,7 +43,7 @@ class WorkList {
   MLA_DEVICE WorkList(const DecodeParams& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
-      plan_workers_ = __ldg(params.plan + 2);
+      plan_workers_ = uniform(__ldg(params.plan + 2));
       load_worker();
     } else {
       cursor_ = worker;
@@ -62,12 +66,12 @@ class WorkList {
         if (worker_ >= plan_workers_) return false;
         load_worker();
       }
-      const int32_t* words = params_.plan + __ldg(params_.plan + 7) + 4 * cursor_++;
-      item.sequence = __ldg(words);
-      item.first = __ldg(words + 1) / granule_ * granule_;
-      const int end = __ldg(words + 2);
-      item.partial_row = __ldg(words + 3);
-      item.length = __ldg(params_.seq_lens + item.sequence);
+      const int32_t* words = params_.plan + uniform(__ldg(params_.plan + 7)) + 4 * cursor_++;
+      item.sequence = uniform(__ldg(words));
+      item.first = uniform(__ldg(words + 1)) / granule_ * granule_;
+      const int end = uniform(__ldg(words + 2));
+      item.partial_row = uniform(__ldg(words + 3));
+      item.length = uniform(__ldg(params_.seq_lens + item.sequence));
       const int cut = end == 0x7FFFFFFF ? end : end / granule_ * granule_;
       item.end = cut < item.length ? cut : item.length;
       return true;
@@ -76,7 +80,7 @@ class WorkList {
     const int splits = params_.num_splits;
     item.sequence = cursor_ / splits;
     const int cut = cursor_ - item.sequence * splits;
-    item.length = __ldg(params_.seq_lens + item.sequence);
+    item.length = uniform(__ldg(params_.seq_lens + item.sequence));
     int size = params_.split_size;
     if (size == 0) {
       const int blocks = (item.length + block_ - 1) / block_;
@@ -93,8 +97,8 @@ class WorkList {
 
   MLA_DEVICE void load_worker() {
     const int32_t* bounds = params_.plan + __ldg(params_.plan + 5) + worker_;
-    cursor_ = worker_ < plan_workers_ ? __ldg(bounds) : 0;
-    limit_ = worker_ < plan_workers_ ? __ldg(bounds + 1) : 0;
+    cursor_ = worker_ < plan_workers_ ? uniform(__ldg(bounds)) : 0;
+    limit_ = worker_ < plan_workers_ ? uniform(__ldg(bounds + 1)) : 0;
   }
 
   const DecodeParams& params_;
