@@ -32,12 +32,22 @@ def tree_hash(csrc: Path = CSRC) -> str:
     return digest.hexdigest()
 
 
-def cache_objects(csrc: Path = CSRC) -> Path:
-    """`$XDG_CACHE_HOME/mla_suite/<hash of the sources>`: where objects go when the package cannot be written."""
+def cache_root() -> Path | None:
+    """`$XDG_CACHE_HOME/mla_suite`, or None for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG base directory specification has relative values ignored.
-    base = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    return base / "mla_suite" / tree_hash(csrc)
+    # The XDG base directory specification has relative values ignored; expanduser leaves an unknown home as "~".
+    base = named if os.path.isabs(named) else os.path.expanduser("~/.cache")
+    return Path(base) / "mla_suite" if os.path.isabs(base) else None
+
+
+def cached_objects(csrc: Path = CSRC) -> Path | None:
+    """This user's own build of these very sources, `<cache root>/<hash of the sources>`, or None if there is none."""
+    root = cache_root()
+    # os.path.exists is False, not an error, for a home that this user may not enter.
+    if root is None or not os.path.exists(root):
+        return None
+    folder = root / tree_hash(csrc)
+    return folder if os.path.exists(folder / MANIFEST) else None
 
 
 def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path:
@@ -51,10 +61,18 @@ def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path
     # access() is true for root on a read-only mount only up to the mount itself, which it does report.
     if os.access(nearest, os.W_OK):
         return package
-    folder = cache_objects(csrc)
-    folder.parent.parent.mkdir(parents=True, exist_ok=True)
-    for part in (folder.parent, folder):
-        part.mkdir(mode=0o700, exist_ok=True)
+    root = cache_root()
+    if root is None:
+        raise BuildError(
+            f"{package} cannot be written and this user has no home; set XDG_CACHE_HOME to a private folder"
+        )
+    folder = root / tree_hash(csrc)
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True)
+        for part in (root, folder):
+            part.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise BuildError(f"neither {package} nor the cache can be written ({error}); set XDG_CACHE_HOME") from error
     problem = writable_by_others(folder, parents=True)
     if problem:
         raise BuildError(f"the cache {problem}; make it private (chmod go-w) or set XDG_CACHE_HOME to a private folder")

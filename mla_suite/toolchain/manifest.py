@@ -190,8 +190,8 @@ def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path
 
     A sentence instead when neither was built. ObjectError when the cache may be written by others.
     """
-    cache = locations.cache_objects(csrc)
-    if (cache / MANIFEST).exists():
+    cache = locations.cached_objects(csrc)
+    if cache is not None:
         problem = locations.writable_by_others(cache, parents=True)
         if problem:
             raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")

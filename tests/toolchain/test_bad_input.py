@@ -147,8 +147,7 @@ def read_only_package(tmp_path, monkeypatch):
 
 def test_a_read_only_install_builds_into_a_private_cache(read_only_package, csrc):
     out = locations.writable_objects(csrc, read_only_package)
-    assert out == locations.cache_objects(csrc)
-    assert out.name == locations.tree_hash(csrc)
+    assert out == locations.cache_root() / locations.tree_hash(csrc)
     assert [part.stat().st_mode & 0o777 for part in (out, out.parent)] == [0o700, 0o700]
     assert isinstance(manifest.locate(csrc, read_only_package), str)
     build(["gfx942"], csrc=csrc, out=out)
@@ -171,10 +170,25 @@ def test_a_cache_that_others_may_write(read_only_package, csrc, tmp_path, which)
         locations.writable_objects(csrc, read_only_package)
 
 
-def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path, csrc):
+def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert locations.cache_objects(csrc).is_relative_to(tmp_path / ".cache" / "mla_suite")
+    assert locations.cache_root() == tmp_path / ".cache" / "mla_suite"
+
+
+def test_a_user_without_a_home(read_only_package, csrc, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(locations.os.path, "expanduser", lambda path: path)
+    assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
+    with pytest.raises(BuildError, match="this user has no home; set XDG_CACHE_HOME"):
+        locations.writable_objects(csrc, read_only_package)
+
+
+def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
+    with pytest.raises(BuildError, match=r"neither .* nor the cache can be written .*; set XDG_CACHE_HOME"):
+        locations.writable_objects(csrc, read_only_package)
 
 
 def test_a_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
