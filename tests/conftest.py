@@ -2,7 +2,6 @@
 
 import os
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
 
 
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> Iterator[int]:
+def seeded(request: pytest.FixtureRequest) -> int:
     seed = BASE + zlib.crc32(request.node.nodeid.encode())
     print(f"torch.manual_seed({seed}); MLA_SUITE_TEST_SEED={BASE}")
     torch.manual_seed(seed)
-    yield seed
+    return seed

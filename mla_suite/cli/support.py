@@ -29,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 def table() -> str:
     """The support table, derived from the operators' backends and the kernels that each arch declares."""
-    from mla_suite.core import library
-    from mla_suite.core import arch
+    from mla_suite.core import arch, library
     from mla_suite.toolchain.instances import instances
 
     columns = arch.names()

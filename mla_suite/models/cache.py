@@ -11,7 +11,6 @@ from mla_suite.core import layouts
 from mla_suite.models.config import LATENT, ROPE
 from mla_suite.models.pages import PagePool
 
-
 NO_SLOT = 2**62
 
 

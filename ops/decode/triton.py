@@ -29,7 +29,7 @@ WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
 
 
 class Tile(NamedTuple):
-    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers a lane."""
+    """How much one program holds; its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
 
     rows: int
     keys: int
