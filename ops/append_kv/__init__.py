@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, library
+from mla_suite.core import checks, dispatch, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
@@ -170,7 +170,7 @@ APPEND_KV = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(reference.BACKEND,),
+        backends=(dispatch.portable("mla_suite.ops.append_kv.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )
