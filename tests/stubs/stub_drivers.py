@@ -29,6 +29,8 @@ def triton_backends() -> Path:
 def compile_all(folder: Path) -> Path:
     """libcuda.so.1 and libamdhip64.so in `folder`, and the same again in `folder/decoy`."""
     backends = triton_backends()
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("the ziglang wheel, which compiles the stub libraries, is not installed")
     (folder / "decoy").mkdir()
     for source, name, include in (
         ("libcuda.c", "libcuda.so.1", "nvidia/include"),

@@ -20,9 +20,15 @@ def amd_compiler() -> compilers.AmdCompiler:
 
 
 @pytest.fixture
-def csrc(tmp_path: Path) -> Path:
+def sources(tmp_path: Path) -> Path:
     """A source tree that the test may break."""
     return sample_tree.make(tmp_path / "csrc")
+
+
+@pytest.fixture
+def csrc(sources: Path, amd_compiler: compilers.AmdCompiler) -> Path:
+    """The same, where AMD kernels can be built."""
+    return sources
 
 
 @pytest.fixture(scope="session")

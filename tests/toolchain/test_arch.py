@@ -57,16 +57,16 @@ def test_occupancy():
     assert arch.get("sm_90").waves_per_simd(255, 0, 128) == 2
 
 
-def test_unknown_and_damaged_records(csrc):
+def test_unknown_and_damaged_records(sources):
     with pytest.raises(ValueError, match="unknown arch 'gfx90a': known are gfx942, gfx950, sm_90"):
         arch.get("gfx90a")
     with pytest.raises(ValueError, match=r"unknown arch '../csrc/gfx942'"):
         arch.get("../csrc/gfx942")
-    path = csrc / "gfx942" / "arch.toml"
+    path = sources / "gfx942" / "arch.toml"
     edit(path, "wavefront = 64", "wave = 64")
     with pytest.raises(ValueError, match=r"unknown keys \['wave'\] and lacks \['wavefront'\]"):
-        arch.get("gfx942", csrc)
+        arch.get("gfx942", sources)
     path.write_text("[arch")
     arch.get.cache_clear()
     with pytest.raises(ValueError, match=r"arch\.toml: "):
-        arch.get("gfx942", csrc)
+        arch.get("gfx942", sources)

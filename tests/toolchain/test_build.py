@@ -156,9 +156,9 @@ def test_two_processes_at_once(csrc, tmp_path):
         entry.read_object()
 
 
-def test_unknown_arch(csrc, tmp_path):
+def test_unknown_arch(sources, tmp_path):
     with pytest.raises(ValueError, match="unknown arch 'gfx90a': this tree has gfx942, gfx950, sm_90"):
-        build(["gfx90a"], csrc=csrc, out=tmp_path)
+        build(["gfx90a"], csrc=sources, out=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def test_another_compiler_rebuilds(csrc, tmp_path):
     assert all(stamp != before[path] for path, stamp in stamps(out / ".build").items())
 
 
-def test_cubins(csrc, tmp_path):
+def test_cubins(sources, tmp_path):
     if compilers.find_nvidia() is None:
         pytest.skip("nvcc is not installed")
-    made = build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
+    made = build(["sm_90"], csrc=sources, out=tmp_path / "objects")
     entry = made.find("sm_90", "scale_threads-256")
     assert (entry.threads, entry.lds, entry.spills, entry.params_size) == (256, 1024, 0, 40)
     assert 0 < entry.registers <= 64
@@ -262,13 +262,13 @@ def test_cubins(csrc, tmp_path):
     assert entry.sources == ("mla/device.hpp", "mla/params/scale.hpp", "sm_90/scale.cu")
     again = build(["sm_90"], csrc=make(tmp_path / "elsewhere" / "csrc"), out=tmp_path / "others", kernels=["scale"])
     assert [e.object_sha256 for e in again.kernels.values()] == [e.object_sha256 for e in made.kernels.values()]
-    edit(csrc / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
+    edit(sources / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
     with pytest.raises(BuildError, match=r'(?s)^.*scale\.cu\(5\): error: class "mla::ScaleParams" has no member'):
-        build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
-    edit(csrc / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
-    edit(csrc / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
+        build(["sm_90"], csrc=sources, out=tmp_path / "objects")
+    edit(sources / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
+    edit(sources / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
     with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with"):
-        build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
+        build(["sm_90"], csrc=sources, out=tmp_path / "objects")
 
 
 def test_the_emulators_library(csrc, tmp_path, monkeypatch, capsys):

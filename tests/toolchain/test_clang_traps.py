@@ -20,7 +20,7 @@ def assembly(tmp_path, source, compiler):
 
 
 @pytest.fixture(params=["ziglang", "rocm", "clang-19"])
-def compiler(request):
+def compiler(request, amd_compiler):
     if request.param == "ziglang":
         return compilers.packaged()
     if request.param == "rocm":
