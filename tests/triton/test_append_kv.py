@@ -94,22 +94,8 @@ def test_rounding_at_every_edge(name: str) -> None:
 def test_scales_of_tiny_huge_and_exact_tiles(name: str) -> None:
     tile, divisor = layout(name).scale_rule.tile, layout(name).scale_rule.divisor
     kv_c, k_pe = tokens(name, 14, torch.float32)
-    size = [
-        0.0,
-        1e-45,
-        1e-39,
-        1e-5,
-        1e-4 * divisor,
-        divisor,
-        divisor * 2,
-        divisor * 1.0000001,
-        3e38,
-        1e-20,
-        1,
-        7,
-        9,
-        11,
-    ]
+    sizes = [0.0, 1e-45, 1e-39, 1e-5, 1e-4 * divisor, divisor, divisor * 2, divisor * 1.0000001, 3e38]
+    sizes += [1e-20, 1, 7, 9, 11]
     kv_c = kv_c / kv_c.unflatten(1, (-1, tile)).abs().amax(-1).repeat_interleave(tile, 1)
     assert_same_bytes(both(name, kv_c * torch.tensor(sizes)[:, None], k_pe, torch.arange(14)))
 
