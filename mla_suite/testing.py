@@ -102,7 +102,7 @@ def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """fp64 distance between neighbours of `dtype` around each value."""
     info = torch.finfo(dtype)
     _, exponent = torch.frexp(values.double().abs().clamp(min=info.smallest_normal))
-    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent - 1)
+    return torch.ldexp(torch.full_like(values, info.eps, dtype=torch.float64), exponent - 1)
 
 
 def assert_close(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:

@@ -31,31 +31,37 @@ def decode_sample(
     num_splits: int = 0,
     split_size: int = 0,
     planned: bool = False,
+    pages: int = 0,
     seed: int = 0,
 ) -> Sample:
-    """Sequences of `lens` keys in shuffled pages. In varlen mode sequence b has 1 + b % q_len query tokens."""
+    """Sequences of `lens` keys in shuffled pages, out of `pages` or, when 0, one more than they need.
+
+    In varlen mode sequence b has 1 + b % q_len query tokens.
+    Values are drawn on the device they are for: a CPU takes seconds for the caches of long contexts.
+    """
     batch, head_dim = len(lens), latent + rope
     kind = layouts.layout(layout)
     counts = [-(-length // page) for length in lens]
-    pages = sum(counts) + 1
+    pages = pages or sum(counts) + 1
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
+        draw: dict[str, Any] = dict(generator=generator, device=device)
         shape = (sum(q_lens), heads, head_dim) if varlen else (batch, q_len, heads, head_dim)
-        q = torch.randn(shape, generator=generator).to(dtype)
-        descale = torch.tensor(0.02) if kind.per_tensor_descale else None
-        kv_cache = caches.pack(kind, torch.randn(pages, page, head_dim, generator=generator), descale=descale)
+        q = torch.randn(shape, **draw).to(dtype)
+        descale = torch.tensor(0.02, device=device) if kind.per_tensor_descale else None
+        kv_cache = caches.pack(kind, torch.randn(pages, page, head_dim, **draw), descale=descale)
         if kind.per_tensor_descale:
             kv_cache = kv_cache.view(torch.uint8)  # as serving engines hold it; opcheck cannot compare float8 tensors
-        order = torch.randperm(pages, generator=generator).to(torch.int32)
+        order = torch.randperm(pages, **draw).to(torch.int32).cpu()
         indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         block_table = torch.zeros(batch, max(*counts, 1), dtype=torch.int32)
         for b, count in enumerate(counts):
             block_table[b, :count] = order[indptr[b] : indptr[b + 1]]
         paging = (None, indptr, order) if ragged_pages else (block_table, None, None)
         cu_seqlens_q = torch.tensor([0, *q_lens]).cumsum(0).to(torch.int32) if varlen else None
-        attn_sink = torch.randn(heads, generator=generator) if sink else None
+        attn_sink = torch.randn(heads, **draw) if sink else None
         cos_sin = _cos_sin(max(lens), rope) if rotate else None
         seq_lens = torch.tensor(lens, dtype=torch.int32)
         plan = None

@@ -1,0 +1,297 @@
+"""decode against fp64: shapes by pairwise cover, hostile pages, stale plans, splits, batch invariance."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla_suite
+from mla_suite.core import layouts
+from mla_suite.core.layouts import cache as caches
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import assert_close, exact_decode, poison
+
+CPU = torch.device("cpu")
+few = settings(max_examples=25, deadline=None, derandomize=True)
+ABSURD = (2**31 - 1, -(2**31), -1, 10**6)
+
+AXES = {
+    "heads": (1, 8, 12, 16, 24, 32, 40, 64, 96, 128),
+    "q_len": (1, 2, 3, 4, 5, 8),
+    "page": (1, 2, 16, 61, 64, 256),
+    "causal": (True, False),
+    "sink": (None, 0.0, torch.inf, -torch.inf, 1.5),
+    "layout": ("bf16", "fp16", "fp8", "fp8_fnuz", "fp32"),
+    "pages": ("block_table", "kv_indices"),
+    "queries": ("equal", "varlen"),
+    "split": ("none", "num_splits", "split_size", "plan"),
+    "rotate": (False, True),
+}
+LENS = (0, 1, 61, 130, 7)
+
+
+def pairwise_cover(axes):
+    """A few rows in which every pair of values of two axes meets at least once; greedy and deterministic."""
+    names = list(axes)
+    missing = {
+        frozenset(((one, a), (other, b)))
+        for one, other in itertools.combinations(names, 2)
+        for a, b in itertools.product(axes[one], axes[other])
+    }
+    rows = []
+    while missing:
+        row = dict(sorted(min(missing, key=lambda pair: sorted(map(repr, pair)))))
+        for name in names:
+            if name not in row:
+                row[name] = max(
+                    axes[name],
+                    key=lambda value: sum(frozenset(((name, value), pair)) in missing for pair in row.items()),
+                )
+        missing -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
+        rows.append(row)
+    return rows
+
+
+def label(row):
+    return "-".join(f"{name}:{row[name]}" for name in AXES)
+
+
+def problem(row, lens=LENS, latent=64, rope=16, seed=0):
+    """Arguments of decode for one row of AXES."""
+    sample = decode_sample(
+        lens,
+        heads=row["heads"],
+        q_len=row["q_len"],
+        page=row["page"],
+        latent=latent,
+        rope=rope,
+        layout=row["layout"],
+        dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["layout"], torch.bfloat16),
+        causal=row["causal"],
+        sink=row["sink"] is not None,
+        rotate=row["rotate"],
+        varlen=row["queries"] == "varlen",
+        ragged_pages=row["pages"] == "kv_indices",
+        num_splits=3 if row["split"] == "num_splits" else 0,
+        split_size=48 if row["split"] == "split_size" else 0,
+        planned=row["split"] == "plan",
+        seed=seed,
+    )
+    args, kwargs = sample.make(CPU)
+    if row["sink"] is not None:
+        args[9].fill_(row["sink"])
+    return args, kwargs
+
+
+def hostile(args):
+    """The same problem with every token no sequence owns turned to NaN and every unused table entry to an absurd id."""
+    args = list(args)
+    cache, seq_lens, table, indptr, indices = args[1].clone(), args[2], args[3], args[4], args[5]
+    page, clean = cache.shape[1], args[1]
+    poison(cache)
+    for b, length in enumerate(seq_lens.tolist()):
+        own = table[b] if table is not None else indices[indptr[b] :]
+        for start in range(0, length, page):
+            used = min(page, length - start)
+            cache[own[start // page], :used] = clean[own[start // page], :used]
+    args[1] = cache
+    absurd = itertools.cycle(ABSURD)
+    if table is not None:
+        table = args[3] = torch.cat((table, torch.zeros_like(table)), dim=1)
+        for b, length in enumerate(seq_lens.tolist()):
+            for column in range(-(-length // page), table.shape[1]):
+                table[b, column] = next(absurd)
+    else:
+        args[5] = torch.cat((indices[: indptr[-1]], torch.tensor(ABSURD, dtype=torch.int32)))
+    return tuple(args)
+
+
+def check(row, **options):
+    args, kwargs = problem(row, **options)
+    expected = exact_decode(*args, **kwargs)
+    assert_close(*mla_suite.decode(*hostile(args), **kwargs), expected)
+
+
+@pytest.mark.parametrize("row", pairwise_cover(AXES), ids=label)
+def test_against_fp64(row):
+    check(row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", AXES["layout"])
+def test_against_fp64_the_whole_product(layout):
+    for values in itertools.product(*(AXES[name] for name in AXES if name != "layout")):
+        check(dict(zip((name for name in AXES if name != "layout"), values, strict=True)) | {"layout": layout})
+
+
+BASE = {name: values[0] for name, values in AXES.items()} | {"heads": 16, "page": 64}
+
+
+@pytest.mark.parametrize("head_dim", [576, 512], ids=["v3", "v4"])
+@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_fnuz"])
+def test_full_width(head_dim, layout):
+    latent, rope = (512, 64) if head_dim == 576 else (512, 0)
+    check(BASE | {"layout": layout, "q_len": 2}, lens=(2500, 129), latent=latent, rope=rope)
+
+
+def test_value_may_include_the_rope_part():
+    args, kwargs = problem(BASE | {"rotate": True}, latent=48, rope=16)
+    kwargs["head_dim_v"] = 64
+    assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("name", ["v32", "dsv4"])
+def test_records_of_sparse_models_are_read_too(name):
+    kind = layouts.layout(name)
+    generator = torch.Generator().manual_seed(0)
+    cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
+    q = torch.randn(2, 2, 16, kind.head_dim, generator=generator).bfloat16()
+    table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+    arguments = (q, cache, torch.tensor([100, 65], dtype=torch.int32), table)
+    kwargs = {"softmax_scale": 0.05, "layout": name}
+    assert_close(*mla_suite.decode(*arguments, **kwargs), exact_decode(*arguments, **kwargs))
+
+
+def test_q_descale_and_fp8_queries():
+    args, kwargs = problem(BASE | {"layout": "fp8"})
+    q = (args[0].float() * 8).to(torch.float8_e4m3fn)
+    args = (q, *args[1:7], torch.tensor([0.125]), *args[8:])
+    out, lse = mla_suite.decode(*args, **kwargs)
+    assert out.dtype == torch.bfloat16
+    assert_close(out, lse, exact_decode(*args, **kwargs))
+
+
+def test_contiguous_cache_is_one_page_per_sequence():
+    generator = torch.Generator().manual_seed(1)
+    cache = torch.randn(3, 500, 80, generator=generator)
+    q = torch.randn(3, 1, 4, 80, generator=generator)
+    lens = torch.tensor([500, 0, 77], dtype=torch.int32)
+    table = torch.arange(3, dtype=torch.int32)[:, None]
+    kwargs = {"softmax_scale": 0.1, "head_dim_v": 64, "layout": "fp32"}
+    assert_close(*mla_suite.decode(q, cache, lens, table, **kwargs), exact_decode(q, cache, lens, table, **kwargs))
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, torch.inf, -torch.inf])
+def test_a_row_that_sees_nothing(sink):
+    """Empty sequences, and query tokens before the first key: out 0, lse -inf, whatever the sink."""
+    args, kwargs = problem(BASE | {"q_len": 4, "sink": sink}, lens=(0, 2, 4))
+    out, lse = mla_suite.decode(*args, **kwargs)
+    nothing = torch.tensor([[True] * 4, [True, True, False, False], [False] * 4])
+    assert torch.equal(lse == -torch.inf, nothing[:, :, None].expand_as(lse))
+    assert torch.equal(out[nothing], torch.zeros_like(out[nothing]))
+    assert bool((out[~nothing] == 0).all()) == (sink == torch.inf)
+
+
+# Plans
+
+
+def planned(lens, rows=16, workers=8, **split):
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    return mla_suite.plan(seq_lens, rows=rows, workers=workers, max_kv_len=8192, **split)
+
+
+@pytest.mark.parametrize("split", [{}, {"num_splits": 5}, {"split_size": 512}], ids=["balanced", "forced", "sized"])
+@pytest.mark.parametrize("made_at", [[1, 1, 1], [5000, 5000, 5000], [0, 0, 8000], [4000, 1, 64]], ids=str)
+def test_a_plan_serves_lengths_it_was_not_made_for(made_at, split):
+    """Also a plan made at q_len 1 serves q_len 4."""
+    args, kwargs = problem(BASE | {"q_len": 4}, lens=(5000, 0, 130))
+    plan = planned(made_at, **split)
+    assert_close(*mla_suite.decode(*args[:11], plan, **kwargs), exact_decode(*args, **kwargs))
+
+
+def test_plan_made_at_length_1_used_at_5000():
+    args, kwargs = problem(BASE, lens=(5000,))
+    result = mla_suite.decode(*args[:11], planned([1], workers=132), **kwargs)
+    assert_close(*result, exact_decode(*args, **kwargs))
+
+
+def test_one_plan_serves_any_heads():
+    plan = planned([3000, 700], rows=16)
+    for heads in (1, 24, 128):
+        args, kwargs = problem(BASE | {"heads": heads}, lens=(3000, 700))
+        assert_close(*mla_suite.decode(*args[:11], plan, **kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("with_plan", [False, True], ids=["", "plan"])
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_batch_invariant(with_plan, sink):
+    """Bitwise equal at batch 1, 5, 64 and 129, each sequence at another position among others."""
+    lens = [0, 1, 700, 64, 257, *(17 * b % 400 for b in range(124))]
+    row = BASE | {"heads": 4, "q_len": 2, "sink": sink}
+    args, kwargs = problem(row, lens=lens, latent=32, rope=16)
+    kwargs |= {"split_size": 128}
+    found: dict[int, list[bytes]] = {}
+    for batch in (1, 5, 64, 129):
+        for turn in range(3):
+            chosen = torch.arange(129).roll(turn * 31 + batch)[:batch]
+            plan = None
+            if with_plan:
+                seq_lens = args[2][chosen]
+                plan = mla_suite.plan(seq_lens, rows=8, workers=16, max_kv_len=1024, split_size=128)
+            out, lse = mla_suite.decode(
+                args[0][chosen], args[1], args[2][chosen], args[3][chosen], *args[4:11], plan, **kwargs
+            )
+            for place, b in enumerate(chosen.tolist()):
+                bits = out[place].view(torch.int16).numpy().tobytes() + lse[place].numpy().tobytes()
+                found.setdefault(b, []).append(bits)
+    assert all(len(set(results)) == 1 for results in found.values())
+    assert sum(len(results) >= 4 for results in found.values()) > 60
+
+
+# Properties
+
+
+@given(st.lists(st.integers(0, 300), min_size=0, max_size=5), st.integers(1, 300), st.booleans())
+@few
+def test_splitting_anywhere_and_combining_equals_not_splitting(cuts, length, sink):
+    """Each part is a decode of its own over some of the keys, without the mask."""
+    row = BASE | {"heads": 4, "causal": False, "layout": "fp32", "page": 1, "sink": 0.7 if sink else None}
+    args, kwargs = problem(row, lens=(length,), latent=16, rope=8)
+    whole = exact_decode(*args, **kwargs)
+    bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    parts = []
+    for first, end in itertools.pairwise(bounds):
+        table, lens = args[3][:, first:end], torch.tensor([end - first], dtype=torch.int32)
+        parts.append(mla_suite.decode(args[0], args[1], lens, table, **kwargs))
+    partial_out = torch.stack([out.view(4, 16) for out, _ in parts])
+    partial_lse = torch.stack([lse.view(4) for _, lse in parts])
+    out, lse = mla_suite.combine(
+        partial_out, partial_lse, attn_sink=args[9], num_splits=len(parts), out_dtype=torch.float32
+    )
+    assert_close(out.view(1, 1, 4, 16), lse.view(1, 1, 4), whole)
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.sampled_from([1, 3, 16]), st.integers(0, 2**16))
+@few
+def test_permuting_pages_changes_nothing(first, second, page, seed):
+    row = BASE | {"heads": 4, "page": page}
+    args, kwargs = problem(row, lens=(first, second), latent=16, rope=8)
+    order = torch.randperm(args[1].shape[0], generator=torch.Generator().manual_seed(seed))
+    place = order.argsort()[args[3].long()].to(torch.int32)
+    one = mla_suite.decode(*args, **kwargs)
+    other = mla_suite.decode(args[0], args[1][order], args[2], place, **kwargs)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+@given(st.integers(0, 200), st.integers(1, 5), st.sampled_from(["bf16", "fp8"]))
+@few
+def test_append_then_decode_equals_decode_over_the_concatenation(length, new, layout):
+    row = BASE | {"heads": 4, "q_len": new, "layout": layout, "page": 16}
+    args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
+    cache, descale = args[1], args[8]
+    rows = caches.unpack(layouts.layout(layout).sized(24, 0), cache, descale=descale).flatten(0, 1)
+    positions = torch.arange(length, length + new)
+    slots = args[3][0][positions // 16].long() * 16 + positions % 16
+    grown = cache.clone()
+    grown.view(-1, 24)[slots] = 0
+    values = rows[slots].contiguous()
+    mla_suite.append_kv(values[:, :16].contiguous(), values[:, 16:].contiguous(), grown, slots, descale, layout=layout)
+    assert torch.equal(grown.view(torch.uint8), cache.view(torch.uint8))
+    one, other = mla_suite.decode(*args, **kwargs), mla_suite.decode(args[0], grown, *args[2:], **kwargs)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])

@@ -1,0 +1,259 @@
+"""decode under torch.compile (when it recompiles), bad input, callers' outputs, and memory."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import is_tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite.core import layouts
+from mla_suite.ops.decode import reference
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import assert_close, exact_decode
+
+CPU = torch.device("cpu")
+Q, CACHE, LENS, TABLE, INDPTR, INDICES, CU_SEQLENS, Q_DESCALE, KV_DESCALE, SINK, ROPE, PLAN = range(12)
+
+
+def problem(lens=(70, 33), width=0, **options):
+    args, kwargs = decode_sample(lens, latent=16, rope=8, heads=4, page=16, **options).make(CPU)
+    args = list(args)
+    if width:
+        args[TABLE] = torch.nn.functional.pad(args[TABLE], (0, width - args[TABLE].shape[1]), value=2**31 - 1)
+    return args, kwargs
+
+
+class Step:
+    """A compiled step that plans and decodes; `of(...)` says how many graphs a problem added."""
+
+    def __init__(self, plan=True, backend="aot_eager"):
+        torch._dynamo.reset()
+        self.counter = CompileCounterWithBackend(backend)
+        self.plan = plan
+        self.compiled = torch.compile(self.step, fullgraph=True, backend=self.counter)
+
+    def step(self, args, kwargs):
+        plan = None
+        if self.plan:
+            plan = mla_suite.plan(args[LENS], rows=4, workers=6, max_kv_len=4096)
+        out, lse = mla_suite.decode(*args[:PLAN], plan, **kwargs)
+        return out * 2, lse
+
+    def of(self, lens, width, mark=(), **options):
+        args, kwargs = problem(lens, width, **options)
+        for index, dimension in mark:
+            torch._dynamo.mark_dynamic(args[index], dimension)
+        before = self.counter.frame_count
+        out, lse = self.compiled(args, kwargs)
+        eager_out, eager_lse = self.step(args, kwargs)
+        assert torch.equal(out, eager_out)
+        assert torch.equal(lse, eager_lse)
+        return self.counter.frame_count - before
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["no plan", "plan"])
+def test_recompiles(plan):
+    # The cache and so its page count stay as they are while a model decodes.
+    step = Step(plan)
+    assert step.of((70, 33), 8, pages=40) == 1
+    assert step.of((71, 34), 8, pages=40) == 0  # lengths are data
+    assert step.of((128, 0), 8, pages=40) == 0
+    assert step.of((70, 33), 11, pages=40) <= 1  # the width changes for the first time
+    assert step.of((70, 33), 23, pages=40) == 0
+    assert step.of((70, 33, 5), 11, pages=40) <= 1  # the batch changes for the first time
+    assert step.of((70, 33, 5, 9, 31), 23, pages=40) == 0
+    assert step.of((70,), 11, pages=40) <= 1  # batch 1
+    assert step.of((50,), 23, pages=40) == 0
+    assert step.of((16, 3, 1), 1, pages=40) <= 1  # width 1
+    assert step.of((7, 3, 1, 2), 1, pages=40) == 0
+
+
+def test_no_recompile_when_the_width_is_marked():
+    step = Step()
+    assert step.of((70, 33), 8, mark=[(TABLE, 1)], pages=40) == 1
+    for width in (11, 23, 5):
+        assert step.of((70, 33), width, mark=[(TABLE, 1)], pages=40) == 0
+
+
+def test_inductor_with_dynamic_sizes():
+    step = Step(backend="inductor")
+    mark = [(TABLE, 1), (TABLE, 0), (Q, 0), (LENS, 0)]
+    assert step.of((70, 33), 8, mark=mark, pages=40) == 1
+    assert step.of((1, 100, 0), 9, mark=mark, pages=40) == 0
+
+
+# Callers' outputs
+
+
+def test_out_writes_into_strided_tensors_and_nowhere_else():
+    args, kwargs = problem(q_len=3)
+    room = torch.full((2, 3, 7, 32), 7.0, dtype=torch.bfloat16)
+    lse_room = torch.full((2, 5, 4), 7.0)
+    out, lse = room[:, :, 1:5, :16], lse_room[:, 1:4]
+    torch.ops.mla_suite.decode.out(*args, **kwargs, out=out, lse=lse)
+    assert_close(out, lse, exact_decode(*args, **kwargs))
+    out.fill_(7.0)
+    lse.fill_(7.0)
+    assert bool((room == 7.0).all())
+    assert bool((lse_room == 7.0).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"out": torch.zeros(2, 1, 4, 16)}, r"out is torch.float32 \(2, 1, 4, 16\) on cpu; these arguments need"),
+        ({"out": torch.zeros(2, 1, 4, 17, dtype=torch.bfloat16)}, "these arguments need torch.bfloat16"),
+        ({"lse": torch.zeros(2, 4)}, r"lse is torch.float32 \(2, 4\) on cpu"),
+        ({"out": torch.zeros(2, 1, 16, 4, dtype=torch.bfloat16).mT}, "its last dimension must be contiguous"),
+    ],
+)
+def test_out_refuses_other_tensors(change, words):
+    args, kwargs = problem()
+    outputs = {"out": torch.zeros(2, 1, 4, 16, dtype=torch.bfloat16), "lse": torch.zeros(2, 1, 4)} | change
+    with pytest.raises(ValueError, match=words):
+        torch.ops.mla_suite.decode.out(*args, **kwargs, **outputs)
+
+
+# Bad input
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TWO_PAGES = ints(0, 1, 1, 0).view(2, 2)
+BAD = [
+    ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions"),
+    ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16 or float16 or float32"),
+    ({Q: torch.zeros(3, 1, 4, 24).bfloat16()}, r"q has shape \(3, 1, 4, 24\); seq_lens has 2 sequences"),
+    ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); layout 'bf16' takes"),
+    ({Q: torch.zeros(2, 1, 24, 4).bfloat16().mT}, "q has strides .*; its last dimension must be contiguous"),
+    ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; it takes bfloat16"),
+    ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions"),
+    (
+        {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},
+        "kv_cache has strides .*; tokens of layout 'bf16' lie exactly",
+    ),
+    ({CACHE: torch.zeros(9, 16, 24, device="meta").bfloat16()}, "kv_cache is on meta; the other tensors are on cpu"),
+    ({LENS: ints(70, 33).long()}, "seq_lens is int64; it takes int32"),
+    ({LENS: ints(70, -3)}, r"seq_lens\[1\] is -3; it takes 0\.\."),
+    ({LENS: ints(70, 81)}, r"seq_lens\[1\] is 81; block_table has 5 pages of 16 each"),
+    ({LENS: ints(70, 33, 1)}, "q has shape .*; seq_lens has 3 sequences"),
+    ({TABLE: None}, r"block_table is missing; pass exactly one of block_table or \(kv_indptr, kv_indices\)"),
+    ({INDPTR: ints(0, 1, 2), INDICES: ints(0, 1)}, "block_table is given beside kv_indices; pass exactly one"),
+    ({INDPTR: ints(0, 1, 2)}, "kv_indices is missing although kv_indptr is given"),
+    ({TABLE: torch.zeros(3, 5).int()}, r"block_table has shape \(3, 5\); seq_lens has 2 sequences"),
+    ({TABLE: torch.full((2, 5), 99, dtype=torch.int32)}, r"block_table\[0, 0\] is page 99; kv_cache has 9 pages"),
+    ({TABLE: torch.full((2, 5), -1, dtype=torch.int32)}, r"block_table\[0, 0\] is page -1; kv_cache has 9 pages"),
+    ({TABLE: None, INDPTR: ints(0, 9, 3), INDICES: ints(*range(9))}, r"kv_indptr is \[0, 9, 3\]; it must rise"),
+    (
+        {TABLE: None, INDPTR: ints(0, 4, 9), INDICES: ints(*range(9))},
+        r"seq_lens\[0\] is 70; kv_indptr gives it too few",
+    ),
+    ({TABLE: None, INDPTR: ints(0, 5, 8), INDICES: ints(0, 1, 2, 3, 9, 5, 6, 7)}, r"kv_indices\[4\] is page 9"),
+    ({CU_SEQLENS: ints(0, 1, 2)}, r"q has shape \(2, 1, 4, 24\); it takes 3 dimensions"),
+    ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 1)}, r"cu_seqlens_q is \[0, 2, 1\]; it must rise"),
+    ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)}, "max_q_len is 1; a sequence has 2 query tokens"),
+    ({Q_DESCALE: torch.ones(4)}, r"q_descale has shape \(4,\); it takes one value"),
+    ({KV_DESCALE: torch.ones(1)}, "kv_descale was given with layout 'bf16'; only fp8, fp8_fnuz read one"),
+    ({SINK: torch.zeros(5)}, r"attn_sink has shape \(5,\); it takes \[heads\]"),
+    ({SINK: torch.zeros(4).double()}, "attn_sink is float64; it takes float32"),
+    ({ROPE: torch.zeros(99, 7)}, r"rope_cos_sin has shape \(99, 7\)"),
+    ({ROPE: torch.zeros(60, 8)}, "rope_cos_sin has 60 positions; the longest sequence has 70 keys"),
+    ({PLAN: ints(1, 2)}, r"plan has 2 words; one for 2 sequences has at least \d+"),
+    ({PLAN: torch.zeros(200).int()}, r"plan does not begin with .* pass a tensor made by mla_suite.plan"),
+    ({"softmax_scale": 1.0, "head_dim_v": 25}, "head_dim_v is 25; it takes 1..24"),
+    ({"head_dim_v": 0}, "head_dim_v is 0"),
+    ({"layout": "fp4"}, "layout 'fp4' is unknown; the layouts are bf16, "),
+    ({"layout": "fp8"}, "kv_cache is bfloat16; it takes float8_e4m3fn or uint8"),
+    ({"max_kv_len": 50}, r"seq_lens\[0\] is 70; it takes 0..50 \(max_kv_len\)"),
+    ({"max_kv_len": -1}, "max_kv_len is -1"),
+    ({"max_q_len": 3}, "max_q_len is 3; q has 1 query tokens"),
+    ({"num_splits": -2}, "num_splits is -2"),
+    ({"num_splits": 2, "split_size": 64}, "pass one of the two: splits are counted or sized"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), BAD, ids=[words for _, words in BAD])
+def test_bad_input_is_refused_in_one_sentence_before_anything_is_written(change, words):
+    args, kwargs = problem()
+    for key, value in change.items():
+        if isinstance(key, int):
+            args[key] = value
+        else:
+            kwargs[key] = value
+    with pytest.raises((ValueError, TypeError), match=words) as refusal:
+        mla_suite.decode(*args, **kwargs)
+    assert str(refusal.value).startswith(("decode: ", "layout "))
+    assert "\n" not in str(refusal.value)
+    outputs = {"out": torch.full((2, 1, 4, 16), 7.0).bfloat16(), "lse": torch.full((2, 1, 4), 7.0)}
+    with pytest.raises((ValueError, TypeError)):
+        torch.ops.mla_suite.decode.out(*args, **kwargs, **outputs)
+    assert all(bool((tensor == 7.0).all()) for tensor in outputs.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "given", "words"),
+    [
+        ({"lens": [5]}, {}, "plan was made for 1 sequences; seq_lens has 2"),
+        ({"num_splits": 2}, {"num_splits": 3}, "num_splits is 3; the plan was made with 2: pass that or 0"),
+        ({"split_size": 64}, {"split_size": 128}, "split_size is 128; the plan was made with 64"),
+        ({}, {"num_splits": 3}, "num_splits is 3; the plan was made with 0"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(made, given, words):
+    args, kwargs = problem()
+    lens = ints(*made.pop("lens", [70, 33, 1][:2]))
+    # A longer plan than any for one sequence, so that its size alone does not give it away.
+    args[PLAN] = mla_suite.plan(lens, rows=4, workers=64, max_kv_len=4096, **made)
+    with pytest.raises(ValueError, match=words):
+        mla_suite.decode(*args, **(kwargs | given))
+
+
+def test_an_unaligned_cache_is_refused():
+    block = layouts.layout("dsv4").block_bytes(16)
+    cache = torch.zeros(2 * block + 8, dtype=torch.uint8).as_strided((2, 16, 584), (block, 584, 1), 4)
+    q, table = torch.zeros(1, 1, 4, 512).bfloat16(), torch.zeros(1, 1).int()
+    with pytest.raises(ValueError, match="decode: kv_cache begins 4 bytes past a multiple of 8; .* slice whole pages"):
+        mla_suite.decode(q, cache, ints(5), table, softmax_scale=1.0, layout="dsv4")
+
+
+# Memory
+
+
+class Allocations(TorchDispatchMode):
+    """The most bytes that fresh results of operators held at once, by storage, while the block ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.most = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage().data_ptr() for tensor in pytree.tree_leaves((args, kwargs)) if is_tensor(tensor)
+        }
+        for tensor in filter(is_tensor, pytree.tree_leaves(result)):
+            storage = tensor.untyped_storage()
+            known = {address for _, address, _ in self.live}
+            if storage.data_ptr() not in given or storage.data_ptr() in known:
+                self.live.append((weakref.ref(tensor), storage.data_ptr(), storage.nbytes()))
+        self.live = [entry for entry in self.live if entry[0]() is not None]
+        self.most = max(self.most, sum({address: size for _, address, size in self.live}.values()))
+        return result
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("planned", [False, True], ids=["", "plan"])
+def test_memory_is_bounded_by_the_keys_of_one_sequence(heads, planned):
+    args, kwargs = decode_sample((4096, 4000, 100), heads=heads, planned=planned).make(CPU)
+    outputs = torch.empty(3, 1, heads, 512).bfloat16(), torch.empty(3, 1, heads)
+    with Allocations() as allocations:
+        reference.run(None, outputs, *args, **kwargs)
+    assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 4
