@@ -10,7 +10,10 @@ static void end_program(Wave& wave, const Inst&) {
   wait(wave, LGKM, 0);
   wave.ended = true;
 }
-static void barrier(Wave& wave, const Inst&) { wave.at_barrier = true; }
+static void barrier(Wave& wave, const Inst&) {
+  wave.at_barrier = true;
+  lds_pass_barrier(wave);
+}
 
 static void wait_counters(Wave& wave, const Inst& in) {
   if (in.mod[mod_vmcnt] >= 0) wait(wave, VM, u32(in.mod[mod_vmcnt]));

@@ -120,7 +120,7 @@ void load_to_lds(Wave& wave, const Inst& in, const u64* address, u64 lanes, u64 
     landing.address[l] = to[l];
     if (checks) {
       lds_check_write(wave, l, to[l], landing.bytes);
-      memset(wave.worker->lds.in_flight + to[l], wave.id + 1, landing.bytes);
+      memset(wave.worker->lds.in_flight + to[l], DIRECT | (wave.id + 1), landing.bytes);
     }
   });
   if (lanes) lds_count(wave, in, to, lanes, landing.bytes, false);

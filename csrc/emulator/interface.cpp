@@ -100,7 +100,10 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     worker.id = t;
     worker.running = ~0u;
     worker.waves = static_cast<Wave*>(aligned_alloc(64, sizeof(Wave) * waves));
-    for (u32 w = 0; w < waves; w++) worker.waves[w].landings = allocate<Landing>(LANDINGS);
+    for (u32 w = 0; w < waves; w++) {
+      worker.waves[w].landings = allocate<Landing>(LANDINGS);
+      worker.waves[w].lds_accesses = allocate<LdsAccess>(LDS_ACCESSES);
+    }
     worker.counts = allocate<PcCounts>(size);
     worker.banks = allocate<BankMemo>(size);
     worker.loaded = allocate<u64>(r.views);
@@ -118,7 +121,10 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
       r.loaded[v] += worker.loaded[v];
       r.stored[v] += worker.stored[v];
     }
-    for (u32 w = 0; w < waves; w++) free(worker.waves[w].landings);
+    for (u32 w = 0; w < waves; w++) {
+      free(worker.waves[w].landings);
+      free(worker.waves[w].lds_accesses);
+    }
     free(worker.waves);
     free(worker.counts);
     free(worker.banks);

@@ -4,6 +4,17 @@
 
 namespace emulator {
 
+// A direct-to-LDS load is in flight until its vmcnt wait, for everyone. An ordinary access is marked when its wave passes a barrier
+// without having waited for it: waves do not see each other's accesses in order then, though the wave itself does.
+enum Flight { DIRECT = 0x80, UNWAITED_WRITE = 0x40, UNWAITED_READ = 0x20, FLIGHT_WAVE = 0x1f };
+struct LdsAccess {
+  u32 sequence, bytes;
+  u64 lanes;
+  bool writes, marked;
+  u32 address[LANES];
+};
+constexpr int LDS_ACCESSES = 32;   // two per instruction, of as many as lgkmcnt can count
+
 struct Wave;
 struct Inst;
 
@@ -11,8 +22,10 @@ struct Lds {
   u8* bytes;
   u32* written;    // interval << 4 | wave of the last write; 0 = never written
   u32* read;       // interval << 16 | mask of the waves that read
-  u8* in_flight;   // wave + 1 of a direct-to-LDS load that has not landed
+  u32* updated;    // as `read`, for atomics; looked at once the workgroup has used one
+  u8* in_flight;   // who has an access to the byte that is not known to be complete: a Flight kind and wave + 1
   u32 size, capacity, interval;
+  bool atomics;
 
   void open(u32 bytes_wanted, bool checks);
   void next_interval();
@@ -33,6 +46,11 @@ struct BankMemo {    // the last address pattern of an instruction: it rarely ch
 bool lds_in_bounds(Wave& wave, int lane, u32 address, u32 bytes, u32 alignment);
 void lds_check_read(Wave& wave, int lane, u32 address, u32 bytes);
 void lds_check_write(Wave& wave, int lane, u32 address, u32 bytes);
+void lds_check_atomic(Wave& wave, int lane, u32 address, u32 bytes);
+// Remembers an access until its wait; `lds_pass_barrier` marks those still there, `lds_retire` forgets up to a sequence number.
+void lds_remember(Wave& wave, const u32* address, u64 lanes, u32 bytes, bool writes);
+void lds_pass_barrier(Wave& wave);
+void lds_retire(Wave& wave, u32 sequence);
 void lds_count(Wave& wave, const Inst& in, const u32* address, u64 lanes, u32 bytes, bool reading);
 
 }  // namespace emulator

@@ -42,6 +42,7 @@ static void read(Wave& wave, const Inst& in) {
       }
       load_register(wave, index, l, from, aux);
     });
+    lds_remember(wave, address, wave.exec, bytes, false);
     if (wave.exec) lds_count(wave, in, address, wave.exec, bytes, true);
   }
   for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
@@ -60,6 +61,7 @@ static void write(Wave& wave, const Inst& in) {
       if (checks) lds_check_write(wave, l, address[l], bytes);
       store_register(wave, in.op[1 + access].index, l, wave.worker->lds.bytes + address[l], aux);
     });
+    lds_remember(wave, address, wave.exec, bytes, true);
     if (wave.exec) lds_count(wave, in, address, wave.exec, bytes, false);
   }
   issue(wave, LGKM, nullptr);
@@ -95,6 +97,7 @@ static void read_transposed(Wave& wave, const Inst& in) {
     if (wave.exec >> l & 1)
       for (u32 w = 0; w < bytes / 4; w++) wave.v[in.op[0].index + w][l] = out[w];
   }
+  lds_remember(wave, address, wave.exec, bytes, false);
   lds_count(wave, in, address, wave.exec, bytes, true);
   for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, LGKM, &in.op[0]);

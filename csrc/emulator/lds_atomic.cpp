@@ -32,9 +32,6 @@ template <class U, class S> static U update(Operation operation, U old, U data, 
   return U(word(operation == ADD_REAL ? a + b : operation == MIN_REAL ? min_f32(a, b) : max_f32(a, b)));
 }
 
-// An atomic conflicts with ordinary accesses of other waves, not with atomics: the tags are checked as for a read, and left to say "read".
-static void check(Wave& wave, int lane, u32 address, u32 bytes) { lds_check_read(wave, lane, address, bytes); }
-
 static void atomic(Wave& wave, const Inst& in) {
   Operation operation = Operation(in.opcode->aux & 255);
   u32 bytes = u32(in.opcode->aux >> 8 & 255);
@@ -46,7 +43,7 @@ static void atomic(Wave& wave, const Inst& in) {
   for (int l = 0; l < LANES; l++) address[l] = wave.v[a.index][l] + u32(in.mod[mod_offset]);
   for_lanes(wave.exec, [&](int l) {
     if (!lds_in_bounds(wave, l, address[l], bytes, bytes)) return;
-    if (wave.worker->launch->checks) check(wave, l, address[l], bytes);
+    if (wave.worker->launch->checks) lds_check_atomic(wave, l, address[l], bytes);
     u8* p = wave.worker->lds.bytes + address[l];
     u64 old = 0, data = wave.v[d.index][l], other = 0;
     if (bytes == 8) data |= u64(wave.v[d.index + 1][l]) << 32;
@@ -58,6 +55,7 @@ static void atomic(Wave& wave, const Inst& in) {
     wave.v[in.op[0].index][l] = u32(old);
     if (bytes == 8) wave.v[in.op[0].index + 1][l] = u32(old >> 32);
   });
+  lds_remember(wave, address, wave.exec, bytes, true);
   if (wave.exec) lds_count(wave, in, address, wave.exec, bytes, false);
   for (int i = 0; returns && i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
   issue(wave, LGKM, returns ? &in.op[0] : nullptr);

@@ -51,8 +51,10 @@ constexpr u32 GARBAGE = 0xffbadbad;
 static void start_wave(Wave& wave, Worker& worker, int id) {
   const Launch& launch = *worker.launch;
   Landing* landings = wave.landings;
+  LdsAccess* lds_accesses = wave.lds_accesses;
   memset(static_cast<void*>(wave.s), 0, sizeof(Wave) - sizeof(wave.v));
   wave.landings = landings;
+  wave.lds_accesses = lds_accesses;
   for (int r = 0; r < VECTORS; r++)
     for (int l = 0; l < LANES; l++) wave.v[r][l] = GARBAGE;
   wave.id = id;

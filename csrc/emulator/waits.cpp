@@ -31,7 +31,10 @@ static void land(Wave& wave, Landing& landing) {
 
 static void retire(Wave& wave, Counter counter, u32 sequence) {
   wave.retired[counter] = sequence;
-  if (counter != VM) return;
+  if (counter == LGKM) {
+    lds_retire(wave, sequence);
+    return;
+  }
   while (wave.landing_count) {
     Landing& landing = wave.landings[wave.landing_first];
     if (i32(landing.sequence - sequence) > 0) break;

@@ -48,6 +48,8 @@ struct Wave {
   bool defined[VECTORS];
   Landing* landings;        // a ring of LANDINGS, in order of issue; all of them count in vmcnt
   u32 landing_first, landing_count;
+  LdsAccess* lds_accesses;  // a ring of LDS_ACCESSES, in order of issue; they count in lgkmcnt
+  u32 lds_first, lds_count;
   u64 instructions;
   struct { i32 pc; u64 address; u32 value, times; } spin;
   Workgroup* group;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as c
+import itertools
 import os
 import random
 import struct
@@ -62,7 +63,7 @@ def _view(memory: Memory) -> core.View | None:
             merged[-1] = [step, merged[-1][1] * size]
         else:
             merged.append([step, size])
-    overlap = any(outer[0] < inner[0] * inner[1] for outer, inner in zip(merged, merged[1:], strict=False))
+    overlap = any(outer[0] < inner[0] * inner[1] for outer, inner in itertools.pairwise(merged))
     if len(merged) > 1 and not overlap and len(merged) <= core.MAX_DIMENSIONS:
         view.dimensions = len(merged)
         for i, (step, size) in enumerate(merged):

@@ -28,8 +28,8 @@ class Operand(NamedTuple):
     """kind and flags as in csrc/emulator/program.hpp; `value` is a 64-bit pattern for literals."""
 
     kind: int
-    index: int = 0
-    count: int = 0
+    first: int = 0
+    registers: int = 0
     flags: int = 0
     value: int = 0
 
@@ -94,20 +94,8 @@ def _operand(token: str, symbols: dict[str, int]) -> Operand | None:
 _HARDWARE = {"HW_REG_MODE": 1, "HW_REG_HW_ID": 4, "HW_REG_GPR_ALLOC": 5, "HW_REG_LDS_ALLOC": 6, "HW_REG_XCC_ID": 20}
 _SELECTS = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3, "WORD_0": 4, "WORD_1": 5, "DWORD": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
-_FLAGS = {
-    "sc0",
-    "sc1",
-    "nt",
-    "lds",
-    "offen",
-    "idxen",
-    "clamp",
-    "gds",
-    "fi",
-    "row_mirror",
-    "row_half_mirror",
-    "bound_ctrl",
-}
+_FLAGS = {"sc0", "sc1", "nt", "lds", "offen", "idxen", "clamp", "gds", "fi", "bound_ctrl"}
+_FLAGS |= {"row_mirror", "row_half_mirror"}
 _NUMBERS = {"offset", "offset0", "offset1", "mul", "div", "row_mask", "bank_mask", "cbsz", "abid", "blgp", "bitop3"}
 _LISTS = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
 _DPP = {"row_shl", "row_shr", "row_ror", "row_newbcast", "row_bcast", "wave_shl", "wave_shr", "wave_rol", "wave_ror"}
@@ -192,7 +180,10 @@ def _split(text: str) -> list[list[str]]:
 
 
 def parse_instruction(text: str, labels: dict[str, int], symbols: dict[str, int]) -> Instruction:
-    """Mnemonic without its encoding suffix, operands in order, modifiers by name. AssemblyError names what is not understood."""
+    """Mnemonic without its encoding suffix, operands in order, modifiers by name.
+
+    AssemblyError names what is not understood.
+    """
     mnemonic, _, rest = text.replace("\t", " ").partition(" ")
     modifiers: dict[str, int] = {}
     operands: list[Operand] = []

@@ -12,13 +12,9 @@ import numpy as np
 from mla_suite.runtime.emulator import assembly, core, operands
 from mla_suite.runtime.emulator.assembly import AssemblyError, KernelText, Line
 
-CONSTANTS_BASE = 1 << 46
-"""Where a program's read-only symbols seem to be: s_getpc gives 0, so a relative address is the address itself. Each is
-copied there by no one: the launcher maps it, see `Program.constants`."""
-
 
 class Program:
-    """A decoded kernel. `names[i]`, `lines[i]` and `classes[i]` describe instruction i; `passes[i]` are matrix passes."""
+    """A decoded kernel: `names`, `lines` and `classes` per instruction, and `passes` of the matrix unit."""
 
     def __init__(self, arch: str, kernel: KernelText) -> None:
         self.core = core.load()
@@ -26,6 +22,7 @@ class Program:
         self.kernel = kernel
         self.lines: Sequence[Line] = kernel.lines
         self.constants = {name: np.frombuffer(data, np.uint8).copy() for name, data in kernel.constants.items()}
+        # s_getpc gives 0 in the core, so a relative address is the host address of the constant itself.
         symbols = {name: array.ctypes.data for name, array in self.constants.items()}
         symbols.update(_lds_symbols(kernel))
         parsed = [self._parse(line, symbols) for line in kernel.lines]
@@ -72,8 +69,8 @@ class Program:
             row[0] = code | len(item.operands) << 32
             for i, operand in enumerate(item.operands):
                 at = 1 + 4 * i
-                row[at] = operand.kind | operand.index << 32
-                row[at + 1] = operand.count | operand.flags << 32
+                row[at] = operand.kind | operand.first << 32
+                row[at + 1] = operand.registers | operand.flags << 32
                 row[at + 3] = operand.value - (1 << 64) if operand.value >> 63 else operand.value
             for name, value in item.modifiers.items():
                 row[slot[name]] = value
@@ -91,7 +88,7 @@ class Program:
 def _lds_symbols(kernel: KernelText) -> dict[str, int]:
     """Dynamic LDS begins after the static part; static variables have become numbers before this text was written."""
     static = kernel.descriptor.get("group_segment_fixed_size", 0)
-    names = set()
+    names: set[str] = set()
     for line in kernel.lines:
         if "@abs32@lo" in line.text:
             names.update(part.partition("@")[0] for part in line.text.split() if "@abs32@lo" in part)

@@ -13,7 +13,7 @@ from mla_suite.runtime.driver import LaunchError
 _EXPLANATIONS = {
     "register_before_wait": "{register} is used before its s_waitcnt",
     "lds_race": "wave {detail} touched the same LDS bytes at {address} in this barrier interval",
-    "lds_in_flight": "a direct-to-LDS load of wave {detail} has not landed at LDS {address}",
+    "lds_in_flight": "wave {detail} has not waited for its own access to LDS {address}",
     "lds_out_of_bounds": "{detail} bytes at LDS {address} are outside the workgroup's LDS",
     "lds_misaligned": "LDS address {address} is not a multiple of {detail}",
     "lds_uninitialised": "LDS {address} was never written",
@@ -33,7 +33,10 @@ _EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One broken rule at one instruction: the first time, and how often. `lanes` is a mask; `workgroup` a linear index."""
+    """One broken rule at one instruction: the first time, and how often (`count`, over lanes and executions).
+
+    `lanes` is a mask; `workgroup` a linear index.
+    """
 
     kind: str
     kernel: str
@@ -93,8 +96,8 @@ _CLOCKS_PER_PASS = 4
 class Bound:
     """Clocks of one compute unit below which this work cannot be done, per resource. Bounds, never times.
 
-    memory: bytes moved to and from global memory over the chip's bytes per clock and unit; matrix and valu: issue clocks
-    over the unit's SIMDs; lds_128 and lds_256: bank clocks under the two models of the README.
+    memory: bytes moved to and from global memory over the chip's bytes per clock and unit; matrix and valu: issue
+    clocks over the unit's SIMDs; lds_128 and lds_256: bank clocks under the two models of the README.
     """
 
     memory: float

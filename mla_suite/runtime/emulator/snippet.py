@@ -19,7 +19,7 @@ DENORMALS = 0xF0
 
 @dataclass
 class State:
-    """A wave after a snippet: `v` [512, 64] and `s` [128] uint32 (v0.. then a0.. at 256), `scc`, `lds` bytes, the report."""
+    """A wave after a snippet: `v` [512, 64] uint32 (v0.., a0.. from 256), `s` [128], `scc`, `lds` bytes, report."""
 
     v: np.ndarray
     s: np.ndarray
@@ -75,8 +75,8 @@ def run_snippet(
 ) -> State:
     """Executes `asm_lines` on one wave of 64 lanes and returns its state.
 
-    vgpr    register -> 64 values of 32 bits (or 64 bits for a pair, or rows [n, 64] for consecutive registers), or one value
-            for all lanes; a Python float is an f32
+    vgpr    register -> 64 values of 32 bits (or 64 bits for a pair, or rows [n, 64] for consecutive registers), or
+            one value for all lanes; a Python float is an f32
     sgpr    register -> integer; more than 32 bits fill the following registers ('s[0:1]' is given as 's0')
     lds     bytes of LDS as uint8, taken as written before, or a size of uninitialised LDS
     buffers memory the snippet may touch (`Memory.of(name, array, access)`); addresses are array.ctypes.data

@@ -1,0 +1,73 @@
+"""Compiles programs.hip once per arch, and launches its kernels."""
+
+import struct
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mla_suite.core.arch import CSRC
+from mla_suite.runtime.emulator import Emulator, Memory, Report
+from mla_suite.toolchain import compilers
+
+ARCHS = ("gfx942", "gfx950")
+CONSTANTS = {"gfx942": ["-DWIDTH=4", "-DK=16"], "gfx950": ["-DWIDTH=16", "-DK=32"]}
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Assembly text of programs.hip by arch."""
+    folder = tmp_path_factory.mktemp("programs")
+    source = Path(__file__).with_name("programs.hip")
+    texts = {}
+    for arch in ARCHS:
+        out = folder / f"{arch}.s"
+        command = [
+            *compilers.packaged().to_assembly(arch),
+            *CONSTANTS[arch],
+            f"-I{CSRC}",
+            "-S",
+            str(source),
+            "-o",
+            str(out),
+        ]
+        subprocess.run(command, check=True)
+        texts[arch] = out.read_text()
+    return texts
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Launcher:
+    """Launches kernels of an assembly text on numpy arrays."""
+
+    def __init__(self, arch: str, text: str) -> None:
+        self.machine = Emulator(arch)
+        self.text = text
+
+    def __call__(
+        self,
+        kernel: str,
+        grid: int,
+        block: int,
+        arrays: dict[str, tuple[np.ndarray, str]],
+        *scalars: int,
+        text: str | None = None,
+        dynamic_lds: int = 0,
+        **options: object,
+    ) -> Report:
+        """arrays: name -> (array, access), in the order of the kernel's pointers; then its int32 scalars."""
+        program = self.machine.load_text(text or self.text, kernel)
+        pointers = [array.ctypes.data for array, _ in arrays.values()]
+        params = struct.pack(f"<{len(pointers)}Q{len(scalars)}i", *pointers, *scalars)
+        memories = [Memory.of(name, array, access) for name, (array, access) in arrays.items()]
+        return self.machine.launch(program, (grid, 1, 1), block, dynamic_lds, params, memories, **options)
+
+
+@pytest.fixture
+def launch(arch: str, programs: dict[str, str]) -> Launcher:
+    return Launcher(arch, programs[arch])

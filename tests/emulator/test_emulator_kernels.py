@@ -1,0 +1,92 @@
+"""Compiled kernels give numpy's numbers, with nothing for the sanitizer to find."""
+
+import numpy as np
+import pytest
+from bits import from_bf16, to_bf16
+
+from mla_suite.runtime.emulator import AssemblyError
+
+rng = np.random.default_rng(11)
+
+
+def test_add(launch):
+    a, b = rng.standard_normal((2, 1000), np.float32)
+    out = np.full(1000, np.nan, np.float32)
+    report = launch("add", 4, 256, {"a": (a, "r"), "b": (b, "r"), "out": (out, "w")}, 1000)
+    assert report.findings == ()
+    np.testing.assert_array_equal(out, a + b)
+    assert report.stored["out"] == 4000
+    assert report.loaded["a"] == report.loaded["b"] == 4000
+    assert report.mix()["global_load_dword"] == 2 * 16
+    assert report.mix()["v_add_f32"] == 16
+
+
+def test_transpose(launch):
+    x, y = rng.standard_normal((32, 32)).astype(np.float32), np.empty((32, 32), np.float32)
+    report = launch("transpose", 1, 256, {"in": (x, "r"), "out": (y, "w")})
+    assert report.findings == ()
+    np.testing.assert_array_equal(y, x.T)
+    # Rows of 33 words: a column touches every bank once, 32 lanes a clock.
+    reads = [pc for pc, name in enumerate(report.names) if name.startswith("ds_read")]
+    assert report.lds_clocks(reads) == 1024 / 32
+
+
+def test_matmul(launch):
+    a, b = (to_bf16(rng.standard_normal((16, 128))) for _ in range(2))
+    out = np.empty((16, 16), np.float32)
+    report = launch("matmul", 1, 64, {"a": (a, "r"), "b": (b, "r"), "out": (out, "w")}, 128)
+    assert report.findings == ()
+    exact = from_bf16(a).astype(np.float64) @ from_bf16(b).astype(np.float64).T
+    np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5)
+    depth = 16 if report.arch == "gfx942" else 32
+    assert report.by_class()["matrix"] == 128 // depth
+    assert report.matrix_clocks() == 128 // depth * 16
+
+
+def test_reduce(launch):
+    x, y = rng.standard_normal(64).astype(np.float32), np.empty(64, np.float32)
+    assert launch("reduce", 1, 64, {"in": (x, "r"), "out": (y, "w")}).findings == ()
+    np.testing.assert_allclose(y, x.astype(np.float64).sum(), rtol=1e-6)
+    assert len(set(y.tolist())) == 1
+
+
+def test_direct_to_lds(launch, arch):
+    width = 4 if arch == "gfx942" else 16
+    x, y = rng.integers(0, 256, 256 * width).astype(np.uint8), np.empty(256 * width, np.uint8)
+    assert launch("direct", 1, 256, {"in": (x, "r"), "out": (y, "w")}).findings == ()
+    np.testing.assert_array_equal(y.reshape(256, width), x.reshape(256, width)[::-1])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("order", ["forward", "reverse", "shuffle:3"])
+def test_last_arriver(launch, order, threads):
+    x = rng.standard_normal((7, 256)).astype(np.float32)
+    partial, out, arrived = np.full_like(x, np.nan), np.empty(256, np.float32), np.zeros(1, np.uint32)
+    arrays = {"in": (x, "r"), "partial": (partial, "w"), "out": (out, "w"), "arrived": (arrived, "rw")}
+    report = launch("last_arriver", 7, 256, arrays, 7, order=order, threads=threads)
+    assert [str(finding) for finding in report.findings] == []
+    want = np.zeros(256, np.float32)
+    for row in x:
+        want += 2 * row
+    np.testing.assert_array_equal(out, want)
+    assert arrived[0] == 0
+
+
+def test_unknown_instruction_names_its_line(launch):
+    broken = launch.text.replace("v_add_f32_e32", "v_invented_f32_e32")
+    with pytest.raises(
+        AssemblyError, match=r"add, line \d+ \(.*programs\.hip:\d+\): `v_invented_f32_e32.*does not know"
+    ):
+        launch("add", 1, 64, {}, text=broken)
+
+
+def test_instruction_of_the_other_arch(programs):
+    from mla_suite.runtime.emulator import Emulator
+
+    text = programs["gfx950"].replace("gfx950", "gfx942")
+    with pytest.raises(AssemblyError, match=r"v_mfma_f32_16x16x32_bf16.*does not exist on the architecture"):
+        Emulator("gfx942").load_text(text, "matmul")
+    with pytest.raises(AssemblyError, match="no kernel absent in this assembly; it has add, transpose"):
+        Emulator("gfx950").load_text(programs["gfx950"], "absent")
+    with pytest.raises(AssemblyError, match="written|is for gfx950"):
+        Emulator("gfx942").load_text(programs["gfx950"], "add")
