@@ -30,8 +30,11 @@ def run(
             continue
         split_lse = partial_lse[first:end]
         lse[b] = torch.logsumexp(split_lse, dim=0)
-        denominator = lse[b] if sink is None else torch.logaddexp(lse[b], sink)
-        weight = torch.where(split_lse == -torch.inf, 0.0, torch.exp(split_lse - denominator))[:, :, None]
+        # The weights are divided by their own sum: an lse of 100 is rounded to 4e-6, and so would they be.
+        shift = lse[b].masked_fill(lse[b] == -torch.inf, 0.0)
+        weight = torch.exp(split_lse - shift)
+        total = weight.sum(dim=0) if sink is None else weight.sum(dim=0) + torch.exp(sink - shift)
+        weight = torch.where(split_lse == -torch.inf, 0.0, weight / total)[:, :, None]
         out[b] = torch.where(weight == 0, 0.0, weight * partial_out[first:end]).sum(dim=0)
 
 
