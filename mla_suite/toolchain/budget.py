@@ -60,7 +60,8 @@ def broken(instance: Instance, resources: Resources) -> list[str]:
         elif rule.startswith("min_") and given < allowed:
             sentences.append(f"{where}: {rule} is {given:g}, at least {allowed:g} is required")
         elif not rule.startswith("min_") and given > allowed:
-            sentences.append(f"{where}: {rule} is {given:g}, at most {allowed:g} is allowed")
+            scalar = f" ({resources.scalar_spills} of them scalar)" if rule == "spills" else ""
+            sentences.append(f"{where}: {rule} is {given:g}{scalar}, at most {allowed:g} is allowed")
     return sentences
 
 

@@ -45,7 +45,7 @@ class Resources:
     """One kernel's cost. Bytes for sizes; registers are per lane; `threads` is the launch bound, 0 when unbounded.
 
     `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `spills` counts spilled registers on AMD
-    and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
+    (`scalar_spills` of them scalar) and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
     """
 
     threads: int
@@ -56,6 +56,7 @@ class Resources:
     lds: int
     scratch: int
     spills: int
+    scalar_spills: int
     code_bytes: int
     params: int
     loop: Loop | None
@@ -160,6 +161,7 @@ def read_assembly(text: str, symbol: str) -> Resources:
         lds=metadata("group_segment_fixed_size"),
         scratch=metadata("private_segment_fixed_size"),
         spills=metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),
+        scalar_spills=metadata("sgpr_spill_count"),
         code_bytes=stated("codeLenInByte"),
         params=int(by_value[0][1]),
         loop=loop_of(body.group(1).splitlines()),
@@ -199,6 +201,7 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
         lds=int(shared.group(1)) if shared else 0,
         scratch=int(about.group(1)),
         spills=int(about.group(2)) + int(about.group(3)),
+        scalar_spills=0,
         code_bytes=len(sections[f".text.{symbol}"]),
         params=params,
         loop=None,
