@@ -33,9 +33,9 @@ class KeySplitDecode {
     const int first_row = mla::block_id_y() * Problem::rows;
     for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      const mla::WorkItem item = work.take(p);
+      mla::WorkItem item = work.take(p);
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-      if (first_row >= rows.rows) continue;
+      if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
       KeySplitDecode decode(p, item, rows, first_row, lds);
       decode.attend(p);
       decode.merge_and_store(reread_params<mla::DecodeParams>());
@@ -186,10 +186,11 @@ class KeySplitDecode {
         }
       }
       const int column = (half * 2 + wave_ / 2) * BLOCK_COLUMNS + lane_.group * 32 + wave_ % 2 * 4;
+      sink.template store<4, 4>([&](int r, mla::Vec<float, 4>& values) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        sink.template store<4>(column + r * 8, mla::Vec<float, 4>{{merged[0][r], merged[1][r], merged[2][r], merged[3][r]}});
-      }
+        for (int n = 0; n < 4; ++n) values[n] = merged[n][r];
+        return column + r * 8;
+      });
     }
     mla::block_sync();
   }

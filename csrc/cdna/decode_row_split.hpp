@@ -98,16 +98,12 @@ class RowSplitWave {
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
       if (lane_.group == 0) sink.store_lse(result.lse);
+      sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
+        const int b = i / 4, e = i % 4;
 #pragma unroll
-      for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          mla::Vec<float, BLOCK_TILES> values;
-#pragma unroll
-          for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * result.weight;
-          sink.template store<BLOCK_TILES>(b * BLOCK_COLUMNS + lane_.group * 32 + e * 8, values);
-        }
-      }
+        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * result.weight;
+        return b * BLOCK_COLUMNS + lane_.group * 32 + e * 8;
+      });
     }
   }
 
@@ -226,9 +222,9 @@ MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave
   const int first_row = mla::block_id_y() * Problem::rows;
   for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    const mla::WorkItem item = work.take(p);
+    mla::WorkItem item = work.take(p);
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-    if (first_row >= rows.rows) continue;
+    if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
     part.attend(p);
     part.store(reread_params<mla::DecodeParams>());

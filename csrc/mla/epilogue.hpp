@@ -13,13 +13,20 @@ template <class Policy, class Element>
 class RowSink {
  public:
   MLA_DEVICE RowSink(const DecodeParams& p, const WorkItem& item, const SequenceRows& rows, int row)
-      : final_(item.partial_row < 0), stored_(row < rows.rows) {
-    const int64_t place = final_ ? rows.first_token * p.heads + row : static_cast<int64_t>(item.partial_row) * p.rows + row;
-    out_ = final_ ? static_cast<char*>(p.out) + place * (VALUE_DIM * Element::bytes)
-                  : reinterpret_cast<char*>(p.partial_out + place * VALUE_DIM);
-    lse_ = (final_ ? p.lse : p.partial_lse) + place;
+      : final_(item.partial_row < 0), stored_(row < rows.rows), absent_(!final_ && !stored_ && row < p.rows) {
+    const int token = SequenceRows::token_of(p, row);
+    const int head = row - token * p.heads;
+    if (final_) {
+      const int64_t at = (rows.first_token + token) * p.out_token_stride + head * p.out_head_stride;
+      out_ = static_cast<char*>(p.out) + at * Element::bytes;
+      lse_ = p.lse + rows.first_token * p.heads + row;
+    } else {
+      const int64_t at = static_cast<int64_t>(item.partial_row) * p.rows + row;
+      out_ = reinterpret_cast<char*>(p.partial_out + at * VALUE_DIM);
+      lse_ = p.partial_lse + at;
+    }
     has_sink_ = final_ && p.attn_sink;
-    sink_ = has_sink_ && stored_ ? p.attn_sink[row - SequenceRows::token_of(p, row) * p.heads] : 0.0f;
+    sink_ = has_sink_ && stored_ ? p.attn_sink[head] : 0.0f;
   }
 
   // The factor that turns a row's accumulated output into what is stored, and its lse.
@@ -29,24 +36,36 @@ class RowSink {
     return result;
   }
 
+  // Rows that a short sequence of a ragged batch lacks are marked empty, so that merging never reads them.
   MLA_DEVICE void store_lse(float lse) const {
-    if (stored_) *lse_ = lse;
+    if (stored_ || absent_) *lse_ = stored_ ? lse : MINUS_INFINITY;
   }
 
-  // N consecutive values from column `column`, a multiple of N; N is 4 or 8.
-  template <int N>
-  MLA_DEVICE void store(int column, const Vec<float, N>& values) const {
+  // `count` pieces of the row: piece(i, values) fills N consecutive values and returns their first column, a multiple of
+  // N; N is 4 or 8. One branch for all of them: a branch per piece costs scalar registers the kernels do not have.
+  template <int N, int count, class Piece>
+  MLA_DEVICE void store(const Piece& piece) const {
     if (!stored_) return;
     if (final_) {
-      Vec<uint32_t, N / 2> packed;
 #pragma unroll
-      for (int i = 0; i < N; i += 2) packed[i / 2] = Policy::template pack<Element>(values[i], values[i + 1]);
-      *reinterpret_cast<Vec<uint32_t, N / 2>*>(out_ + column * Element::bytes) = packed;
+      for (int i = 0; i < count; ++i) {
+        Vec<float, N> values;
+        const int column = piece(i, values);
+        Vec<uint32_t, N / 2> packed;
+#pragma unroll
+        for (int n = 0; n < N; n += 2) packed[n / 2] = Policy::template pack<Element>(values[n], values[n + 1]);
+        *reinterpret_cast<Vec<uint32_t, N / 2>*>(out_ + column * Element::bytes) = packed;
+      }
     } else {
 #pragma unroll
-      for (int i = 0; i < N; i += 4) {
-        *reinterpret_cast<Vec<float, 4>*>(out_ + (column + i) * 4) =
-            Vec<float, 4>{{values[i], values[i + 1], values[i + 2], values[i + 3]}};
+      for (int i = 0; i < count; ++i) {
+        Vec<float, N> values;
+        const int column = piece(i, values);
+#pragma unroll
+        for (int n = 0; n < N; n += 4) {
+          *reinterpret_cast<Vec<float, 4>*>(out_ + (column + n) * 4) =
+              Vec<float, 4>{{values[n], values[n + 1], values[n + 2], values[n + 3]}};
+        }
       }
     }
   }
@@ -57,6 +76,7 @@ class RowSink {
   float sink_;
   bool final_;
   bool stored_;
+  bool absent_;
   bool has_sink_;
 };
 

@@ -62,12 +62,12 @@ class WorkList {
 
  private:
   static constexpr int OPEN = 0x7fffffff;
-  static constexpr uint32_t CUT_STEP = 16;   // a cut inside a matrix tile would be work done twice
+  static constexpr uint32_t CUT_STEP = 64;   // the granule of plan's equal cuts
 
   MLA_DEVICE static int equal_cut(const DecodeParams& p, int kv_len) {
     const uint32_t splits = static_cast<uint32_t>(p.num_splits);
     const uint32_t even = (static_cast<uint32_t>(kv_len) + splits - 1) / splits;
-    return static_cast<int>((even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
+    return static_cast<int>(even < 1 ? CUT_STEP : (even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
   }
 
   // The first worker with items from worker_ on, in steps of the launch's workgroups.

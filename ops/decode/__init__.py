@@ -10,7 +10,7 @@ from mla_suite.core import checks, dispatch, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
-from mla_suite.ops.decode import reference, samples, values
+from mla_suite.ops.decode import native, reference, samples, values
 from mla_suite.ops.plan import check_splits
 from mla_suite.ops.plan.layout import smallest_words
 
@@ -293,7 +293,7 @@ DECODE = library.register(
         specify=specify,
         problem=problem,
         validate=values.validate,
-        backends=(dispatch.portable("mla_suite.ops.decode.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

@@ -1,0 +1,235 @@
+"""decode on our own kernels: tensors -> parameters -> launch, and the merge of what was split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.ops.decode.config import ELEMENTS, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
+from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
+from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.runtime.scratch import partials
+from mla_suite.toolchain.params import ParamStruct, load
+
+MOST_ROW_TILES = 65535  # of a grid's second dimension
+SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
+SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if arch is None:
+        return Refusal("no arch of ours runs these tensors: it takes gfx942, on the GPU or emulated")
+    if arch.name != "gfx942":
+        return Refusal(f"decode has no kernel for {arch.name} yet; it takes gfx942")
+    why = _unsupported(problem)
+    if why is not None:
+        return Refusal(why)
+    config = cdna_config(problem, arch)
+    if not has_kernel(arch, config.instance):
+        return Refusal(f"kernel {config.instance} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(config, f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows")
+
+
+def _unsupported(problem: Any) -> str | None:
+    """Why the CDNA kernels cannot take a problem; None when they can."""
+    element = ELEMENTS.get(problem.q_dtype)
+    if element is None:
+        return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
+    if problem.layout != element:
+        return f"layout {problem.layout} with {problem.q_dtype} queries; the cache must hold the queries' type"
+    if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
+        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
+    if problem.rope and (problem.head_dim != 576 or element != "bf16"):
+        return "rope_cos_sin with a cache other than bf16 rows of 576 values"
+    if problem.alignment < 16:
+        return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
+    rows = problem.heads * problem.q_len
+    if rows < 1 or -(-rows // MOST_ROWS) > MOST_ROW_TILES:
+        return f"{rows} query rows per sequence; it takes 1 to {MOST_ROWS * MOST_ROW_TILES}"
+    return None
+
+
+@cache
+def _params() -> ParamStruct:
+    return load("decode")
+
+
+def run(
+    config: CdnaConfig,
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    kv_indptr: torch.Tensor | None = None,
+    kv_indices: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    kv_descale: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    max_q_len: int = 1,
+    max_kv_len: int = 0,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    layout: str = "bf16",
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    out, lse = outputs
+    batch, page, heads = seq_lens.shape[0], kv_cache.shape[1], q.shape[-2]
+    q_len = q.shape[1] if cu_seqlens_q is None else max_q_len
+    rows = q_len * heads
+    if batch == 0 or out.numel() == 0:
+        return
+    tiles = config.tiles(rows)
+    if plan is not None:
+        splits, slots = 1, int(most_items(plan.shape[0], batch))
+        workers = min(slots, config.arch.compute_units)
+    else:
+        bound = max_kv_len or (block_table.shape[1] if block_table is not None else _length(kv_indices)) * page
+        splits = num_splits or (int(splits_of(bound, split_size)) if split_size else _splits(config, batch * tiles, bound))
+        slots = batch * splits if splits > 1 else 0
+        workers = batch * splits
+    if softmax_scale < 0:  # the kernel finds the largest score before it scales
+        q, softmax_scale = -q, -softmax_scale
+    softmax_scale = max(softmax_scale, SMALLEST_SCALE)
+    q = _readable(q)
+    final_out = out if _writable(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    final_lse = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    partial_out, partial_lse = partials(q.device, slots, rows, head_dim_v) if slots else (None, None)
+    tensors: dict[str, tuple[torch.Tensor | None, str]] = {
+        "q": (q, "r"),
+        "kv_cache": (kv_cache, "r"),
+        "seq_lens": (seq_lens, "r"),
+        "block_table": (block_table, "r"),
+        "kv_indptr": (kv_indptr, "r"),
+        "kv_indices": (kv_indices, "r"),
+        "cu_seqlens_q": (cu_seqlens_q, "r"),
+        "q_descale": (q_descale, "r"),
+        "kv_descale": (kv_descale, "r"),
+        "attn_sink": (attn_sink, "r"),
+        "rope_cos_sin": (rope_cos_sin, "r"),
+        "plan": (plan, "r"),
+        "out": (final_out, "w"),
+        "lse": (final_lse, "w"),
+        "partial_out": (partial_out, "w"),
+        "partial_lse": (partial_lse, "w"),
+    }
+    shift = max(page - 1, 0).bit_length()
+    params = _params().pack(
+        **{name: 0 if tensor is None else tensor.data_ptr() for name, (tensor, _) in tensors.items()},
+        **{f"kv_map_{word}": 0 for word in range(16)},
+        counters=0,
+        q_batch_stride=q.stride(0) if cu_seqlens_q is None else 0,
+        q_token_stride=q.stride(-3),
+        q_head_stride=q.stride(-2),
+        kv_page_stride=kv_cache.stride(0),
+        kv_token_stride=kv_cache.stride(1),
+        block_table_stride=block_table.stride(0) if block_table is not None else 0,
+        out_token_stride=final_out.stride(-3),
+        out_head_stride=final_out.stride(-2),
+        batch=batch,
+        heads=heads,
+        q_len=q_len,
+        rows=rows,
+        row_tiles=tiles,
+        pages=kv_cache.shape[0],
+        page=page,
+        page_magic=-(-(1 << (31 + shift)) // page),
+        page_shift=shift,
+        num_splits=splits,
+        split_size=split_size if splits > 1 and not num_splits else 0,
+        workers=workers,
+        max_kv_len=max_kv_len,
+        merge=0,
+        causal=int(causal),
+        softmax_scale=softmax_scale,
+    )
+
+    def buffers() -> Iterator[Buffer]:
+        return (Buffer(name, tensor, access) for name, (tensor, access) in tensors.items() if tensor is not None)
+
+    launch("decode", config.instance, q, (workers, tiles, 1), config.threads, 0, params, buffers)
+    if partial_out is not None and partial_lse is not None:
+        split_indptr = plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None
+        _merge(partial_out, partial_lse, split_indptr, splits, cu_seqlens_q, attn_sink, final_out, final_lse)
+    if final_out is not out:
+        out.copy_(final_out)
+    if final_lse is not lse:
+        lse.copy_(final_lse)
+
+
+def _merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None,
+    splits: int,
+    cu_seqlens_q: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Combine the splits of each sequence; those with a plan and a single item were finished by the kernel."""
+    merged_out, merged_lse = torch.ops.mla_suite.combine(
+        partial_out,
+        partial_lse,
+        split_indptr,
+        attn_sink,
+        num_splits=splits if split_indptr is None else 0,
+        out_dtype=out.dtype,
+    )
+    heads, head_dim_v = out.shape[-2:]
+    merged_out = merged_out.view(merged_out.shape[0], -1, heads, head_dim_v)
+    merged_lse = merged_lse.view(merged_lse.shape[0], -1, heads)
+    split = None if split_indptr is None else split_indptr.diff() > 0
+    if cu_seqlens_q is not None:
+        token = torch.arange(out.shape[0], device=out.device, dtype=cu_seqlens_q.dtype)
+        sequence = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
+        place = token - cu_seqlens_q[sequence]
+        merged_out, merged_lse = merged_out[sequence, place], merged_lse[sequence, place]
+        split = None if split is None else split[sequence]
+    if split is None:
+        out.copy_(merged_out)
+        lse.copy_(merged_lse)
+    else:
+        split = split.view(-1, *[1] * (lse.dim() - 1))
+        torch.where(split, merged_lse, lse, out=lse)
+        torch.where(split[..., None], merged_out, out, out=out)
+
+
+def _length(kv_indices: torch.Tensor | None) -> int:
+    return 0 if kv_indices is None else kv_indices.shape[0]
+
+
+def _splits(config: CdnaConfig, workgroups: int, bound: int) -> int:
+    """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
+    return max(1, min(config.arch.compute_units // workgroups, bound // SHORTEST_CUT))
+
+
+def _readable(q: torch.Tensor) -> torch.Tensor:
+    """q with rows that 16-byte loads can read."""
+    return q if _in_whole_vectors(q) else q.clone(memory_format=torch.contiguous_format)
+
+
+def _writable(out: torch.Tensor) -> bool:
+    """Whether 16-byte stores reach every row, and one stride leads from token to token."""
+    return _in_whole_vectors(out) and (out.dim() == 3 or out.stride(0) == out.shape[1] * out.stride(1))
+
+
+def _in_whole_vectors(rows: torch.Tensor) -> bool:
+    size = rows.element_size()
+    return (
+        rows.data_ptr() % 16 == 0 and rows.stride(-1) == 1 and all(s * size % 16 == 0 for s in rows.stride()[:-1])
+    )
+
+
+BACKEND = Backend("native", offer, run)
