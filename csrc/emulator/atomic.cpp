@@ -122,16 +122,17 @@ static const char* result_if_sc0(Inst& in) {
   return in.operands == wanted ? nullptr : "sc0 and the number of operands of an atomic do not agree";
 }
 
-#define UPDATE(name, operation, bytes)                                                             \
+#define UPDATE_ON(name, operation, bytes, buffer_arch)                                                           \
   {"global_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0}, \
   {"flat_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0},   \
-  {"buffer_atomic_" name, buffer_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), buffer_operands}
+  {"buffer_atomic_" name, buffer_atomic, Class::ATOMIC, buffer_arch, pack(operation, bytes), buffer_operands}
+#define UPDATE(name, operation, bytes) UPDATE_ON(name, operation, bytes, ANY_ARCH)
 #define BOTH(name, operation) UPDATE(name, operation, 4), UPDATE(name "_x2", operation, 8)
 static const Opcode entries[] = {
     BOTH("add", ADD), BOTH("sub", SUB), BOTH("swap", SWAP), BOTH("cmpswap", COMPARE_SWAP), BOTH("and", AND), BOTH("or", OR),
     BOTH("xor", XOR), BOTH("umin", UMIN), BOTH("umax", UMAX), BOTH("smin", SMIN), BOTH("smax", SMAX), BOTH("inc", INC), BOTH("dec", DEC),
     UPDATE("add_f32", ADD_F32, 4), UPDATE("add_f64", ADD_F64, 8), UPDATE("min_f64", MIN_F64, 8), UPDATE("max_f64", MAX_F64, 8),
-    UPDATE("pk_add_f16", PK_ADD_F16, 4), UPDATE("pk_add_bf16", PK_ADD_BF16, 4),
+    UPDATE("pk_add_f16", PK_ADD_F16, 4), UPDATE_ON("pk_add_bf16", PK_ADD_BF16, 4, GFX950),
 };
 extern const Table atomic_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

@@ -81,7 +81,6 @@ static const Opcode entries[] = {
     {"s_icache_inv", nothing, CONTROL, ANY_ARCH, 0, nullptr},
     {"s_dcache_inv", nothing, CONTROL, ANY_ARCH, 0, nullptr},
     {"s_dcache_wb", nothing, CONTROL, ANY_ARCH, 0, nullptr},
-    {"s_code_end", nothing, CONTROL, ANY_ARCH, 0, nullptr},
     {"s_sleep", sleep_a_while, CONTROL, ANY_ARCH, 0, nullptr},
     {"s_endpgm", end_program, CONTROL, ANY_ARCH, 0, nullptr},
     {"s_barrier", barrier, CONTROL, ANY_ARCH, 0, nullptr},

@@ -82,7 +82,7 @@ static const char* decode(Inst& in, const Record& record, int pc, int arch) {
   in.loads = memory && !m[mod_lds] && (strstr(opcode->name, "load") || strstr(opcode->name, "read"));
   in.plain = !(m[mod_dpp] || m[mod_sdwa] || m[mod_clamp] || m[mod_mul] || m[mod_div]);
   if (m[mod_gds]) return "the global data share is not modelled";
-  if (m[mod_clamp] && (opcode->group == VALU) && !strstr(opcode->name, "f32")) return "clamp is modelled for f32 results only";
+  if (m[mod_clamp] && opcode->group == VALU && !strstr(opcode->name, "f32") && !strstr(opcode->name, "fma_mix")) return "clamp is modelled for f32 results only";
   in.lane_writes = 0;
   for (int lane = 0; lane < LANES; lane++) {
     in.lane_from[lane] = i8(dpp_source(in, lane));

@@ -1,7 +1,8 @@
 // Matrix instructions: D[M, N] = A[M, K] B[K, N] + C.
 //
-// Lane l holds row (A) or column (B) l % M and the K elements of group l / M, consecutive in its registers. Result element i of lane l is
-// column l % N and row 4 (l / N) + i for N = 16, 4 (l / N) + i % 4 + 8 (i / 4) for N = 32.
+// Lane l holds row (A) or column (B) l % M and the K elements of group l / M, consecutive in its registers; but the 8-bit formats of f8f6f4
+// hold them in two pieces of 16, the second from the upper half of K. Block b of 32 elements along K is scaled by the lane of group b.
+// Result element i of lane l is column l % N and row 4 (l / N) + i for N = 16, 4 (l / N) + i % 4 + 8 (i / 4) for N = 32.
 // Products and sums are made in double and rounded to f32 once: the real unit's internal width and order are not public.
 #include "narrow.hpp"
 #include "vector.hpp"
@@ -73,6 +74,12 @@ static double block_scale(Wave& wave, const Operand& op, int byte, int lane) {
   return e == 255 ? double(real(0x7fc00000)) : bit_cast<double>(u64(int(e) - 127 + 1023) << 52);
 }
 
+// Where element i of a lane's group lies along K.
+static int depth_of(Element type, i64 format, int group, int i, int own, int k_size) {
+  bool halves = type == F8F6F4 && bits_of(selected_format(format)) == 8;
+  return halves ? i / 16 * (k_size / 2) + group * 16 + i % 16 : group * own + i;
+}
+
 static int result_row(int size, int lane, int i) { return 4 * (lane / size) + i % 4 + 8 * (i / 4); }
 
 template <int SIZE> static void multiply(double (*a)[128], double (*b)[SIZE], double (*d)[SIZE], int k_size) {
@@ -95,15 +102,18 @@ template <int SIZE> static void matrix(Wave& wave, const Inst& in) {
     double av[64], bv[64];
     read_lane(wave, in, in.op[1], shape.a, in.mod[mod_cbsz], lane, own, av);
     read_lane(wave, in, in.op[2], shape.b, in.mod[mod_blgp], lane, own, bv);
-    double sa = 1, sb = 1;
-    if (shape.scaled) {
-      sa = block_scale(wave, in.op[4], int((select & 1) | (select >> 8 & 1) << 1), lane);
-      sb = block_scale(wave, in.op[5], int((select >> 1 & 1) | (select >> 9 & 1) << 1), lane);
-    }
-    int k0 = lane / SIZE * own;
+    int line = lane % SIZE, group = lane / SIZE;
     for (int i = 0; i < own; i++) {
-      a[lane % SIZE][k0 + i] = av[i] * sa;
-      b[k0 + i][lane % SIZE] = bv[i] * sb;
+      a[line][depth_of(shape.a, in.mod[mod_cbsz], group, i, own, shape.k)] = av[i];
+      b[depth_of(shape.b, in.mod[mod_blgp], group, i, own, shape.k)][line] = bv[i];
+    }
+  }
+  for (int lane = 0; shape.scaled && lane < LANES; lane++) {
+    double sa = block_scale(wave, in.op[4], int((select & 1) | (select >> 8 & 1) << 1), lane);
+    double sb = block_scale(wave, in.op[5], int((select >> 1 & 1) | (select >> 9 & 1) << 1), lane);
+    for (int k = lane / SIZE * 32; k < lane / SIZE * 32 + 32; k++) {
+      a[lane % SIZE][k] *= sa;
+      b[k][lane % SIZE] *= sb;
     }
   }
   const Operand& c = in.op[3];

@@ -98,11 +98,38 @@ template <class T, class F> constexpr Opcode pk16_3(const char* name, F) { retur
 
 static Half fused_half(Half a, Half b, Half c) { return Half{half_to_float(double_to_half(double(a.value) * b.value + c.value))}; }
 
+// v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: each source is an f32, or with op_sel_hi the half that op_sel picks.
+enum Mixed { TO_F32, TO_LOW, TO_HIGH };
+static void mixed_fma(Wave& wave, const Inst& in) {
+  Mixed to = Mixed(in.opcode->aux);
+  u32 out[LANES];
+  for (int l = 0; l < LANES; l++) {
+    float x[3];
+    for (int k = 1; k <= 3; k++) {
+      const Operand& op = in.op[k];
+      u32 raw = op.kind == VECTOR ? wave.v[op.index][l] : scalar(wave, op);
+      bool half = in.mod[mod_op_sel_hi] >> (k - 1) & 1;
+      if (half && (op.flags & FLOAT_LITERAL)) raw = double_to_half(bit_cast<double>(op.wide));
+      float f = half ? half_to_float(u16(raw >> (in.mod[mod_op_sel] >> (k - 1) & 1 ? 16 : 0))) : real(raw);
+      if (op.flags & ABSOLUTE) f = fabsf(f);
+      x[k - 1] = op.flags & NEGATE ? -f : f;
+    }
+    float r = fused(x[0], x[1], x[2]);
+    u32 old = wave.v[in.op[0].index][l];
+    if (in.mod[mod_clamp]) r = r > 0 ? (r < 1 ? r : 1.0f) : 0.0f;
+    out[l] = to == TO_F32 ? word(r) : to == TO_LOW ? (old & 0xffff0000) | float_to_half(r) : (old & 0xffff) | u32(float_to_half(r)) << 16;
+  }
+  commit_row(wave, in, 0, out, false);
+}
+
 static const Opcode entries[] = {
     pk32("v_pk_add_f32", [](float a, float b, float) { return a + b; }),
     pk32("v_pk_mul_f32", [](float a, float b, float) { return a * b; }),
     pk32_3("v_pk_fma_f32", [](float a, float b, float c) { return fused(a, b, c); }),
     {"v_pk_mov_b32", packed_mov, VALU, ANY_ARCH, 0, nullptr},
+    {"v_fma_mix_f32", mixed_fma, VALU, ANY_ARCH, TO_F32, nullptr},
+    {"v_fma_mixlo_f16", mixed_fma, VALU, ANY_ARCH, TO_LOW, nullptr},
+    {"v_fma_mixhi_f16", mixed_fma, VALU, ANY_ARCH, TO_HIGH, nullptr},
     pk16<Half>("v_pk_add_f16", [](Half a, Half b, Half) { return Half{a.value + b.value}; }),
     pk16<Half>("v_pk_mul_f16", [](Half a, Half b, Half) { return Half{a.value * b.value}; }),
     pk16<Half>("v_pk_max_f16", [](Half a, Half b, Half) { return Half{max_f32(a.value, b.value)}; }),

@@ -7,6 +7,9 @@ static float median(float a, float b, float c) {
   if (a != a || b != b || c != c) return min_f32(min_f32(a, b), c);
   return max_f32(min_f32(a, b), min_f32(max_f32(a, b), c));
 }
+// The IEEE 754-2019 maximum and minimum: NaN wins.
+static float maximum(float a, float b) { return a != a ? a : b != b ? b : max_f32(a, b); }
+static float minimum(float a, float b) { return a != a ? a : b != b ? b : min_f32(a, b); }
 static float fraction(float x) {
   float r = float(double(x) - floor(double(x)));
   return r < 1.0f ? r : real(0x3f7fffff);
@@ -52,6 +55,8 @@ static const Opcode entries[] = {
     vector("v_min_f32", [](float a, float b) { return min_f32(a, b); }),
     vector("v_max3_f32", [](float a, float b, float c) { return max_f32(max_f32(a, b), c); }),
     vector("v_min3_f32", [](float a, float b, float c) { return min_f32(min_f32(a, b), c); }),
+    vector("v_maximum3_f32", [](float a, float b, float c) { return maximum(maximum(a, b), c); }, VALU, GFX950),
+    vector("v_minimum3_f32", [](float a, float b, float c) { return minimum(minimum(a, b), c); }, VALU, GFX950),
     vector("v_med3_f32", [](float a, float b, float c) { return median(a, b, c); }),
     vector("v_fma_f32", [](float a, float b, float c) { return fused(a, b, c); }),
     vector_accumulate("v_fmac_f32", [](float a, float b, float c) { return fused(a, b, c); }),
@@ -87,6 +92,9 @@ static const Opcode entries[] = {
     vector("v_rcp_f64", [](double a) { return 1.0 / a; }, TRANSCENDENTAL),
     vector("v_rsq_f64", [](double a) { return 1.0 / sqrt(a); }, TRANSCENDENTAL),
     vector("v_sqrt_f64", [](double a) { return sqrt(a); }, TRANSCENDENTAL),
+    vector("v_fract_f64", [](double a) { double r = a - floor(a); return r < 1 ? r : 0x1.fffffffffffffp-1; }),
+    vector("v_frexp_exp_i32_f64", [](double a) { int e = 0; if (a - a == 0) frexp(a, &e); return e; }),
+    vector("v_frexp_mant_f64", [](double a) { int e; return a - a == 0 ? frexp(a, &e) : a; }),
     vector("v_floor_f64", [](double a) { return floor(a); }),
     vector("v_ceil_f64", [](double a) { return ceil(a); }),
     vector("v_trunc_f64", [](double a) { return trunc(a); }),
@@ -99,7 +107,8 @@ static const Opcode entries[] = {
     vector("v_min_f16", [](Half a, Half b) { return Half{min_f32(a.value, b.value)}; }),
     vector("v_max3_f16", [](Half a, Half b, Half c) { return Half{max_f32(max_f32(a.value, b.value), c.value)}; }, VALU, ANY_ARCH, PRESERVES_HIGH),
     vector("v_fma_f16", [](Half a, Half b, Half c) { return fused_half(a, b, c); }, VALU, ANY_ARCH, PRESERVES_HIGH),
-    vector_accumulate("v_fmac_f16", [](Half a, Half b, Half c) { return fused_half(a, b, c); }),
+    vector("v_min3_f16", [](Half a, Half b, Half c) { return Half{min_f32(min_f32(a.value, b.value), c.value)}; }, VALU, ANY_ARCH, PRESERVES_HIGH),
+    vector("v_med3_f16", [](Half a, Half b, Half c) { return Half{median(a.value, b.value, c.value)}; }, VALU, ANY_ARCH, PRESERVES_HIGH),
     vector("v_rcp_f16", [](Half a) { return Half{half_to_float(double_to_half(1.0 / a.value))}; }, TRANSCENDENTAL),
     vector("v_rsq_f16", [](Half a) { return Half{half_to_float(double_to_half(1.0 / sqrt(double(a.value))))}; }, TRANSCENDENTAL),
     vector("v_sqrt_f16", [](Half a) { return Half{half_to_float(double_to_half(sqrt(double(a.value))))}; }, TRANSCENDENTAL),
