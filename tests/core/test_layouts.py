@@ -217,7 +217,8 @@ def test_gather_scatter_and_page_permutation(name, seed, padded):
     slots = torch.randint(0, pages * page, (17,), generator=generator)
     assert torch.equal(caches.gather(one, cache, slots, descale=descale), read.flatten(0, 1)[slots])
     order = torch.randperm(pages, generator=generator)
-    assert torch.equal(caches.unpack(one, cache[order], descale=descale), read[order])
+    moved = cache.view(torch.uint8)[order].view(cache.dtype)  # torch 2.9 does not index float8
+    assert torch.equal(caches.unpack(one, moved, descale=descale), read[order])
     written = caches.empty(one, pages, page, padded=padded)
     raw(written).fill_(0xAA)
     distinct = torch.randperm(pages * page, generator=generator)[:7]

@@ -252,7 +252,7 @@ def test_permuting_pages_changes_nothing(name, seed, page):
     pages = 6
     q, (cache,), (index,), names = problem([(name, pages, page, 11)], 2, 4, seed)
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
-    moved = cache[order]
+    moved = cache.view(torch.uint8)[order].view(cache.dtype)  # torch 2.9 does not index float8
     where = order.argsort()
     valid = (index >= 0) & (index < pages * page)
     slot = index.clamp(0, pages * page - 1).long()
