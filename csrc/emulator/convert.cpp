@@ -27,8 +27,7 @@ static void from_narrow(Wave& wave, const Inst& in) {
   u32 room[LANES], out[LANES];
   const u32* a = source_row(wave, in, 1, room);
   const float* table = narrow_values(eight_bit(in, in.opcode->aux & IS_E5M2));
-  int shift = 8 * (int(in.mod[mod_op_sel] & 1) * 2 + int(in.mod[mod_op_sel] >> 1 & 1));
-  for (int l = 0; l < LANES; l++) out[l] = word(table[a[l] >> shift & 255]);
+  for (int l = 0; l < LANES; l++) out[l] = word(table[a[l] & 255]);   // SDWA has already moved the chosen byte down
   commit_row(wave, in, 0, out, false);
 }
 

@@ -36,7 +36,7 @@ static void widen(Wave& wave, const Inst& in) {
   int elements = int(in.opcode->aux >> 16), width = width_of(narrow);
   int low = in.mod[mod_op_sel] & 1, high = in.mod[mod_op_sel] >> 1 & 1, start = 0;
   if (elements * width == 16) start = 16 * low;              // a pair of bytes: which half
-  else if (elements * width == 8) start = 16 * low + 8 * high;   // one byte, or a pair of nibbles: which byte
+  else if (elements * width == 8) start = 8 * low + 16 * high;   // one byte, or a pair of nibbles: which byte
   u32 source[8][LANES], room[LANES], out[32][LANES] = {};
   int words = (start + elements * width + 31) / 32;
   for (int w = 0; w < words; w++)
