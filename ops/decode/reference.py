@@ -111,6 +111,7 @@ def attend(
         fading = torch.exp(before - shift)
         total = total * fading + weights.sum(dim=1)
         out = torch.addmm(out.mul_(fading[:, None]), weights, keys[:, :head_dim_v])
+        del keys, scores, weights  # before the next block is gathered
     seen = highest != -torch.inf
     out = torch.where(seen[:, None], out / total[:, None], 0.0)
     return out, torch.where(seen, highest + total.log(), -torch.inf)

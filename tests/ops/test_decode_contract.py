@@ -15,6 +15,7 @@ import mla_suite
 from mla_suite.core import layouts
 from mla_suite.ops.decode import reference
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.layout import Plan
 from mla_suite.testing import assert_close, exact_decode
 
 CPU = torch.device("cpu")
@@ -252,8 +253,10 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("planned", [False, True], ids=["", "plan"])
 def test_memory_is_bounded_by_the_keys_of_one_sequence(heads, planned):
+    """By its bytes in the bf16 cache; partial results of splits, which scale with the rows, come on top."""
     args, kwargs = decode_sample((4096, 4000, 100), heads=heads, planned=planned).make(CPU)
     outputs = torch.empty(3, 1, heads, 512).bfloat16(), torch.empty(3, 1, heads)
     with Allocations() as allocations:
         reference.run(None, outputs, *args, **kwargs)
-    assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 4
+    partials = heads * 512 * 4 * max(len(cuts) for cuts in Plan.read(args[PLAN]).cuts()) if planned else 0
+    assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 2 + 2 * partials
