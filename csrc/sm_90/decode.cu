@@ -20,23 +20,27 @@ MLA_DEVICE void decode(const DecodeParams& params) {
   // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
   const int group = __shfl_sync(~0u, thread_id() / 128, 0);
   if (thread_id() == 0) {
-    // The two values warpgroups bring a part of a stage each: every thread of theirs, or one that speaks to TMA.
-    constexpr int BRINGERS = Policy::SOURCE == Source::tma ? 2 : 256;
-    for (int stage = 0; stage < Policy::STAGES; ++stage) barrier_init(barriers.kv_full(stage), BRINGERS);
+    for (int stage = 0; stage < Policy::STAGES; ++stage) {
+      barrier_init(barriers.kv_full(stage), Policy::SOURCE == Source::tma ? 1 : 128);  // one asks TMA, or all copy
+      barrier_init(barriers.kv_empty(stage), 8);                                       // the warps of the values
+    }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
-      barrier_init(barriers.p_full(slot), 4);  // the warps of the scores warpgroup
-      for (int side = 0; side < 2; ++side) barrier_init(barriers.p_empty(slot, side), 4);  // of a values warpgroup
+      barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
+      barrier_init(barriers.p_empty(slot), 8);  // the warps of the values
     }
     barrier_init_done();
   }
   if (Policy::SOURCE == Source::tma && thread_id() == 32) prefetch_map(&params.kv_map_0);
   block_sync();
-  if (group == 2) {
+  if (group == 0) {
+    give_registers<LOADER_REGISTERS>();
+    Loader<Policy>(params, shared, thread).run();
+  } else if (group == 1) {
     take_registers<SCORES_REGISTERS>();
     Scores<Policy>(params, shared, thread).run();
   } else {
-    give_registers<VALUES_REGISTERS>();
-    Values<Policy>(params, shared, group, thread).run();
+    take_registers<VALUES_REGISTERS>();
+    Values<Policy>(params, shared, group - 2, thread).run();
   }
 }
 

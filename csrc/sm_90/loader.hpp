@@ -14,99 +14,81 @@ MLA_DEVICE WorkList work_list(const DecodeParams& params) {
   return WorkList(params, block / params.row_tiles, block % params.row_tiles * ROWS, Policy::GRANULE, Policy::KEYS);
 }
 
-// Walks the work list block of keys by block of keys. Each values warpgroup brings the columns that it alone will read
-// as values, into the memory that it has just finished reading: nobody else has to agree that it is free.
+// Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
 template <class Policy>
 class Loader {
  public:
-  MLA_DEVICE Loader(const DecodeParams& params, uint32_t shared, int side, int thread)
-      : params_(params), barriers_(shared), work_(work_list<Policy>(params)), side_(side), thread_(thread) {
-    shared_ = shared + Policy::KV_OFFSET;
-    more_ = next_item();
-  }
+  MLA_DEVICE Loader(const DecodeParams& params, uint32_t shared, int thread)
+      : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET), thread_(thread) {}
 
-  // Starts the copies of the next block, if there is one, into the next stage.
-  MLA_DEVICE void next() {
-    if (!more_) return;
-    if constexpr (Policy::SOURCE == Source::tma) boxes();
-    else gather();
-    ring_.next();
-    first_ += Policy::KEYS;
-    if (first_ >= end_) more_ = next_item();
+  MLA_DEVICE void run() {
+    if (Policy::SOURCE == Source::tma && thread_ >= 32) return;  // one thread asks the copy engine
+    WorkList work = work_list<Policy>(params_);
+    Item item;
+    Ring<Policy::STAGES> ring;
+    while (work.next(item)) {
+      const int32_t* pages = params_.block_table != nullptr
+                                 ? params_.block_table + item.sequence * params_.block_table_stride
+                                 : params_.kv_indices + __ldg(params_.kv_indptr + item.sequence);
+      for (int first = item.first; first < item.end; first += Policy::KEYS) {
+        if constexpr (Policy::SOURCE == Source::tma) boxes(pages, first, ring);
+        else gather(pages, first, item.end, ring);
+        ring.next();
+      }
+    }
   }
 
  private:
   // Any page size: every thread copies 16-byte pieces. A warp takes four keys of 128 contiguous bytes each, so memory is
   // read in whole lines, and the swizzle spreads its writes over all banks.
-  MLA_DEVICE void gather() {
+  MLA_DEVICE void gather(const int32_t* pages, int first, int end, const Ring<Policy::STAGES>& ring) {
     const int piece = thread_ % 8;
     const int slot = thread_ / 8;  // this thread's keys are slot, slot + 16, ...
-    const uint32_t to = shared_ + ring_.stage * Policy::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
     const char* cache = static_cast<const char*>(params_.kv_cache);
-    const int begin = side_ == 0 ? 0 : 4;
-    const int count = side_ == 0 ? 4 : Policy::COLUMN_BLOCKS - 4;
     const char* from[Policy::KEYS / 16];
 #pragma unroll
     for (int i = 0; i < Policy::KEYS / 16; ++i) {
-      const int key = first_ + slot + 16 * i;
+      const int key = first + slot + 16 * i;
       from[i] = nullptr;
-      if (key < end_) {
+      if (key < end) {
         const int in_table = key / params_.page;
-        const int64_t number = __ldg(pages_ + in_table);
-        from[i] = cache + piece * 16 + begin * 128 +
+        const int64_t number = __ldg(pages + in_table);
+        from[i] = cache + piece * 16 +
                   2 * (number * params_.kv_page_stride + (key - in_table * params_.page) * params_.kv_token_stride);
       }
     }
+    const uint32_t to = shared_ + ring.stage * Policy::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
+    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < Policy::KEYS / 16; ++i) {
       const bool valid = from[i] != nullptr;
-      for (int c = 0; c < count; ++c)
-        copy16(to + (begin + c) * Policy::BLOCK_BYTES + i * 2048, valid ? from[i] + c * 128 : cache, valid);
+      const char* row = valid ? from[i] : cache;  // nothing is read when not valid
+#pragma unroll
+      for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c) copy16(to + c * Policy::BLOCK_BYTES + i * 2048, row + c * 128, valid);
     }
-    copies_arrive(barriers_.kv_full(ring_.stage));
+    copies_arrive(barriers_.kv_full(ring.stage));
   }
 
-  // Pages that are multiples of KEYS, and blocks that begin at multiples of KEYS: a block is rows of one page. One thread
-  // asks; keys past the item's end come along and are made harmless by the scores warpgroup.
-  MLA_DEVICE void boxes() {
+  // Pages that are multiples of KEYS, and blocks that begin at multiples of KEYS: a block is rows of one page. Keys past
+  // the item's end come along and are made harmless by the scores warpgroup.
+  MLA_DEVICE void boxes(const int32_t* pages, int first, const Ring<Policy::STAGES>& ring) {
+    const int in_table = first / params_.page;
+    const int row = first - in_table * params_.page;
+    const int number = __ldg(pages + in_table);
+    const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
+    const uint32_t full = barriers_.kv_full(ring.stage);
+    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
     if (thread_ != 0) return;
-    const uint32_t stage = shared_ + ring_.stage * Policy::STAGE_BYTES;
-    const uint32_t full = barriers_.kv_full(ring_.stage);
-    const int in_table = first_ / params_.page;
-    const int row = first_ - in_table * params_.page;
-    const int number = __ldg(pages_ + in_table);
-    const int begin = side_ == 0 ? 0 : 4;
-    const int end = side_ == 0 ? 4 : Policy::COLUMN_BLOCKS;
-    barrier_expect(full, (end - begin) * Policy::BLOCK_BYTES);
-    for (int c = begin; c < end; ++c)
+    barrier_expect(full, Policy::STAGE_BYTES);
+#pragma unroll
+    for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
       copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
-  }
-
-  // The next item that has keys.
-  MLA_DEVICE bool next_item() {
-    Item item;
-    while (work_.next(item)) {
-      if (item.keys() == 0) continue;
-      first_ = item.first;
-      end_ = item.end;
-      pages_ = params_.block_table != nullptr ? params_.block_table + item.sequence * params_.block_table_stride
-                                              : params_.kv_indices + __ldg(params_.kv_indptr + item.sequence);
-      return true;
-    }
-    return false;
   }
 
   const DecodeParams& params_;
   Barriers<Policy> barriers_;
-  WorkList work_;
-  Ring<Policy::STAGES> ring_;
   uint32_t shared_;
-  int side_;
   int thread_;
-  bool more_;
-  int first_;
-  int end_;
-  const int32_t* pages_;
 };
 
 }  // namespace mla::sm90

@@ -5,14 +5,15 @@
 
 namespace mla::sm90 {
 
-// Three warpgroups: one makes scores and probabilities, two hold the 64 x 512 result, 256 columns each, and bring keys.
+// Four warpgroups: one brings keys, one makes scores and probabilities, two hold the 64 x 512 result, 256 columns each.
 // 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows and not 128.
 constexpr int ROWS = 64;
-constexpr int THREADS = 384;
-// Registers per thread. A block begins with 168 each and the two values warpgroups give some to the scores; what a block
-// was not given at its start (the SM has 1024 more) it cannot take, and waits for ever.
-constexpr int SCORES_REGISTERS = 184;
+constexpr int THREADS = 512;
+// Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
+constexpr int LOADER_REGISTERS = 32;
+constexpr int SCORES_REGISTERS = 160;
 constexpr int VALUES_REGISTERS = 160;
+static_assert(LOADER_REGISTERS + SCORES_REGISTERS + 2 * VALUES_REGISTERS <= 512, "the registers of an SM");
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
@@ -40,14 +41,14 @@ struct DecodePolicy {
   // What the scores hand to the values, twice, so that a P V is queued behind the last one. From the start of a slot:
   static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
-  static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P
+  static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P, if ordered
   static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, with an item's last P
-  static constexpr int RESCALE = INVERSE + 256;         // int32[4]: whether a warp's rows need the rescale
-  static constexpr int ORDER = RESCALE + 16;            // int32[4]: an Order
-  static constexpr int P_SLOT_BYTES = ORDER + 96;
+  static constexpr int ORDER = INVERSE + 256;           // int32[4]: an Order for each warp's rows
+  static constexpr int ITEM = ORDER + 16;               // int32[2]: sequence and partial row, with an item's last P
+  static constexpr int P_SLOT_BYTES = ITEM + 112;
   static constexpr int P_SLOTS = 2;
   static constexpr int BARRIER_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // uint64: see Barriers
-  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (STAGES + 3 * P_SLOTS);
+  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS);
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
@@ -59,15 +60,13 @@ struct Barriers {
   uint32_t base;
   MLA_DEVICE explicit Barriers(uint32_t shared) : base(shared + Policy::BARRIER_OFFSET) {}
   MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
-  MLA_DEVICE uint32_t p_full(int slot) const { return base + 8 * (Policy::STAGES + slot); }
-  MLA_DEVICE uint32_t p_empty(int slot, int side) const {
-    return base + 8 * (Policy::STAGES + Policy::P_SLOTS + 2 * slot + side);
-  }
+  MLA_DEVICE uint32_t kv_empty(int stage) const { return base + 8 * (Policy::STAGES + stage); }
+  MLA_DEVICE uint32_t p_full(int slot) const { return base + 8 * (2 * Policy::STAGES + slot); }
+  MLA_DEVICE uint32_t p_empty(int slot) const { return base + 8 * (2 * Policy::STAGES + Policy::P_SLOTS + slot); }
 };
 
-// What the values warpgroups are to do with a slot: bits of the first word; the other words are the item's sequence,
-// partial row, and nothing.
-enum Order : int { MULTIPLY = 1, LAST = 2, STOP = 4 };
+// What a values warp is to do with a slot.
+enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, STOP = 8 };
 
 // Position in a ring of STAGES: the stage, and the parity of the barrier phase that it is in.
 template <int STAGES>

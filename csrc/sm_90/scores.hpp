@@ -1,6 +1,9 @@
 // The warpgroup that makes scores and probabilities: S = Q K^T, online softmax, P to shared memory.
 //
-// S has two buffers: the next block's Q K^T runs on the tensor cores while this block's softmax runs on the others.
+// A warp that issues wgmma is busy until the tensor cores have taken nearly all of it. So Q K^T and softmax of this
+// warpgroup follow each other, and the values' P V should fill the softmax's time and not slow down Q K^T: a P is handed
+// over only once the next Q K^T has been issued.
+//
 // The reference maximum of a row moves only when a score passes it by more than 2^8 (in powers of two); until then P may
 // exceed 1, which costs nothing in a floating format, and the 64 x 512 result need not be rescaled.
 #pragma once
@@ -43,8 +46,7 @@ class Scores {
     WorkList work = work_list<Policy>(params_);
     Item item;
     while (work.next(item)) one_item(item);
-    item_.sequence = 0;
-    hand_over(STOP);
+    order_only(STOP);
   }
 
  private:
@@ -114,42 +116,27 @@ class Scores {
         if (key >= row_limit_[i / 2 % 2]) s[i] = -INFINITE;
       }
     }
-    float top[2] = {-INFINITE, -INFINITE};
-#pragma unroll
-    for (int i = 0; i < REGS; ++i) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
-    top[0] = quad_max(top[0]);
-    top[1] = quad_max(top[1]);
-    const bool grows = (top[0] - maximum_[0]) * scale_ > MAX_GROWTH || (top[1] - maximum_[1]) * scale_ > MAX_GROWTH;
-    const bool rescale = __any_sync(~0u, grows);
-    float factor[2] = {1.0f, 1.0f};
-    if (rescale) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float higher = fmaxf(maximum_[half], top[half]);
-        if (higher != -INFINITE) factor[half] = exp2_fast((maximum_[half] - higher) * scale_);
-        maximum_[half] = higher;
-        sum_[half] *= factor[half];
-      }
-    }
-    const float offset[2] = {maximum_[0] == -INFINITE ? 0.0f : maximum_[0] * scale_,
-                             maximum_[1] == -INFINITE ? 0.0f : maximum_[1] * scale_};
+    // Probabilities against the reference maximum as it stands; thrown away in the rare case that it must move.
     uint32_t p[REGS / 2];
-#pragma unroll
-    for (int i = 0; i < REGS; i += 2) {
-      const int half = i / 2 % 2;
-      const float a = exp2_fast(fmaf(s[i], scale_, -offset[half]));
-      const float b = exp2_fast(fmaf(s[i + 1], scale_, -offset[half]));
-      sum_[half] += a + b;
-      p[i / 2] = pack<T>(a, b);
+    float sum[2];
+    exponentiate(s, p, sum);
+    int order = MULTIPLY | (last ? LAST : 0);
+    float factor[2] = {1.0f, 1.0f};
+    if (__any_sync(~0u, outgrown(s))) {
+      order |= RESCALE;
+      move_maximum(s, factor);
+      exponentiate(s, p, sum);
     }
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
     float inverse[2] = {0.0f, 0.0f};
     if (last) {
       finish_rows(inverse);
       if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
     }
 
-    const uint32_t slot = shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES;
-    wait_slot();
+    const uint32_t slot = this->slot();
+    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     const int matrix = lane / 8;
     const uint32_t to = slot + (2 * warp + matrix % 2) * 256 + matrix / 2 * 128 + lane % 8 * 16;
 #pragma unroll
@@ -158,36 +145,93 @@ class Scores {
                    "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
                    : "memory");
     const uint32_t row = slot + (warp * 16 + lane / 4) * 4;
-    if (lane % 4 == 0) {
+    if ((order & RESCALE) && lane % 4 == 0) {
       store_shared(row + Policy::FACTOR, factor[0]);
       store_shared(row + Policy::FACTOR + 32, factor[1]);
-      if (last) {
-        store_shared(row + Policy::INVERSE, inverse[0]);
-        store_shared(row + Policy::INVERSE + 32, inverse[1]);
-      }
     }
-    if (lane == 0) store_shared(slot + Policy::RESCALE + warp * 4, rescale ? 1 : 0);
-    hand_over(MULTIPLY | (last ? LAST : 0));
+    if (last && lane % 4 == 0) {
+      store_shared(row + Policy::INVERSE, inverse[0]);
+      store_shared(row + Policy::INVERSE + 32, inverse[1]);
+    }
+    write_order(order);
   }
 
-  MLA_DEVICE void wait_slot() {
-    barrier_wait(barriers_.p_empty(slots_.stage, 0), slots_.parity ^ 1);
-    barrier_wait(barriers_.p_empty(slots_.stage, 1), slots_.parity ^ 1);
+  // P = exp(s - maximum), packed, and this thread's sums of it. A row that has seen no key yet has no maximum.
+  MLA_DEVICE void exponentiate(const float (&s)[REGS], uint32_t (&p)[REGS / 2], float (&sum)[2]) {
+    const float offset[2] = {maximum_[0] == -INFINITE ? 0.0f : maximum_[0] * scale_,
+                             maximum_[1] == -INFINITE ? 0.0f : maximum_[1] * scale_};
+    float pairs[REGS / 2];
+#pragma unroll
+    for (int i = 0; i < REGS; i += 2) {
+      const float a = exp2_fast(fmaf(s[i], scale_, -offset[i / 2 % 2]));
+      const float b = exp2_fast(fmaf(s[i + 1], scale_, -offset[i / 2 % 2]));
+      pairs[i / 2] = a + b;
+      p[i / 2] = pack<T>(a, b);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float even = pairs[half], odd = pairs[half + 2];
+#pragma unroll
+      for (int i = 2; i < REGS / 4; i += 2) {
+        even += pairs[2 * i + half];
+        odd += pairs[2 * i + 2 + half];
+      }
+      sum[half] = even + odd;
+    }
+  }
+
+  // Whether a score of this thread passes its row's reference by more than MAX_GROWTH.
+  MLA_DEVICE bool outgrown(const float (&s)[REGS]) {
+    const float top[2] = {largest<0>(s), largest<1>(s)};
+    return (top[0] - maximum_[0]) * scale_ > MAX_GROWTH || (top[1] - maximum_[1]) * scale_ > MAX_GROWTH;
+  }
+
+  template <int HALF>
+  MLA_DEVICE float largest(const float (&s)[REGS]) {
+    float top[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top[i] = s[i / 2 * 4 + HALF * 2 + i % 2];
+#pragma unroll
+    for (int i = 4; i < REGS / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i / 2 * 4 + HALF * 2 + i % 2]);
+    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+  }
+
+  // The references of this warp's rows move to their largest scores so far; `factor` is what that is worth.
+  MLA_DEVICE void move_maximum(const float (&s)[REGS], float (&factor)[2]) {
+    const float top[2] = {quad_max(largest<0>(s)), quad_max(largest<1>(s))};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float higher = fmaxf(maximum_[half], top[half]);
+      if (higher != -INFINITE) factor[half] = exp2_fast((maximum_[half] - higher) * scale_);
+      maximum_[half] = higher;
+      sum_[half] *= factor[half];
+    }
+  }
+
+  MLA_DEVICE void write_order(int order) {
+    const uint32_t slot = this->slot();
+    if (thread_ % 32 == 0) store_shared(slot + Policy::ORDER + thread_ / 32 * 4, order);
+    if (thread_ == 0 && (order & LAST)) {
+      store_shared(slot + Policy::ITEM, item_.sequence);
+      store_shared(slot + Policy::ITEM + 4, item_.partial_row);
+    }
   }
 
   // The slot is the values warpgroups' from here on.
-  MLA_DEVICE void hand_over(int order) {
-    const uint32_t slot = shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES;
-    if ((order & MULTIPLY) == 0) wait_slot();
-    if (thread_ == 0)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, 0};" ::"r"(slot + Policy::ORDER), "r"(order),
-                   "r"(item_.sequence), "r"(item_.partial_row)
-                   : "memory");
+  MLA_DEVICE void hand_over() {
     fence_async();
     __syncwarp();
     if (thread_ % 32 == 0) barrier_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
+
+  MLA_DEVICE void order_only(int order) {
+    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    write_order(order);
+    hand_over();
+  }
+
+  MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
 
   // Zeros for the values of keys past the item's end in the last stage: their probabilities are 0, but what the copy
   // engine found there may be NaN. The keys' scores were masked, so a warp still reading them does no harm.
@@ -228,38 +272,22 @@ class Scores {
     if (item.keys() == 0) {
       float unused[2];
       finish_rows(unused);
-      hand_over(LAST);
+      order_only(LAST);
       return;
     }
     load_q(item, Queries(params_, item.sequence));
-    float even[REGS], odd[REGS];
-    start(even);
-    for (int first = item.first;;) {
-      int next = first + Policy::KEYS;
-      if (next >= item.end) {
-        wgmma_wait<0>();
-        pin(even);
-        finish(even, first, true);
-        return;
-      }
-      start(odd);
-      wgmma_wait<1>();
-      pin(even);
-      finish(even, first, false);
-      first = next;
-      next += Policy::KEYS;
-      if (next >= item.end) {
-        wgmma_wait<0>();
-        pin(odd);
-        finish(odd, first, true);
-        return;
-      }
-      start(even);
-      wgmma_wait<1>();
-      pin(odd);
-      finish(odd, first, false);
-      first = next;
+    float s[REGS];
+    start(s);
+    for (int first = item.first;; first += Policy::KEYS) {
+      wgmma_wait<0>();
+      pin(s);
+      const bool last = first + Policy::KEYS >= item.end;
+      finish(s, first, last);
+      if (last) break;
+      start(s);
+      hand_over();
     }
+    hand_over();
   }
 
   MLA_DEVICE int first_row() const { return blockIdx.x % params_.row_tiles * ROWS; }

@@ -1,5 +1,4 @@
-// The two warpgroups that hold the result: O = O * factor + P V, 256 columns each, and its way to memory. They also
-// bring the keys.
+// The two warpgroups that hold the result: O = O * factor + P V, 256 columns each, and its way to memory.
 #pragma once
 
 #include "sm_90/loader.hpp"
@@ -35,35 +34,39 @@ class Values {
 
   // Does what the scores warpgroup orders, slot by slot. One P V is left running while the next is waited for.
   MLA_DEVICE void run() {
-    Loader<Policy> loader(params_, shared_, side_, thread_);
-    if (brings())
-      for (int stage = 0; stage < Policy::STAGES; ++stage) loader.next();
     for (;;) {
       int order = next_order();
       if (order & STOP) return;
       if (order & MULTIPLY) {
-        multiply(false);
+        multiply(false, false);
         while (!(order & LAST)) {
-          const Ring<Policy::P_SLOTS> last = slots_;
+          const Ring<Policy::P_SLOTS> slot_before = slots_;
+          const Ring<Policy::STAGES> stage_before = stages_;
           slots_.next();
+          stages_.next();
           order = next_order();
-          multiply(true);
+          multiply(true, order & RESCALE);
           wgmma_wait<1>();
-          give_back(last, loader);
+          release(barriers_.p_empty(slot_before.stage), barriers_.kv_empty(stage_before.stage));
         }
+        wgmma_wait<0>();
+        pin(o_[0]);
+        pin(o_[1]);
         inverse_[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
         inverse_[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
-        wgmma_wait<0>();
-        pin(o_);
       } else {
         inverse_[0] = inverse_[1] = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 128; ++i) o_[i] = 0.0f;
+        for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
       }
-      const int sequence = uniform(load_shared<int>(slot() + Policy::ORDER + 4));
-      const int partial_row = uniform(load_shared<int>(slot() + Policy::ORDER + 8));
-      if (order & MULTIPLY) give_back(slots_, loader);
-      else release(slots_);
+      const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
+      const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
+      if (order & MULTIPLY) {
+        release(barriers_.p_empty(slots_.stage), barriers_.kv_empty(stages_.stage));
+        stages_.next();
+      } else {
+        release(barriers_.p_empty(slots_.stage), 0);
+      }
       slots_.next();
       const Queries queries(params_, sequence);
       store<0>(partial_row, queries);
@@ -72,51 +75,52 @@ class Values {
   }
 
  private:
-  MLA_DEVICE bool brings() const { return Policy::SOURCE == Source::gather || thread_ < 32; }
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
   MLA_DEVICE int row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
 
   MLA_DEVICE int next_order() {
     barrier_wait(barriers_.p_full(slots_.stage), slots_.parity);
-    return uniform(load_shared<int>(slot() + Policy::ORDER));
+    return uniform(load_shared<int>(slot() + Policy::ORDER + thread_ / 32 * 4));
   }
 
-  // The slot's P V is done: the slot is free, and once every warp has said so the ring's oldest stage is filled again.
-  MLA_DEVICE void give_back(const Ring<Policy::P_SLOTS>& done, Loader<Policy>& loader) {
-    release(done);
-    if (!brings()) return;
-    barrier_wait(barriers_.p_empty(done.stage, side_), done.parity);
-    loader.next();
-  }
-
-  MLA_DEVICE void release(const Ring<Policy::P_SLOTS>& done) {
+  // This warp has read what the barriers guard; 0 is none.
+  MLA_DEVICE void release(uint32_t first, uint32_t second) {
     __syncwarp();
-    if (thread_ % 32 == 0) barrier_arrive(barriers_.p_empty(done.stage, side_));
+    if (thread_ % 32 != 0) return;
+    barrier_arrive(first);
+    if (second != 0) barrier_arrive(second);
   }
 
   // Starts O = (add ? O * factor : 0) + P V.
-  MLA_DEVICE void multiply(bool add) {
-    barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+  MLA_DEVICE void multiply(bool add, bool rescale) {
+    barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
-    if (add && load_shared<int>(slot() + Policy::RESCALE + thread_ / 32 * 4)) {
+    if (rescale) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
       wgmma_wait<0>();
-      pin(o_);
+      pin(o_[0]);
+      pin(o_[1]);
 #pragma unroll
-      for (int i = 0; i < 128; ++i) o_[i] *= factor[i / 2 % 2];
-      pin(o_);
+      for (int i = 0; i < 64; ++i) {
+        o_[0][i] *= factor[i / 2 % 2];
+        o_[1][i] *= factor[i / 2 % 2];
+      }
+      pin(o_[0]);
+      pin(o_[1]);
     }
     const uint64_t p = operand(uniform(slot()), 128, 256, Swizzle::none);
-    const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES +
+    const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                                        side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES),
                                Policy::BLOCK_BYTES, 1024, Swizzle::bytes128);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Policy::KEYS / 16; ++k)
-      values_mma<T>(o_, advance(p, k * 2048), advance(v, k * 2048), add || k > 0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048),
+                      add || k > 0);
     wgmma_commit();
-    ring_.next();
   }
 
   // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on validity.
@@ -133,8 +137,8 @@ class Values {
         uint32_t v[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int at = group * 16 + i * 4 + HALF * 2;
-          v[i] = pack<T>(o_[at] * inverse_[HALF], o_[at + 1] * inverse_[HALF]);
+          const int at = group % 4 * 16 + i * 4 + HALF * 2;
+          v[i] = pack<T>(o_[group / 4][at] * inverse_[HALF], o_[group / 4][at + 1] * inverse_[HALF]);
         }
         transpose_quad(v, thread_);
         if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
@@ -144,8 +148,9 @@ class Values {
                    side_ * VALUE_COLUMNS + thread_ % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        const int at = i * 4 + HALF * 2;
-        *reinterpret_cast<float2*>(out + i * 8) = make_float2(o_[at] * inverse_[HALF], o_[at + 1] * inverse_[HALF]);
+        const int at = i % 16 * 4 + HALF * 2;
+        *reinterpret_cast<float2*>(out + i * 8) =
+            make_float2(o_[i / 16][at] * inverse_[HALF], o_[i / 16][at + 1] * inverse_[HALF]);
       }
     }
   }
@@ -162,10 +167,10 @@ class Values {
   uint32_t shared_;
   int side_;
   int thread_;
-  Ring<Policy::STAGES> ring_;
+  Ring<Policy::STAGES> stages_;
   Ring<Policy::P_SLOTS> slots_;
   float inverse_[2];
-  float o_[128];
+  float o_[2][64];  // columns 0..127 and 128..255 of this side
 };
 
 }  // namespace mla::sm90

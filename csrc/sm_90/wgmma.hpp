@@ -52,17 +52,14 @@ MLA_DEVICE void pin(float (&acc)[N]) {
 #define MLA_ACC16(a, i) MLA_ACC8(a, i), MLA_ACC8(a, (i) + 8)
 #define MLA_ACC24(a, i) MLA_ACC16(a, i), MLA_ACC8(a, (i) + 16)
 #define MLA_ACC32(a, i) MLA_ACC16(a, i), MLA_ACC16(a, (i) + 16)
-#define MLA_ACC128(a, i) MLA_ACC32(a, i), MLA_ACC32(a, (i) + 32), MLA_ACC32(a, (i) + 64), MLA_ACC32(a, (i) + 96)
+#define MLA_ACC64(a, i) MLA_ACC32(a, i), MLA_ACC32(a, (i) + 32)
 
 #define MLA_LIST16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define MLA_LIST24 MLA_LIST16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define MLA_LIST32 MLA_LIST24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define MLA_LIST128                                                                                                  \
+#define MLA_LIST64                                                                                                    \
   MLA_LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,"      \
-             "%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"       \
-             "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,"   \
-             "%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,"   \
-             "%124,%125,%126,%127"
+             "%56,%57,%58,%59,%60,%61,%62,%63"
 
 // acc = (add ? acc : 0) + a b, 16 deep. SS: both operands in shared memory; RS: `a` in registers.
 // The scores' b is contiguous along K, the values' b along N (the last 1 of MLA_WGMMA_SS).
@@ -100,13 +97,13 @@ MLA_SCORES("32", 16, "16", "17", "18", "17", "18", "19", "20", "21")
 MLA_SCORES("48", 24, "24", "25", "26", "25", "26", "27", "28", "29")
 MLA_SCORES("64", 32, "32", "33", "34", "33", "34", "35", "36", "37")
 
-// 64 rows x 256 value columns.
+// 64 rows x 128 value columns.
 template <class T>
-MLA_DEVICE void values_mma(float (&acc)[128], uint64_t a, uint64_t b, bool add) {
+MLA_DEVICE void values_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
   if constexpr (T::is_bf16)
-    MLA_WGMMA_SS("256", "bf16", MLA_LIST128, MLA_ACC128(acc, 0), "128", "129", "130", "1");
+    MLA_WGMMA_SS("128", "bf16", MLA_LIST64, MLA_ACC64(acc, 0), "64", "65", "66", "1");
   else
-    MLA_WGMMA_SS("256", "f16", MLA_LIST128, MLA_ACC128(acc, 0), "128", "129", "130", "1");
+    MLA_WGMMA_SS("128", "f16", MLA_LIST64, MLA_ACC64(acc, 0), "64", "65", "66", "1");
 }
 
 #undef MLA_SCORES
@@ -117,11 +114,11 @@ MLA_DEVICE void values_mma(float (&acc)[128], uint64_t a, uint64_t b, bool add) 
 #undef MLA_ACC16
 #undef MLA_ACC24
 #undef MLA_ACC32
-#undef MLA_ACC128
+#undef MLA_ACC64
 #undef MLA_LIST16
 #undef MLA_LIST24
 #undef MLA_LIST32
-#undef MLA_LIST128
+#undef MLA_LIST64
 
 // Two floats as one register of two 16-bit elements, the first in the low half.
 template <class T>
