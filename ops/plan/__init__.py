@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, library
+from mla_suite.core import checks, dispatch, library
 from mla_suite.core.library import Op, Output
 from mla_suite.ops.plan import layout, reference, samples
 
@@ -153,7 +153,7 @@ PLAN = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(reference.BACKEND,),
+        backends=(dispatch.portable("mla_suite.ops.plan.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )

@@ -1,0 +1,314 @@
+"""plan in Triton, for GPUs without a kernel of our own: the definition's words, bit for bit.
+
+A balanced plan takes four small kernels: lay the sequences on a line, price every candidate, place the cuts of the
+cheapest, number the sequences' items. A uniform one takes two: write the items, share them out. Nothing is read on
+the host, so a captured plan is made anew at every replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.ops.plan import cost, layout
+from mla_suite.ops.plan.layout import Item, Word
+from mla_suite.runtime.scratch import take
+
+GRANULE = tl.constexpr(cost.GRANULE)
+OPEN = tl.constexpr(layout.OPEN)
+ITEM_WORDS = tl.constexpr(layout.ITEM_WORDS)
+SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in Item)
+HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)  # split_indptr follows the header
+ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
+BLOCK = 1024  # sequences or items a program looks at together
+
+
+@triton.jit
+def line_kernel(seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE: tl.constexpr):
+    """Sequences end to end: keys [batch + 1] in whole granules, line [batch + 1] where each begins. One program."""
+    total = tl.zeros([], tl.int64)
+    most = tl.zeros([], tl.int64)
+    for start in range(0, batch + 1, SIZE):
+        b = start + tl.arange(0, SIZE)
+        present = round_up(present_keys(seq_lens, cu_seqlens_q, b, b < batch))
+        price = tl.where(b < batch, present + fixed, 0)
+        tl.store(keys + b, present, mask=b <= batch)
+        tl.store(line + b, total + tl.cumsum(price, 0) - price, mask=b <= batch)
+        total += tl.sum(price, 0)
+        most = tl.maximum(most, tl.max(present, 0))
+    tl.store(longest, most)
+
+
+@triton.jit
+def candidates_kernel(
+    line, keys, longest, prices, batch, workers, fixed, tile_rows, steps, WIDTH: tl.constexpr
+):  # fmt: skip
+    """prices [2][workers]: of the two families that cut the line into 1 + program equal parts."""
+    used = tl.program_id(0) + 1
+    cut = tl.arange(0, WIDTH)
+    unsplit, split, key = cut_at(cut, used, line, keys, batch, fixed, steps)
+    next_unsplit, next_split, next_key = cut_at(cut + 1, used, line, keys, batch, fixed, steps)
+    none = tl.zeros_like(key)
+    whole = slowest_worker(line, unsplit, none, next_unsplit, none, fixed, tile_rows)
+    parts = slowest_worker(line, split, key, next_split, next_key, fixed, tile_rows)
+    if tl.max(key, 0) > 0:
+        spacing = tl.maximum((tl.load(line + batch) + used - 1) // used, 1)
+        parts += tile_rows * (1 + (tl.load(longest) + spacing - 1) // spacing)
+    tl.store(prices + used - 1, whole)
+    tl.store(prices + workers + used - 1, parts)
+
+
+@triton.jit
+def cuts_kernel(
+    line, keys, prices, cut_sequence, cut_items, cut_splits, work_indptr, items, batch, workers, fixed, steps,
+    CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The cheapest candidate's cuts: who works from where, and the items that begin at cuts. One program.
+
+    A new cut inside a sequence begins an item and ends the one before it. cut_sequence, cut_items and cut_splits
+    [workers + 1] say of each cut its sequence and how many items and split sequences began at the cuts before it.
+    """
+    index = tl.arange(0, CANDIDATES)
+    price = tl.load(prices + index, mask=index < 2 * workers, other=0)
+    # the index in the low digits makes the first of equals the minimum, as in the definition
+    price = tl.where(index < 2 * workers, price * (2 * workers) + index, 0x7FFFFFFFFFFFFFFF)
+    best = tl.min(price, 0) % (2 * workers)
+    in_parts, used = best >= workers, (best % workers).to(tl.int32) + 1
+    cut = tl.arange(0, WIDTH)
+    unsplit, split, key = cut_at(cut, used, line, keys, batch, fixed, steps)
+    sequence, key = tl.where(in_parts, split, unsplit), tl.where(in_parts, key, 0)
+    unsplit, split, last_key = cut_at(tl.maximum(cut - 1, 0), used, line, keys, batch, fixed, steps)
+    last_sequence, last_key = tl.where(in_parts, split, unsplit), tl.where(in_parts, last_key, 0)
+
+    same = sequence == last_sequence
+    begins = (cut > 0) & (cut <= workers) & (key > 0) & ~(same & (key == last_key))
+    first_in_sequence = (begins & ~(same & (last_key > 0))).to(tl.int64)
+    begun = tl.cumsum(begins.to(tl.int64), 0)
+    split_yet = tl.cumsum(first_in_sequence, 0)
+    item = sequence + begun
+    tl.store(work_indptr + cut, item.to(tl.int32), mask=cut <= workers)
+    words = items + item * ITEM_WORDS
+    tl.store(words + SEQUENCE, sequence.to(tl.int32), mask=begins)
+    tl.store(words + FIRST_KEY, key.to(tl.int32), mask=begins)
+    tl.store(words + PARTIAL_ROW, (begun + split_yet - 1).to(tl.int32), mask=begins)
+    tl.store(words - ITEM_WORDS + END_KEY, key.to(tl.int32), mask=begins)
+    tl.store(cut_sequence + cut, sequence, mask=cut <= workers)
+    tl.store(cut_items + cut, begun - begins.to(tl.int64), mask=cut <= workers)
+    tl.store(cut_splits + cut, split_yet - first_in_sequence, mask=cut <= workers)
+
+
+@triton.jit(do_not_specialize=["header"])
+def sequences_kernel(
+    cut_sequence, cut_items, cut_splits, plan, header, batch, workers, capacity, counters_at, items_at, steps,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """split_indptr, the first item and the open end of each sequence, and what fills the unused items."""
+    b = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    store_frame(plan, b, header, counters_at, items_at)
+    items = plan + items_at
+    here = count_below(cut_sequence, workers + 1, b.to(tl.int64), b <= batch, steps)
+    there = count_below(cut_sequence, workers + 1, b.to(tl.int64) + 1, b < batch, steps)
+    items_before = tl.load(cut_items + here, mask=b <= batch, other=0)
+    row = items_before + tl.load(cut_splits + here, mask=b <= batch, other=0)
+    items_after = tl.load(cut_items + there, mask=b < batch, other=0)
+    tl.store(plan + HEADER_WORDS + b, row.to(tl.int32), mask=b <= batch)
+    words = items + (b + items_before) * ITEM_WORDS
+    tl.store(words + SEQUENCE, b, mask=b < batch)
+    tl.store(words + FIRST_KEY, tl.zeros_like(b), mask=b < batch)
+    tl.store(words + PARTIAL_ROW, tl.where(items_after > items_before, row, -1).to(tl.int32), mask=b < batch)
+    tl.store(items + (b + items_after) * ITEM_WORDS + END_KEY, tl.zeros_like(b) + OPEN, mask=b < batch)
+    tl.store(plan + ITEMS_USED + 0 * b, (batch + items_before).to(tl.int32), mask=b == batch)
+    tl.store(plan + PARTIAL_ROWS + 0 * b, row.to(tl.int32), mask=b == batch)
+
+    unused = (b >= batch + tl.load(cut_items + workers)) & (b < capacity)
+    words = items + b.to(tl.int64) * ITEM_WORDS
+    tl.store(words + SEQUENCE, tl.full(b.shape, -1, tl.int32), mask=unused)
+    tl.store(words + FIRST_KEY, tl.zeros_like(b), mask=unused)
+    tl.store(words + END_KEY, tl.zeros_like(b), mask=unused)
+    tl.store(words + PARTIAL_ROW, tl.full(b.shape, -1, tl.int32), mask=unused)
+
+
+@triton.jit
+def uniform_kernel(
+    seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """The items of a plan with splits per sequence, and starts [batch x splits] of each on a line. One program."""
+    total = tl.zeros([], tl.int64)
+    for first in range(0, batch * splits, SIZE):
+        item = first + tl.arange(0, SIZE)
+        inside = item < batch * splits
+        b, split = item // splits, item % splits
+        kv_len = present_keys(seq_lens, cu_seqlens_q, b, inside)
+        chunk = tl.zeros_like(kv_len) + split_size
+        if split_size == 0:
+            granules = (kv_len + GRANULE - 1) // GRANULE
+            chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+        begin = tl.minimum(split * chunk, OPEN)
+        end = tl.where(split == splits - 1, OPEN, tl.minimum(begin + chunk, OPEN))
+        words = items + item.to(tl.int64) * ITEM_WORDS
+        tl.store(words + SEQUENCE, b, mask=inside)
+        tl.store(words + FIRST_KEY, begin.to(tl.int32), mask=inside)
+        tl.store(words + END_KEY, end.to(tl.int32), mask=inside)
+        tl.store(words + PARTIAL_ROW, tl.where(splits > 1, item, -1), mask=inside)
+        present = tl.minimum(end, kv_len) - begin
+        # an empty item costs its look at the plan
+        price = tl.where(inside, tl.where(present > 0, round_up(present) + fixed, 1), 0)
+        tl.store(starts + item, total + tl.cumsum(price, 0) - price, mask=inside)
+        total += tl.sum(price, 0)
+    tl.store(total_price, total)
+
+
+@triton.jit(do_not_specialize=["header"])
+def share_kernel(
+    starts, total_price, plan, header, batch, workers, splits, work_at, counters_at, items_at, steps,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """Uniform items dealt to workers in order and by price; split_indptr."""
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    item_count = batch * splits
+    store_frame(plan, i, header, counters_at, items_at)
+    share = (i.to(tl.int64) * tl.load(total_price) + workers - 1) // workers
+    item = count_below(starts, item_count, share, i <= workers, steps)
+    tl.store(plan + work_at + i, item.to(tl.int32), mask=i <= workers)
+    rows = splits if splits > 1 else 0
+    tl.store(plan + HEADER_WORDS + i, i * rows, mask=i <= batch)
+    tl.store(plan + ITEMS_USED + 0 * i, tl.zeros_like(i) + item_count, mask=i == 0)
+    tl.store(plan + PARTIAL_ROWS + 0 * i, tl.zeros_like(i) + batch * rows, mask=i == 0)
+
+
+@triton.jit
+def store_frame(plan, lane, header, counters_at, items_at):
+    """The header but for its two words that depend on lengths, and zeros from the counters to the items."""
+    if tl.program_id(0) == 0:
+        for word in tl.static_range(HEADER_WORDS):
+            if word != ITEMS_USED and word != PARTIAL_ROWS:
+                tl.store(plan + word, header[word])
+    tl.store(plan + counters_at + lane, tl.zeros_like(lane), mask=counters_at + lane < items_at)
+
+
+@triton.jit
+def cut_at(cut, used, line, keys, batch, fixed, steps):
+    """Cut `cut` of the candidate with `used` equal parts: its sequence where nothing is split, its sequence where
+    something is, and the key before which it lies there (0 at a boundary between sequences)."""
+    total = tl.load(line + batch)
+    spacing = (total + used - 1) // used
+    place = tl.where(cut >= used, total, tl.minimum(cut * spacing, total))
+    # Every sequence costs something, so those that end at or before `place` are those below the one it lies in.
+    sequence = count_below(line + 1, batch, place + 1, cut >= 0, steps)
+    offset, length = place - tl.load(line + sequence), tl.load(keys + sequence)
+    near = (offset * length // (length + fixed) + GRANULE // 2) // GRANULE * GRANULE
+    crumb = round_up(fixed)
+    crumbs = (near < crumb) | (length - near < crumb)
+    unsplit = sequence + (2 * offset > length + fixed).to(tl.int64)
+    split = sequence + (crumbs & (2 * near > length)).to(tl.int64)
+    return unsplit, split, tl.where(crumbs, 0, near)
+
+
+@triton.jit
+def slowest_worker(line, sequence, key, next_sequence, next_key, fixed, tile_rows):
+    """The largest cost of a worker, each from its cut to the next, in fixed costs, keys and partial results."""
+    first, last = (key > 0).to(tl.int64), (next_key > 0).to(tl.int64)
+    place = tl.load(line + sequence) + first * (fixed + key)
+    next_place = tl.load(line + next_sequence) + last * (fixed + next_key)
+    same_item = first * last * (sequence == next_sequence).to(tl.int64)
+    load = next_place - place + first * fixed + 2 * tile_rows * (first + last - same_item)
+    return tl.max(tl.where(next_place == place, 0, load), 0)
+
+
+@triton.jit
+def count_below(ascending, count, value, mask, steps):
+    """How many of `count` ascending int64 words in memory are below `value`; steps is the bit length of count."""
+    low = tl.zeros_like(value)
+    high = low + count
+    for _ in range(steps):
+        middle = (low + high) // 2
+        open_yet = mask & (low < high)
+        below = open_yet & (tl.load(ascending + middle, mask=open_yet, other=0) < value)
+        high = tl.where(open_yet & ~below, middle, high)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit
+def present_keys(seq_lens, cu_seqlens_q, b, inside):
+    """Keys of each sequence as int64; none where there is no query token to read them."""
+    kv_len = tl.load(seq_lens + b, mask=inside, other=0).to(tl.int64)
+    if cu_seqlens_q is not None:
+        first = tl.load(cu_seqlens_q + b, mask=inside, other=0)
+        kv_len = tl.where(tl.load(cu_seqlens_q + b + 1, mask=inside, other=0) > first, kv_len, 0)
+    return kv_len
+
+
+@triton.jit
+def round_up(keys):
+    """`keys` up to whole granules."""
+    return (keys + GRANULE - 1) // GRANULE * GRANULE
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if problem.num_splits or problem.split_size:
+        return Offer(None, "Triton, two kernels")
+    return Offer(None, f"Triton, four kernels over {2 * problem.workers} candidates")
+
+
+def run(
+    config: None,
+    outputs: tuple[torch.Tensor, ...],
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    (plan,) = outputs
+    batch = seq_lens.shape[0]
+    place = layout.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    capacity, work_at, counters_at, items_at = (
+        int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
+    )
+    header = tuple(place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len))
+    fixed, tile_rows = cost.item_cost(rows), min(rows, cost.ROW_TILE)
+    lanes = max(capacity, batch + 1, workers + 1, items_at - counters_at, layout.HEADER_WORDS)
+    blocks = triton.cdiv(lanes, BLOCK)
+    items = plan[items_at:]
+    if num_splits or split_size:
+        splits = num_splits or int(layout.splits_of(max_kv_len, split_size))
+        starts, total_price = _words(plan.device, capacity, 1)
+        uniform_kernel[(1,)](
+            seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits, SIZE=BLOCK
+        )  # fmt: skip
+        share_kernel[(blocks,)](
+            starts, total_price, plan, header, batch, workers, splits, work_at, counters_at, items_at,
+            capacity.bit_length(), SIZE=BLOCK,
+        )  # fmt: skip
+        return
+    line, keys, longest, prices, *cuts = _words(
+        plan.device, batch + 1, batch + 1, 1, 2 * workers, workers + 1, workers + 1, workers + 1
+    )
+    steps = batch.bit_length()
+    line_kernel[(1,)](seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
+    candidates_kernel[(workers,)](
+        line, keys, longest, prices, batch, workers, fixed, tile_rows, steps, WIDTH=triton.next_power_of_2(workers)
+    )
+    cuts_kernel[(1,)](
+        line, keys, prices, *cuts, plan[work_at:], items, batch, workers, fixed, steps,
+        CANDIDATES=triton.next_power_of_2(2 * workers), WIDTH=triton.next_power_of_2(workers + 1),
+    )  # fmt: skip
+    sequences_kernel[(blocks,)](
+        *cuts, plan, header, batch, workers, capacity, counters_at, items_at, (workers + 1).bit_length(), SIZE=BLOCK
+    )  # fmt: skip
+
+
+def _words(device: torch.device, *counts: int) -> tuple[torch.Tensor, ...]:
+    """int64 scratch in parts of so many words."""
+    total = sum(counts)
+    return take(device, 2 * total)[: 2 * total].view(torch.int64).split(counts)

@@ -1,0 +1,70 @@
+"""plan in Triton makes the reference's plan word for word, run by Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from backend import CPU, run
+
+import mla_suite
+from mla_suite.core.library import Sample
+from mla_suite.ops.plan import triton as plan
+from mla_suite.ops.plan.samples import sample, samples
+
+
+def assert_same_words(case: Sample) -> None:
+    args, kwargs = case.make(CPU)
+    expected = mla_suite.plan(*args, **kwargs)
+    (got,) = run(plan, "plan", args, kwargs)
+    assert torch.equal(got, expected), case.name
+
+
+@pytest.mark.parametrize("case", samples(), ids=lambda s: s.name)
+def test_samples(case: Sample) -> None:
+    assert_same_words(case)
+
+
+def lengths(kind: str, batch: int, random: random.Random) -> list[int]:
+    if kind == "equal":
+        return [random.choice([0, 1, 64, 512, 4096])] * batch
+    if kind == "one long":
+        return [random.randrange(200)] * (batch - 1) + [100_000]
+    return [random.choice([0, 1, 63, 64, 65, random.randrange(20_000)]) for _ in range(batch)]
+
+
+@pytest.mark.parametrize("kind", ["equal", "one long", "ragged"])
+@pytest.mark.parametrize("mode", ["balanced", "counted", "sized"])
+def test_random_lengths(kind: str, mode: str) -> None:
+    chance = random.Random(f"{kind} {mode}")
+    for _ in range(6):
+        batch, rows = chance.choice([1, 2, 3, 8, 33]), chance.choice([1, 16, 64, 128, 512])
+        workers = chance.choice([1, 2, 7, 64, 132])
+        lens = lengths(kind, batch, chance)
+        split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
+        most = max(max(lens), 1)
+        assert_same_words(
+            sample(lens, rows=rows, workers=workers, max_kv_len=most, varlen=chance.random() < 0.3, **split)
+        )
+
+
+def test_more_sequences_than_a_block() -> None:
+    chance = random.Random(0)
+    lens = [chance.randrange(300) for _ in range(2 * plan.BLOCK + 5)]
+    assert_same_words(sample(lens, rows=16, workers=130, max_kv_len=300))
+    assert_same_words(sample(lens, rows=16, workers=30, max_kv_len=300, num_splits=2))
+
+
+def test_lengths_near_the_end_of_int32() -> None:
+    assert_same_words(sample([2**31 - 1] * 9 + [2**31 - 64], rows=128, workers=20, max_kv_len=2**31 - 1))
+    assert_same_words(sample([2**31 - 1, 5], rows=128, workers=20, max_kv_len=2**31 - 1, num_splits=3))
+
+
+def test_sequences_without_query_tokens_and_no_sequences() -> None:
+    lens, cu = torch.tensor([500, 9000, 64], dtype=torch.int32), torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    for split in ({}, {"num_splits": 2}):
+        for chosen, bounds in ((lens, cu), (lens[:0], None), (lens[:0], cu[:1])):
+            kwargs = dict(rows=16, workers=5, max_kv_len=9000, num_splits=0, split_size=0) | split
+            expected = torch.ops.mla_suite.plan(chosen, bounds, **kwargs)
+            assert torch.equal(run(plan, "plan", (chosen, bounds), kwargs)[0], expected)
