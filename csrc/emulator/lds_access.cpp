@@ -107,7 +107,7 @@ static void read_transposed(Wave& wave, const Inst& in) {
 static void permute(Wave& wave, const Inst& in) {
   bool pull = in.opcode->aux;
   u32 out[LANES] = {}, address[LANES];
-  addresses(wave, in, in.op[1], 0, address);
+  for (int l = 0; l < LANES; l++) address[l] = wave.v[in.op[1].index][l] + u32(in.mod[mod_offset]);
   const u32* data = wave.v[in.op[2].index];
   for (int l = 0; l < LANES; l++) {
     int other = int(address[l] >> 2 & 63);

@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.core import checks, dispatch, library
 from mla_suite.core.library import Op, Output
-from mla_suite.ops.combine import reference, samples
+from mla_suite.ops.combine import native, reference, samples
 
 SCHEMA = (
     "(Tensor partial_out, Tensor partial_lse, Tensor? split_indptr=None, Tensor? attn_sink=None, *, "
@@ -26,6 +26,8 @@ class Problem(NamedTuple):
     num_splits: int  # per sequence; 0 when split_indptr says it
     out_dtype: torch.dtype
     skip_single: bool
+    splits: int  # of the whole batch; with split_indptr, as many as partial_out has room for
+    contiguous: bool  # the values of a partial row lie side by side
 
 
 def combine(
@@ -105,7 +107,8 @@ def problem(
 ) -> Problem:
     splits, rows, head_dim_v = partial_out.shape
     batch = split_indptr.shape[0] - 1 if split_indptr is not None else splits // num_splits
-    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single)
+    contiguous = head_dim_v <= 1 or partial_out.stride(2) == 1
+    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single, splits, contiguous)
 
 
 def validate(
@@ -131,7 +134,7 @@ COMBINE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(dispatch.portable("mla_suite.ops.combine.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.combine.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False",),

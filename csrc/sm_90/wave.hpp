@@ -1,0 +1,77 @@
+// A warp of 32 lanes as the small kernels see it: sums and maxima over teams of lanes, broadcasts, elementary
+// functions, programmatic dependence. csrc/cdna/wave.hpp has the same face.
+#pragma once
+
+#include "mla/device.hpp"
+
+namespace sm_90 {
+
+struct Wave {
+  static constexpr int lanes = 32;
+
+  // A value that is the same in all lanes of the warp.
+  MLA_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+  // What lane `index` of this lane's team of `team` neighbouring lanes holds; `index` is the same in the whole team.
+  // Only the team need be together here.
+  template <int team>
+  MLA_DEVICE static float from_team(float x, int lane, int index) {
+    return __shfl_sync(members<team>(lane), x, index, team);
+  }
+
+  // Maximum and sum over each team of 1, 2, 4, .. 32 neighbouring lanes, the same bits in all of them.
+  template <int team>
+  MLA_DEVICE static int max_over(int x, int lane) {
+    return __reduce_max_sync(members<team>(lane), x);
+  }
+  template <int team>
+  MLA_DEVICE static float sum_over(float x, int lane) {
+    for (int apart = 1; apart < team; apart *= 2) x += __shfl_xor_sync(members<team>(lane), x, apart);
+    return x;
+  }
+
+  // 2^x, denormal results included.
+  MLA_DEVICE static float exp2(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  MLA_DEVICE static float log2(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  MLA_DEVICE static float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+
+  MLA_DEVICE static float not_a_number() { return mla::bit_cast<float>(0x7fc00000); }
+
+  // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
+  MLA_DEVICE static uint32_t pack_bf16(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+  MLA_DEVICE static uint32_t pack_fp16(float low, float high) {
+    uint32_t pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+  }
+
+  // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
+  // may be scheduled once every block has passed the second. Without such a launch both do nothing.
+  MLA_DEVICE static void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+  MLA_DEVICE static void release_consumer() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+ private:
+  template <int team>
+  MLA_DEVICE static unsigned members(int lane) {
+    if constexpr (team == lanes) return ~0u;
+    return ((1u << team % 32) - 1u) << (lane & ~(team - 1));
+  }
+};
+
+}  // namespace sm_90

@@ -1,0 +1,192 @@
+"""Which combine kernel: a point in its template axes that proves itself legal, and the rule that picks one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_suite.core import arch as arch_records
+from mla_suite.core import tuning
+from mla_suite.core.arch import Arch
+
+HEAD_DIMS_V = (512, 128)
+ROWS = (1, 2, 4, 8)
+VECS = (1, 2, 4, 8)
+STATIC_LDS = {
+    "amd": 65536,
+    "nvidia": 49152,
+}  # bytes a workgroup may declare; more needs dynamic shared memory on NVIDIA
+
+
+@dataclass(frozen=True)
+class Config:
+    """One instance of csrc/mla/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
+
+    rows    rows of a workgroup ("batch")
+    vec     columns that a lane holds side by side
+    waves   waves of a workgroup; waves x lanes of a wave / lanes of a row / rows teams share the splits of a row
+    slices  workgroups that share the columns of a row
+    """
+
+    arch: Arch
+    head_dim_v: int
+    rows: int
+    vec: int
+    waves: int
+    slices: int
+
+    def __post_init__(self) -> None:
+        for name, value, possible in (
+            ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
+            ("rows", self.rows, ROWS),
+            ("vec", self.vec, VECS),
+        ):
+            if value not in possible:
+                self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
+        most = self.arch.max_threads // self.arch.wavefront
+        if self.waves < 1 or self.waves > most:
+            self._refuse(f"{self.arch.name} takes 1..{most} waves")
+        if self.slices < 1 or self.head_dim_v % (self.slices * self.vec) != 0:
+            self._refuse("slices must cut head_dim_v into whole vectors")
+        lanes = self.columns // self.vec
+        if lanes & (lanes - 1) or lanes < 4:
+            self._refuse(f"{lanes} lanes would share a row, a power of two from 4 is needed")
+        if self.parts < 1 or self.parts * self.team * self.rows != self.threads:
+            self._refuse(f"{self.waves} waves hold {self.threads // self.team} rows")
+        if self.lds > STATIC_LDS[self.arch.vendor]:
+            self._refuse(f"it needs {self.lds} bytes of LDS of {STATIC_LDS[self.arch.vendor]}")
+
+    def _refuse(self, why: str) -> None:
+        point = f"head_dim_v={self.head_dim_v} rows={self.rows} vec={self.vec} waves={self.waves} slices={self.slices}"
+        raise ValueError(f"combine: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row per workgroup."""
+        return self.head_dim_v // self.slices
+
+    @property
+    def team(self) -> int:
+        """Lanes that hold one row."""
+        return min(self.columns // self.vec, self.arch.wavefront)
+
+    @property
+    def parts(self) -> int:
+        """Teams that share the splits of one row."""
+        return self.threads // self.team // self.rows
+
+    @property
+    def lds(self) -> int:
+        """Static LDS in bytes: a partial row and a pair per part, where there is more than one."""
+        return self.rows * self.parts * (self.columns * 4 + 8) if self.parts > 1 else 0
+
+    @property
+    def instance(self) -> str:
+        return f"combine_dv-{self.head_dim_v}_rows-{self.rows}_vec-{self.vec}_waves-{self.waves}_slices-{self.slices}"
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for so many rows over the whole batch."""
+        return -(-rows // self.rows) * self.slices
+
+
+def _rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
+    """The point for so many rows over the batch with so many splits each, where no table says otherwise.
+
+    Measured on an H200 over 16 to 16384 rows and 1 to 132 splits; for other archs it is that result, by rows per
+    compute unit. Many rows keep the device busy with a wave per row; fewer need their splits, then their columns,
+    spread over more waves.
+    """
+    if rows >= 3 * arch.compute_units:
+        return Config(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
+    if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
+        return Config(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+    return Config(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
+
+
+def invariant(arch: Arch, head_dim_v: int) -> Config:
+    """The point whose merge order is the same in every batch: it may not depend on how many rows there are."""
+    return Config(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+
+
+def unaligned(arch: Arch, head_dim_v: int) -> Config:
+    """The point that takes any address and stride."""
+    return Config(arch, head_dim_v, rows=4, vec=1, waves=4, slices=1)
+
+
+def _refuse_row(arch: str, values: Mapping[str, int | str]) -> str | None:
+    """Why a row of a table cannot run: its point, as one sentence."""
+    try:
+        _of_row(arch_records.get(arch), values)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _of_row(arch: Arch, values: Mapping[str, int | str]) -> Config:
+    point = {name: int(values[name]) for name in ("head_dim_v", "rows_per_group", "vec", "waves", "slices")}
+    return Config(
+        arch, point["head_dim_v"], point["rows_per_group"], point["vec"], waves=point["waves"], slices=point["slices"]
+    )
+
+
+FORMAT = tuning.Format(
+    op="combine",
+    exact=(tuning.Integer("head_dim_v", 1, 4096), tuning.Choice("out_dtype", ("bf16", "fp16", "fp32"))),
+    near=(
+        tuning.Integer("device_units", 1, 4096),  # compute units of the device the row is for
+        tuning.Integer("rows", 1, 1 << 20),  # of a sequence: q_len x heads
+        tuning.Integer("batch", 1, 1 << 20),
+        tuning.Integer("splits", 1, 1 << 16),  # of a sequence, in the mean
+    ),
+    config=(
+        tuning.Integer("rows_per_group", 1, 8),
+        tuning.Integer("vec", 1, 8),
+        tuning.Integer("waves", 1, 32),
+        tuning.Integer("slices", 1, 128),
+        tuning.Integer("num_splits", 1, 1024),  # what decode should cut a sequence into at this concurrency
+    ),
+    refuse=_refuse_row,
+)
+"""Tables of combine: the shape, then rows per workgroup, vector width, waves, slices and decode's split count."""
+
+
+def choose(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int) -> tuple[Config, str]:
+    """The point for a problem, and why: a row of a table within a factor of two, else the rule."""
+    facts: dict[str, int | str] = dict(
+        head_dim_v=head_dim_v,
+        out_dtype=out_dtype,
+        device_units=arch.compute_units,
+        rows=max(rows, 1),
+        batch=max(batch, 1),
+        splits=max(splits, 1),
+    )
+    match = tuning.find(FORMAT, arch.name, facts)
+    if match is not None and all(theirs <= 2 * asked and asked <= 2 * theirs for _, asked, theirs in match.moved):
+        return _of_row(arch, match.row.values), match.reason
+    rule = _rule(arch, head_dim_v, rows * batch, splits)
+    return rule, f"rule for {rows * batch} rows on {arch.compute_units} compute units"
+
+
+def split_count(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int) -> int:
+    """How many splits decode should make of each of `batch` sequences of `rows` query rows; never rises with batch.
+
+    A table's row for this concurrency, else one workgroup of 128 rows for every compute unit.
+    """
+    tiles = batch * -(-rows // 128)
+    rule = max(1, arch.compute_units // max(tiles, 1))
+    facts: dict[str, int | str] = dict(
+        head_dim_v=head_dim_v,
+        out_dtype=out_dtype,
+        device_units=arch.compute_units,
+        rows=max(rows, 1),
+        batch=max(batch, 1),
+        splits=rule,
+    )
+    match = tuning.find(FORMAT, arch.name, facts)
+    if match is None or any(name in ("device_units", "rows", "batch") for name, _, _ in match.moved):
+        return rule
+    return int(match.row.values["num_splits"])
