@@ -1,0 +1,157 @@
+"""Run an operator's sample on an emulated AMD GPU: its real machine code, executed and checked on this CPU.
+
+  python -m mla_suite emulate                         operators and their samples
+  python -m mla_suite emulate decode                  the first sample of decode, on gfx942
+  python -m mla_suite emulate decode NAME --on gfx950
+  python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
+  python -m mla_suite emulate combine --json
+
+Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
+launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mla_suite.core.library import Op, Sample
+    from mla_suite.runtime.emulator import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("op", nargs="?", help="an operator; without one, operators and samples are listed")
+    parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
+    parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
+    parser.add_argument("--heads", type=int, help="decode only: heads of a problem of your own (with --kv)")
+    parser.add_argument("--kv", type=int, help="decode only: cached keys of a problem of your own (with --heads)")
+    parser.add_argument("--q-len", type=int, default=1, help="decode only: query tokens (default 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    from mla_suite.core import library
+
+    if args.op is None:
+        for op in library.registry().values():
+            print(op.name, *(f"\n  {sample.name}" for sample in op.samples()))
+        return 0
+    op = library.get(args.op)
+    record = measure(op, _sample(op, args), args.on)
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        _print(record)
+    return 1 if any(launch["findings"] for launch in record["launches"]) else 0
+
+
+def _sample(op: Op, args: argparse.Namespace) -> Sample:
+    if (args.heads is None) != (args.kv is None) or (args.heads is not None and op.name != "decode"):
+        raise SystemExit("emulate: --heads and --kv go together, and only decode takes them")
+    if args.heads is not None:
+        from mla_suite.ops.decode.samples import decode_sample
+
+        return decode_sample([args.kv], heads=args.heads, q_len=args.q_len)
+    samples = {sample.name: sample for sample in op.samples()}
+    name = args.sample or next(iter(samples))
+    if name not in samples:
+        raise SystemExit(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
+    return samples[name]
+
+
+def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
+    """Run one sample on the reference and in the emulator; -> what is printed."""
+    import torch
+
+    import mla_suite
+    from mla_suite.core.explain import explain
+    from mla_suite.runtime import emulator
+
+    device = torch.device("cpu")
+    operator = getattr(torch.ops.mla_suite, op.name)
+    results = []
+    with emulator.configured(collect=True) as reports:
+        for emulated in (False, True):
+            args, kwargs = sample.make(device)
+            if emulated:
+                with mla_suite.emulate(arch) as record:
+                    explanation = explain(op.name, *args, **kwargs)
+                    returned = operator(*args, **kwargs)
+            else:
+                returned = operator(*args, **kwargs)
+            # An operator that returns nothing has written into an argument.
+            written = [kwargs[n] if n in kwargs else args[_position(op, n)] for n in op.mutates]
+            results.append([*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written])
+    expected, got = results
+    keys = int(args[2].sum()) if op.name == "decode" else 0
+    return {
+        "op": op.name,
+        "sample": sample.name,
+        "arch": arch,
+        "explanation": str(explanation),
+        "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
+        "keys": keys,
+        "launches": [_launch(report, record.memory_bytes_per_clock, record.simds, keys) for report in reports],
+    }
+
+
+def _position(op: Op, name: str) -> int:
+    import torch
+
+    arguments = torch._C.parse_schema(op.qualname + op.schema).arguments
+    return [argument.name for argument in arguments].index(name)
+
+
+def _difference(expected: Any, got: Any) -> float:
+    """Largest absolute difference; 0 where both are the same infinity or NaN."""
+    import torch
+
+    a, b = (t.view(torch.uint8) if t.element_size() == 1 else t for t in (expected, got))
+    same = (a == b) | ((a != a) & (b != b))
+    return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
+
+
+def _launch(report: Report, memory_bytes_per_clock: float, simds: int, keys: int) -> dict[str, Any]:
+    bound = report.bound(memory_bytes_per_clock, simds=simds)
+    clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}
+    return {
+        "kernel": report.kernel,
+        "findings": [str(finding) for finding in report.findings],
+        "instructions": report.instructions(),
+        "by_class": dict(report.by_class()),
+        "bytes_loaded": dict(report.loaded),
+        "bytes_stored": dict(report.stored),
+        "bound_clocks": clocks,
+        "bound": bound.limiter,
+        "per_key": {"instructions": report.instructions() / keys, **{k: v / keys for k, v in clocks.items()}}
+        if keys
+        else {},
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"{record['op']} {record['sample']}\n{record['explanation']}", highlight=False)
+    differences = ", ".join(f"{d:.3g}" for d in record["largest_difference"])
+    console.print(f"largest difference from the reference: {differences}")
+    for launch in record["launches"]:
+        table = Table("class", "wave instructions", title=f"{launch['kernel']} on an emulated {record['arch']}")
+        for name, count in sorted(launch["by_class"].items(), key=lambda item: -item[1]):
+            if count:
+                table.add_row(name, f"{count:,}")
+        table.add_row("all", f"{launch['instructions']:,}")
+        console.print(table)
+        clocks = Table("resource", "clocks", "per key", title="what one compute unit would need at least (a bound)")
+        for name, value in launch["bound_clocks"].items():
+            mark = " <- bound" if launch["bound"] in name.lower().replace("vector alu", "valu") else ""
+            per_key = launch["per_key"].get(name)
+            clocks.add_row(name + mark, f"{value:,.0f}", f"{per_key:.1f}" if per_key is not None else "-")
+        console.print(clocks)
+        for finding in launch["findings"]:
+            console.print(f"[red]{finding}", highlight=False)
+        console.print("sanitizer: no findings" if not launch["findings"] else "sanitizer: see above")
