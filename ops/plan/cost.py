@@ -11,10 +11,10 @@ additions, then a minimum over the candidates.
                                                                        1 + ceil(longest / spacing of the cuts)
 
 Sequences are laid end to end on a line, each as long as it costs unsplit. A candidate (u, family) cuts the line into u
-equal parts. A cut within a sequence divides its keys in the proportion in which it divides its length on the line;
-family 1 rounds it to GRANULE keys, or moves it to the sequence's boundary when a piece beside it would be shorter than
-a fixed cost (no crumbs); family 0 moves every cut to the nearest boundary, so nothing is split. The cheapest candidate
-wins; among equals one that splits nothing, then one that uses fewer workers.
+equal parts, cut j at floor(j x length / u). A cut within a sequence divides its keys in the proportion in which it
+divides its length on the line; family 1 rounds it to GRANULE keys, or moves it to the sequence's boundary when a piece
+beside it would be shorter than half a fixed cost (no crumbs); family 0 moves every cut to the nearest boundary, so
+nothing is split. The cheapest candidate wins; among equals one that splits nothing, then one that uses fewer workers.
 """
 
 from __future__ import annotations
@@ -59,14 +59,13 @@ def balanced_cuts(kv_lens: torch.Tensor, rows: int, workers: int) -> Cuts:
 
     used = torch.arange(1, workers + 1, device=kv_lens.device)[:, None]
     cut = torch.arange(workers + 1, device=kv_lens.device)
-    spacing = (line[-1] + used - 1) // used
-    place = torch.where(cut >= used, line[-1], cut * spacing).clamp(max=line[-1])
+    place = line[-1] * torch.minimum(cut, used) // used
     sequence = torch.searchsorted(ends, place, right=True)
     offset, length = place - line[sequence], keys[sequence]
 
     key = offset * length // (length + fixed)
     near = (key + GRANULE // 2) // GRANULE * GRANULE
-    crumb = round_up(fixed)
+    crumb = round_up(fixed // 2)
     crumbs = (near < crumb) | (length - near < crumb)
     unsplit = sequence + (2 * offset > length + fixed)
     split = sequence + (crumbs & (2 * near > length))
@@ -74,7 +73,8 @@ def balanced_cuts(kv_lens: torch.Tensor, rows: int, workers: int) -> Cuts:
     inside = torch.stack((torch.zeros_like(near), torch.where(crumbs, 0, near)))
 
     cost = _cost(line, sequences, inside, fixed, tile_rows)
-    merge = tile_rows * (1 + (keys.amax() + spacing[:, 0] - 1) // spacing[:, 0].clamp(min=1))
+    spacing = ((line[-1] + used - 1) // used)[:, 0]
+    merge = tile_rows * (1 + (keys.amax() + spacing - 1) // spacing)
     cost = (cost + torch.where((inside > 0).any(-1), merge, 0)).reshape(-1)
     # The index in the low digits makes the first of equals the minimum on every device.
     best = (cost * cost.numel() + torch.arange(cost.numel(), device=cost.device)).amin() % cost.numel()

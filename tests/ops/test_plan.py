@@ -74,7 +74,7 @@ lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_si
 @few
 def test_balanced_plans_keep_every_promise(lens, workers, rows):
     read = check(make(lens, rows=rows, workers=workers), len(lens), workers, most=len(lens) + workers)
-    crumb = -(-item_cost(rows) // GRANULE) * GRANULE
+    crumb = -(-(item_cost(rows) // 2) // GRANULE) * GRANULE
     for b, cuts in enumerate(read.cuts()):
         if len(cuts) > 1:
             sizes = [min(end, -(-lens[b] // GRANULE) * GRANULE) - first for first, end in cuts]
@@ -145,6 +145,7 @@ def test_work_is_shared_when_splits_are_forced():
         (32, 256, 128, 132, 1),
         (32, 512, 128, 132, 1),  # halves would cost two prologues and a merge
         (128, 4096, 16, 132, 1),
+        (1, 1024, 128, 132, 1),
         (1, 64, 16, 132, 1),
         (1, 1, 128, 304, 1),
     ],
@@ -170,6 +171,18 @@ def test_long_sequences_are_split_in_near_equal_pieces(batch, length, rows, work
         sizes = [min(end, length) - first for first, end in cuts]
         assert low <= len(cuts) <= high
         assert max(sizes) - min(sizes) <= 2 * GRANULE
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 128])
+@pytest.mark.parametrize("length", [256, 1024, 2048, 4096, 20000, 131072])
+@pytest.mark.parametrize("batch", [1, 3, 16])
+def test_equal_sequences_are_cut_as_well_as_any_equal_cut(batch, length, rows):
+    """The best number of equal pieces by trying all; a granule of rounding and one more partial are allowed."""
+    workers, tile = 132, min(rows, 128)
+    slowest, merge = cost_of(Plan.read(make([length] * batch, rows=rows, workers=workers)), [length] * batch, rows)
+    pieces = range(2, workers // batch + 1)
+    tried = [-(-length // n // GRANULE) * GRANULE + item_cost(rows) + (2 + n) * tile for n in pieces]
+    assert slowest + merge <= min([*tried, -(-length // GRANULE) * GRANULE + item_cost(rows)]) + GRANULE + tile
 
 
 def test_ragged_batch_is_within_a_few_percent_of_the_bound():
