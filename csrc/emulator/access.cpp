@@ -15,7 +15,8 @@ static bool ordered(Wave& wave, u32 tag, Ordering ordering) {
   return clock.of(writer) > tags.epoch(tag);
 }
 
-static void check_tags(Wave& wave, const Region& region, int lane, u64 address, u32 bytes, int access, Ordering ordering) {
+static void check_tags(Wave& wave, const Region& region, int lane, u64 address, u32 bytes, int access,
+                       Ordering ordering) {
   Launch& launch = *wave.worker->launch;
   u32* tags = region.tags + (address - region.low);
   u32 before = 0;
@@ -39,7 +40,8 @@ static void check_tags(Wave& wave, const Region& region, int lane, u64 address, 
   for (u32 i = 0; i < bytes; i++) __atomic_store_n(tags + i, tag, __ATOMIC_RELAXED);
 }
 
-u8* global_access(Wave& wave, const Inst&, int lane, u64 address, u32 bytes, u32 alignment, int access, Ordering ordering) {
+u8* global_access(Wave& wave, const Inst&, int lane, u64 address, u32 bytes, u32 alignment, int access,
+                  Ordering ordering) {
   Worker& worker = *wave.worker;
   Launch& launch = *worker.launch;
   Region* region = worker.region;
@@ -95,7 +97,7 @@ void watch_spin(Wave& wave, const Inst& in, u64 address, u32 value) {
   wave.yielded = true;
   Launch& launch = *wave.worker->launch;
   if (wave.spin.times < launch.spin_limit) return;
-  for (int t = 0; t < launch.threads; t++) {   // what an earlier workgroup will still write may be waited for
+  for (int t = 0; t < launch.threads; t++) {  // what an earlier workgroup will still write may be waited for
     u32 position = __atomic_load_n(&launch.workers[t].running, __ATOMIC_RELAXED);
     if (position < wave.group->position) {
       sched_yield();

@@ -4,7 +4,27 @@
 
 namespace emulator {
 
-enum Operation { ADD, SUB, SWAP, COMPARE_SWAP, AND, OR, XOR, UMIN, UMAX, SMIN, SMAX, INC, DEC, ADD_F32, ADD_F64, MIN_F64, MAX_F64, PK_ADD_F16, PK_ADD_BF16 };
+enum Operation {
+  ADD,
+  SUB,
+  SWAP,
+  COMPARE_SWAP,
+  AND,
+  OR,
+  XOR,
+  UMIN,
+  UMAX,
+  SMIN,
+  SMAX,
+  INC,
+  DEC,
+  ADD_F32,
+  ADD_F64,
+  MIN_F64,
+  MAX_F64,
+  PK_ADD_F16,
+  PK_ADD_BF16
+};
 
 constexpr i64 pack(Operation operation, int bytes) { return i64(operation) | i64(bytes) << 8; }
 
@@ -13,38 +33,62 @@ static u32 add_halves(u32 a, u32 b, bool bf16) {
   u32 r = 0;
   for (int h = 0; h < 2; h++) {
     u16 x = u16(a >> (16 * h)), y = u16(b >> (16 * h));
-    r |= u32(bf16 ? float_to_bf16(bf16_to_float(x) + bf16_to_float(y)) : float_to_half(half_to_float(x) + half_to_float(y))) << (16 * h);
+    r |= u32(bf16 ? float_to_bf16(bf16_to_float(x) + bf16_to_float(y))
+                  : float_to_half(half_to_float(x) + half_to_float(y)))
+         << (16 * h);
   }
   return r;
 }
 
-template <class U, class S> static U integer_update(Operation operation, U old, U data, U compare) {
+template <class U, class S>
+static U integer_update(Operation operation, U old, U data, U compare) {
   switch (operation) {
-    case ADD: return old + data;
-    case SUB: return old - data;
-    case SWAP: return data;
-    case COMPARE_SWAP: return old == compare ? data : old;
-    case AND: return old & data;
-    case OR: return old | data;
-    case XOR: return old ^ data;
-    case UMIN: return old < data ? old : data;
-    case UMAX: return old > data ? old : data;
-    case SMIN: return S(old) < S(data) ? old : data;
-    case SMAX: return S(old) > S(data) ? old : data;
-    case INC: return old >= data ? 0 : old + 1;
-    case DEC: return old == 0 || old > data ? data : old - 1;
-    default: return old;
+    case ADD:
+      return old + data;
+    case SUB:
+      return old - data;
+    case SWAP:
+      return data;
+    case COMPARE_SWAP:
+      return old == compare ? data : old;
+    case AND:
+      return old & data;
+    case OR:
+      return old | data;
+    case XOR:
+      return old ^ data;
+    case UMIN:
+      return old < data ? old : data;
+    case UMAX:
+      return old > data ? old : data;
+    case SMIN:
+      return S(old) < S(data) ? old : data;
+    case SMAX:
+      return S(old) > S(data) ? old : data;
+    case INC:
+      return old >= data ? 0 : old + 1;
+    case DEC:
+      return old == 0 || old > data ? data : old - 1;
+    default:
+      return old;
   }
 }
 static u64 update(Operation operation, int bytes, u64 old, u64 data, u64 compare) {
   switch (operation) {
-    case ADD_F32: return word(real(u32(old)) + real(u32(data)));
-    case ADD_F64: return bit_cast<u64>(real64(old) + real64(data));
-    case MIN_F64: return bit_cast<u64>(fmin(real64(old), real64(data)));
-    case MAX_F64: return bit_cast<u64>(fmax(real64(old), real64(data)));
-    case PK_ADD_F16: return add_halves(u32(old), u32(data), false);
-    case PK_ADD_BF16: return add_halves(u32(old), u32(data), true);
-    default: break;
+    case ADD_F32:
+      return word(real(u32(old)) + real(u32(data)));
+    case ADD_F64:
+      return bit_cast<u64>(real64(old) + real64(data));
+    case MIN_F64:
+      return bit_cast<u64>(fmin(real64(old), real64(data)));
+    case MAX_F64:
+      return bit_cast<u64>(fmax(real64(old), real64(data)));
+    case PK_ADD_F16:
+      return add_halves(u32(old), u32(data), false);
+    case PK_ADD_BF16:
+      return add_halves(u32(old), u32(data), true);
+    default:
+      break;
   }
   if (bytes == 8) return integer_update<u64, i64>(operation, old, data, compare);
   return integer_update<u32, i32>(operation, u32(old), u32(data), u32(compare));
@@ -56,7 +100,8 @@ static u64 read_data(Wave& wave, const Operand& op, int bytes, int lane, int whi
   return bytes == 8 ? u64(wave.v[index + 1][lane]) << 32 | wave.v[index][lane] : wave.v[index][lane];
 }
 
-static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, const Operand& data, const Operand* result) {
+static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, const Operand& data,
+                  const Operand* result) {
   Operation operation = Operation(in.opcode->aux & 255);
   int bytes = int(in.opcode->aux >> 8);
   Launch& launch = *wave.worker->launch;
@@ -85,8 +130,10 @@ static void apply(Wave& wave, const Inst& in, const u64* address, u64 lanes, con
     return;
   }
   for (int i = 0; i < result->count; i++) wave.defined[result->index + i] = true;
-  if (learned.entries.size) issue_landing(wave, Landing::ACQUIRE, result).learned = learned;
-  else issue(wave, VM, result);
+  if (learned.entries.size)
+    issue_landing(wave, Landing::ACQUIRE, result).learned = learned;
+  else
+    issue(wave, VM, result);
   if (lanes) watch_spin(wave, in, address[first_lane(lanes)], u32(seen));
 }
 
@@ -122,17 +169,33 @@ static const char* result_if_sc0(Inst& in) {
   return in.operands == wanted ? nullptr : "sc0 and the number of operands of an atomic do not agree";
 }
 
-#define UPDATE_ON(name, operation, bytes, buffer_arch)                                                           \
-  {"global_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0}, \
-  {"flat_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0},   \
-  {"buffer_atomic_" name, buffer_atomic, Class::ATOMIC, buffer_arch, pack(operation, bytes), buffer_operands}
+#define UPDATE_ON(name, operation, bytes, buffer_arch)                                                        \
+  {"global_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0},     \
+      {"flat_atomic_" name, global_atomic, Class::ATOMIC, ANY_ARCH, pack(operation, bytes), result_if_sc0}, { \
+    "buffer_atomic_" name, buffer_atomic, Class::ATOMIC, buffer_arch, pack(operation, bytes), buffer_operands \
+  }
 #define UPDATE(name, operation, bytes) UPDATE_ON(name, operation, bytes, ANY_ARCH)
 #define BOTH(name, operation) UPDATE(name, operation, 4), UPDATE(name "_x2", operation, 8)
 static const Opcode entries[] = {
-    BOTH("add", ADD), BOTH("sub", SUB), BOTH("swap", SWAP), BOTH("cmpswap", COMPARE_SWAP), BOTH("and", AND), BOTH("or", OR),
-    BOTH("xor", XOR), BOTH("umin", UMIN), BOTH("umax", UMAX), BOTH("smin", SMIN), BOTH("smax", SMAX), BOTH("inc", INC), BOTH("dec", DEC),
-    UPDATE("add_f32", ADD_F32, 4), UPDATE("add_f64", ADD_F64, 8), UPDATE("min_f64", MIN_F64, 8), UPDATE("max_f64", MAX_F64, 8),
-    UPDATE("pk_add_f16", PK_ADD_F16, 4), UPDATE_ON("pk_add_bf16", PK_ADD_BF16, 4, GFX950),
+    BOTH("add", ADD),
+    BOTH("sub", SUB),
+    BOTH("swap", SWAP),
+    BOTH("cmpswap", COMPARE_SWAP),
+    BOTH("and", AND),
+    BOTH("or", OR),
+    BOTH("xor", XOR),
+    BOTH("umin", UMIN),
+    BOTH("umax", UMAX),
+    BOTH("smin", SMIN),
+    BOTH("smax", SMAX),
+    BOTH("inc", INC),
+    BOTH("dec", DEC),
+    UPDATE("add_f32", ADD_F32, 4),
+    UPDATE("add_f64", ADD_F64, 8),
+    UPDATE("min_f64", MIN_F64, 8),
+    UPDATE("max_f64", MAX_F64, 8),
+    UPDATE("pk_add_f16", PK_ADD_F16, 4),
+    UPDATE_ON("pk_add_bf16", PK_ADD_BF16, 4, GFX950),
 };
 extern const Table atomic_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

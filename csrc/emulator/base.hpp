@@ -21,14 +21,15 @@ using i32 = int32_t;
 using i64 = int64_t;
 
 constexpr int LANES = 64;
-constexpr int VECTORS = 512;   // v0..v255, then the accumulation registers a0..a255
-constexpr int SCALARS = 128;   // s0..s105, vcc at 106, m0 at 124, exec at 126
+constexpr int VECTORS = 512;  // v0..v255, then the accumulation registers a0..a255
+constexpr int SCALARS = 128;  // s0..s105, vcc at 106, m0 at 124, exec at 126
 constexpr int VCC = 106, M0 = 124, EXEC = 126;
 constexpr u64 ALL_LANES = ~0ull;
 
 enum Arch { GFX942 = 1, GFX950 = 2, ANY_ARCH = 3 };
 
-template <class To, class From> inline To bit_cast(From from) {
+template <class To, class From>
+inline To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
   To to;
   memcpy(&to, &from, sizeof(to));
@@ -36,7 +37,8 @@ template <class To, class From> inline To bit_cast(From from) {
 }
 
 // Grows by doubling; elements are plain data. Zero-filled memory is a valid empty list.
-template <class T> struct List {
+template <class T>
+struct List {
   T* items;
   u32 size, capacity;
   T& operator[](u32 i) { return items[i]; }
@@ -58,12 +60,16 @@ template <class T> struct List {
   }
 };
 
-template <class T> inline T* allocate(u64 count) { return static_cast<T*>(calloc(count ? count : 1, sizeof(T))); }
+template <class T>
+inline T* allocate(u64 count) {
+  return static_cast<T*>(calloc(count ? count : 1, sizeof(T)));
+}
 
 inline int first_lane(u64 mask) { return mask ? __builtin_ctzll(mask) : 0; }
 
 // Visits the set bits of a lane mask; the full mask is the common case and a plain loop.
-template <class F> inline void for_lanes(u64 mask, F&& visit) {
+template <class F>
+inline void for_lanes(u64 mask, F&& visit) {
   if (mask == ALL_LANES) {
     for (int lane = 0; lane < LANES; lane++) visit(lane);
   } else {

@@ -1,5 +1,6 @@
-// Buffer loads and stores through a four-word resource: base, stride, size in bytes (or records), and words the emulator reads but for swizzling.
-// Parts of an access past the size are not errors: they load zero and store nothing. The size is still checked against real allocations.
+// Buffer loads and stores through a four-word resource: base, stride, size in bytes or records, flags.
+// Parts of an access past the size are not errors: they load zero and store nothing. The size is still checked against
+// real allocations.
 #include "buffer.hpp"
 
 namespace emulator {
@@ -20,7 +21,8 @@ void buffer_addresses(Wave& wave, const Inst& in, u32 bytes, BufferLanes& out) {
   const u32* r = wave.s + resource.index;
   u64 base = u64(r[1] & 0xffff) << 32 | r[0];
   u32 stride = r[1] >> 16 & 0x3fff, records = r[2];
-  if (r[1] >> 31 || r[3] >> 23 & 1) report(wave, found_bad_resource, wave.exec, base, i64(r[1]));   // swizzled, or thread id added
+  if (r[1] >> 31 || r[3] >> 23 & 1)
+    report(wave, found_bad_resource, wave.exec, base, i64(r[1]));  // swizzled, or thread id added
   u64 scalar_offset = shift.kind == SCALAR || shift.kind == LITERAL ? scalar(wave, shift) : 0;
   bool offen = in.mod[mod_offen], idxen = in.mod[mod_idxen];
   for (int l = 0; l < LANES; l++) {
@@ -32,7 +34,7 @@ void buffer_addresses(Wave& wave, const Inst& in, u32 bytes, BufferLanes& out) {
       out.valid[l] = index < records ? bytes : 0;
     } else {
       u64 room = records > at ? records - at : 0;
-      out.valid[l] = room >= bytes ? bytes : bytes < 4 ? 0 : u32(room) & ~3u;   // whole words in range
+      out.valid[l] = room >= bytes ? bytes : bytes < 4 ? 0 : u32(room) & ~3u;  // whole words in range
     }
   }
 }
@@ -54,7 +56,8 @@ static void load(Wave& wave, const Inst& in) {
     u8 data[16] = {};
     u32 valid = lanes.valid[l];
     if (valid) {
-      const u8* from = global_access(wave, in, l, lanes.address[l], valid, valid < 4 ? valid : 4, READ, ordering_of(in));
+      const u8* from =
+          global_access(wave, in, l, lanes.address[l], valid, valid < 4 ? valid : 4, READ, ordering_of(in));
       if (from) memcpy(data, from, valid);
       counted |= 1ull << l;
     }
@@ -85,15 +88,33 @@ static void store(Wave& wave, const Inst& in) {
   issue(wave, VM, nullptr);
 }
 
-#define LOAD(name, bytes, part) {"buffer_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), buffer_operands}
-#define STORE(name, bytes, part) {"buffer_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), buffer_operands}
+#define LOAD(name, bytes, part) \
+  {"buffer_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), buffer_operands}
+#define STORE(name, bytes, part) \
+  {"buffer_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), buffer_operands}
 static const Opcode entries[] = {
-    LOAD("ubyte", 1, ZERO_EXTEND), LOAD("sbyte", 1, SIGN_EXTENDED), LOAD("ushort", 2, ZERO_EXTEND), LOAD("sshort", 2, SIGN_EXTENDED),
-    LOAD("dword", 4, WHOLE), LOAD("dwordx2", 8, WHOLE), LOAD("dwordx3", 12, WHOLE), LOAD("dwordx4", 16, WHOLE),
-    LOAD("short_d16", 2, LOW_HALF), LOAD("short_d16_hi", 2, HIGH_HALF), LOAD("ubyte_d16", 1, LOW_HALF),
-    LOAD("ubyte_d16_hi", 1, HIGH_HALF), LOAD("sbyte_d16", 1, LOW_HALF_SIGNED), LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
-    STORE("byte", 1, WHOLE), STORE("short", 2, WHOLE), STORE("byte_d16_hi", 1, HIGH_HALF), STORE("short_d16_hi", 2, HIGH_HALF),
-    STORE("dword", 4, WHOLE), STORE("dwordx2", 8, WHOLE), STORE("dwordx3", 12, WHOLE), STORE("dwordx4", 16, WHOLE),
+    LOAD("ubyte", 1, ZERO_EXTEND),
+    LOAD("sbyte", 1, SIGN_EXTENDED),
+    LOAD("ushort", 2, ZERO_EXTEND),
+    LOAD("sshort", 2, SIGN_EXTENDED),
+    LOAD("dword", 4, WHOLE),
+    LOAD("dwordx2", 8, WHOLE),
+    LOAD("dwordx3", 12, WHOLE),
+    LOAD("dwordx4", 16, WHOLE),
+    LOAD("short_d16", 2, LOW_HALF),
+    LOAD("short_d16_hi", 2, HIGH_HALF),
+    LOAD("ubyte_d16", 1, LOW_HALF),
+    LOAD("ubyte_d16_hi", 1, HIGH_HALF),
+    LOAD("sbyte_d16", 1, LOW_HALF_SIGNED),
+    LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
+    STORE("byte", 1, WHOLE),
+    STORE("short", 2, WHOLE),
+    STORE("byte_d16_hi", 1, HIGH_HALF),
+    STORE("short_d16_hi", 2, HIGH_HALF),
+    STORE("dword", 4, WHOLE),
+    STORE("dwordx2", 8, WHOLE),
+    STORE("dwordx3", 12, WHOLE),
+    STORE("dwordx4", 16, WHOLE),
 };
 extern const Table buffer_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

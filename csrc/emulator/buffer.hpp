@@ -6,9 +6,9 @@ namespace emulator {
 
 struct BufferLanes {
   u64 address[LANES];
-  u32 valid[LANES];   // bytes in range, from the start
+  u32 valid[LANES];  // bytes in range, from the start
 };
-const char* buffer_operands(Inst& in);   // `source` becomes the index of the address operand
+const char* buffer_operands(Inst& in);  // `source` becomes the index of the address operand
 void buffer_addresses(Wave& wave, const Inst& in, u32 bytes, BufferLanes& out);
 
 }  // namespace emulator

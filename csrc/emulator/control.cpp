@@ -19,16 +19,18 @@ static void wait_counters(Wave& wave, const Inst& in) {
   if (in.mod[mod_vmcnt] >= 0) wait(wave, VM, u32(in.mod[mod_vmcnt]));
   if (in.mod[mod_lgkmcnt] >= 0) wait(wave, LGKM, u32(in.mod[mod_lgkmcnt]));
 }
-static const char* counters_named(Inst& in) {   // the front end writes count + 1, so that 0 means "not named"
+static const char* counters_named(Inst& in) {  // the front end writes count + 1, so that 0 means "not named"
   in.mod[mod_vmcnt]--;
   in.mod[mod_lgkmcnt]--;
   return nullptr;
 }
 
 enum Condition { ALWAYS, SCC0, SCC1, VCCZ, VCCNZ, EXECZ, EXECNZ };
-template <Condition C> static void branch(Wave& wave, const Inst& in) {
-  bool taken = C == ALWAYS || (C == SCC0 && !wave.scc) || (C == SCC1 && wave.scc) || (C == VCCZ && !wave.scalar64(VCC)) ||
-               (C == VCCNZ && wave.scalar64(VCC)) || (C == EXECZ && !wave.exec) || (C == EXECNZ && wave.exec);
+template <Condition C>
+static void branch(Wave& wave, const Inst& in) {
+  bool taken = C == ALWAYS || (C == SCC0 && !wave.scc) || (C == SCC1 && wave.scc) ||
+               (C == VCCZ && !wave.scalar64(VCC)) || (C == VCCNZ && wave.scalar64(VCC)) || (C == EXECZ && !wave.exec) ||
+               (C == EXECNZ && wave.exec);
   if (taken) wave.pc = i32(in.mod[mod_target]);
 }
 static const char* has_target(Inst& in) {
@@ -44,8 +46,8 @@ static void clock(Wave& wave, const Inst& in) {
   issue(wave, LGKM, &in.op[0]);
 }
 
-// hwreg(id, offset, size) arrives as id | offset << 6 | (size - 1) << 11. MODE is modelled; the identity of the place where a wave runs
-// reads as zero.
+// hwreg(id, offset, size) arrives as id | offset << 6 | (size - 1) << 11. MODE is modelled; the identity of the place
+// where a wave runs reads as zero.
 constexpr int HW_MODE = 1;
 static u32 mode_mask(const Inst& in) { return u32((1ull << ((in.mod[mod_hwreg] >> 11 & 31) + 1)) - 1); }
 static void get_register(Wave& wave, const Inst& in) {
@@ -56,10 +58,13 @@ static void set_register(Wave& wave, const Inst& in) {
   int shift = in.mod[mod_hwreg] >> 6 & 31;
   u32 mask = mode_mask(in) << shift;
   wave.set_mode((wave.mode & ~mask) | (scalar(wave, in.op[0]) << shift & mask));
+  if (wave.mode & 15) report(wave, found_rounding_mode, wave.exec, 0, wave.mode & 15);
 }
-static const char* only_mode(Inst& in) { return (in.mod[mod_hwreg] & 63) == HW_MODE ? nullptr : "only the MODE register may be set"; }
+static const char* only_mode(Inst& in) {
+  return (in.mod[mod_hwreg] & 63) == HW_MODE ? nullptr : "only the MODE register may be set";
+}
 static const char* readable(Inst& in) {
-  i64 id = in.mod[mod_hwreg] & 63;   // MODE, HW_ID, GPR_ALLOC, LDS_ALLOC, XCC_ID
+  i64 id = in.mod[mod_hwreg] & 63;  // MODE, HW_ID, GPR_ALLOC, LDS_ALLOC, XCC_ID
   return id == HW_MODE || (id >= 4 && id <= 6) || id == 20 ? nullptr : "this hardware register is not modelled";
 }
 

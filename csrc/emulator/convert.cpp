@@ -5,10 +5,14 @@
 namespace emulator {
 
 static u32 to_unsigned(double x) { return x != x || x <= 0 ? 0 : x >= 4294967295.0 ? ~0u : u32(x); }
-static i32 to_signed(double x) { return x != x ? 0 : x <= -2147483648.0 ? i32(0x80000000) : x >= 2147483647.0 ? 0x7fffffff : i32(x); }
+static i32 to_signed(double x) {
+  return x != x ? 0 : x <= -2147483648.0 ? i32(0x80000000) : x >= 2147483647.0 ? 0x7fffffff : i32(x);
+}
 static i32 to_signed16(float x) { return x != x ? 0 : x <= -32768 ? -32768 : x >= 32767 ? 32767 : i32(x); }
 static u32 to_unsigned16(float x) { return x != x || x <= 0 ? 0 : x >= 65535 ? 65535 : u32(x); }
-static i32 normalised16(float x) { return x != x ? 0 : i32(rintf((x < -1 ? -1.0f : x > 1 ? 1.0f : x) * 32767.0f)) & 0xffff; }
+static i32 normalised16(float x) {
+  return x != x ? 0 : i32(rintf((x < -1 ? -1.0f : x > 1 ? 1.0f : x) * 32767.0f)) & 0xffff;
+}
 
 static float narrow_table[NARROW_FORMATS][256];
 __attribute__((constructor)) static void fill_narrow_table() {
@@ -27,7 +31,7 @@ static void from_narrow(Wave& wave, const Inst& in) {
   u32 room[LANES], out[LANES];
   const u32* a = source_row(wave, in, 1, room);
   const float* table = narrow_values(eight_bit(in, in.opcode->aux & IS_E5M2));
-  for (int l = 0; l < LANES; l++) out[l] = word(table[a[l] & 255]);   // SDWA has already moved the chosen byte down
+  for (int l = 0; l < LANES; l++) out[l] = word(table[a[l] & 255]);  // SDWA has already moved the chosen byte down
   commit_row(wave, in, 0, out, false);
 }
 
@@ -87,12 +91,20 @@ static const Opcode entries[] = {
     vector("v_cvt_f64_u32", [](u32 a) { return double(a); }),
     vector("v_cvt_i32_f64", [](double a) { return to_signed(a); }),
     vector("v_cvt_u32_f64", [](double a) { return to_unsigned(a); }),
-    vector("v_cvt_pkrtz_f16_f32", [](float a, float b) { return u32(float_to_half_toward_zero(a)) | u32(float_to_half_toward_zero(b)) << 16; }),
+    vector(
+        "v_cvt_pkrtz_f16_f32",
+        [](float a, float b) { return u32(float_to_half_toward_zero(a)) | u32(float_to_half_toward_zero(b)) << 16; }),
     vector("v_cvt_pknorm_i16_f32", [](float a, float b) { return u32(normalised16(a)) | u32(normalised16(b)) << 16; }),
-    vector("v_cvt_pk_f16_f32", [](float a, float b) { return u32(float_to_half(a)) | u32(float_to_half(b)) << 16; }, VALU, GFX950),
-    vector("v_cvt_pk_bf16_f32", [](float a, float b) { return u32(float_to_bf16(a)) | u32(float_to_bf16(b)) << 16; }, VALU, GFX950),
-    vector("v_cvt_f32_bf16", [](u32 a) { return bf16_to_float(u16(a)); }, VALU, GFX950),
-    vector("v_pack_b32_f16", [](Half a, Half b) { return u32(float_to_half(a.value)) | u32(float_to_half(b.value)) << 16; }),
+    vector(
+        "v_cvt_pk_f16_f32", [](float a, float b) { return u32(float_to_half(a)) | u32(float_to_half(b)) << 16; }, VALU,
+        GFX950),
+    vector(
+        "v_cvt_pk_bf16_f32", [](float a, float b) { return u32(float_to_bf16(a)) | u32(float_to_bf16(b)) << 16; }, VALU,
+        GFX950),
+    vector(
+        "v_cvt_f32_bf16", [](u32 a) { return bf16_to_float(u16(a)); }, VALU, GFX950),
+    vector("v_pack_b32_f16",
+           [](Half a, Half b) { return u32(float_to_half(a.value)) | u32(float_to_half(b.value)) << 16; }),
     {"v_cvt_f32_fp8", from_narrow, VALU, ANY_ARCH, 0, nullptr},
     {"v_cvt_f32_bf8", from_narrow, VALU, ANY_ARCH, IS_E5M2, nullptr},
     {"v_cvt_pk_f32_fp8", from_narrow_pair, VALU, ANY_ARCH, 0, nullptr},

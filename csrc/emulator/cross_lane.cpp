@@ -4,7 +4,8 @@
 namespace emulator {
 
 static void read_first_lane(Wave& wave, const Inst& in) {
-  wave.set_scalar(in.op[0].index, in.op[1].kind == VECTOR ? wave.v[in.op[1].index][first_lane(wave.exec)] : scalar(wave, in.op[1]));
+  wave.set_scalar(in.op[0].index,
+                  in.op[1].kind == VECTOR ? wave.v[in.op[1].index][first_lane(wave.exec)] : scalar(wave, in.op[1]));
 }
 static void read_lane(Wave& wave, const Inst& in) {
   wave.set_scalar(in.op[0].index, wave.v[in.op[1].index][scalar(wave, in.op[2]) & 63]);
@@ -14,7 +15,8 @@ static void write_lane(Wave& wave, const Inst& in) {
   wave.defined[in.op[0].index] = true;
 }
 
-// aux = distance: the odd blocks of `distance` lanes of the first register trade places with the even blocks of the second.
+// aux = distance: the odd blocks of `distance` lanes of the first register trade places with the even blocks of the
+// second.
 static void swap_lanes(Wave& wave, const Inst& in) {
   int distance = int(in.opcode->aux);
   u32 *first = wave.v[in.op[0].index], *second = wave.v[in.op[1].index];
@@ -30,7 +32,11 @@ static void swap_lanes(Wave& wave, const Inst& in) {
 
 static void swap_registers(Wave& wave, const Inst& in) {
   u32 *a = wave.v[in.op[0].index], *b = wave.v[in.op[1].index];
-  for_lanes(wave.exec, [&](int l) { u32 t = a[l]; a[l] = b[l]; b[l] = t; });
+  for_lanes(wave.exec, [&](int l) {
+    u32 t = a[l];
+    a[l] = b[l];
+    b[l] = t;
+  });
   wave.defined[in.op[0].index] = wave.defined[in.op[1].index] = true;
 }
 

@@ -1,4 +1,5 @@
-// From the front end's records to instructions: opcode, literals, DPP lane maps, and the registers each instruction names.
+// From the front end's records to instructions: opcode, literals, DPP lane maps, and the registers each instruction
+// names.
 #include "decode.hpp"
 
 namespace emulator {
@@ -30,9 +31,18 @@ static int dpp_source(const Inst& in, int lane) {
   int row = lane & ~15, i = lane & 15;
   // Values arrive as value + 1, so that 0 means "not named".
   if (m[mod_quad_perm]) return (lane & ~3) | int((m[mod_quad_perm] - 1) >> (2 * (lane & 3)) & 3);
-  if (m[mod_row_shl]) { int s = int(m[mod_row_shl] - 1); return i + s < 16 ? lane + s : -1; }
-  if (m[mod_row_shr]) { int s = int(m[mod_row_shr] - 1); return i - s >= 0 ? lane - s : -1; }
-  if (m[mod_row_ror]) { int s = int(m[mod_row_ror] - 1); return row + ((i - s) & 15); }
+  if (m[mod_row_shl]) {
+    int s = int(m[mod_row_shl] - 1);
+    return i + s < 16 ? lane + s : -1;
+  }
+  if (m[mod_row_shr]) {
+    int s = int(m[mod_row_shr] - 1);
+    return i - s >= 0 ? lane - s : -1;
+  }
+  if (m[mod_row_ror]) {
+    int s = int(m[mod_row_ror] - 1);
+    return row + ((i - s) & 15);
+  }
   if (m[mod_row_newbcast]) return row + int(m[mod_row_newbcast] - 1);
   if (m[mod_row_bcast]) return m[mod_row_bcast] - 1 == 15 ? (lane < 16 ? -1 : row - 1) : (lane < 32 ? -1 : 31);
   if (m[mod_row_mirror]) return row + 15 - i;
@@ -47,14 +57,16 @@ static int dpp_source(const Inst& in, int lane) {
 static void fix_literal(Operand& op) {
   if (op.kind != LITERAL) return;
   op.literal = op.flags & FLOAT_LITERAL ? bit_cast<u32>(float(bit_cast<double>(op.wide))) : u32(op.wide);
-  u32 sign = op.flags & NEGATE ? 0x80000000 : 0;   // a negated constant under an explicit modifier
+  u32 sign = op.flags & NEGATE ? 0x80000000 : 0;  // a negated constant under an explicit modifier
   if (op.flags & ABSOLUTE) op.literal &= 0x7fffffff;
   op.literal ^= sign;
 }
 
 static const char* check_registers_exist(const Operand& op) {
-  if (op.kind == VECTOR && (op.index < 0 || op.count < 1 || op.index + op.count > VECTORS)) return "a vector register out of range";
-  if (op.kind == SCALAR && (op.index < 0 || op.count < 1 || op.index + op.count > SCALARS)) return "a scalar register out of range";
+  if (op.kind == VECTOR && (op.index < 0 || op.count < 1 || op.index + op.count > VECTORS))
+    return "a vector register out of range";
+  if (op.kind == SCALAR && (op.index < 0 || op.count < 1 || op.index + op.count > SCALARS))
+    return "a scalar register out of range";
   return nullptr;
 }
 
@@ -78,15 +90,18 @@ static const char* decode(Inst& in, const Record& record, int pc, int arch) {
     in.range[in.ranges++] = Inst::Range{first, u16(in.op[i].count)};
   }
   const i64* m = in.mod;
-  bool memory = opcode->group == LDS || opcode->group == GLOBAL || opcode->group == Class::ATOMIC || opcode->group == SMEM;
+  bool memory =
+      opcode->group == LDS || opcode->group == GLOBAL || opcode->group == Class::ATOMIC || opcode->group == SMEM;
   in.loads = memory && !m[mod_lds] && (strstr(opcode->name, "load") || strstr(opcode->name, "read"));
   in.plain = !(m[mod_dpp] || m[mod_sdwa] || m[mod_clamp] || m[mod_mul] || m[mod_div]);
   if (m[mod_gds]) return "the global data share is not modelled";
-  if (m[mod_clamp] && opcode->group == VALU && !strstr(opcode->name, "f32") && !strstr(opcode->name, "fma_mix")) return "clamp is modelled for f32 results only";
+  if (m[mod_clamp] && opcode->group == VALU && !strstr(opcode->name, "f32") && !strstr(opcode->name, "fma_mix"))
+    return "clamp is modelled for f32 results only";
   in.lane_writes = 0;
   for (int lane = 0; lane < LANES; lane++) {
     in.lane_from[lane] = i8(dpp_source(in, lane));
-    if ((m[mod_row_mask] >> (lane / 16) & 1) && (m[mod_bank_mask] >> (lane / 4 % 4) & 1)) in.lane_writes |= 1ull << lane;
+    if ((m[mod_row_mask] >> (lane / 16) & 1) && (m[mod_bank_mask] >> (lane / 4 % 4) & 1))
+      in.lane_writes |= 1ull << lane;
   }
   return opcode->prepare ? opcode->prepare(in) : nullptr;
 }

@@ -14,12 +14,25 @@ void load_register(Wave& wave, int index, int lane, const u8* from, i64 aux) {
   memcpy(&raw, from, size_t(bytes));
   u32 extended = bytes == 1 ? u32(i32(i8(raw))) : u32(i32(i16(raw)));
   switch (shape_part(aux)) {
-    case WHOLE: case ZERO_EXTEND: row[lane] = raw; break;
-    case SIGN_EXTENDED: row[lane] = extended; break;
-    case LOW_HALF: row[lane] = (row[lane] & 0xffff0000) | raw; break;
-    case LOW_HALF_SIGNED: row[lane] = (row[lane] & 0xffff0000) | (extended & 0xffff); break;
-    case HIGH_HALF: row[lane] = (row[lane] & 0xffff) | u32(raw) << 16; break;
-    case HIGH_HALF_SIGNED: row[lane] = (row[lane] & 0xffff) | extended << 16; break;
+    case WHOLE:
+    case ZERO_EXTEND:
+      row[lane] = raw;
+      break;
+    case SIGN_EXTENDED:
+      row[lane] = extended;
+      break;
+    case LOW_HALF:
+      row[lane] = (row[lane] & 0xffff0000) | raw;
+      break;
+    case LOW_HALF_SIGNED:
+      row[lane] = (row[lane] & 0xffff0000) | (extended & 0xffff);
+      break;
+    case HIGH_HALF:
+      row[lane] = (row[lane] & 0xffff) | u32(raw) << 16;
+      break;
+    case HIGH_HALF_SIGNED:
+      row[lane] = (row[lane] & 0xffff) | extended << 16;
+      break;
   }
 }
 
@@ -70,8 +83,10 @@ static void load(Wave& wave, const Inst& in) {
     }
   });
   for (int i = 0; i < in.op[0].count; i++) wave.defined[in.op[0].index + i] = true;
-  if (learned.entries.size) issue_landing(wave, Landing::ACQUIRE, &in.op[0]).learned = learned;
-  else issue(wave, VM, &in.op[0]);
+  if (learned.entries.size)
+    issue_landing(wave, Landing::ACQUIRE, &in.op[0]).learned = learned;
+  else
+    issue(wave, VM, &in.op[0]);
   if (flat) issue(wave, LGKM, &in.op[0]);
 }
 
@@ -133,23 +148,45 @@ static void load_lds(Wave& wave, const Inst& in) {
   load_to_lds(wave, in, address, wave.exec, 0);
 }
 
-#define LOAD(name, bytes, part)                                                          \
-  {"global_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr}, \
-  {"flat_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr}
-#define STORE(name, bytes, part)                                                         \
-  {"global_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr}, \
-  {"flat_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr}
-#define LOAD_LDS(name, bytes, arch) {"global_load_lds_" name, load_lds, GLOBAL, arch, memory_shape(bytes, WHOLE, false), nullptr}
+#define LOAD(name, bytes, part)                                                               \
+  {"global_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr}, { \
+    "flat_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr      \
+  }
+#define STORE(name, bytes, part)                                                               \
+  {"global_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr}, { \
+    "flat_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr      \
+  }
+#define LOAD_LDS(name, bytes, arch) \
+  {"global_load_lds_" name, load_lds, GLOBAL, arch, memory_shape(bytes, WHOLE, false), nullptr}
 
 static const Opcode entries[] = {
-    LOAD("ubyte", 1, ZERO_EXTEND), LOAD("sbyte", 1, SIGN_EXTENDED), LOAD("ushort", 2, ZERO_EXTEND), LOAD("sshort", 2, SIGN_EXTENDED),
-    LOAD("dword", 4, WHOLE), LOAD("dwordx2", 8, WHOLE), LOAD("dwordx3", 12, WHOLE), LOAD("dwordx4", 16, WHOLE),
-    LOAD("short_d16", 2, LOW_HALF), LOAD("short_d16_hi", 2, HIGH_HALF), LOAD("ubyte_d16", 1, LOW_HALF),
-    LOAD("ubyte_d16_hi", 1, HIGH_HALF), LOAD("sbyte_d16", 1, LOW_HALF_SIGNED), LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
-    STORE("byte", 1, WHOLE), STORE("short", 2, WHOLE), STORE("byte_d16_hi", 1, HIGH_HALF), STORE("short_d16_hi", 2, HIGH_HALF),
-    STORE("dword", 4, WHOLE), STORE("dwordx2", 8, WHOLE), STORE("dwordx3", 12, WHOLE), STORE("dwordx4", 16, WHOLE),
-    LOAD_LDS("ubyte", 1, ANY_ARCH), LOAD_LDS("ushort", 2, ANY_ARCH), LOAD_LDS("dword", 4, ANY_ARCH),
-    LOAD_LDS("dwordx3", 12, GFX950), LOAD_LDS("dwordx4", 16, GFX950),
+    LOAD("ubyte", 1, ZERO_EXTEND),
+    LOAD("sbyte", 1, SIGN_EXTENDED),
+    LOAD("ushort", 2, ZERO_EXTEND),
+    LOAD("sshort", 2, SIGN_EXTENDED),
+    LOAD("dword", 4, WHOLE),
+    LOAD("dwordx2", 8, WHOLE),
+    LOAD("dwordx3", 12, WHOLE),
+    LOAD("dwordx4", 16, WHOLE),
+    LOAD("short_d16", 2, LOW_HALF),
+    LOAD("short_d16_hi", 2, HIGH_HALF),
+    LOAD("ubyte_d16", 1, LOW_HALF),
+    LOAD("ubyte_d16_hi", 1, HIGH_HALF),
+    LOAD("sbyte_d16", 1, LOW_HALF_SIGNED),
+    LOAD("sbyte_d16_hi", 1, HIGH_HALF_SIGNED),
+    STORE("byte", 1, WHOLE),
+    STORE("short", 2, WHOLE),
+    STORE("byte_d16_hi", 1, HIGH_HALF),
+    STORE("short_d16_hi", 2, HIGH_HALF),
+    STORE("dword", 4, WHOLE),
+    STORE("dwordx2", 8, WHOLE),
+    STORE("dwordx3", 12, WHOLE),
+    STORE("dwordx4", 16, WHOLE),
+    LOAD_LDS("ubyte", 1, ANY_ARCH),
+    LOAD_LDS("ushort", 2, ANY_ARCH),
+    LOAD_LDS("dword", 4, ANY_ARCH),
+    LOAD_LDS("dwordx3", 12, GFX950),
+    LOAD_LDS("dwordx4", 16, GFX950),
 };
 extern const Table global_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

@@ -5,13 +5,14 @@
 namespace emulator {
 
 // How an access takes part in the ordering between workgroups.
-enum Ordering { PLAIN, COHERENT, ATOMIC_UPDATE };   // COHERENT: a device-scope (sc1) load or store
+enum Ordering { PLAIN, COHERENT, ATOMIC_UPDATE };  // COHERENT: a device-scope (sc1) load or store
 
 // The host address of [address, address + bytes), or null after a finding: the lane must then be skipped.
-u8* global_access(Wave& wave, const Inst& in, int lane, u64 address, u32 bytes, u32 alignment, int access, Ordering ordering);
+u8* global_access(Wave& wave, const Inst& in, int lane, u64 address, u32 bytes, u32 alignment, int access,
+                  Ordering ordering);
 
-// Publishes at `address` what the workgroup has released (a device-scope store or atomic), or learns what was published there.
-// Both are called with the launch's lock held.
+// Publishes at `address` what the workgroup has released (a device-scope store or atomic), or learns what was published
+// there. Both are called with the launch's lock held.
 void publish(Wave& wave, u64 address);
 void learn(Wave& wave, u64 address, Clock& into);
 

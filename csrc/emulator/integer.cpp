@@ -40,7 +40,11 @@ static const Opcode entries[] = {
     vector("v_bfrev_b32", [](u32 a) { return reverse_bits(a); }),
     vector("v_ffbh_u32", [](u32 a) { return a ? u32(__builtin_clz(a)) : ~0u; }),
     vector("v_ffbl_b32", [](u32 a) { return a ? u32(__builtin_ctz(a)) : ~0u; }),
-    vector("v_ffbh_i32", [](i32 a) { u32 x = u32(a < 0 ? ~a : a); return x ? u32(__builtin_clz(x)) : ~0u; }),
+    vector("v_ffbh_i32",
+           [](i32 a) {
+             u32 x = u32(a < 0 ? ~a : a);
+             return x ? u32(__builtin_clz(x)) : ~0u;
+           }),
     vector("v_add_u32", [](u32 a, u32 b) { return a + b; }),
     vector("v_sub_u32", [](u32 a, u32 b) { return a - b; }),
     vector("v_subrev_u32", [](u32 a, u32 b) { return b - a; }),
@@ -57,12 +61,36 @@ static const Opcode entries[] = {
     vector("v_max_u32", [](u32 a, u32 b) { return a > b ? a : b; }),
     vector("v_min_i32", [](i32 a, i32 b) { return a < b ? a : b; }),
     vector("v_max_i32", [](i32 a, i32 b) { return a > b ? a : b; }),
-    vector("v_min3_u32", [](u32 a, u32 b, u32 c) { u32 m = a < b ? a : b; return m < c ? m : c; }),
-    vector("v_max3_u32", [](u32 a, u32 b, u32 c) { u32 m = a > b ? a : b; return m > c ? m : c; }),
-    vector("v_min3_i32", [](i32 a, i32 b, i32 c) { i32 m = a < b ? a : b; return m < c ? m : c; }),
-    vector("v_max3_i32", [](i32 a, i32 b, i32 c) { i32 m = a > b ? a : b; return m > c ? m : c; }),
-    vector("v_med3_i32", [](i32 a, i32 b, i32 c) { i32 l = a < b ? a : b, h = a < b ? b : a; return c < l ? l : c > h ? h : c; }),
-    vector("v_med3_u32", [](u32 a, u32 b, u32 c) { u32 l = a < b ? a : b, h = a < b ? b : a; return c < l ? l : c > h ? h : c; }),
+    vector("v_min3_u32",
+           [](u32 a, u32 b, u32 c) {
+             u32 m = a < b ? a : b;
+             return m < c ? m : c;
+           }),
+    vector("v_max3_u32",
+           [](u32 a, u32 b, u32 c) {
+             u32 m = a > b ? a : b;
+             return m > c ? m : c;
+           }),
+    vector("v_min3_i32",
+           [](i32 a, i32 b, i32 c) {
+             i32 m = a < b ? a : b;
+             return m < c ? m : c;
+           }),
+    vector("v_max3_i32",
+           [](i32 a, i32 b, i32 c) {
+             i32 m = a > b ? a : b;
+             return m > c ? m : c;
+           }),
+    vector("v_med3_i32",
+           [](i32 a, i32 b, i32 c) {
+             i32 l = a < b ? a : b, h = a < b ? b : a;
+             return c < l ? l : c > h ? h : c;
+           }),
+    vector("v_med3_u32",
+           [](u32 a, u32 b, u32 c) {
+             u32 l = a < b ? a : b, h = a < b ? b : a;
+             return c < l ? l : c > h ? h : c;
+           }),
     vector("v_lshl_add_u32", [](u32 a, u32 b, u32 c) { return (a << (b & 31)) + c; }),
     vector("v_add_lshl_u32", [](u32 a, u32 b, u32 c) { return (a + b) << (c & 31); }),
     vector("v_lshl_or_b32", [](u32 a, u32 b, u32 c) { return a << (b & 31) | c; }),
@@ -97,11 +125,20 @@ static const Opcode entries[] = {
     vector("v_lshlrev_b16", [](u32 a, u32 b) { return (b << (a & 15)) & 0xffff; }),
     vector("v_lshrrev_b16", [](u32 a, u32 b) { return (b & 0xffff) >> (a & 15); }),
     vector("v_ashrrev_i16", [](u32 a, u32 b) { return u32(i32(i16(b)) >> (a & 15)) & 0xffff; }),
-    vector("v_max_u16", [](u32 a, u32 b) { a &= 0xffff, b &= 0xffff; return a > b ? a : b; }),
-    vector("v_min_u16", [](u32 a, u32 b) { a &= 0xffff, b &= 0xffff; return a < b ? a : b; }),
+    vector("v_max_u16",
+           [](u32 a, u32 b) {
+             a &= 0xffff, b &= 0xffff;
+             return a > b ? a : b;
+           }),
+    vector("v_min_u16",
+           [](u32 a, u32 b) {
+             a &= 0xffff, b &= 0xffff;
+             return a < b ? a : b;
+           }),
     vector("v_max_i16", [](u32 a, u32 b) { return u32(i16(a) > i16(b) ? a : b) & 0xffff; }),
     vector("v_min_i16", [](u32 a, u32 b) { return u32(i16(a) < i16(b) ? a : b) & 0xffff; }),
-    vector("v_cvt_pk_u16_u32", [](u32 a, u32 b) { return (a > 0xffff ? 0xffff : a) | (b > 0xffff ? 0xffff : b) << 16; }),
+    vector("v_cvt_pk_u16_u32",
+           [](u32 a, u32 b) { return (a > 0xffff ? 0xffff : a) | (b > 0xffff ? 0xffff : b) << 16; }),
     vector("v_cvt_pk_i16_i32", [](i32 a, i32 b) { return (u32(clamp16(a)) & 0xffff) | u32(clamp16(b)) << 16; }),
 };
 extern const Table integer_table = {entries, sizeof(entries) / sizeof(entries[0])};

@@ -9,15 +9,15 @@ extern "C" {
 struct EmulatorLaunch {
   const void* program;
   u32 grid[3], block[3];
-  u32 lds_bytes, mode, user_scalars, ids;   // ids: bit per axis
+  u32 lds_bytes, mode, user_scalars, ids;  // ids: bit per axis
   u32 checks, threads, views, findings;
   u64 spin_limit, instruction_limit;
   const u32* user_scalar;
   const u32* order;
   const View* view;
-  Finding* finding;          // MAX_FINDINGS of them
-  PcCounts* counts;          // one per instruction
-  u64* loaded;               // bytes per view
+  Finding* finding;  // MAX_FINDINGS of them
+  PcCounts* counts;  // one per instruction
+  u64* loaded;       // bytes per view
   u64* stored;
   const u32* initial_vectors;
   const u32* initial_scalars;
@@ -30,8 +30,9 @@ struct EmulatorLaunch {
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT u32 emulator_sizes(int what) {
-  const u32 sizes[] = {sizeof(Record), sizeof(Operand), MODIFIERS,     MAX_OPERANDS,  sizeof(EmulatorLaunch), sizeof(View),
-                       sizeof(Finding), sizeof(PcCounts), MAX_FINDINGS, FINDING_KINDS, MAX_DIMENSIONS};
+  const u32 sizes[] = {sizeof(Record),         sizeof(Operand), MODIFIERS,       MAX_OPERANDS,
+                       sizeof(EmulatorLaunch), sizeof(View),    sizeof(Finding), sizeof(PcCounts),
+                       MAX_FINDINGS,           FINDING_KINDS,   MAX_DIMENSIONS};
   return what >= 0 && what < int(sizeof(sizes) / sizeof(sizes[0])) ? sizes[what] : 0;
 }
 EXPORT const char* emulator_modifier_name(int index) {

@@ -15,7 +15,7 @@ void Lds::open(u32 wanted, bool checks) {
   size = wanted;
   interval = 1;
   atomics = false;
-  memset(bytes, 0xff, wanted);   // not a number in every float format
+  memset(bytes, 0xff, wanted);  // not a number in every float format
   if (checks) {
     memset(written, 0, 4ull * wanted);
     memset(read, 0, 4ull * wanted);
@@ -26,7 +26,7 @@ void Lds::open(u32 wanted, bool checks) {
 
 void Lds::next_interval() {
   if (++interval < 0xffff) return;
-  for (u32 i = 0; i < size; i++) {   // the tags have 16 bits for the interval: start over, keeping only "was written"
+  for (u32 i = 0; i < size; i++) {  // the tags have 16 bits for the interval: start over, keeping only "was written"
     written[i] = written[i] ? 15 : 0;
     read[i] = updated[i] = 0;
   }
@@ -54,7 +54,7 @@ static int conflict_in_flight(const Wave& wave, const u8* in_flight, u32 bytes, 
 
 void lds_remember(Wave& wave, const u32* address, u64 lanes, u32 bytes, bool writes) {
   if (!wave.worker->launch->checks) return;
-  if (wave.lds_count == LDS_ACCESSES) {   // scalar loads in between keep the counter from saying what is complete
+  if (wave.lds_count == LDS_ACCESSES) {  // scalar loads in between keep the counter from saying what is complete
     wave.lds_first = (wave.lds_first + 1) % LDS_ACCESSES;
     wave.lds_count--;
   }
@@ -125,10 +125,14 @@ void lds_check_atomic(Wave& wave, int lane, u32 address, u32 bytes) {
   }
   u32 readers = others_in(wave, lds.read + address, bytes);
   int owner = flying ? conflict_in_flight(wave, lds.in_flight + address, bytes, true) : -1;
-  if (owner >= 0) report(wave, found_lds_in_flight, 1ull << lane, address, owner);
-  else if (race) report(wave, found_lds_race, 1ull << lane, address, written[0] & 15);
-  else if (readers) report(wave, found_lds_race, 1ull << lane, address, first_lane(readers));
-  else if (fresh) report(wave, found_lds_uninitialised, 1ull << lane, address, bytes);
+  if (owner >= 0)
+    report(wave, found_lds_in_flight, 1ull << lane, address, owner);
+  else if (race)
+    report(wave, found_lds_race, 1ull << lane, address, written[0] & 15);
+  else if (readers)
+    report(wave, found_lds_race, 1ull << lane, address, first_lane(readers));
+  else if (fresh)
+    report(wave, found_lds_uninitialised, 1ull << lane, address, bytes);
 }
 
 void lds_check_read(Wave& wave, int lane, u32 address, u32 bytes) {
@@ -147,10 +151,14 @@ void lds_check_read(Wave& wave, int lane, u32 address, u32 bytes) {
   if (!(race | fresh | flying | updaters)) return;
   u64 bit = 1ull << lane;
   int owner = flying ? conflict_in_flight(wave, in_flight, bytes, false) : -1;
-  if (owner >= 0) report(wave, found_lds_in_flight, bit, address, owner);
-  else if (race) report(wave, found_lds_race, bit, address, written[0] & 15);
-  else if (updaters) report(wave, found_lds_race, bit, address, first_lane(updaters));
-  else if (fresh) report(wave, found_lds_uninitialised, bit, address, bytes);
+  if (owner >= 0)
+    report(wave, found_lds_in_flight, bit, address, owner);
+  else if (race)
+    report(wave, found_lds_race, bit, address, written[0] & 15);
+  else if (updaters)
+    report(wave, found_lds_race, bit, address, first_lane(updaters));
+  else if (fresh)
+    report(wave, found_lds_uninitialised, bit, address, bytes);
 }
 
 void lds_check_write(Wave& wave, int lane, u32 address, u32 bytes) {
@@ -165,13 +173,17 @@ void lds_check_write(Wave& wave, int lane, u32 address, u32 bytes) {
     flying |= in_flight[i];
   }
   int owner = flying ? conflict_in_flight(wave, in_flight, bytes, true) : -1;
-  if (owner >= 0) report(wave, found_lds_in_flight, 1ull << lane, address, owner);
-  else if (race) report(wave, found_lds_race, 1ull << lane, address, written[0] & 15);
-  else if (readers) report(wave, found_lds_race, 1ull << lane, address, first_lane(readers));
+  if (owner >= 0)
+    report(wave, found_lds_in_flight, 1ull << lane, address, owner);
+  else if (race)
+    report(wave, found_lds_race, 1ull << lane, address, written[0] & 15);
+  else if (readers)
+    report(wave, found_lds_race, 1ull << lane, address, first_lane(readers));
   for (u32 i = 0; i < bytes; i++) written[i] = mine;
 }
 
-// Lanes are served in groups that together move `row` bytes; a group takes as many clocks as the busiest bank has distinct words.
+// Lanes are served in groups that together move `row` bytes; a group takes as many clocks as the busiest bank has
+// distinct words.
 static u32 bank_clocks(const u32* address, u64 lanes, u32 bytes, u32 row) {
   u32 banks = row / 4, words = bytes < 4 ? 1 : bytes / 4, group = row / (words * 4), clocks = 0;
   if (group > 32 && row == 128) group = 32;
@@ -199,15 +211,15 @@ void lds_count(Wave& wave, const Inst& in, const u32* address, u64 lanes, u32 by
   BankMemo& memo = worker.banks[in.pc];
   count.lds_bytes += u64(__builtin_popcountll(lanes)) * bytes;
   u32 base = address[first_lane(lanes)], same = 1;
-  for (int lane = 0; lane < LANES; lane++)
-    same &= !(lanes >> lane & 1) | (memo.offset[lane] == address[lane] - base);
+  for (int lane = 0; lane < LANES; lane++) same &= !(lanes >> lane & 1) | (memo.offset[lane] == address[lane] - base);
   if (!same || memo.exec != lanes || (memo.base ^ base) & 255) {
     memo.exec = lanes;
     memo.base = base;
     for (int lane = 0; lane < LANES; lane++) memo.offset[lane] = address[lane] - base;
     memo.clocks.at_128 = bank_clocks(address, lanes, bytes, 128);
-    memo.clocks.at_256 = reading && wave.worker->launch->program->arch == GFX950 ? bank_clocks(address, lanes, bytes, 256)
-                                                                                 : memo.clocks.at_128;
+    memo.clocks.at_256 = reading && wave.worker->launch->program->arch == GFX950
+                             ? bank_clocks(address, lanes, bytes, 256)
+                             : memo.clocks.at_128;
   }
   count.lds_clocks_128 += memo.clocks.at_128;
   count.lds_clocks_256 += memo.clocks.at_256;

@@ -4,8 +4,9 @@
 
 namespace emulator {
 
-// A direct-to-LDS load is in flight until its vmcnt wait, for everyone. An ordinary access is marked when its wave passes a barrier
-// without having waited for it: waves do not see each other's accesses in order then, though the wave itself does.
+// A direct-to-LDS load is in flight until its vmcnt wait, for everyone. An ordinary access is marked when its wave
+// passes a barrier without having waited for it: waves do not see each other's accesses in order then, though the wave
+// itself does.
 enum Flight { DIRECT = 0x80, UNWAITED_WRITE = 0x40, UNWAITED_READ = 0x20, FLIGHT_WAVE = 0x1f };
 struct LdsAccess {
   u32 sequence, bytes;
@@ -13,17 +14,17 @@ struct LdsAccess {
   bool writes, marked;
   u32 address[LANES];
 };
-constexpr int LDS_ACCESSES = 32;   // two per instruction, of as many as lgkmcnt can count
+constexpr int LDS_ACCESSES = 32;  // two per instruction, of as many as lgkmcnt can count
 
 struct Wave;
 struct Inst;
 
 struct Lds {
   u8* bytes;
-  u32* written;    // interval << 4 | wave of the last write; 0 = never written
-  u32* read;       // interval << 16 | mask of the waves that read
-  u32* updated;    // as `read`, for atomics; looked at once the workgroup has used one
-  u8* in_flight;   // who has an access to the byte that is not known to be complete: a Flight kind and wave + 1
+  u32* written;   // interval << 4 | wave of the last write; 0 = never written
+  u32* read;      // interval << 16 | mask of the waves that read
+  u32* updated;   // as `read`, for atomics; looked at once the workgroup has used one
+  u8* in_flight;  // who has an access to the byte that is not known to be complete: a Flight kind and wave + 1
   u32 size, capacity, interval;
   bool atomics;
 
@@ -33,9 +34,11 @@ struct Lds {
 };
 
 // Clocks of one access under two models of the banks; see the README.
-struct LdsClocks { u32 at_128, at_256; };
+struct LdsClocks {
+  u32 at_128, at_256;
+};
 
-struct BankMemo {    // the last address pattern of an instruction: it rarely changes in a loop
+struct BankMemo {  // the last address pattern of an instruction: it rarely changes in a loop
   u64 exec;
   u32 base;
   u32 offset[LANES];
@@ -47,7 +50,8 @@ bool lds_in_bounds(Wave& wave, int lane, u32 address, u32 bytes, u32 alignment);
 void lds_check_read(Wave& wave, int lane, u32 address, u32 bytes);
 void lds_check_write(Wave& wave, int lane, u32 address, u32 bytes);
 void lds_check_atomic(Wave& wave, int lane, u32 address, u32 bytes);
-// Remembers an access until its wait; `lds_pass_barrier` marks those still there, `lds_retire` forgets up to a sequence number.
+// Remembers an access until its wait; `lds_pass_barrier` marks those still there, `lds_retire` forgets up to a sequence
+// number.
 void lds_remember(Wave& wave, const u32* address, u64 lanes, u32 bytes, bool writes);
 void lds_pass_barrier(Wave& wave);
 void lds_retire(Wave& wave, u32 sequence);

@@ -18,8 +18,10 @@ static u32 alignment_of(u32 bytes) { return bytes == 12 ? 4 : bytes; }
 static void addresses(Wave& wave, const Inst& in, const Operand& op, int access, u32* out) {
   u32 room[LANES], offset = offset_of(in, access);
   const u32* base = room;
-  if (op.kind == VECTOR) base = wave.v[op.index];
-  else for (int l = 0; l < LANES; l++) room[l] = scalar(wave, op);
+  if (op.kind == VECTOR)
+    base = wave.v[op.index];
+  else
+    for (int l = 0; l < LANES; l++) room[l] = scalar(wave, op);
   for (int l = 0; l < LANES; l++) out[l] = base[l] + offset;
 }
 
@@ -29,7 +31,7 @@ static void read(Wave& wave, const Inst& in) {
   bool checks = wave.worker->launch->checks;
   require_address(wave, in, in.op[1]);
   u32 first[LANES];
-  memcpy(first, wave.v[in.op[1].index], sizeof(first));   // the destination may be the address register
+  memcpy(first, wave.v[in.op[1].index], sizeof(first));  // the destination may be the address register
   for (int access = 0; access < accesses_of(aux); access++) {
     for (int l = 0; l < LANES; l++) address[l] = first[l] + offset_of(in, access);
     int index = in.op[0].index + access * int(bytes < 4 ? 1 : bytes / 4);
@@ -67,7 +69,8 @@ static void write(Wave& wave, const Inst& in) {
   issue(wave, LGKM, nullptr);
 }
 
-// Sixteen lanes read a tile of 16 columns whose rows lie in the lanes' pieces one after another; lane i receives column i.
+// Sixteen lanes read a tile of 16 columns whose rows lie in the lanes' pieces one after another; lane i receives column
+// i.
 static void read_transposed(Wave& wave, const Inst& in) {
   i64 aux = in.opcode->aux;
   u32 bytes = u32(shape_bytes(aux)), address[LANES];
@@ -103,7 +106,8 @@ static void read_transposed(Wave& wave, const Inst& in) {
   issue(wave, LGKM, &in.op[0]);
 }
 
-// ds_bpermute: lane l receives the data of lane address / 4; ds_permute: lane l sends its data there, the highest lane wins.
+// ds_bpermute: lane l receives the data of lane address / 4; ds_permute: lane l sends its data there, the highest lane
+// wins.
 static void permute(Wave& wave, const Inst& in) {
   bool pull = in.opcode->aux;
   u32 out[LANES] = {}, address[LANES];
@@ -111,22 +115,26 @@ static void permute(Wave& wave, const Inst& in) {
   const u32* data = wave.v[in.op[2].index];
   for (int l = 0; l < LANES; l++) {
     int other = int(address[l] >> 2 & 63);
-    if (pull) out[l] = wave.exec >> other & 1 ? data[other] : 0;
-    else if (wave.exec >> l & 1) out[other] = data[l];
+    if (pull)
+      out[l] = wave.exec >> other & 1 ? data[other] : 0;
+    else if (wave.exec >> l & 1)
+      out[other] = data[l];
   }
   for_lanes(wave.exec, [&](int l) { wave.v[in.op[0].index][l] = out[l]; });
   wave.defined[in.op[0].index] = true;
   issue(wave, LGKM, &in.op[0]);
 }
 
-// The 16-bit pattern: bit 15 set is a quad permutation of the low byte; else lane = ((l & and) | or) ^ xor within 32 lanes.
+// The 16-bit pattern: bit 15 set is a quad permutation of the low byte; else lane = ((l & and) | or) ^ xor within 32
+// lanes.
 static void swizzle(Wave& wave, const Inst& in) {
   u32 out[LANES];
   i64 pattern = in.mod[mod_swizzle];
   const u32* data = wave.v[in.op[1].index];
   for (int l = 0; l < LANES; l++) {
-    int from = pattern & 0x8000 ? (l & ~3) | int(pattern >> (2 * (l & 3)) & 3)
-                                : (l & 32) | int((((l & 31) & (pattern & 31)) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31));
+    int from = pattern & 0x8000
+                   ? (l & ~3) | int(pattern >> (2 * (l & 3)) & 3)
+                   : (l & 32) | int((((l & 31) & (pattern & 31)) | (pattern >> 5 & 31)) ^ (pattern >> 10 & 31));
     out[l] = wave.exec >> from & 1 ? data[from] : 0;
   }
   for_lanes(wave.exec, [&](int l) { wave.v[in.op[0].index][l] = out[l]; });
@@ -136,22 +144,44 @@ static void swizzle(Wave& wave, const Inst& in) {
 
 #define READ_OF(name, bytes, part) {"ds_read_" name, read, LDS, ANY_ARCH, shape(bytes, part), nullptr}
 #define WRITE_OF(name, bytes, part) {"ds_write_" name, write, LDS, ANY_ARCH, shape(bytes, part), nullptr}
-#define PAIRS(name, bytes)                                                                               \
-  {"ds_read2_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr},                       \
-  {"ds_read2st64_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr},              \
-  {"ds_write2_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr},                     \
-  {"ds_write2st64_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr}
-#define TRANSPOSED(name, bytes, bits) {"ds_read_" name, read_transposed, LDS, GFX950, shape(bytes, WHOLE, 1, 1, bits), nullptr}
+#define PAIRS(name, bytes)                                                                      \
+  {"ds_read2_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr},              \
+      {"ds_read2st64_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr}, \
+      {"ds_write2_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr}, {      \
+    "ds_write2st64_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr    \
+  }
+#define TRANSPOSED(name, bytes, bits) \
+  {"ds_read_" name, read_transposed, LDS, GFX950, shape(bytes, WHOLE, 1, 1, bits), nullptr}
 
 static const Opcode entries[] = {
-    READ_OF("u8", 1, ZERO_EXTEND), READ_OF("i8", 1, SIGN_EXTENDED), READ_OF("u16", 2, ZERO_EXTEND), READ_OF("i16", 2, SIGN_EXTENDED),
-    READ_OF("b32", 4, WHOLE), READ_OF("b64", 8, WHOLE), READ_OF("b96", 12, WHOLE), READ_OF("b128", 16, WHOLE),
-    READ_OF("u8_d16", 1, LOW_HALF), READ_OF("u8_d16_hi", 1, HIGH_HALF), READ_OF("i8_d16", 1, LOW_HALF_SIGNED),
-    READ_OF("i8_d16_hi", 1, HIGH_HALF_SIGNED), READ_OF("u16_d16", 2, LOW_HALF), READ_OF("u16_d16_hi", 2, HIGH_HALF),
-    WRITE_OF("b8", 1, WHOLE), WRITE_OF("b8_d16_hi", 1, HIGH_HALF), WRITE_OF("b16", 2, WHOLE), WRITE_OF("b16_d16_hi", 2, HIGH_HALF),
-    WRITE_OF("b32", 4, WHOLE), WRITE_OF("b64", 8, WHOLE), WRITE_OF("b96", 12, WHOLE), WRITE_OF("b128", 16, WHOLE),
-    PAIRS("b32", 4), PAIRS("b64", 8),
-    TRANSPOSED("b64_tr_b16", 8, 16), TRANSPOSED("b64_tr_b8", 8, 8), TRANSPOSED("b64_tr_b4", 8, 4), TRANSPOSED("b96_tr_b6", 12, 6),
+    READ_OF("u8", 1, ZERO_EXTEND),
+    READ_OF("i8", 1, SIGN_EXTENDED),
+    READ_OF("u16", 2, ZERO_EXTEND),
+    READ_OF("i16", 2, SIGN_EXTENDED),
+    READ_OF("b32", 4, WHOLE),
+    READ_OF("b64", 8, WHOLE),
+    READ_OF("b96", 12, WHOLE),
+    READ_OF("b128", 16, WHOLE),
+    READ_OF("u8_d16", 1, LOW_HALF),
+    READ_OF("u8_d16_hi", 1, HIGH_HALF),
+    READ_OF("i8_d16", 1, LOW_HALF_SIGNED),
+    READ_OF("i8_d16_hi", 1, HIGH_HALF_SIGNED),
+    READ_OF("u16_d16", 2, LOW_HALF),
+    READ_OF("u16_d16_hi", 2, HIGH_HALF),
+    WRITE_OF("b8", 1, WHOLE),
+    WRITE_OF("b8_d16_hi", 1, HIGH_HALF),
+    WRITE_OF("b16", 2, WHOLE),
+    WRITE_OF("b16_d16_hi", 2, HIGH_HALF),
+    WRITE_OF("b32", 4, WHOLE),
+    WRITE_OF("b64", 8, WHOLE),
+    WRITE_OF("b96", 12, WHOLE),
+    WRITE_OF("b128", 16, WHOLE),
+    PAIRS("b32", 4),
+    PAIRS("b64", 8),
+    TRANSPOSED("b64_tr_b16", 8, 16),
+    TRANSPOSED("b64_tr_b8", 8, 8),
+    TRANSPOSED("b64_tr_b4", 8, 4),
+    TRANSPOSED("b96_tr_b6", 12, 6),
     {"ds_bpermute_b32", permute, LDS, ANY_ARCH, 1, nullptr},
     {"ds_permute_b32", permute, LDS, ANY_ARCH, 0, nullptr},
     {"ds_swizzle_b32", swizzle, LDS, ANY_ARCH, 0, nullptr},

@@ -4,25 +4,59 @@
 
 namespace emulator {
 
-enum Operation { ADD, SUB, AND, OR, XOR, UMIN, UMAX, SMIN, SMAX, INC, DEC, EXCHANGE, COMPARE, ADD_REAL, MIN_REAL, MAX_REAL };
-constexpr i64 pack(Operation operation, int bytes, bool returns) { return i64(operation) | i64(bytes) << 8 | i64(returns) << 16; }
+enum Operation {
+  ADD,
+  SUB,
+  AND,
+  OR,
+  XOR,
+  UMIN,
+  UMAX,
+  SMIN,
+  SMAX,
+  INC,
+  DEC,
+  EXCHANGE,
+  COMPARE,
+  ADD_REAL,
+  MIN_REAL,
+  MAX_REAL
+};
+constexpr i64 pack(Operation operation, int bytes, bool returns) {
+  return i64(operation) | i64(bytes) << 8 | i64(returns) << 16;
+}
 
-template <class U, class S> static U update(Operation operation, U old, U data, U other) {
+template <class U, class S>
+static U update(Operation operation, U old, U data, U other) {
   switch (operation) {
-    case ADD: return old + data;
-    case SUB: return old - data;
-    case AND: return old & data;
-    case OR: return old | data;
-    case XOR: return old ^ data;
-    case UMIN: return old < data ? old : data;
-    case UMAX: return old > data ? old : data;
-    case SMIN: return S(old) < S(data) ? old : data;
-    case SMAX: return S(old) > S(data) ? old : data;
-    case INC: return old >= data ? 0 : old + 1;
-    case DEC: return old == 0 || old > data ? data : old - 1;
-    case EXCHANGE: return data;
-    case COMPARE: return old == data ? other : old;
-    default: break;
+    case ADD:
+      return old + data;
+    case SUB:
+      return old - data;
+    case AND:
+      return old & data;
+    case OR:
+      return old | data;
+    case XOR:
+      return old ^ data;
+    case UMIN:
+      return old < data ? old : data;
+    case UMAX:
+      return old > data ? old : data;
+    case SMIN:
+      return S(old) < S(data) ? old : data;
+    case SMAX:
+      return S(old) > S(data) ? old : data;
+    case INC:
+      return old >= data ? 0 : old + 1;
+    case DEC:
+      return old == 0 || old > data ? data : old - 1;
+    case EXCHANGE:
+      return data;
+    case COMPARE:
+      return old == data ? other : old;
+    default:
+      break;
   }
   if (sizeof(U) == 8) {
     double a = bit_cast<double>(u64(old)), b = bit_cast<double>(u64(data));
@@ -47,9 +81,11 @@ static void atomic(Wave& wave, const Inst& in) {
     u8* p = wave.worker->lds.bytes + address[l];
     u64 old = 0, data = wave.v[d.index][l], other = 0;
     if (bytes == 8) data |= u64(wave.v[d.index + 1][l]) << 32;
-    if (operation == COMPARE) other = bytes == 8 ? u64(wave.v[e.index + 1][l]) << 32 | wave.v[e.index][l] : wave.v[e.index][l];
+    if (operation == COMPARE)
+      other = bytes == 8 ? u64(wave.v[e.index + 1][l]) << 32 | wave.v[e.index][l] : wave.v[e.index][l];
     memcpy(&old, p, bytes);
-    u64 value = bytes == 8 ? update<u64, i64>(operation, old, data, other) : update<u32, i32>(operation, u32(old), u32(data), u32(other));
+    u64 value = bytes == 8 ? update<u64, i64>(operation, old, data, other)
+                           : update<u32, i32>(operation, u32(old), u32(data), u32(other));
     memcpy(p, &value, bytes);
     if (!returns) return;
     wave.v[in.op[0].index][l] = u32(old);
@@ -61,14 +97,26 @@ static void atomic(Wave& wave, const Inst& in) {
   issue(wave, LGKM, returns ? &in.op[0] : nullptr);
 }
 
-#define FORMS(name, operation, suffix, bytes)                                                        \
-  {"ds_" name "_" suffix, atomic, LDS, ANY_ARCH, pack(operation, bytes, false), nullptr},            \
-  {"ds_" name "_rtn_" suffix, atomic, LDS, ANY_ARCH, pack(operation, bytes, true), nullptr}
+#define FORMS(name, operation, suffix, bytes)                                               \
+  {"ds_" name "_" suffix, atomic, LDS, ANY_ARCH, pack(operation, bytes, false), nullptr}, { \
+    "ds_" name "_rtn_" suffix, atomic, LDS, ANY_ARCH, pack(operation, bytes, true), nullptr \
+  }
 #define WIDTHS(name, operation, type) FORMS(name, operation, type "32", 4), FORMS(name, operation, type "64", 8)
 static const Opcode entries[] = {
-    WIDTHS("add", ADD, "u"), WIDTHS("sub", SUB, "u"), WIDTHS("inc", INC, "u"), WIDTHS("dec", DEC, "u"), WIDTHS("min", UMIN, "u"),
-    WIDTHS("max", UMAX, "u"), WIDTHS("min", SMIN, "i"), WIDTHS("max", SMAX, "i"), WIDTHS("and", AND, "b"), WIDTHS("or", OR, "b"),
-    WIDTHS("xor", XOR, "b"), WIDTHS("add", ADD_REAL, "f"), WIDTHS("min", MIN_REAL, "f"), WIDTHS("max", MAX_REAL, "f"),
+    WIDTHS("add", ADD, "u"),
+    WIDTHS("sub", SUB, "u"),
+    WIDTHS("inc", INC, "u"),
+    WIDTHS("dec", DEC, "u"),
+    WIDTHS("min", UMIN, "u"),
+    WIDTHS("max", UMAX, "u"),
+    WIDTHS("min", SMIN, "i"),
+    WIDTHS("max", SMAX, "i"),
+    WIDTHS("and", AND, "b"),
+    WIDTHS("or", OR, "b"),
+    WIDTHS("xor", XOR, "b"),
+    WIDTHS("add", ADD_REAL, "f"),
+    WIDTHS("min", MIN_REAL, "f"),
+    WIDTHS("max", MAX_REAL, "f"),
     WIDTHS("cmpst", COMPARE, "b"),
     {"ds_wrxchg_rtn_b32", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 4, true), nullptr},
     {"ds_wrxchg_rtn_b64", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 8, true), nullptr},

@@ -25,7 +25,8 @@ static Stop run_wave(Wave& wave) {
   wave.yielded = false;
   while (true) {
     const Inst& in = program.code[wave.pc++];
-    if (launch.checks && (wave.issued[VM] != wave.retired[VM] || wave.issued[LGKM] != wave.retired[LGKM])) check_registers(wave, in);
+    if (launch.checks && (wave.issued[VM] != wave.retired[VM] || wave.issued[LGKM] != wave.retired[LGKM]))
+      check_registers(wave, in);
     PcCounts& count = worker.counts[in.pc];
     count.times++;
     count.lanes += u64(__builtin_popcountll(wave.exec));
@@ -70,7 +71,8 @@ static void start_wave(Wave& wave, Worker& worker, int id) {
     if (launch.ids[axis]) wave.s[at++] = worker.group.id[axis];
   for (u32 l = 0; l < u32(LANES); l++) {
     u32 t = first + l;
-    wave.v[0][l] = t % launch.block[0] | t / launch.block[0] % launch.block[1] << 10 | t / (launch.block[0] * launch.block[1]) << 20;
+    wave.v[0][l] = t % launch.block[0] | t / launch.block[0] % launch.block[1] << 10 |
+                   t / (launch.block[0] * launch.block[1]) << 20;
   }
   wave.defined[0] = true;
   if (launch.initial_vectors) {
@@ -103,7 +105,8 @@ void run_workgroup(Worker& worker, u32 index, u32 position) {
   worker.lds.open(launch.lds_bytes, launch.checks);
   if (launch.initial_lds) {
     memcpy(worker.lds.bytes, launch.initial_lds, launch.lds_bytes);
-    for (u32 i = 0; launch.checks && i < launch.lds_bytes; i++) worker.lds.written[i] = 15;   // written before the first interval
+    for (u32 i = 0; launch.checks && i < launch.lds_bytes; i++)
+      worker.lds.written[i] = 15;  // written before the first interval
   }
   for (int w = 0; w < group.waves; w++) start_wave(worker.waves[w], worker, w);
   int live = group.waves;
@@ -119,13 +122,14 @@ void run_workgroup(Worker& worker, u32 index, u32 position) {
     if (waiting != live || !waiting) continue;
     if (ended) {
       for (int w = 0; w < group.waves; w++)
-        if (worker.waves[w].at_barrier) report(worker.waves[w], found_divergent_barrier, worker.waves[w].exec, 0, ended);
+        if (worker.waves[w].at_barrier)
+          report(worker.waves[w], found_divergent_barrier, worker.waves[w].exec, 0, ended);
     }
     for (int w = 0; w < group.waves; w++) worker.waves[w].at_barrier = false;
     worker.lds.next_interval();
   }
   if (launch.final_vectors) finish_snippet(worker);
-  for (int w = 0; w < group.waves; w++) {   // an abandoned workgroup leaves landings behind
+  for (int w = 0; w < group.waves; w++) {  // an abandoned workgroup leaves landings behind
     Wave& wave = worker.waves[w];
     for (; wave.landing_count; wave.landing_count--) {
       wave.landings[wave.landing_first].learned.release();
@@ -154,7 +158,7 @@ void run_launch(Launch& launch) {
   pthread_t threads[MAX_THREADS];
   int started = 1;
   for (int t = 1; t < launch.threads; t++, started++)
-    if (pthread_create(&threads[t], nullptr, work, &launch.workers[t])) break;   // fewer threads do the same work
+    if (pthread_create(&threads[t], nullptr, work, &launch.workers[t])) break;  // fewer threads do the same work
   work(&launch.workers[0]);
   for (int t = 1; t < started; t++) pthread_join(threads[t], nullptr);
 }

@@ -1,23 +1,28 @@
 // Matrix instructions: D[M, N] = A[M, K] B[K, N] + C.
 //
-// Lane l holds row (A) or column (B) l % M and the K elements of group l / M, consecutive in its registers; but the 8-bit formats of f8f6f4
-// hold them in two pieces of 16, the second from the upper half of K. Block b of 32 elements along K is scaled by the lane of group b.
-// Result element i of lane l is column l % N and row 4 (l / N) + i for N = 16, 4 (l / N) + i % 4 + 8 (i / 4) for N = 32.
-// Products and sums are made in double and rounded to f32 once: the real unit's internal width and order are not public.
+// Lane l holds row (A) or column (B) l % M and the K elements of group l / M, consecutive in its registers; but the
+// 8-bit formats of f8f6f4 hold them in two pieces of 16, the second from the upper half of K. Block b of 32 elements
+// along K is scaled by the lane of group b. Result element i of lane l is column l % N and row 4 (l / N) + i for N =
+// 16, 4 (l / N) + i % 4 + 8 (i / 4) for N = 32. Products and sums are made in double and rounded to f32 once: the real
+// unit's internal width and order are not public.
 #include "narrow.hpp"
 #include "vector.hpp"
 
 namespace emulator {
 
 enum Element { BF16, F16, FP8, BF8, F32, XF32, I8, F64, F8F6F4 };
-struct Shape { int size, k, passes; Element a, b; bool scaled; };
+struct Shape {
+  int size, k, passes;
+  Element a, b;
+  bool scaled;
+};
 
 constexpr i64 pack(int size, int k, int passes, Element a, Element b, bool scaled = false) {
   return i64(size) | i64(k) << 8 | i64(passes) << 20 | i64(a) << 32 | i64(b) << 40 | i64(scaled) << 48;
 }
 static Shape unpack(i64 aux) {
-  return Shape{int(aux & 255), int(aux >> 8 & 0xfff), int(aux >> 20 & 0xfff), Element(aux >> 32 & 255), Element(aux >> 40 & 255),
-               bool(aux >> 48 & 1)};
+  return Shape{int(aux & 255),           int(aux >> 8 & 0xfff),    int(aux >> 20 & 0xfff),
+               Element(aux >> 32 & 255), Element(aux >> 40 & 255), bool(aux >> 48 & 1)};
 }
 
 static Narrow selected_format(i64 code) {
@@ -27,7 +32,8 @@ static Narrow selected_format(i64 code) {
 static int bits_of(Narrow f) { return 1 + NARROW[f].exponent_bits + NARROW[f].mantissa_bits; }
 
 // Elements of one lane, widened to double: `count` of them from consecutive registers.
-static void read_lane(Wave& wave, const Inst& in, const Operand& op, Element type, i64 format, int lane, int count, double* out) {
+static void read_lane(Wave& wave, const Inst& in, const Operand& op, Element type, i64 format, int lane, int count,
+                      double* out) {
   u32 w[16] = {};
   for (int i = 0; i < op.count && i < 16; i++) w[i] = op.kind == VECTOR ? wave.v[op.index + i][lane] : u32(op.literal);
   switch (type) {
@@ -40,7 +46,7 @@ static void read_lane(Wave& wave, const Inst& in, const Operand& op, Element typ
     case F32:
       for (int i = 0; i < count; i++) out[i] = real(w[i]);
       break;
-    case XF32:   // ten mantissa bits of the f32
+    case XF32:  // ten mantissa bits of the f32
       for (int i = 0; i < count; i++) out[i] = real(w[i] & 0xffffe000);
       break;
     case I8:
@@ -49,7 +55,8 @@ static void read_lane(Wave& wave, const Inst& in, const Operand& op, Element typ
     case F64:
       for (int i = 0; i < count; i++) out[i] = bit_cast<double>(u64(w[2 * i + 1]) << 32 | w[2 * i]);
       break;
-    case FP8: case BF8: {
+    case FP8:
+    case BF8: {
       const float* table = narrow_values(eight_bit(in, type == BF8));
       for (int i = 0; i < count; i++) out[i] = table[w[i / 4] >> (8 * (i % 4)) & 255];
       break;
@@ -82,7 +89,8 @@ static int depth_of(Element type, i64 format, int group, int i, int own, int k_s
 
 static int result_row(int size, int lane, int i) { return 4 * (lane / size) + i % 4 + 8 * (i / 4); }
 
-template <int SIZE> static void multiply(double (*a)[128], double (*b)[SIZE], double (*d)[SIZE], int k_size) {
+template <int SIZE>
+static void multiply(double (*a)[128], double (*b)[SIZE], double (*d)[SIZE], int k_size) {
   for (int m = 0; m < SIZE; m++)
     for (int k = 0; k < k_size; k++) {
       double x = a[m][k];
@@ -90,14 +98,16 @@ template <int SIZE> static void multiply(double (*a)[128], double (*b)[SIZE], do
     }
 }
 
-template <int SIZE> static void matrix(Wave& wave, const Inst& in) {
+template <int SIZE>
+static void matrix(Wave& wave, const Inst& in) {
   Shape shape = unpack(in.opcode->aux);
   if (wave.exec != ALL_LANES) report(wave, found_partial_exec_matrix, ~wave.exec, 0, 0);
   alignas(64) double a[SIZE][128];
   alignas(64) double b[128][SIZE];
   alignas(64) double d[SIZE][SIZE];
   int groups = LANES / SIZE, own = shape.k / groups, results = SIZE * SIZE / LANES;
-  i64 select = in.mod[mod_op_sel] | (in.mod[mod_has_op_sel_hi] ? in.mod[mod_op_sel_hi] : 7) << 8;   // two bits pick a scale byte
+  i64 select = in.mod[mod_op_sel] | (in.mod[mod_has_op_sel_hi] ? in.mod[mod_op_sel_hi] : 7)
+                                        << 8;  // two bits pick a scale byte
   for (int lane = 0; lane < LANES; lane++) {
     double av[64], bv[64];
     read_lane(wave, in, in.op[1], shape.a, in.mod[mod_cbsz], lane, own, av);
@@ -162,11 +172,20 @@ static void matrix_f64(Wave& wave, const Inst& in) {
 static int registers_for(const Shape& shape, Element type, i64 format) {
   int own = shape.k / (LANES / shape.size);
   switch (type) {
-    case BF16: case F16: return own / 2;
-    case FP8: case BF8: case I8: return own / 4;
-    case F32: case XF32: return own;
-    case F64: return 2 * own;
-    case F8F6F4: return own * bits_of(selected_format(format)) / 32;
+    case BF16:
+    case F16:
+      return own / 2;
+    case FP8:
+    case BF8:
+    case I8:
+      return own / 4;
+    case F32:
+    case XF32:
+      return own;
+    case F64:
+      return 2 * own;
+    case F8F6F4:
+      return own * bits_of(selected_format(format)) / 32;
   }
   return 0;
 }
@@ -174,8 +193,10 @@ static int registers_for(const Shape& shape, Element type, i64 format) {
 static const char* prepare(Inst& in) {
   Shape shape = unpack(in.opcode->aux);
   bool selects = shape.a == F8F6F4;
-  if (!selects && (in.mod[mod_cbsz] || in.mod[mod_abid] || in.mod[mod_blgp])) return "cbsz, abid and blgp are modelled for f8f6f4 only";
-  if (selects && (in.mod[mod_cbsz] > 4 || in.mod[mod_blgp] > 4)) return "cbsz and blgp select one of five formats, 0 to 4";
+  if (!selects && (in.mod[mod_cbsz] || in.mod[mod_abid] || in.mod[mod_blgp]))
+    return "cbsz, abid and blgp are modelled for f8f6f4 only";
+  if (selects && (in.mod[mod_cbsz] > 4 || in.mod[mod_blgp] > 4))
+    return "cbsz and blgp select one of five formats, 0 to 4";
   if (in.operands != (shape.scaled ? 6 : 4)) return "wrong number of operands for a matrix instruction";
   if (in.op[1].count != registers_for(shape, shape.a, in.mod[mod_cbsz])) return "wrong number of registers for A";
   if (in.op[2].count != registers_for(shape, shape.b, in.mod[mod_blgp])) return "wrong number of registers for B";

@@ -54,8 +54,10 @@ Region* Memory::region_of(u64 address) const {
   u32 low = 0, high = region_count;
   while (low < high) {
     u32 middle = (low + high) / 2;
-    if (regions[middle].high <= address) low = middle + 1;
-    else high = middle;
+    if (regions[middle].high <= address)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low < region_count && regions[low].low <= address ? &regions[low] : nullptr;
 }

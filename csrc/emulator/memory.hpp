@@ -1,5 +1,6 @@
-// Global memory: host memory seen through declared views. A view is one buffer of the launch, a region the union of views that overlap.
-// A byte's tag says which workgroup wrote it last in this launch; a byte of a write-only view with no tag is uninitialised.
+// Global memory: host memory seen through declared views. A view is one buffer of the launch, a region the union of
+// views that overlap. A byte's tag says which workgroup wrote it last in this launch; a byte of a write-only view with
+// no tag is uninitialised.
 #pragma once
 #include "base.hpp"
 
@@ -9,29 +10,30 @@ enum Access { READ = 1, WRITE = 2 };
 
 constexpr int MAX_DIMENSIONS = 6;
 struct View {
-  u64 base, span;               // bytes from the lowest element to past the highest
-  i32 access, dimensions;       // dimensions == 0: every byte of the span belongs to the view
-  i64 size[MAX_DIMENSIONS], stride[MAX_DIMENSIONS];   // in bytes, largest stride first, the last one the element itself
+  u64 base, span;                                    // bytes from the lowest element to past the highest
+  i32 access, dimensions;                            // dimensions == 0: every byte of the span belongs to the view
+  i64 size[MAX_DIMENSIONS], stride[MAX_DIMENSIONS];  // in bytes, largest stride first, the last one the element itself
 };
 
 struct Region {
   u64 low, high;
-  u32* tags;       // one per byte, zero pages until written; null if no view may be written
+  u32* tags;         // one per byte, zero pages until written; null if no view may be written
   u32 first, count;  // its views
-  bool simple;     // one view without holes
+  bool simple;       // one view without holes
 };
 
 struct Memory {
   const View* views;
   u32 view_count;
-  u32* order;      // views sorted by base
+  u32* order;  // views sorted by base
   Region* regions;
   u32 region_count;
 
   void open(const View* list, u32 count);
   void close();
   Region* region_of(u64 address) const;
-  // The view that allows `access` to [address, address + bytes), or -1; `inside` is set if any view holds these bytes at all.
+  // The view that allows `access` to [address, address + bytes), or -1; `inside` is set if any view holds these bytes
+  // at all.
   int view_of(const Region& region, u64 address, u32 bytes, int access, bool* inside) const;
   // Does a view that starts initialised hold this byte?
   bool starts_initialised(const Region& region, u64 address) const;

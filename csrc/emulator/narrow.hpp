@@ -5,7 +5,7 @@
 
 namespace emulator {
 
-const float* narrow_values(Narrow format);       // indexed by code
-Narrow eight_bit(const Inst& in, bool e5m2);     // FNUZ on gfx942, OCP on gfx950
+const float* narrow_values(Narrow format);    // indexed by code
+Narrow eight_bit(const Inst& in, bool e5m2);  // FNUZ on gfx942, OCP on gfx950
 
 }  // namespace emulator

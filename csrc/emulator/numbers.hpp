@@ -52,7 +52,8 @@ inline u16 float_to_bf16(float x) {
   return u16((b + 0x7fff + (b >> 16 & 1)) >> 16);
 }
 
-// The narrow floats. FNUZ has one NaN (sign bit alone) and no infinity; E4M3 has no infinity; E2M3, E3M2 and E2M1 have neither.
+// The narrow floats. FNUZ has one NaN (sign bit alone) and no infinity; E4M3 has no infinity; E2M3, E3M2 and E2M1 have
+// neither.
 enum Narrow { E4M3_FNUZ, E5M2_FNUZ, E4M3, E5M2, E2M3, E3M2, E2M1, NARROW_FORMATS };
 struct NarrowFormat {
   int exponent_bits, mantissa_bits, bias;
@@ -60,8 +61,8 @@ struct NarrowFormat {
   bool fnuz;
 };
 constexpr NarrowFormat NARROW[NARROW_FORMATS] = {
-    {4, 3, 8, 240.0, true},     {5, 2, 16, 57344.0, true}, {4, 3, 7, 448.0, false}, {5, 2, 15, 57344.0, false},
-    {2, 3, 1, 7.5, false},      {3, 2, 3, 28.0, false},    {2, 1, 1, 6.0, false},
+    {4, 3, 8, 240.0, true}, {5, 2, 16, 57344.0, true}, {4, 3, 7, 448.0, false}, {5, 2, 15, 57344.0, false},
+    {2, 3, 1, 7.5, false},  {3, 2, 3, 28.0, false},    {2, 1, 1, 6.0, false},
 };
 
 inline float narrow_to_float(Narrow format, u32 code) {
@@ -101,13 +102,15 @@ inline u32 float_to_narrow(Narrow format, double x, bool saturate) {
     magnitude = u32(r / smallest * (1 << f.mantissa_bits));
   } else {
     u64 q = bit_cast<u64>(r);
-    magnitude = u32(((q >> 52) - 1023 + f.bias) << f.mantissa_bits | (q >> (52 - f.mantissa_bits) & ((1u << f.mantissa_bits) - 1)));
+    magnitude = u32(((q >> 52) - 1023 + f.bias) << f.mantissa_bits |
+                    (q >> (52 - f.mantissa_bits) & ((1u << f.mantissa_bits) - 1)));
   }
   if (f.fnuz && !magnitude) return 0;
   return magnitude | sign << bits;
 }
 
-// a * b + c with one rounding: the product is exact in double, the sum is rounded to odd, so the last rounding is the only one.
+// a * b + c with one rounding: the product is exact in double, the sum is rounded to odd, so the last rounding is the
+// only one.
 inline float fused(float a, float b, float c) {
   double p = double(a) * b, s = p + c, t = s - p, error = (p - (s - t)) + (double(c) - t);
   u64 raw = bit_cast<u64>(s);
@@ -117,16 +120,17 @@ inline float fused(float a, float b, float c) {
 
 inline float flush(float x) { return (word(x) & 0x7f800000) ? x : real(word(x) & 0x80000000); }
 
-// v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32, v_sqrt_f32: the nearest float of a double evaluation good to 2^-48 (relative), denormal inputs
-// and results flushed, which is what the compiler's own expansions assume of the hardware.
+// v_exp_f32, v_log_f32, v_rcp_f32, v_rsq_f32, v_sqrt_f32: the nearest float of a double evaluation good to 2^-48
+// (relative), denormal inputs and results flushed, which is what the compiler's own expansions assume of the hardware.
 inline float exp2_f32(float x) {
   if (x != x) return x;
   if (x >= 128.0f) return real(0x7f800000);
   if (x < -126.0f) return 0.0f;
   double n = round_to(x, 0), f = (double(x) - n) * 0.693147180559945309417;
   double p = 1.0 / 479001600.0;
-  constexpr double INVERSE_FACTORIAL[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                                          1.0 / 120,      1.0 / 24,      1.0 / 6,      0.5,         1.0,        1.0};
+  constexpr double INVERSE_FACTORIAL[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320,
+                                          1.0 / 5040,     1.0 / 720,     1.0 / 120,    1.0 / 24,
+                                          1.0 / 6,        0.5,           1.0,          1.0};
   for (double c : INVERSE_FACTORIAL) p = p * f + c;
   return flush(float(p * bit_cast<double>(u64(i64(n) + 1023) << 52)));
 }

@@ -6,8 +6,10 @@ static u32 place(const List<Clock::Entry>& entries, u32 workgroup) {
   u32 low = 0, high = entries.size;
   while (low < high) {
     u32 middle = (low + high) / 2;
-    if (entries[middle].workgroup < workgroup) low = middle + 1;
-    else high = middle;
+    if (entries[middle].workgroup < workgroup)
+      low = middle + 1;
+    else
+      high = middle;
   }
   return low;
 }
@@ -35,8 +37,10 @@ Clock* SyncVariables::find(u64 address, bool create) {
   u32 low = 0, high = variables.size;
   while (low < high) {
     u32 middle = (low + high) / 2;
-    if (variables[middle].address < address) low = middle + 1;
-    else high = middle;
+    if (variables[middle].address < address)
+      low = middle + 1;
+    else
+      high = middle;
   }
   if (low < variables.size && variables[low].address == address) return &variables[low].published;
   if (!create) return nullptr;

@@ -3,8 +3,12 @@
 
 namespace emulator {
 
-struct Half16 { i32 value; };   // a 16-bit integer half, sign-extended
-struct Word16 { u32 value; };   // a 16-bit integer half, zero-extended
+struct Half16 {
+  i32 value;
+};  // a 16-bit integer half, sign-extended
+struct Word16 {
+  u32 value;
+};  // a 16-bit integer half, zero-extended
 
 static bool picks_high(const Inst& in, int k, bool high) {
   int bit = k - 1;
@@ -25,7 +29,8 @@ static void read_half_f32(Wave& wave, const Inst& in, int k, bool high, float* o
   }
 }
 
-template <class F, int SOURCES> static void packed_f32(Wave& wave, const Inst& in) {
+template <class F, int SOURCES>
+static void packed_f32(Wave& wave, const Inst& in) {
   float a[LANES], b[LANES], c[LANES] = {};
   u32 out[2][LANES];
   for (int high = 0; high < 2; high++) {
@@ -48,7 +53,9 @@ static void packed_mov(Wave& wave, const Inst& in) {
     const Operand& op = in.op[1 + high];
     int at = in.mod[mod_op_sel] >> high & 1;
     for (int l = 0; l < LANES; l++)
-      out[high][l] = op.kind == VECTOR ? wave.v[op.index + at][l] : op.kind == SCALAR ? wave.s[op.index + at] : u32(op.literal);
+      out[high][l] = op.kind == VECTOR   ? wave.v[op.index + at][l]
+                     : op.kind == SCALAR ? wave.s[op.index + at]
+                                         : u32(op.literal);
   }
   commit_row(wave, in, 0, out[0], false);
   commit_row(wave, in, 1, out[1], false);
@@ -57,27 +64,37 @@ static void packed_mov(Wave& wave, const Inst& in) {
 static u32 half_bits(Wave& wave, const Inst& in, int k, bool high, int lane) {
   const Operand& op = in.op[k];
   u32 x = op.kind == VECTOR ? wave.v[op.index][lane] : scalar(wave, op);
-  if (op.flags & FLOAT_LITERAL) x = double_to_half(bit_cast<double>(op.wide));   // the constant is in the low half, zeros above
+  if (op.flags & FLOAT_LITERAL)
+    x = double_to_half(bit_cast<double>(op.wide));  // the constant is in the low half, zeros above
   return x >> (picks_high(in, k, high) ? 16 : 0) & 0xffff;
 }
-template <class T> struct HalfLane;
-template <> struct HalfLane<Half> {
+template <class T>
+struct HalfLane;
+template <>
+struct HalfLane<Half> {
   static Half read(Wave& wave, const Inst& in, int k, bool high, int lane) {
     u32 h = half_bits(wave, in, k, high, lane) ^ (negates(in, k, high) ? 0x8000 : 0);
     return Half{half_to_float(u16(h))};
   }
   static u16 bits(Half x) { return float_to_half(x.value); }
 };
-template <> struct HalfLane<Half16> {
-  static Half16 read(Wave& wave, const Inst& in, int k, bool high, int lane) { return Half16{i16(half_bits(wave, in, k, high, lane))}; }
+template <>
+struct HalfLane<Half16> {
+  static Half16 read(Wave& wave, const Inst& in, int k, bool high, int lane) {
+    return Half16{i16(half_bits(wave, in, k, high, lane))};
+  }
   static u16 bits(Half16 x) { return u16(x.value); }
 };
-template <> struct HalfLane<Word16> {
-  static Word16 read(Wave& wave, const Inst& in, int k, bool high, int lane) { return Word16{half_bits(wave, in, k, high, lane)}; }
+template <>
+struct HalfLane<Word16> {
+  static Word16 read(Wave& wave, const Inst& in, int k, bool high, int lane) {
+    return Word16{half_bits(wave, in, k, high, lane)};
+  }
   static u16 bits(Word16 x) { return u16(x.value); }
 };
 
-template <class F, class T, int SOURCES> static void packed_16(Wave& wave, const Inst& in) {
+template <class F, class T, int SOURCES>
+static void packed_16(Wave& wave, const Inst& in) {
   u32 out[LANES];
   for (int l = 0; l < LANES; l++) {
     u32 both = 0;
@@ -91,12 +108,26 @@ template <class F, class T, int SOURCES> static void packed_16(Wave& wave, const
   commit_row(wave, in, 0, out, false);
 }
 
-template <class F> constexpr Opcode pk32(const char* name, F) { return {name, &packed_f32<F, 2>, VALU, ANY_ARCH, 0, nullptr}; }
-template <class F> constexpr Opcode pk32_3(const char* name, F) { return {name, &packed_f32<F, 3>, VALU, ANY_ARCH, 0, nullptr}; }
-template <class T, class F> constexpr Opcode pk16(const char* name, F) { return {name, &packed_16<F, T, 2>, VALU, ANY_ARCH, 0, nullptr}; }
-template <class T, class F> constexpr Opcode pk16_3(const char* name, F) { return {name, &packed_16<F, T, 3>, VALU, ANY_ARCH, 0, nullptr}; }
+template <class F>
+constexpr Opcode pk32(const char* name, F) {
+  return {name, &packed_f32<F, 2>, VALU, ANY_ARCH, 0, nullptr};
+}
+template <class F>
+constexpr Opcode pk32_3(const char* name, F) {
+  return {name, &packed_f32<F, 3>, VALU, ANY_ARCH, 0, nullptr};
+}
+template <class T, class F>
+constexpr Opcode pk16(const char* name, F) {
+  return {name, &packed_16<F, T, 2>, VALU, ANY_ARCH, 0, nullptr};
+}
+template <class T, class F>
+constexpr Opcode pk16_3(const char* name, F) {
+  return {name, &packed_16<F, T, 3>, VALU, ANY_ARCH, 0, nullptr};
+}
 
-static Half fused_half(Half a, Half b, Half c) { return Half{half_to_float(double_to_half(double(a.value) * b.value + c.value))}; }
+static Half fused_half(Half a, Half b, Half c) {
+  return Half{half_to_float(double_to_half(double(a.value) * b.value + c.value))};
+}
 
 // v_fma_mix_f32, v_fma_mixlo_f16, v_fma_mixhi_f16: each source is an f32, or with op_sel_hi the half that op_sel picks.
 enum Mixed { TO_F32, TO_LOW, TO_HIGH };
@@ -117,7 +148,9 @@ static void mixed_fma(Wave& wave, const Inst& in) {
     float r = fused(x[0], x[1], x[2]);
     u32 old = wave.v[in.op[0].index][l];
     if (in.mod[mod_clamp]) r = r > 0 ? (r < 1 ? r : 1.0f) : 0.0f;
-    out[l] = to == TO_F32 ? word(r) : to == TO_LOW ? (old & 0xffff0000) | float_to_half(r) : (old & 0xffff) | u32(float_to_half(r)) << 16;
+    out[l] = to == TO_F32   ? word(r)
+             : to == TO_LOW ? (old & 0xffff0000) | float_to_half(r)
+                            : (old & 0xffff) | u32(float_to_half(r)) << 16;
   }
   commit_row(wave, in, 0, out, false);
 }

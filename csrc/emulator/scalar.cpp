@@ -4,35 +4,49 @@
 
 namespace emulator {
 
-template <class T> inline T scalar_read(Wave& wave, const Operand& op) {
+template <class T>
+inline T scalar_read(Wave& wave, const Operand& op) {
   if (sizeof(T) == 8) return T(scalar64(wave, op));
   return T(scalar(wave, op));
 }
-template <class T> inline void scalar_write(Wave& wave, const Operand& op, T value) {
-  if (sizeof(T) == 8) wave.set_scalar64(op.index, u64(value));
-  else wave.set_scalar(op.index, u32(value));
+template <class T>
+inline void scalar_write(Wave& wave, const Operand& op, T value) {
+  if (sizeof(T) == 8)
+    wave.set_scalar64(op.index, u64(value));
+  else
+    wave.set_scalar(op.index, u32(value));
 }
 
-template <class F, class R, class... A> struct Scalar;
+template <class F, class R, class... A>
+struct Scalar;
 
-template <class F> inline F& callable() {
+template <class F>
+inline F& callable() {
   static char storage[sizeof(F)];
   return *reinterpret_cast<F*>(storage);
 }
-template <class F, class R, class A> struct Scalar<F, R, bool&, A> {
+template <class F, class R, class A>
+struct Scalar<F, R, bool&, A> {
   static void run(Wave& wave, const Inst& in) {
     scalar_write<R>(wave, in.op[0], callable<F>()(wave.scc, scalar_read<A>(wave, in.op[1])));
   }
 };
-template <class F, class R, class A, class B> struct Scalar<F, R, bool&, A, B> {
+template <class F, class R, class A, class B>
+struct Scalar<F, R, bool&, A, B> {
   static void run(Wave& wave, const Inst& in) {
-    scalar_write<R>(wave, in.op[0], callable<F>()(wave.scc, scalar_read<A>(wave, in.op[1]), scalar_read<B>(wave, in.op[2])));
+    scalar_write<R>(wave, in.op[0],
+                    callable<F>()(wave.scc, scalar_read<A>(wave, in.op[1]), scalar_read<B>(wave, in.op[2])));
   }
 };
-template <class F> struct ScalarSignature : ScalarSignature<decltype(&F::operator())> {};
-template <class F, class R, class... A> struct ScalarSignature<R (F::*)(A...) const> { using Runner = Scalar<F, R, A...>; };
+template <class F>
+struct ScalarSignature : ScalarSignature<decltype(&F::operator())> {};
+template <class F, class R, class... A>
+struct ScalarSignature<R (F::*)(A...) const> {
+  using Runner = Scalar<F, R, A...>;
+};
 
-template <class F> constexpr Opcode salu(const char* name, F, const char* (*prepare)(Inst&) = nullptr) {
+template <class F>
+constexpr Opcode salu(const char* name, F, const char* (*prepare)(Inst&) = nullptr) {
   return {name, &ScalarSignature<F>::Runner::run, SALU, ANY_ARCH, 0, prepare};
 }
 
@@ -48,12 +62,13 @@ static const char* move_16(Inst& in) {
   in.op[1].literal = u32(i32(i16(in.op[1].literal)));
   return nullptr;
 }
-static const char* keep_destination(Inst& in) {   // s_cmov: the third operand is the old value
+static const char* keep_destination(Inst& in) {  // s_cmov: the third operand is the old value
   in.op[2] = in.op[0];
   return nullptr;
 }
 
-template <class T> static T nonzero(bool& scc, T r) {
+template <class T>
+static T nonzero(bool& scc, T r) {
   scc = r != 0;
   return r;
 }
@@ -89,44 +104,92 @@ static u64 reverse(u64 x, int bits) {
   return r;
 }
 // EXEC-saving forms: D = EXEC, EXEC = f(source, EXEC), SCC = EXEC != 0.
-template <class F> static void save_exec(Wave& wave, const Inst& in) {
+template <class F>
+static void save_exec(Wave& wave, const Inst& in) {
   u64 old = wave.exec, source = scalar64(wave, in.op[1]), r = callable<F>()(source, old);
   wave.set_scalar64(in.op[0].index, old);
   wave.set_exec(r);
   wave.scc = r != 0;
 }
-template <class F> constexpr Opcode saveexec(const char* name, F) { return {name, &save_exec<F>, SALU, ANY_ARCH, 0, nullptr}; }
+template <class F>
+constexpr Opcode saveexec(const char* name, F) {
+  return {name, &save_exec<F>, SALU, ANY_ARCH, 0, nullptr};
+}
 
-#define LOGIC(name, expression)                                                                                    \
-  salu("s_" name "_b32", [](bool& scc, u32 a, u32 b) { return nonzero<u32>(scc, expression); }),                  \
+#define LOGIC(name, expression)                                                                  \
+  salu("s_" name "_b32", [](bool& scc, u32 a, u32 b) { return nonzero<u32>(scc, expression); }), \
       salu("s_" name "_b64", [](bool& scc, u64 a, u64 b) { return nonzero<u64>(scc, expression); })
 
 static const Opcode entries[] = {
     salu("s_mov_b32", [](bool&, u32 a) { return a; }),
     salu("s_mov_b64", [](bool&, u64 a) { return a; }),
-    salu("s_movk_i32", [](bool&, u32 a) { return a; }, move_16),
-    salu("s_cmov_b32", [](bool& scc, u32 a, u32 old) { return scc ? a : old; }, keep_destination),
-    salu("s_cmov_b64", [](bool& scc, u64 a, u64 old) { return scc ? a : old; }, keep_destination),
+    salu(
+        "s_movk_i32", [](bool&, u32 a) { return a; }, move_16),
+    salu(
+        "s_cmov_b32", [](bool& scc, u32 a, u32 old) { return scc ? a : old; }, keep_destination),
+    salu(
+        "s_cmov_b64", [](bool& scc, u64 a, u64 old) { return scc ? a : old; }, keep_destination),
     salu("s_cselect_b32", [](bool& scc, u32 a, u32 b) { return scc ? a : b; }),
     salu("s_cselect_b64", [](bool& scc, u64 a, u64 b) { return scc ? a : b; }),
     salu("s_add_u32", [](bool& scc, u32 a, u32 b) { return add(scc, a, b, 0); }),
     salu("s_addc_u32", [](bool& scc, u32 a, u32 b) { return add(scc, a, b, scc); }),
     salu("s_sub_u32", [](bool& scc, u32 a, u32 b) { return subtract(scc, a, b, 0); }),
     salu("s_subb_u32", [](bool& scc, u32 a, u32 b) { return subtract(scc, a, b, scc); }),
-    salu("s_add_i32", [](bool& scc, i32 a, i32 b) { i32 r; scc = __builtin_add_overflow(a, b, &r); return r; }),
-    salu("s_sub_i32", [](bool& scc, i32 a, i32 b) { i32 r; scc = __builtin_sub_overflow(a, b, &r); return r; }),
-    salu("s_addk_i32", [](bool& scc, i32 a, i32 b) { i32 r; scc = __builtin_add_overflow(a, b, &r); return r; }, constant_16),
-    salu("s_mulk_i32", [](bool&, u32 a, u32 b) { return a * b; }, constant_16),
-    salu("s_cmovk_i32", [](bool& scc, u32 old, u32 a) { return scc ? a : old; }, constant_16),
+    salu("s_add_i32",
+         [](bool& scc, i32 a, i32 b) {
+           i32 r;
+           scc = __builtin_add_overflow(a, b, &r);
+           return r;
+         }),
+    salu("s_sub_i32",
+         [](bool& scc, i32 a, i32 b) {
+           i32 r;
+           scc = __builtin_sub_overflow(a, b, &r);
+           return r;
+         }),
+    salu(
+        "s_addk_i32",
+        [](bool& scc, i32 a, i32 b) {
+          i32 r;
+          scc = __builtin_add_overflow(a, b, &r);
+          return r;
+        },
+        constant_16),
+    salu(
+        "s_mulk_i32", [](bool&, u32 a, u32 b) { return a * b; }, constant_16),
+    salu(
+        "s_cmovk_i32", [](bool& scc, u32 old, u32 a) { return scc ? a : old; }, constant_16),
     salu("s_mul_i32", [](bool&, u32 a, u32 b) { return a * b; }),
     salu("s_mul_hi_u32", [](bool&, u32 a, u32 b) { return u32(u64(a) * b >> 32); }),
     salu("s_mul_hi_i32", [](bool&, i32 a, i32 b) { return u32(u64(i64(a) * b) >> 32); }),
-    salu("s_min_i32", [](bool& scc, i32 a, i32 b) { scc = a < b; return scc ? a : b; }),
-    salu("s_max_i32", [](bool& scc, i32 a, i32 b) { scc = a > b; return scc ? a : b; }),
-    salu("s_min_u32", [](bool& scc, u32 a, u32 b) { scc = a < b; return scc ? a : b; }),
-    salu("s_max_u32", [](bool& scc, u32 a, u32 b) { scc = a > b; return scc ? a : b; }),
-    LOGIC("and", a & b), LOGIC("or", a | b), LOGIC("xor", a ^ b), LOGIC("andn2", a & ~b), LOGIC("orn2", a | ~b),
-    LOGIC("nand", ~(a & b)), LOGIC("nor", ~(a | b)), LOGIC("xnor", ~(a ^ b)),
+    salu("s_min_i32",
+         [](bool& scc, i32 a, i32 b) {
+           scc = a < b;
+           return scc ? a : b;
+         }),
+    salu("s_max_i32",
+         [](bool& scc, i32 a, i32 b) {
+           scc = a > b;
+           return scc ? a : b;
+         }),
+    salu("s_min_u32",
+         [](bool& scc, u32 a, u32 b) {
+           scc = a < b;
+           return scc ? a : b;
+         }),
+    salu("s_max_u32",
+         [](bool& scc, u32 a, u32 b) {
+           scc = a > b;
+           return scc ? a : b;
+         }),
+    LOGIC("and", a& b),
+    LOGIC("or", a | b),
+    LOGIC("xor", a ^ b),
+    LOGIC("andn2", a & ~b),
+    LOGIC("orn2", a | ~b),
+    LOGIC("nand", ~(a& b)),
+    LOGIC("nor", ~(a | b)),
+    LOGIC("xnor", ~(a ^ b)),
     salu("s_not_b32", [](bool& scc, u32 a) { return nonzero<u32>(scc, ~a); }),
     salu("s_not_b64", [](bool& scc, u64 a) { return nonzero<u64>(scc, ~a); }),
     salu("s_lshl_b32", [](bool& scc, u32 a, u32 b) { return nonzero<u32>(scc, a << (b & 31)); }),
@@ -157,16 +220,20 @@ static const Opcode entries[] = {
     salu("s_sext_i32_i8", [](bool&, u32 a) { return u32(i32(i8(a))); }),
     salu("s_sext_i32_i16", [](bool&, u32 a) { return u32(i32(i16(a))); }),
     salu("s_abs_i32", [](bool& scc, i32 a) { return nonzero<u32>(scc, a < 0 ? 0u - u32(a) : u32(a)); }),
-    salu("s_absdiff_i32", [](bool& scc, i32 a, i32 b) { return nonzero<u32>(scc, a > b ? u32(a) - u32(b) : u32(b) - u32(a)); }),
+    salu("s_absdiff_i32",
+         [](bool& scc, i32 a, i32 b) { return nonzero<u32>(scc, a > b ? u32(a) - u32(b) : u32(b) - u32(a)); }),
     salu("s_pack_ll_b32_b16", [](bool&, u32 a, u32 b) { return (a & 0xffff) | b << 16; }),
     salu("s_pack_lh_b32_b16", [](bool&, u32 a, u32 b) { return (a & 0xffff) | (b & 0xffff0000); }),
     salu("s_pack_hh_b32_b16", [](bool&, u32 a, u32 b) { return a >> 16 | (b & 0xffff0000); }),
-    salu("s_bitset0_b32", [](bool&, u32 a, u32 old) { return old & ~(1u << (a & 31)); }, keep_destination),
-    salu("s_bitset1_b32", [](bool&, u32 a, u32 old) { return old | 1u << (a & 31); }, keep_destination),
-    salu("s_wqm_b64", [](bool& scc, u64 a) {
-      u64 any = (a | a >> 1 | a >> 2 | a >> 3) & 0x1111111111111111ull;
-      return nonzero<u64>(scc, any * 15);
-    }),
+    salu(
+        "s_bitset0_b32", [](bool&, u32 a, u32 old) { return old & ~(1u << (a & 31)); }, keep_destination),
+    salu(
+        "s_bitset1_b32", [](bool&, u32 a, u32 old) { return old | 1u << (a & 31); }, keep_destination),
+    salu("s_wqm_b64",
+         [](bool& scc, u64 a) {
+           u64 any = (a | a >> 1 | a >> 2 | a >> 3) & 0x1111111111111111ull;
+           return nonzero<u64>(scc, any * 15);
+         }),
     saveexec("s_and_saveexec_b64", [](u64 a, u64 e) { return a & e; }),
     saveexec("s_or_saveexec_b64", [](u64 a, u64 e) { return a | e; }),
     saveexec("s_xor_saveexec_b64", [](u64 a, u64 e) { return a ^ e; }),

@@ -39,9 +39,10 @@ static void buffer_load(Wave& wave, const Inst& in) {
 static const char* three_operands(Inst& in) {
   return in.operands == 3 ? nullptr : "a scalar load has a destination, a base and an offset";
 }
-#define LOADS(suffix, words)                                                             \
-  {"s_load_dword" suffix, load, SMEM, ANY_ARCH, words, three_operands},                  \
-  {"s_buffer_load_dword" suffix, buffer_load, SMEM, ANY_ARCH, words, three_operands}
+#define LOADS(suffix, words)                                                         \
+  {"s_load_dword" suffix, load, SMEM, ANY_ARCH, words, three_operands}, {            \
+    "s_buffer_load_dword" suffix, buffer_load, SMEM, ANY_ARCH, words, three_operands \
+  }
 static const Opcode entries[] = {LOADS("", 1), LOADS("x2", 2), LOADS("x4", 4), LOADS("x8", 8), LOADS("x16", 16)};
 extern const Table scalar_memory_table = {entries, sizeof(entries) / sizeof(entries[0])};
 

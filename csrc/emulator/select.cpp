@@ -29,12 +29,13 @@ static void bit_function(Wave& wave, const Inst& in) {
 // numerator / denominator neither overflows nor loses bits; vcc says that v_div_fmas must scale its result back.
 static void divide_scale(Wave& wave, const Inst& in) {
   float r0[LANES], r1[LANES], r2[LANES];
-  const float *x = Lane<float>::read(wave, in, 2, r0), *d = Lane<float>::read(wave, in, 3, r1), *n = Lane<float>::read(wave, in, 4, r2);
+  const float *x = Lane<float>::read(wave, in, 2, r0), *d = Lane<float>::read(wave, in, 3, r1),
+              *n = Lane<float>::read(wave, in, 4, r2);
   u32 out[LANES];
   u64 scaled = 0;
   auto exponent = [](float v) { return int(word(v) >> 23 & 255); };
   auto tiny = [](float v) { return (word(v) & 0x7f800000) == 0 && v != 0; };
-  constexpr float UP = 18446744073709551616.0f;   // 2^64
+  constexpr float UP = 18446744073709551616.0f;  // 2^64
   for (int l = 0; l < LANES; l++) {
     float r = x[l];
     bool flag = false, is_denominator = word(x[l]) == word(d[l]), is_numerator = word(x[l]) == word(n[l]);
@@ -67,7 +68,8 @@ static void divide_scale(Wave& wave, const Inst& in) {
 
 static void divide_fmas(Wave& wave, const Inst& in) {
   float r0[LANES], r1[LANES], r2[LANES];
-  const float *a = Lane<float>::read(wave, in, 1, r0), *b = Lane<float>::read(wave, in, 2, r1), *c = Lane<float>::read(wave, in, 3, r2);
+  const float *a = Lane<float>::read(wave, in, 1, r0), *b = Lane<float>::read(wave, in, 2, r1),
+              *c = Lane<float>::read(wave, in, 3, r2);
   u64 scaled = wave.scalar64(VCC);
   u32 out[LANES];
   for (int l = 0; l < LANES; l++) {
@@ -87,7 +89,7 @@ static float fix_quotient(float q, float d, float n) {
   if (d == 0 || isinf(n)) return real(sign | 0x7f800000);
   if (isinf(d) || n == 0) return real(sign);
   int gap = int(word(n) >> 23 & 255) - int(word(d) >> 23 & 255);
-  if (gap < -150) return real(sign);                       // underflow
+  if (gap < -150) return real(sign);  // underflow
   if (int(word(d) >> 23 & 255) == 255) return real(sign);
   return real((word(q) & 0x7fffffff) | sign);
 }

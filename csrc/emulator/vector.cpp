@@ -120,7 +120,8 @@ void commit_pair(Wave& wave, const Inst& in, const u64* result) {
   });
 }
 
-// A 16-bit result clears the upper half; the few instructions marked PRESERVES_HIGH, and any that writes the upper half, keep the other half.
+// A 16-bit result clears the upper half. The few instructions marked PRESERVES_HIGH, and any that writes the upper
+// half, keep the other one.
 void commit_half(Wave& wave, const Inst& in, const u16* result) {
   u32* row = wave.v[in.op[0].index];
   wave.defined[in.op[0].index] = true;

@@ -1,4 +1,5 @@
-// How an instruction of the vector unit is written: a lambda over one lane, and typed operands read from its parameter types.
+// How an instruction of the vector unit is written: a lambda over one lane, and typed operands read from its parameter
+// types.
 //   u32, i32, float: one register; u64, i64, double: a pair; Half: 16 bits of a register as a float.
 #pragma once
 #include "numbers.hpp"
@@ -6,16 +7,20 @@
 
 namespace emulator {
 
-struct Half { float value; };
-constexpr i64 PRESERVES_HIGH = 1;   // aux of a 16-bit instruction that keeps the upper half of its destination
+struct Half {
+  float value;
+};
+constexpr i64 PRESERVES_HIGH = 1;  // aux of a 16-bit instruction that keeps the upper half of its destination
 
 // A lambda without captures has no state, so any storage serves as the object.
-template <class F> inline F& stateless() {
+template <class F>
+inline F& stateless() {
   static char storage[sizeof(F)];
   return *reinterpret_cast<F*>(storage);
 }
 
-// The bits of one register per lane, after DPP and SDWA selection, before sign modifiers. Points into the register file when it can.
+// The bits of one register per lane, after DPP and SDWA selection, before sign modifiers. Points into the register file
+// when it can.
 const u32* source_row(Wave& wave, const Inst& in, int k, u32* room);
 void source_pair(Wave& wave, const Inst& in, int k, u64* out);
 // Where a 32-bit result may be computed in place, or null.
@@ -25,9 +30,11 @@ void commit_pair(Wave& wave, const Inst& in, const u64* result);
 void commit_half(Wave& wave, const Inst& in, const u16* result);
 u64 writing_lanes(const Wave& wave, const Inst& in);
 
-template <class T> struct Lane;
+template <class T>
+struct Lane;
 
-template <class T, bool REAL> struct Lane32 {
+template <class T, bool REAL>
+struct Lane32 {
   static const T* read(Wave& wave, const Inst& in, int k, T* room) {
     const u32* row = source_row(wave, in, k, reinterpret_cast<u32*>(room));
     const Operand& op = in.op[k];
@@ -53,17 +60,21 @@ template <class T, bool REAL> struct Lane32 {
     return row ? reinterpret_cast<T*>(row) : room;
   }
 };
-template <> struct Lane<u32> : Lane32<u32, false> {};
-template <> struct Lane<i32> : Lane32<i32, false> {};
-template <> struct Lane<float> : Lane32<float, true> {};
+template <>
+struct Lane<u32> : Lane32<u32, false> {};
+template <>
+struct Lane<i32> : Lane32<i32, false> {};
+template <>
+struct Lane<float> : Lane32<float, true> {};
 
-template <class T, bool REAL> struct Lane64 {
+template <class T, bool REAL>
+struct Lane64 {
   static const T* read(Wave& wave, const Inst& in, int k, T* room) {
     u64* out = reinterpret_cast<u64*>(room);
     source_pair(wave, in, k, out);
     const Operand& op = in.op[k];
     if (REAL && op.kind == LITERAL && !(op.flags & FLOAT_LITERAL) && (i64(op.wide) > 64 || i64(op.wide) < -16))
-      for (int l = 0; l < LANES; l++) out[l] = op.literal << 32;   // a 32-bit literal is the upper half of a double
+      for (int l = 0; l < LANES; l++) out[l] = op.literal << 32;  // a 32-bit literal is the upper half of a double
     for (int l = 0; l < LANES; l++) {
       if (op.flags & ABSOLUTE) out[l] &= ~(1ull << 63);
       if (op.flags & NEGATE) out[l] ^= 1ull << 63;
@@ -73,11 +84,15 @@ template <class T, bool REAL> struct Lane64 {
   static void write(Wave& wave, const Inst& in, T* result) { commit_pair(wave, in, reinterpret_cast<u64*>(result)); }
   static T* place(Wave&, const Inst&, T* room) { return room; }
 };
-template <> struct Lane<u64> : Lane64<u64, false> {};
-template <> struct Lane<i64> : Lane64<i64, false> {};
-template <> struct Lane<double> : Lane64<double, true> {};
+template <>
+struct Lane<u64> : Lane64<u64, false> {};
+template <>
+struct Lane<i64> : Lane64<i64, false> {};
+template <>
+struct Lane<double> : Lane64<double, true> {};
 
-template <> struct Lane<Half> {
+template <>
+struct Lane<Half> {
   static const Half* read(Wave& wave, const Inst& in, int k, Half* room) {
     u32 bits[LANES];
     const u32* row = source_row(wave, in, k, bits);
@@ -104,8 +119,10 @@ template <> struct Lane<Half> {
   static Half* place(Wave&, const Inst&, Half* room) { return room; }
 };
 
-template <class F, class R, class... A> struct Vector;
-template <class F, class R> struct Vector<F, R> {
+template <class F, class R, class... A>
+struct Vector;
+template <class F, class R>
+struct Vector<F, R> {
   static void run(Wave& wave, const Inst& in) {
     alignas(64) R room[LANES];
     R* out = Lane<R>::place(wave, in, room);
@@ -113,7 +130,8 @@ template <class F, class R> struct Vector<F, R> {
     if (out == room) Lane<R>::write(wave, in, room);
   }
 };
-template <class F, class R, class A> struct Vector<F, R, A> {
+template <class F, class R, class A>
+struct Vector<F, R, A> {
   static void run(Wave& wave, const Inst& in) {
     alignas(64) A ra[LANES];
     alignas(64) R room[LANES];
@@ -123,7 +141,8 @@ template <class F, class R, class A> struct Vector<F, R, A> {
     if (out == room) Lane<R>::write(wave, in, room);
   }
 };
-template <class F, class R, class A, class B> struct Vector<F, R, A, B> {
+template <class F, class R, class A, class B>
+struct Vector<F, R, A, B> {
   static void run(Wave& wave, const Inst& in) {
     alignas(64) A ra[LANES];
     alignas(64) B rb[LANES];
@@ -135,7 +154,8 @@ template <class F, class R, class A, class B> struct Vector<F, R, A, B> {
     if (out == room) Lane<R>::write(wave, in, room);
   }
 };
-template <class F, class R, class A, class B, class C> struct Vector<F, R, A, B, C> {
+template <class F, class R, class A, class B, class C>
+struct Vector<F, R, A, B, C> {
   static void run(Wave& wave, const Inst& in) {
     alignas(64) A ra[LANES];
     alignas(64) B rb[LANES];
@@ -150,8 +170,10 @@ template <class F, class R, class A, class B, class C> struct Vector<F, R, A, B,
   }
 };
 
-template <class F> struct Signature : Signature<decltype(&F::operator())> {};
-template <class F, class R, class... A> struct Signature<R (F::*)(A...) const> {
+template <class F>
+struct Signature : Signature<decltype(&F::operator())> {};
+template <class F, class R, class... A>
+struct Signature<R (F::*)(A...) const> {
   using Runner = Vector<F, R, A...>;
   static constexpr int sources = sizeof...(A);
 };
@@ -159,10 +181,12 @@ template <class F, class R, class... A> struct Signature<R (F::*)(A...) const> {
 // An instruction with one source fewer in the text reads its destination as the last one (v_fmac, v_dot2c ...).
 const char* accumulate_into_destination(Inst& in);
 
-template <class F> constexpr Opcode vector(const char* name, F, Class group = VALU, int arch = ANY_ARCH, i64 aux = 0) {
+template <class F>
+constexpr Opcode vector(const char* name, F, Class group = VALU, int arch = ANY_ARCH, i64 aux = 0) {
   return Opcode{name, &Signature<F>::Runner::run, group, arch, aux, nullptr};
 }
-template <class F> constexpr Opcode vector_accumulate(const char* name, F, int arch = ANY_ARCH) {
+template <class F>
+constexpr Opcode vector_accumulate(const char* name, F, int arch = ANY_ARCH) {
   return Opcode{name, &Signature<F>::Runner::run, VALU, arch, 0, accumulate_into_destination};
 }
 

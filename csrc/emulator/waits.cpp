@@ -6,7 +6,8 @@ namespace emulator {
 static void land(Wave& wave, Landing& landing) {
   Workgroup& group = *wave.group;
   switch (landing.kind) {
-    case Landing::NOTHING: break;
+    case Landing::NOTHING:
+      break;
     case Landing::LDS_WRITE: {
       Lds& lds = wave.worker->lds;
       for_lanes(landing.lanes, [&](int lane) {
@@ -48,7 +49,7 @@ void wait(Wave& wave, Counter counter, u32 outstanding) {
   u32 in_flight = wave.issued[counter] - wave.retired[counter];
   if (in_flight <= outstanding) return;
   bool scalar_loads = counter == LGKM && i32(wave.scalar_load - wave.retired[LGKM]) > 0;
-  if (outstanding && scalar_loads) return;   // out of order: only a wait for zero says which have returned
+  if (outstanding && scalar_loads) return;  // out of order: only a wait for zero says which have returned
   retire(wave, counter, wave.issued[counter] - outstanding);
 }
 
@@ -69,8 +70,8 @@ Landing& issue_landing(Wave& wave, Landing::Kind kind, const Operand* destinatio
   return landing;
 }
 
-// Every register an instruction names, read or written, must have arrived. A load into a register that the same counter still owes
-// is allowed for vector memory and LDS: these return in order.
+// Every register an instruction names, read or written, must have arrived. A load into a register that the same counter
+// still owes is allowed for vector memory and LDS: these return in order.
 void check_registers(Wave& wave, const Inst& in) {
   for (int counter = 0; counter < 2; counter++) {
     u32 issued = wave.issued[counter], retired = wave.retired[counter];

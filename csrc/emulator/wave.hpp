@@ -8,9 +8,9 @@
 
 namespace emulator {
 
-enum Counter { VM, LGKM };                        // vmcnt, lgkmcnt
-constexpr u32 COUNTER_LIMIT[2] = {63, 15};        // a counter that is full stalls the issue, and compilers rely on it
-constexpr int LANDINGS = 64;                      // as many as vmcnt can count
+enum Counter { VM, LGKM };                  // vmcnt, lgkmcnt
+constexpr u32 COUNTER_LIMIT[2] = {63, 15};  // a counter that is full stalls the issue, and compilers rely on it
+constexpr int LANDINGS = 64;                // as many as vmcnt can count
 
 // What happens when a memory operation is waited for, beyond its registers becoming readable.
 struct Landing {
@@ -27,31 +27,35 @@ struct Launch;
 struct Worker;
 
 struct Workgroup {
-  u32 index, id[3];         // position in the grid's linear order; coordinates
-  u32 position;             // place in the order of execution
-  u32 epoch, released;      // stores now belong to `epoch`; epochs below `released` are written back
-  Clock known, safe;        // learned from atomics; learned and invalidated
+  u32 index, id[3];     // position in the grid's linear order; coordinates
+  u32 position;         // place in the order of execution
+  u32 epoch, released;  // stores now belong to `epoch`; epochs below `released` are written back
+  Clock known, safe;    // learned from atomics; learned and invalidated
   int waves;
 };
 
 struct Wave {
   alignas(64) u32 v[VECTORS][LANES];
   u32 s[SCALARS];
-  u64 exec;                 // mirror of s[EXEC], s[EXEC + 1]
+  u64 exec;  // mirror of s[EXEC], s[EXEC + 1]
   bool scc, ended, at_barrier, yielded;
   i32 pc, id;
-  u32 mode;                 // the MODE register: rounding, denormals, fp16 overflow
+  u32 mode;  // the MODE register: rounding, denormals, fp16 overflow
   bool flush32, flush16;
   u32 issued[2], retired[2];
-  u32 scalar_load;          // sequence of the last scalar load: these return out of order
+  u32 scalar_load;  // sequence of the last scalar load: these return out of order
   u32 pending[2][VECTORS + SCALARS];
   bool defined[VECTORS];
-  Landing* landings;        // a ring of LANDINGS, in order of issue; all of them count in vmcnt
+  Landing* landings;  // a ring of LANDINGS, in order of issue; all of them count in vmcnt
   u32 landing_first, landing_count;
   LdsAccess* lds_accesses;  // a ring of LDS_ACCESSES, in order of issue; they count in lgkmcnt
   u32 lds_first, lds_count;
   u64 instructions;
-  struct { i32 pc; u64 address; u32 value, times; } spin;
+  struct {
+    i32 pc;
+    u64 address;
+    u32 value, times;
+  } spin;
   Workgroup* group;
   Worker* worker;
 
@@ -86,15 +90,15 @@ struct Worker {
   int id;
   Workgroup group;
   Lds lds;
-  Wave* waves;              // 16 of them
+  Wave* waves;  // 16 of them
   PcCounts* counts;
   BankMemo* banks;
-  u64* loaded;              // bytes per view
+  u64* loaded;  // bytes per view
   u64* stored;
-  Region* region;           // of the last access
+  Region* region;  // of the last access
   FindingList findings;
-  u32 running;              // position in the order of the workgroup now running, or ~0
-  bool abandon;             // the workgroup cannot go on
+  u32 running;   // position in the order of the workgroup now running, or ~0
+  bool abandon;  // the workgroup cannot go on
 };
 
 struct Launch {
@@ -104,12 +108,12 @@ struct Launch {
   u64 spin_limit, instruction_limit;
   u32 mode, user_scalars;
   const u32* user_scalar;
-  const u32* order;         // workgroup indices in order of execution, or null
+  const u32* order;  // workgroup indices in order of execution, or null
   u64 workgroups;
   Memory memory;
   TagLayout tags;
   SyncVariables sync;
-  pthread_mutex_t lock;     // atomics and everything they order
+  pthread_mutex_t lock;  // atomics and everything they order
   u32 next;
   bool stop;
   Worker* workers;
@@ -124,7 +128,7 @@ struct Launch {
 };
 
 void issue(Wave& wave, Counter counter, const Operand* destination);
-Landing& issue_landing(Wave& wave, Landing::Kind kind, const Operand* destination = nullptr);   // counts in vmcnt
+Landing& issue_landing(Wave& wave, Landing::Kind kind, const Operand* destination = nullptr);  // counts in vmcnt
 void wait(Wave& wave, Counter counter, u32 outstanding);
 void check_registers(Wave& wave, const Inst& in);
 void run_workgroup(Worker& worker, u32 index, u32 position);

@@ -9,7 +9,11 @@ static void add_with_carry(Wave& wave, const Inst& in) {
   u32 ra[LANES], rb[LANES], out[LANES];
   i64 how = in.opcode->aux;
   const u32 *a = source_row(wave, in, 2, ra), *b = source_row(wave, in, 3, rb);
-  if (how & REVERSED) { const u32* t = a; a = b; b = t; }
+  if (how & REVERSED) {
+    const u32* t = a;
+    a = b;
+    b = t;
+  }
   u64 carry = how & CARRY_IN ? scalar64(wave, in.op[4]) : 0, carried = 0;
   for (int l = 0; l < LANES; l++) {
     u64 c = carry >> l & 1, r = how & SUBTRACT ? u64(a[l]) - b[l] - c : u64(a[l]) + b[l] + c;
@@ -21,7 +25,8 @@ static void add_with_carry(Wave& wave, const Inst& in) {
   wave.set_scalar64(in.op[1].index, carried & lanes);
 }
 
-template <bool SIGNED> static void multiply_add_64(Wave& wave, const Inst& in) {
+template <bool SIGNED>
+static void multiply_add_64(Wave& wave, const Inst& in) {
   u32 ra[LANES], rb[LANES];
   u64 c[LANES], out[LANES], carried = 0;
   const u32 *a = source_row(wave, in, 2, ra), *b = source_row(wave, in, 3, rb);

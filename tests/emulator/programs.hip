@@ -1,5 +1,5 @@
-// Kernels that the emulator's tests run: each uses one part of the machine. WIDTH: bytes per lane of a direct-to-LDS load;
-// K: depth of the 16x16 bf16 matrix instruction.
+// Kernels that the emulator's tests run: each uses one part of the machine. WIDTH: bytes per lane of a direct-to-LDS
+// load; K: depth of the 16x16 bf16 matrix instruction.
 #include "mla/device.hpp"
 
 #define LDS_POINTER __attribute__((address_space(3)))
@@ -10,9 +10,9 @@ typedef short bf16_bits __attribute__((ext_vector_type(K / 4)));
 typedef __bf16 bf16_lane __attribute__((ext_vector_type(K / 4)));
 
 struct AddParams {
-  const float* a;   // [count]
-  const float* b;   // [count]
-  float* out;       // [count]
+  const float* a;  // [count]
+  const float* b;  // [count]
+  float* out;      // [count]
   int32_t count;
 };
 MLA_KERNEL(256, 1) void add(AddParams p) {
@@ -21,8 +21,8 @@ MLA_KERNEL(256, 1) void add(AddParams p) {
 }
 
 struct TransposeParams {
-  const float* in;   // [32, 32]
-  float* out;        // [32, 32]
+  const float* in;  // [32, 32]
+  float* out;       // [32, 32]
 };
 MLA_KERNEL(256, 1) void transpose(TransposeParams p) {
   MLA_SHARED float tile[32][33];
@@ -32,9 +32,9 @@ MLA_KERNEL(256, 1) void transpose(TransposeParams p) {
 }
 
 struct MatmulParams {
-  const __bf16* a;   // [16, depth]
-  const __bf16* b;   // [16, depth], transposed
-  float* out;        // [16, 16]
+  const __bf16* a;  // [16, depth]
+  const __bf16* b;  // [16, depth], transposed
+  float* out;       // [16, 16]
   int32_t depth;
 };
 MLA_KERNEL(64, 1) void matmul(MatmulParams p) {
@@ -46,15 +46,16 @@ MLA_KERNEL(64, 1) void matmul(MatmulParams p) {
 #if K == 32
     sum = __builtin_amdgcn_mfma_f32_16x16x32_bf16(a, b, sum, 0, 0, 0);
 #else
-    sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(mla::bit_cast<bf16_bits>(a), mla::bit_cast<bf16_bits>(b), sum, 0, 0, 0);
+    sum = __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(mla::bit_cast<bf16_bits>(a), mla::bit_cast<bf16_bits>(b), sum, 0, 0,
+                                                    0);
 #endif
   }
   for (int i = 0; i < 4; i++) p.out[(group * 4 + i) * 16 + row] = sum[i];
 }
 
 struct ReduceParams {
-  const float* in;   // [64]
-  float* out;        // [64], the sum in every element
+  const float* in;  // [64]
+  float* out;       // [64], the sum in every element
 };
 MLA_KERNEL(64, 1) void reduce(ReduceParams p) {
   int lane = mla::thread_id();
@@ -65,25 +66,25 @@ MLA_KERNEL(64, 1) void reduce(ReduceParams p) {
 }
 
 struct DirectParams {
-  const char* in;   // [256 * WIDTH]
-  char* out;        // [256 * WIDTH]: the lanes' pieces in reverse order
+  const char* in;  // [256 * WIDTH]
+  char* out;       // [256 * WIDTH]: the lanes' pieces in reverse order
 };
 MLA_KERNEL(256, 1) void direct(DirectParams p) {
   MLA_SHARED char tile[256 * WIDTH];
   int t = mla::thread_id(), wave = __builtin_amdgcn_readfirstlane(t / 64);
   __builtin_amdgcn_global_load_lds((GLOBAL_POINTER void*)(const_cast<char*>(p.in) + t * WIDTH),
                                    (LDS_POINTER void*)(tile + wave * 64 * WIDTH), WIDTH, 0, 0);
-  __builtin_amdgcn_s_waitcnt(0x0f70);   // vmcnt(0)
+  __builtin_amdgcn_s_waitcnt(0x0f70);  // vmcnt(0)
   mla::block_sync();
   using Piece = mla::Vec<char, WIDTH>;
   reinterpret_cast<Piece*>(p.out)[t] = reinterpret_cast<Piece*>(tile)[255 - t];
 }
 
 struct LastParams {
-  const float* in;     // [blocks, 256]
-  float* partial;      // [blocks, 256]
-  float* out;          // [256]: sum over blocks of twice the input
-  uint32_t* arrived;   // [1], zero before and after
+  const float* in;    // [blocks, 256]
+  float* partial;     // [blocks, 256]
+  float* out;         // [256]: sum over blocks of twice the input
+  uint32_t* arrived;  // [1], zero before and after
   int32_t blocks;
 };
 MLA_KERNEL(256, 1) void last_arriver(LastParams p) {
@@ -105,8 +106,8 @@ MLA_KERNEL(256, 1) void last_arriver(LastParams p) {
 }
 
 struct SpinParams {
-  uint32_t* flag;   // [1]
-  float* out;       // [blocks]
+  uint32_t* flag;  // [1]
+  float* out;      // [blocks]
 };
 // Every workgroup but the last waits until the last one has raised the flag: later ones are waited for.
 MLA_KERNEL(64, 1) void waits_for_last(SpinParams p, int32_t blocks) {
@@ -114,7 +115,8 @@ MLA_KERNEL(64, 1) void waits_for_last(SpinParams p, int32_t blocks) {
   if (mla::block_id_x() == blocks - 1) {
     __hip_atomic_store(p.flag, 1u, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
   } else {
-    while (!__hip_atomic_load(p.flag, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT)) {}
+    while (!__hip_atomic_load(p.flag, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT)) {
+    }
   }
   p.out[mla::block_id_x()] = 1;
 }

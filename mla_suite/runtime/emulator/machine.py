@@ -20,7 +20,7 @@ from mla_suite.runtime.emulator.report import Finding, Report, explain
 _ACCESS = {"r": 1, "w": 2, "rw": 3}
 _LDS_BYTES = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 SPIN_LIMIT = 4096
-INSTRUCTION_LIMIT = 500_000_000
+INSTRUCTION_LIMIT = 50_000_000
 THREADS = min(2, os.cpu_count() or 1)
 
 
@@ -226,10 +226,10 @@ def _order(order: str | Sequence[int], count: int) -> np.ndarray | None:
 def _mode(descriptor: dict[str, int]) -> int:
     """The MODE register a wave starts with."""
     get = descriptor.get
+    if get("float_round_mode_32", 0) or get("float_round_mode_16_64", 0):
+        raise LaunchError("the kernel was compiled for another rounding than to nearest even, which is not modelled")
     return (
-        get("float_round_mode_32", 0)
-        | get("float_round_mode_16_64", 0) << 2
-        | get("float_denorm_mode_32", 0) << 4
+        get("float_denorm_mode_32", 0) << 4
         | get("float_denorm_mode_16_64", 3) << 6
         | get("dx10_clamp", 1) << 8
         | get("ieee_mode", 1) << 9

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mla_suite.core.arch import Arch
 from mla_suite.runtime.driver import LaunchError
 
 _EXPLANATIONS = {
@@ -27,6 +28,7 @@ _EXPLANATIONS = {
     "uninitialised_address": "{register} is an address and was never written",
     "spin": "reads {detail} at {address} again and again; the workgroup that would change it has not been started",
     "instruction_limit": "{detail} instructions in one wave; the loop does not end",
+    "rounding_mode": "the MODE register asks for another rounding than to nearest even, which is not modelled",
     "bad_resource": "the buffer resource asks for swizzling or thread ids, which are not modelled",
 }
 
@@ -174,16 +176,14 @@ class Report:
         """Bytes of every global load, store and atomic, each lane counted; caches are not modelled."""
         return int(self.global_bytes[self._pcs(where)].sum())
 
-    def bound(self, memory_bytes_per_clock: float, where: Iterable[int] | None = None, simds: int = 4) -> Bound:
-        """What one compute unit would need at least if it did all this work alone.
-
-        memory_bytes_per_clock: the chip's bandwidth over clock and number of compute units.
-        """
+    def bound(self, arch: Arch, where: Iterable[int] | None = None) -> Bound:
+        """What one compute unit of `arch`, with its share of memory, would need at least for all this work."""
+        memory_bytes_per_clock = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6) / arch.compute_units
         pcs = self._pcs(where)
         return Bound(
             memory=self.memory_bytes(pcs) / memory_bytes_per_clock,
-            matrix=self.matrix_clocks(pcs) / simds,
-            valu=self.valu_clocks(pcs) / simds,
+            matrix=self.matrix_clocks(pcs) / arch.simds,
+            valu=self.valu_clocks(pcs) / arch.simds,
             lds_128=float(self.lds_clocks(pcs)),
             lds_256=float(self.lds_clocks(pcs, 256)),
         )

@@ -1,0 +1,64 @@
+"""The emulator as a driver: CPU tensors in, numbers out, findings as one error."""
+
+import struct
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_suite.core import arch as arch_records
+from mla_suite.runtime.driver import Buffer, LaunchError
+from mla_suite.runtime.emulator import EmulatorDriver, SanitizerError, configured
+
+
+@pytest.fixture
+def kernel(arch, programs):
+    driver = EmulatorDriver(arch_records.get(arch))
+    entry = SimpleNamespace(
+        id="add", symbol="add", arch=arch, params_size=28, threads=256, lds=0, read_text=lambda: programs[arch]
+    )
+    return driver, driver.load(entry)
+
+
+def arguments(a, b, out):
+    params = struct.pack("<QQQi", a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
+    return params, lambda: [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out, "w")]
+
+
+def test_launch(kernel):
+    driver, loaded = kernel
+    a, b = torch.randn(2, 500)
+    out = torch.empty(500)
+    driver.launch(loaded, (2, 1, 1), 256, 0, *arguments(a, b, out))
+    assert torch.equal(out, a + b)
+    assert driver.load(loaded.entry) is loaded
+
+
+def test_findings_raise_once_all_is_done(kernel):
+    driver, loaded = kernel
+    a, b = torch.randn(2, 500)
+    out = torch.zeros(500)
+    params, _ = arguments(a, b, out)
+    buffers = [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out[:496], "w")]
+    with pytest.raises(SanitizerError, match=r"global_out_of_bounds: add: `global_store_dword.*4 times") as caught:
+        driver.launch(loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+    assert torch.equal(out[:496], (a + b)[:496])
+    assert not out[496:].any()
+    assert caught.value.report.stored["out"] == 4 * 496
+    with configured(collect=True) as reports:
+        driver.launch(loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+    assert [finding.kind for finding in reports[0].findings] == ["global_out_of_bounds"]
+
+
+def test_refusals(kernel):
+    driver, loaded = kernel
+    a, b = torch.randn(2, 64)
+    params, buffers = arguments(a, b, torch.empty(64))
+    with pytest.raises(LaunchError, match="512 threads per workgroup, the kernel was compiled for 256"):
+        driver.launch(loaded, (1, 1, 1), 512, 0, params, buffers)
+    with pytest.raises(LaunchError, match="27 bytes of parameters, the kernel takes 28"):
+        driver.launch(loaded, (1, 1, 1), 256, 0, params[:-1], buffers)
+    with pytest.raises(LaunchError, match="needs the buffers"):
+        driver.launch(loaded, (1, 1, 1), 256, 0, params, None)
+    with pytest.raises(LaunchError, match="buffer a is on meta"):
+        driver.launch(loaded, (1, 1, 1), 256, 0, params, lambda: [Buffer("a", a.to("meta"), "r")])
