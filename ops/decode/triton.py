@@ -201,23 +201,25 @@ def rope_scores(
     DOT: tl.constexpr,
 ):  # fmt: skip
     """scores plus the rope part's share; un-rotated keys are turned by their position, in halves as in NeoX."""
-    HALF: tl.constexpr = ROPE // 2
     if rope_cos_sin is None:
         column = LATENT + tl.arange(0, ROPE)
         q_rope = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
         rope = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        return tl.dot(q_rope, tl.trans(rope.to(DOT)), scores, input_precision="ieee")
-    pair = tl.arange(0, HALF)
-    low_column, high_column = LATENT + pair, LATENT + HALF + pair
-    q_low = tl.load(q_row[:, None] + low_column[None, :], mask=live[:, None], other=0.0).to(DOT)
-    q_high = tl.load(q_row[:, None] + high_column[None, :], mask=live[:, None], other=0.0).to(DOT)
-    low = tl.load(kv_row[:, None] + low_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    high = tl.load(kv_row[:, None] + high_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
-    cos = tl.load(angle, mask=inside[:, None], other=0.0)
-    sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)
-    scores = tl.dot(q_low, tl.trans((low * cos - high * sin).to(DOT)), scores, input_precision="ieee")
-    return tl.dot(q_high, tl.trans((high * cos + low * sin).to(DOT)), scores, input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(rope.to(DOT)), scores, input_precision="ieee")
+    else:
+        HALF: tl.constexpr = ROPE // 2
+        pair = tl.arange(0, HALF)
+        low_column, high_column = LATENT + pair, LATENT + HALF + pair
+        q_low = tl.load(q_row[:, None] + low_column[None, :], mask=live[:, None], other=0.0).to(DOT)
+        q_high = tl.load(q_row[:, None] + high_column[None, :], mask=live[:, None], other=0.0).to(DOT)
+        low = tl.load(kv_row[:, None] + low_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        high = tl.load(kv_row[:, None] + high_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
+        cos = tl.load(angle, mask=inside[:, None], other=0.0)
+        sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)
+        scores = tl.dot(q_low, tl.trans((low * cos - high * sin).to(DOT)), scores, input_precision="ieee")
+        scores = tl.dot(q_high, tl.trans((high * cos + low * sin).to(DOT)), scores, input_precision="ieee")
+    return scores
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
