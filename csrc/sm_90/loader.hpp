@@ -31,7 +31,7 @@ class Loader {
                                  ? params_.block_table + item.sequence * params_.block_table_stride
                                  : params_.kv_indices + __ldg(params_.kv_indptr + item.sequence);
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
-        if constexpr (Policy::SOURCE == Source::tma) boxes(pages, first, ring);
+        if constexpr (Policy::SOURCE == Source::tma) boxes(pages, first, item.end, ring);
         else gather(pages, first, item.end, ring);
         ring.next();
       }
@@ -69,20 +69,33 @@ class Loader {
     copies_arrive(barriers_.kv_full(ring.stage));
   }
 
-  // Pages that are multiples of KEYS, and blocks that begin at multiples of KEYS: a block is rows of one page. Keys past
-  // the item's end come along and are made harmless by the scores warpgroup.
-  MLA_DEVICE void boxes(const int32_t* pages, int first, const Ring<Policy::STAGES>& ring) {
-    const int in_table = first / params_.page;
-    const int row = first - in_table * params_.page;
-    const int number = __ldg(pages + in_table);
+  // Pages that are multiples of a box, and items that begin at multiples of one: a box is rows of one page. Keys of the
+  // last box past the item's end come along and are made harmless by the scores warpgroup.
+  MLA_DEVICE void boxes(const int32_t* pages, int first, int end, const Ring<Policy::STAGES>& ring) {
+    constexpr int BOXES = Policy::KEYS / Policy::BOX;
+    int number[BOXES], row[BOXES];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+      const int key = first + i * Policy::BOX;
+      if (key >= end) break;
+      const int in_table = key / params_.page;
+      row[i] = key - in_table * params_.page;
+      number[i] = __ldg(pages + in_table);
+      ++count;
+    }
     const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
     const uint32_t full = barriers_.kv_full(ring.stage);
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
     if (thread_ != 0) return;
-    barrier_expect(full, Policy::STAGE_BYTES);
+    barrier_expect(full, count * (Policy::STAGE_BYTES / BOXES));
 #pragma unroll
-    for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
-      copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
+    for (int i = 0; i < BOXES; ++i)
+      if (i < count)
+#pragma unroll
+        for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
+          copy_box(stage + c * Policy::BLOCK_BYTES + i * Policy::BOX * 128, &params_.kv_map_0, c * 64, row[i], number[i],
+                   full);
   }
 
   const DecodeParams& params_;

@@ -42,6 +42,17 @@ MLA_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase is over already.
+MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // As barrier_wait, when the arrivals come from other blocks of the cluster.
 MLA_DEVICE void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(

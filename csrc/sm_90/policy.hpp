@@ -26,7 +26,8 @@ struct DecodePolicy {
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
   static constexpr int KEYS = KEYS_;                     // keys of a stage, and of one Q K^T and one P V
-  static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
+  static constexpr int BOX = KEYS % 32 == 0 ? KEYS : 16;  // keys that TMA brings at once: pages are multiples of it
+  static constexpr int GRANULE = SOURCE == Source::tma ? BOX : 1;  // a plan's cuts are moved down to multiples of it
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;

@@ -86,7 +86,7 @@ class Scores {
 
   // Starts S = Q K^T for the ring's next stage.
   MLA_DEVICE void start(float (&s)[REGS]) {
-    barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+    if (!ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
@@ -103,6 +103,12 @@ class Scores {
     }
     wgmma_commit();
     ring_.next();
+  }
+
+  // Looks at the barriers that the next steps need while Q K^T still runs: an answer takes a hundred clocks.
+  MLA_DEVICE void look_ahead() {
+    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    ready_ = barrier_test(barriers_.kv_full(ring_.stage), ring_.parity);
   }
 
   // Probabilities of one block to shared memory, with what the values warpgroups need beside them.
@@ -136,7 +142,6 @@ class Scores {
     }
 
     const uint32_t slot = this->slot();
-    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     const int matrix = lane / 8;
     const uint32_t to = slot + (2 * warp + matrix % 2) * 256 + matrix / 2 * 128 + lane % 8 * 16;
 #pragma unroll
@@ -279,6 +284,7 @@ class Scores {
     float s[REGS];
     start(s);
     for (int first = item.first;; first += Policy::KEYS) {
+      look_ahead();
       wgmma_wait<0>();
       pin(s);
       const bool last = first + Policy::KEYS >= item.end;
@@ -302,6 +308,7 @@ class Scores {
   uint32_t shared_;
   int thread_;
   float scale_;
+  bool ready_ = false;  // the next stage was seen to be full
   Ring<Policy::STAGES> ring_;
   Ring<Policy::P_SLOTS> slots_;
   Item item_;

@@ -32,7 +32,8 @@ class Values {
   MLA_DEVICE Values(const DecodeParams& params, uint32_t shared, int side, int thread)
       : params_(params), barriers_(shared), shared_(shared), side_(side), thread_(thread) {}
 
-  // Does what the scores warpgroup orders, slot by slot. One P V is left running while the next is waited for.
+  // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a whole
+  // Q K^T later, and a stage given back early is worth more than a P V queued early.
   MLA_DEVICE void run() {
     for (;;) {
       int order = next_order();
@@ -40,18 +41,10 @@ class Values {
       if (order & MULTIPLY) {
         multiply(false, false);
         while (!(order & LAST)) {
-          const Ring<Policy::P_SLOTS> slot_before = slots_;
-          const Ring<Policy::STAGES> stage_before = stages_;
-          slots_.next();
-          stages_.next();
+          give_back();
           order = next_order();
           multiply(true, order & RESCALE);
-          wgmma_wait<1>();
-          release(barriers_.p_empty(slot_before.stage), barriers_.kv_empty(stage_before.stage));
         }
-        wgmma_wait<0>();
-        pin(o_[0]);
-        pin(o_[1]);
         inverse_[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
         inverse_[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
       } else {
@@ -62,12 +55,12 @@ class Values {
       const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
       const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
       if (order & MULTIPLY) {
-        release(barriers_.p_empty(slots_.stage), barriers_.kv_empty(stages_.stage));
-        stages_.next();
+        give_back();
       } else {
-        release(barriers_.p_empty(slots_.stage), 0);
+        __syncwarp();
+        if (thread_ % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
+        slots_.next();
       }
-      slots_.next();
       const Queries queries(params_, sequence);
       store<0>(partial_row, queries);
       store<1>(partial_row, queries);
@@ -83,36 +76,36 @@ class Values {
     return uniform(load_shared<int>(slot() + Policy::ORDER + thread_ / 32 * 4));
   }
 
-  // This warp has read what the barriers guard; 0 is none.
-  MLA_DEVICE void release(uint32_t first, uint32_t second) {
+  // This warp has read the slot and the stage.
+  MLA_DEVICE void give_back() {
     __syncwarp();
-    if (thread_ % 32 != 0) return;
-    barrier_arrive(first);
-    if (second != 0) barrier_arrive(second);
+    if (thread_ % 32 == 0) {
+      barrier_arrive(barriers_.kv_empty(stages_.stage));
+      barrier_arrive(barriers_.p_empty(slots_.stage));
+    }
+    stages_.next();
+    slots_.next();
   }
 
-  // Starts O = (add ? O * factor : 0) + P V.
+  // O = (add ? O * factor : 0) + P V.
   MLA_DEVICE void multiply(bool add, bool rescale) {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
     if (rescale) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
-      wgmma_wait<0>();
-      pin(o_[0]);
-      pin(o_[1]);
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         o_[0][i] *= factor[i / 2 % 2];
         o_[1][i] *= factor[i / 2 % 2];
       }
-      pin(o_[0]);
-      pin(o_[1]);
     }
     const uint64_t p = operand(uniform(slot()), 128, 256, Swizzle::none);
     const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                                        side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES),
                                Policy::BLOCK_BYTES, 1024, Swizzle::bytes128);
+    pin(o_[0]);
+    pin(o_[1]);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Policy::KEYS / 16; ++k)
@@ -121,6 +114,9 @@ class Values {
         values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048),
                       add || k > 0);
     wgmma_commit();
+    wgmma_wait<0>();
+    pin(o_[0]);
+    pin(o_[1]);
   }
 
   // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on validity.
