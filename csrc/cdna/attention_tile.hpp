@@ -52,9 +52,9 @@ struct Weights {
     return __builtin_fmaxf(__builtin_fmaxf(scores[0], scores[1]), __builtin_fmaxf(scores[2], scores[3]));
   }
 
-  // A new reference for the row; the factor that what was accumulated so far must be multiplied by.
-  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_max, const Lane& lane) {
-    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_max, lane));
+  // A new reference for the row, not below any score; the factor for what was accumulated so far.
+  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& lane) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale);
     const float factor = Policy::exp2(row.max - max);
     row.max = max;
     row.sum *= factor;

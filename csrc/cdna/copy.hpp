@@ -74,4 +74,22 @@ struct TwoWords {
   }
 };
 
+// The same with four words, 256 bytes apart in LDS.
+struct FourWords {
+  static constexpr int instructions = 4;
+
+  MLA_DEVICE static void copy(const void* first, const void* second, const void* third, const void* fourth, uint32_t lds) {
+    asm volatile(
+        "s_nop 0\n\t"
+        "global_load_lds_dword %0, off\n\t"
+        "global_load_lds_dword %1, off offset:256\n\t"
+        "global_load_lds_dword %2, off offset:512\n\t"
+        "global_load_lds_dword %3, off offset:768"
+        :
+        : "v"(first), "v"(static_cast<const char*>(second) - 256), "v"(static_cast<const char*>(third) - 512),
+          "v"(static_cast<const char*>(fourth) - 768), "{m0}"(lds)
+        : "memory");
+  }
+};
+
 }  // namespace cdna

@@ -16,6 +16,9 @@ MLA_DEVICE const char* lane_value(const char* x, int lane) {
   return reinterpret_cast<const char*>(static_cast<uint64_t>(high) << 32 | low);
 }
 
+// A value that is the same in all lanes, for the compiler to keep in a scalar register.
+MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
 // True in every lane when `condition` holds in any.
 MLA_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 

@@ -9,6 +9,7 @@
 #include "cdna/kernel_params.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/query.hpp"
+#include "cdna/rope.hpp"
 #include "mla/epilogue.hpp"
 #include "mla/kv_source.hpp"
 
@@ -60,18 +61,22 @@ class KeySplitDecode {
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     query_ = QueryTile<Problem>::load(p, rows_, first_row_, lane_);
     visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
-    visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_)));
+    visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t key = key_at(first);
     load_keys(row_of(source, source.page_of(key), key));
+    load_turns(p, key);
     key = key_at(first + step);
     uint32_t page = source.page_of(key);
     for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {
       const char* next = row_of(source, page, key);
+      const uint32_t next_key = key;
       key = key_at(first + 2 * step);
       page = source.page_of(key);
-      accumulate(scores<true>(next), first);
+      const f32x4 t = scores<true>(next);
+      load_turns(p, next_key);
+      accumulate(t, first);
       first += step;
     }
     accumulate(scores<false>(nullptr), first);
@@ -91,12 +96,26 @@ class KeySplitDecode {
     for (int c = 0; c < chunks; ++c) keys_.chunk[c] = *reinterpret_cast<const u32x4*>(row + c * 64);
   }
 
+  MLA_DEVICE void load_turns(const mla::DecodeParams& p, uint32_t key) {
+    if constexpr (Problem::rotate) {
+      turns_ = ChunkTurns::load(p.rope_cos_sin + static_cast<int64_t>(key) * TURN_FLOATS + lane_.group * 8);
+    }
+  }
+
   // S^T of the keys in registers, which go to LDS for the second product and make room for those at `next`.
   template <bool prefetch>
   MLA_DEVICE f32x4 scores(const char* next) {
     f32x4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
+      if constexpr (Problem::rotate) {
+        if (c == latent_chunks) {
+          u32x4 rest[2];
+          turns_.template turn<Policy, Element>(keys_.chunk[c], keys_.chunk[chunks - 1], rest);
+          sum = multiply_chunk<Element>(rest[0], query_.chunk[c], sum);
+          sum = multiply_chunk<Element>(rest[1], query_.chunk[chunks - 1], sum);
+        }
+      }
       if (c < latent_chunks) lds_write16(latent_ + key_places_.of(c), keys_.chunk[c]);
       sum = multiply_chunk<Element>(keys_.chunk[c], query_.chunk[c], sum);
       if (prefetch) keys_.chunk[c] = *reinterpret_cast<const u32x4*>(next + c * 64);
@@ -107,9 +126,9 @@ class KeySplitDecode {
   // Softmax of the tile that begins at key `first`, and its values added to the output.
   MLA_DEVICE void accumulate(f32x4 t, int first) {
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) t = Softmax::mask(t, first, visible_, lane_);
-    const float largest = Softmax::largest(t) * scale_;
-    if (__builtin_expect(any_lane(softmax_.exceeded_by(largest)), false)) {
-      output_.scale(Softmax::raise_reference(softmax_, largest, lane_));
+    const float largest = Softmax::largest(t);
+    if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
+      output_.scale(Softmax::raise_reference(softmax_, largest, scale_, lane_));
     }
     add_values(Softmax::weights(t, scale_, softmax_));
   }
@@ -213,6 +232,7 @@ class KeySplitDecode {
   int visible_to_all_;   // rows of the tile
   QueryTile<Problem> query_;
   Keys keys_;
+  ChunkTurns turns_;   // of the rope part of keys_
   mla::RowSoftmax softmax_;
   OutputTile output_;
 };

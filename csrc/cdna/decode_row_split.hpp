@@ -13,7 +13,7 @@ namespace cdna {
 
 template <class Policy, class Problem>
 class RowSplitDecode {
-  using Stages = RowStages<Problem>;
+  using Stages = RowStages<Policy, Problem>;
   static constexpr int waves = Policy::waves;
 
  public:
@@ -41,7 +41,7 @@ template <class Policy, class Problem, int tiles>
 class RowSplitWave {
   using Element = typename Problem::Element;
   using Softmax = Weights<Policy, Element>;
-  using Stages = RowStages<Problem>;
+  using Stages = RowStages<Policy, Problem>;
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int tile_keys = StagedTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
@@ -63,28 +63,27 @@ class RowSplitWave {
     const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
     if (count <= 0) return;
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
-    Stages stages(source, item_, count, lds_, lane_, wave_);
+    Stages stages(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane_);
       visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
     }
     if (tiles > 0) {
-      visible_to_all_ = smaller(item_.end_key, rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0])));
+      visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
     wait_loads();
 
     int filled = 0, used = 0;   // stages that the next tile is copied to and read from
-    const int ahead = count < 2 ? count : 2;
-    for (int n = 0; n < ahead; ++n) {
+    for (int n = 0; n < smaller(Stages::ahead, count); ++n) {
       stages.copy(n, filled);
       filled = Stages::stage_after(filled);
     }
     int first = item_.first_key;
     for (int n = 0; n < count; ++n) {
-      stages.wait(n);
+      stages.wait(n, used);
       mla::block_sync();
-      if (n + 2 < count) stages.copy(n + 2, filled);
+      if (n + Stages::ahead < count) stages.copy(n + Stages::ahead, filled);
       filled = Stages::stage_after(filled);
       accumulate(lds_ + used, first);
       used = Stages::stage_after(used);
@@ -127,8 +126,10 @@ class RowSplitWave {
 
   // Keys are read a group ahead of the products that use them.
   MLA_DEVICE void scores(LdsBytes tile, f32x4 (&t)[array]) {
-    constexpr int group = chunks % 3 == 0 ? 3 : 4;
-    constexpr int groups = chunks / group;
+    constexpr int rope_chunks = mla::ROPE / 32;
+    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);   // with the rests of turned rope parts
+    constexpr int group = products % 3 == 0 ? 3 : 4;
+    constexpr int groups = products / group;
 #pragma unroll
     for (int r = 0; r < tiles; ++r) t[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     u32x4 keys[2][group];
@@ -144,7 +145,10 @@ class RowSplitWave {
 #pragma unroll
       for (int c = 0; c < group; ++c) {
 #pragma unroll
-        for (int r = 0; r < tiles; ++r) t[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[g * group + c], t[r]);
+        for (int r = 0; r < tiles; ++r) {
+          const int n = g * group + c;
+          t[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[n < chunks ? n : n - rope_chunks], t[r]);
+        }
       }
     }
   }
@@ -164,12 +168,12 @@ class RowSplitWave {
     float largest[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      largest[r] = Softmax::largest(t[r]) * scale_;
-      exceeded |= softmax_[r].exceeded_by(largest[r]);
+      largest[r] = Softmax::largest(t[r]);
+      exceeded |= softmax_[r].exceeded_by(largest[r] * scale_);
     }
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], lane_));
+      for (int r = 0; r < tiles; ++r) output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_));
     }
   }
 

@@ -18,6 +18,8 @@ MLA_DEVICE u32x4 lds_read16(LdsBytes at) { return *reinterpret_cast<MLA_LDS u32x
 MLA_DEVICE void lds_write16(LdsBytes at, u32x4 value) { *reinterpret_cast<MLA_LDS u32x4*>(at) = value; }
 MLA_DEVICE f32x4 lds_read_f32x4(LdsBytes at) { return *reinterpret_cast<MLA_LDS f32x4*>(at); }
 MLA_DEVICE void lds_write_f32x4(LdsBytes at, f32x4 value) { *reinterpret_cast<MLA_LDS f32x4*>(at) = value; }
+MLA_DEVICE uint32_t lds_read_word(LdsBytes at) { return *reinterpret_cast<MLA_LDS uint32_t*>(at); }
+MLA_DEVICE void lds_write_word(LdsBytes at, uint32_t value) { *reinterpret_cast<MLA_LDS uint32_t*>(at) = value; }
 MLA_DEVICE float lds_read_float(LdsBytes at) { return *reinterpret_cast<MLA_LDS float*>(at); }
 MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<MLA_LDS float*>(at) = value; }
 

@@ -1,4 +1,4 @@
-// A ring of three 16-key tiles in LDS that four waves fill by direct copies, each wave four keys of every tile.
+// A ring of 16-key tiles in LDS that four waves fill by direct copies, each wave four keys of every tile.
 //
 // A stage holds 16 latent rows, 16 bytes more than their length apart, so that eight lanes that read the same column of
 // eight keys, and eight that read consecutive columns of one key, both meet all banks once; and every place a lane
@@ -9,6 +9,7 @@
 #include "cdna/copy.hpp"
 #include "cdna/cross_lane.hpp"
 #include "cdna/lds.hpp"
+#include "cdna/rope.hpp"
 #include "mla/kv_source.hpp"
 #include "mla/problem.hpp"
 
@@ -19,6 +20,8 @@ struct StagedTile {
   static constexpr int pitch = FourRows::pitch;
   static constexpr int rope = keys * pitch;
   static constexpr int rope_bytes = keys * mla::ROPE * 2;
+  static constexpr int rest = rope + rope_bytes;   // of turned rope parts, laid out like them
+  static constexpr int turns_bytes = keys * TURN_FLOATS * 4;   // cosines and sines, [wave][4][64 lanes], if keys come un-rotated
 };
 
 // Row addresses of the keys that one wave copies, found for 16 tiles at a time: lane l knows key l % 4 (of the wave's
@@ -29,17 +32,19 @@ class RowAddresses {
   static constexpr int bytes = 2 * WAVE * 4;   // page numbers of two blocks, of a wave
 
   MLA_DEVICE RowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave, LdsBytes lds)
-      : source_(source), first_(first_key + lane.index / 4 * StagedTile::keys + 4 * wave + lane.index % 4), last_(end_key - 1),
-        back_(-(lane.index % 4) * StagedTile::pitch), at_(lds + lane.index * 4),
-        lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))) {}
+      : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
   // Begins to read the page numbers of a block.
-  MLA_DEVICE void fetch(int block) const { copy_words(source_.page_entry(key(block)), lds_ + slot(block)); }
+  MLA_DEVICE void fetch(int block) const {
+    const int lane = rederived(lane_);
+    copy_words(source_.page_entry(key(block, lane)), static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
+  }
 
   // Page numbers of the block have arrived: the addresses, row j of the wave lowered as FourRows wants it.
   MLA_DEVICE void enter(int block) {
-    const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(at_ + slot(block));
-    row_ = source_.row(page, key(block)) + back_;
+    const int lane = rederived(lane_);
+    const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(lds_ + slot(block) + lane * 4);
+    row_ = source_.row(page, key(block, lane)) - lane % 4 * StagedTile::pitch;
   }
 
   // For one tile of the entered block: row j of the wave, the same in all lanes.
@@ -49,42 +54,49 @@ class RowAddresses {
     return lane_value(row_, tile % block_tiles * 4 + lane.group);
   }
 
+  MLA_DEVICE int key_of_group(int tile, const Lane& lane) const {
+    const int key = first_key_ + tile * StagedTile::keys + lane.group;
+    return key < last_key_ ? key : last_key_;
+  }
+
  private:
   MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
-  MLA_DEVICE uint32_t key(int block) const {
-    const int key = first_ + block * (block_tiles * StagedTile::keys);
-    return static_cast<uint32_t>(key < last_ ? key : last_);
+  MLA_DEVICE uint32_t key(int block, int lane) const {
+    const int key = first_key_ + (block * block_tiles + lane / 4) * StagedTile::keys + lane % 4;
+    return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
 
   const mla::KvSource& source_;
-  int first_;
-  int last_;
-  int back_;
+  int first_key_;   // the wave's first of the item
+  int last_key_;    // of the item
+  int lane_;
   const char* row_;
-  LdsBytes at_;
-  uint32_t lds_;
+  LdsBytes lds_;
 };
 
-template <class Problem>
+template <class Policy, class Problem>
 class RowStages {
   static constexpr bool has_rope = Problem::qk_dim > mla::LATENT;
+  static constexpr int turns = StagedTile::rest + StagedTile::rope_bytes;
 
  public:
-  static constexpr int stages = 3;
-  static constexpr int waves = 4;
-  static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0);
+  static constexpr int stages = Problem::rotate ? 2 : 3;   // a third with cosines and sines would not fit
+  static constexpr int ahead = stages - 1;                 // tiles in flight while one is multiplied
+  static constexpr int waves = Policy::waves;
+  static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0) +
+                                     (Problem::rotate ? StagedTile::rope_bytes + StagedTile::turns_bytes : 0);
   static constexpr int bytes = stages * stage_bytes + waves * RowAddresses::bytes;
-  static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0);   // of a wave per tile
+  static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
+                                (Problem::rotate ? FourWords::instructions : 0);   // of a wave per tile
 
-  MLA_DEVICE RowStages(const mla::KvSource& source, const mla::WorkItem& item, int tiles, LdsBytes lds, const Lane& lane,
-                       int wave)
+  MLA_DEVICE RowStages(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
+                       LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, item.first_key, item.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * RowAddresses::bytes),
-        lane_(lane), tiles_(tiles),
+        lane_(lane), lds_(lds), wave_(wave), tiles_(tiles), rope_cos_sin_(rope_cos_sin),
         latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * StagedTile::pitch),
         rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + StagedTile::rope + wave * 512) {
-    const int rope_slot = lane.column / 4 ^ ((4 * wave + lane.group) / 2 % 4);
-    rope_offset_ = lane.group * StagedTile::pitch + mla::LATENT * 2 + rope_slot * 16 + lane.index % 4 * 4;
+    rope_offset_ = lane.group * StagedTile::pitch + mla::LATENT * 2 + rope_word() * 4;
     addresses_.fetch(0);
   }
 
@@ -100,13 +112,18 @@ class RowStages {
                                  addresses_.uniform(tile, 3)};
     const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
     FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_at));
-    if (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_at));
+    if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_at));
+    if constexpr (Problem::rotate) {
+      const float* cos = rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * TURN_FLOATS + rope_word() * 2;
+      FourWords::copy(cos, cos + 1, cos + SINES, cos + SINES + 1, turns_at(stage_at));
+    }
   }
 
-  // Returns when this wave's part of `tile` has landed.
-  MLA_DEVICE void wait(int tile) const {
-    wait_copies<copies>();
-    if (tile + 1 == tiles_) wait_copies<0>();
+  // Returns when this wave's part of `tile` has landed in its stage, and is turned.
+  MLA_DEVICE void wait(int tile, int stage_at) const {
+    wait_copies<copies*(ahead - 1)>();
+    if (ahead > 1 && tile + 1 == tiles_) wait_copies<0>();
+    if constexpr (Problem::rotate) turn(stage_at);
   }
 
   // A stage is named by its first byte.
@@ -115,9 +132,35 @@ class RowStages {
   }
 
  private:
+  // Which 4 of the 64 bytes of a half the lane brings for the key it copies.
+  MLA_DEVICE int rope_word() const {
+    return (lane_.column / 4 ^ ((4 * wave_ + lane_.group) / 2 % 4)) * 4 + lane_.index % 4;
+  }
+
+  MLA_DEVICE uint32_t turns_at(int stage_at) const {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + turns + stage_at + wave_ * TURN_FLOATS * 16);
+  }
+
+  // Each lane turns the words it copied, in place.
+  MLA_DEVICE void turn(int stage_at) const {
+    const LdsBytes rope = lds_ + StagedTile::rope + stage_at + wave_ * 512 + lane_.index * 4;
+    const LdsBytes turns = (LdsBytes)(uintptr_t)turns_at(stage_at) + lane_.index * 4;
+    const TurnedWords turned = turn_words<Policy, typename Problem::Element>(
+        lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(turns), lds_read_float(turns + 256),
+        lds_read_float(turns + 512), lds_read_float(turns + 768));
+    constexpr int rest = StagedTile::rope_bytes;
+    lds_write_word(rope, turned.first);
+    lds_write_word(rope + 256, turned.second);
+    lds_write_word(rope + rest, turned.first_rest);
+    lds_write_word(rope + rest + 256, turned.second_rest);
+  }
+
   RowAddresses addresses_;
   const Lane& lane_;
+  LdsBytes lds_;
+  int wave_;
   int tiles_;
+  const float* rope_cos_sin_;
   uint32_t latent_at_;
   uint32_t rope_at_;
   int rope_offset_;
@@ -134,7 +177,10 @@ struct StagedPlaces {
         columns(4 * lane.group * StagedTile::pitch + lane.column * 16) {}
   MLA_DEVICE int of_chunk(int c) const {
     constexpr int latent_chunks = mla::LATENT / 32;
-    return c < latent_chunks ? key + c * 64 : rope + (c - latent_chunks) * 256;
+    constexpr int rope_chunks = mla::ROPE / 32;   // a third and fourth are the rests
+    if (c < latent_chunks) return key + c * 64;
+    const int n = c - latent_chunks;
+    return rope + n / rope_chunks * StagedTile::rope_bytes + n % rope_chunks * 256;
   }
   MLA_DEVICE int of_columns(int b, int j) const { return columns + j * StagedTile::pitch + b * 256; }
 };

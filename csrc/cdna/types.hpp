@@ -26,6 +26,12 @@ struct Lane {
   }
 };
 
+// x, computed from here on: what is derived from it is not kept in registers across a loop that rarely needs it.
+MLA_DEVICE int rederived(int x) {
+  asm volatile("" : "+v"(x));
+  return x;
+}
+
 // The wave's number in its workgroup, known to the compiler as the same in all lanes.
 MLA_DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(mla::thread_id() / WAVE); }
 

@@ -59,12 +59,13 @@ class CdnaConfig:
         if self.rows == TILE:
             return 4 * TILE * 1024
         stage = TILE * (1024 + 16) + (TILE * 128 if self.width == 576 else 0)
-        stages, turns = (2, TILE * 256) if self.rotate else (3, 0)
+        stages, turns = (2, TILE * (256 + 128)) if self.rotate else (3, 0)
         return stages * (stage + turns) + 4 * 512
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.element}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
+        kernel = "decode_rotated" if self.rotate else "decode"
+        return f"{kernel}_dtype-{self.element}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
 
     def tiles(self, rows: int) -> int:
         """Workgroups that share the keys of one work item."""
