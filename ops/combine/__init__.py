@@ -27,7 +27,6 @@ class Problem(NamedTuple):
     out_dtype: torch.dtype
     skip_single: bool
     splits: int  # of the whole batch; with split_indptr, as many as partial_out has room for
-    contiguous: bool  # the values of a partial row lie side by side
 
 
 def combine(
@@ -107,8 +106,7 @@ def problem(
 ) -> Problem:
     splits, rows, head_dim_v = partial_out.shape
     batch = split_indptr.shape[0] - 1 if split_indptr is not None else splits // num_splits
-    contiguous = head_dim_v <= 1 or partial_out.stride(2) == 1
-    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single, splits, contiguous)
+    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single, splits)
 
 
 def validate(

@@ -25,8 +25,6 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if problem.head_dim_v not in HEAD_DIMS_V:
         possible = " or ".join(map(str, HEAD_DIMS_V))
         return Refusal(f"head_dim_v {problem.head_dim_v}; its kernels hold rows of {possible}")
-    if not problem.contiguous:
-        return Refusal("the values of a row of partial_out do not lie side by side; pass it with a last stride of 1")
     if problem.rows * problem.batch > MOST_ROWS:
         return Refusal(f"{problem.rows} rows x {problem.batch} sequences; it takes {MOST_ROWS} rows")
     splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))

@@ -18,11 +18,11 @@ def sample(
     total = sum(counts)
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        generator = torch.Generator().manual_seed(0)
-        partial_out = torch.randn(total, rows, head_dim_v, generator=generator).to(device)
-        partial_lse = (torch.randn(total, rows, generator=generator) * 3).to(device)
+        draw: dict[str, Any] = dict(generator=torch.Generator(device).manual_seed(0), device=device)
+        partial_out = torch.randn(total, rows, head_dim_v, **draw)
+        partial_lse = torch.randn(total, rows, **draw) * 3
         bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-        attn_sink = torch.randn(rows, generator=generator).to(device) if sink else None
+        attn_sink = torch.randn(rows, **draw) if sink else None
         split = dict(num_splits=0) if ragged else dict(num_splits=splits)
         return (partial_out, partial_lse, bounds if ragged else None, attn_sink), dict(
             **split, out_dtype=torch.bfloat16

@@ -1,0 +1,502 @@
+"""combine's machine code for gfx942 and gfx950, executed in the emulator with every check on, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import subprocess
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch, tuning
+from mla_suite.core.arch import CSRC
+from mla_suite.ops.combine import COMBINE, config, native
+from mla_suite.ops.combine.config import Config
+from mla_suite.runtime import emulator, has_kernel
+from mla_suite.runtime.driver import LaunchError
+from mla_suite.testing import Exact, assert_close, poison
+from mla_suite.toolchain import compilers
+
+ARCHS = ("gfx942", "gfx950")
+INF, NAN = torch.inf, torch.nan
+SPLITS = (1, 2, 3, 4, 7, 16, 33, 64, 66, 132, 160, 161, 512)
+HEADS = (1, 8, 12, 16, 24, 32, 40, 96, 128)
+TOKENS = (1, 2, 3, 8, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MOST_WORK = 70_000  # splits x rows of a case: half a second
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request):
+    missing = [
+        instance
+        for dim in config.HEAD_DIMS_V
+        for instance in (config.unaligned(archs.get(request.param), dim).instance,)
+        if not has_kernel(request.param, instance)
+    ]
+    if missing:
+        pytest.skip(f"{missing[0]} is not built for {request.param}; run `python -m mla_suite build`")
+    with mla_suite.emulate(request.param) as record:
+        yield record
+
+
+def partials(splits, rows, head_dim_v=512, spread=3.0):
+    return torch.randn(splits, rows, head_dim_v), torch.randn(splits, rows) * spread
+
+
+def exact(partial_out, partial_lse, bounds, sink=None):
+    """fp64 merge of each sequence by the formula."""
+    outs, lses, sizes = [], [], []
+    rows = partial_lse.shape[1]
+    logits = torch.full((rows,), -INF) if sink is None else sink.repeat(rows // sink.shape[0])
+    for first, end in itertools.pairwise(bounds):
+        lse = partial_lse[first:end].double()
+        total = torch.logsumexp(lse, dim=0)
+        weight = torch.exp(lse - torch.logaddexp(total, logits.double()))
+        weight = torch.where((lse == -INF) | (weight < 2.0**-150), 0.0, weight).unsqueeze(-1)
+        values = torch.where(weight == 0, 0.0, partial_out[first:end].double())
+        outs.append((weight * values).sum(0))
+        sizes.append((weight * values.abs()).sum(0))
+        lses.append(total)
+    return Exact(torch.stack(outs), torch.stack(lses), torch.stack(sizes))
+
+
+def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):
+    """The native kernel's result, in outputs that were poisoned."""
+    arguments = {"out_dtype": torch.bfloat16, "num_splits": 0, **arguments}
+    args = (partial_out, partial_lse, split_indptr, attn_sink)
+    choice = dispatch.choose(
+        "combine", COMBINE.backends, COMBINE.problem(*args, **arguments), dispatch.arch_of(partial_out), "cpu"
+    )
+    assert choice.backend.name == "native", str(choice)
+    functional = {name: value for name, value in arguments.items() if name != "skip_single"}
+    outputs = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in COMBINE.specify(*args, **functional)]
+    torch.ops.mla_suite.combine.out(*args, **arguments, out=outputs[0], lse=outputs[1])
+    return outputs[0], outputs[1]
+
+
+def cover():
+    """Cases in which every pair of values of two of splits, heads and tokens occurs, no case too large."""
+    fits = [c for c in itertools.product(SPLITS, HEADS, TOKENS) if c[0] * c[1] * c[2] <= MOST_WORK]
+    missing = {(i, j, c[i], c[j]) for c in fits for i, j in ((0, 1), (0, 2), (1, 2))}
+    chosen = []
+    while missing:
+        gain = lambda c: len({(i, j, c[i], c[j]) for i, j in ((0, 1), (0, 2), (1, 2))} & missing)  # noqa: E731
+        best = max(fits, key=lambda c: (gain(c), -c[0] * c[1] * c[2]))
+        missing -= {(i, j, best[i], best[j]) for i, j in ((0, 1), (0, 2), (1, 2))}
+        chosen.append(best)
+    return chosen
+
+
+CASES = list(enumerate(cover()))
+
+
+@pytest.mark.parametrize(("index", "case"), CASES, ids=[f"s{s}-h{h}-t{t}" for _, (s, h, t) in CASES])
+def test_pairs_of_splits_heads_and_tokens(index, case):
+    splits, heads, tokens = case
+    name = ARCHS[index % 2]
+    head_dim_v = 512 if index % 3 and splits * heads * tokens < 12_000 else 128
+    out_dtype = DTYPES[index // 2 % 3]
+    if not has_kernel(name, config.unaligned(archs.get(name), head_dim_v).instance):
+        pytest.skip(f"combine is not built for {name}; run `python -m mla_suite build`")
+    out, lse = partials(tokens * splits, heads, head_dim_v)
+    sink = torch.randn(heads) if index % 4 == 0 else None
+    with mla_suite.emulate(name):
+        result = combine(out, lse, None, sink, num_splits=splits, out_dtype=out_dtype)
+    assert_close(*result, exact(out, lse, range(0, tokens * splits + 1, splits), sink))
+
+
+@pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
+def test_ragged_splits_with_a_sink(arch, head_dim_v):
+    counts = [0, 1, 5, 0, 33, 2, 161, 1]
+    bounds = [0, *itertools.accumulate(counts)]
+    out, lse = partials(bounds[-1] + 3, 24, head_dim_v)
+    poison(out[bounds[-1] :])  # room that no sequence owns
+    poison(lse[bounds[-1] :])
+    sink = torch.randn(8)
+    result = combine(out, lse, torch.tensor(bounds, dtype=torch.int32), sink, out_dtype=torch.float32)
+    assert_close(*result, exact(out, lse, bounds, sink))
+
+
+# What is not read, and what is not hidden
+
+
+def special(rows=9, splits=6):
+    """Rows in which a split must not be read, or its NaN must be seen."""
+    out, lse = partials(splits, rows, spread=0.5)
+    lse[0, 0], out[0, 0] = -INF, NAN  # not read
+    lse[1, 1] = NAN  # NaN
+    lse[:, 2], out[:, 2] = -INF, NAN  # nothing: 0 and -inf
+    lse[2, 3], out[2, 3] = -300.0, NAN  # weight 0: not read
+    out[1, 4, 7] = NAN  # one NaN value
+    lse[:, 5] = torch.arange(splits) * 20.0 - 300.0  # far from 0, apart
+    lse[1, 6] = INF  # lse inf, out NaN
+    lse[0, 7], out[0, 7] = lse[1, 7] - 100.0, 1e38  # weight below the smallest normal number, and counts
+    out[3, 8, :4] = torch.tensor([INF, -INF, 3e38, -0.0])
+    return out, lse
+
+
+@pytest.mark.parametrize("waves_share_a_row", [True, False])
+def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
+    point = config.invariant(arch, 512) if waves_share_a_row else Config(arch, 512, rows=4, vec=4, waves=4, slices=1)
+    monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
+    dispatch.forget()
+    out, lse = special()
+    merged, total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
+    dispatch.forget()
+    nan = merged[0].isnan()
+    assert nan.all(dim=1).nonzero().flatten().tolist() == [1, 6]
+    assert nan[4].nonzero().flatten().tolist() == [7]
+    assert total.isnan().nonzero().tolist() == [[0, 1]]
+    assert total[0, 6] == INF
+    assert torch.equal(merged[0, 2], torch.zeros(512))
+    assert merged[0, 8, 0] == INF
+    assert merged[0, 8, 1] == -INF
+    rest = [0, 3, 5, 7]
+    wanted = exact(out[:, rest], lse[:, rest], [0, 6])
+    assert_close(merged[:, rest], total[:, rest], wanted)
+
+
+def test_sinks(arch):
+    out, lse = special()
+    sink = torch.tensor([1.0, INF, INF, 400.0, -INF, 3.0, 2.0, -3.0, NAN])
+    merged, total = combine(out, lse, None, sink, num_splits=6, out_dtype=torch.float32)
+    plain, plain_total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
+    assert torch.equal(total.view(torch.int32), plain_total.view(torch.int32))  # no sink is ever in lse
+    assert merged[0, 1].isnan().all()  # an lse is NaN, sink +inf or not
+    assert torch.equal(merged[0, 2], torch.zeros(512))
+    assert torch.equal(merged[0, 3], torch.zeros(512))  # e^400 beside e^0
+    assert torch.equal(merged[0, 4].view(torch.int32), plain[0, 4].view(torch.int32))  # -inf adds nothing
+    assert merged[0, 8].isnan().all()
+    rest = [0, 5, 7]
+    assert_close(merged[:, rest], total[:, rest], exact(out[:, rest], lse[:, rest], [0, 6], sink[rest]))
+
+
+def test_a_sink_of_infinity_gives_zero(arch):
+    out, lse = partials(6, 8)
+    out[3] = NAN  # weight 0: not read
+    merged, _ = combine(out, lse, None, torch.full((4,), INF), num_splits=3)
+    assert torch.equal(merged, torch.zeros(2, 8, 512, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_one_split_passes_through(arch, out_dtype):
+    out, lse = partials(3, 5, spread=90.0)
+    merged, total = combine(out, lse, num_splits=1, out_dtype=out_dtype)
+    assert torch.equal(merged, out.to(out_dtype))
+    assert torch.equal(total, lse)
+
+
+def test_skip_single_leaves_those_rows(arch):
+    bounds = [0, 1, 4, 5, 5]
+    out, lse = partials(5, 12)
+    merged, total = combine(out, lse, torch.tensor(bounds, dtype=torch.int32), skip_single=True)
+    wanted = exact(out, lse, [1, 4])
+    assert_close(merged[1:2], total[1:2], wanted)
+    assert bool((merged[[0, 2]].view(torch.int16) == -1).all())
+    assert bool((total[[0, 2]].view(torch.int32) == -1).all())
+    assert torch.equal(merged[3], torch.zeros(12, 512, dtype=torch.bfloat16))
+    assert torch.equal(total[3], torch.full((12,), -INF))
+
+
+def test_merge_of_ragged_queries(arch):
+    """What decode asks for: partial rows of 3 query tokens, out of 1, 3 and 0 tokens; the second was never split."""
+    heads, bounds, tokens = 8, [0, 2, 2, 7], [0, 1, 4, 4]
+    partial_out, partial_lse = partials(7, 3 * heads)
+    out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))
+    native.merge(
+        partial_out,
+        partial_lse,
+        torch.tensor(bounds, dtype=torch.int32),
+        torch.tensor(tokens, dtype=torch.int32),
+        None,
+        out,
+        lse,
+        config=config.invariant(arch, 512),
+        batch=3,
+        num_splits=0,
+        skip_none=True,
+    )
+    wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
+    assert_close(out[:1], lse[:1], wanted)
+    assert bool(out[1:].isnan().all())
+    assert bool(lse[1:].isnan().all())
+
+
+# Memory
+
+
+def test_strided_outputs_and_partials(arch):
+    wide = torch.randn(6, 3, 12, 512)
+    out, lse = wide[:, 1], torch.randn(6, 20)[:, 4:16]
+    merged = poison(torch.empty(2, 14, 1024, dtype=torch.bfloat16))
+    totals = poison(torch.empty(2, 40))
+    torch.ops.mla_suite.combine.out(
+        out, lse, None, None, num_splits=3, out_dtype=torch.bfloat16, out=merged[:, :12, 512:], lse=totals[:, 5:17]
+    )
+    assert_close(merged[:, :12, 512:], totals[:, 5:17], exact(out, lse, [0, 3, 6]))
+    assert bool((merged[:, 12:].view(torch.int16) == -1).all())
+    assert bool((merged[:, :, :512].view(torch.int16) == -1).all())
+
+
+def test_odd_addresses_take_the_kernel_of_single_values(arch):
+    room = torch.randn(6 * 5 * 515 + 1)
+    out = room[1:].as_strided((6, 5, 512), (5 * 515, 515, 1))
+    lse = torch.randn(6, 5)
+    with emulator.configured(collect=True) as reports:
+        result = combine(out, lse, num_splits=3)
+    assert "vec_1" in reports[0].kernel
+    assert not reports[0].findings
+    assert_close(*result, exact(out, lse, [0, 3, 6]))
+
+
+def test_partials_beyond_two_to_the_31_elements(arch):
+    """By strides: of 8.6 GB of address space six pages are touched."""
+    far = 2**30 + 512
+    room = torch.empty(2 * far + 4 * 512)
+    out = room.as_strided((3, 4, 512), (far, 512, 1))
+    out.copy_(torch.randn(3, 4, 512))
+    lse = torch.randn(3, 4)
+    assert out[2].storage_offset() > 2**31
+    assert_close(*combine(out, lse, num_splits=3), exact(out, lse, [0, 3]))
+
+
+def test_the_same_bits_in_any_order_of_workgroups(arch):
+    out, lse = partials(3 * 66, 16)
+    first = combine(out, lse, num_splits=66)
+    for order, threads in (("reverse", 1), ("forward", 2)):
+        with emulator.configured(order=order, threads=threads):
+            again = combine(out, lse, num_splits=66)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
+    out, lse = partials(5 * 7, 12)
+    point = config.invariant(arch, 512)
+
+    def merged(first, batch):
+        result = torch.empty(batch, 12, 512)
+        total = torch.empty(batch, 12)
+        rows = slice(7 * first, 7 * (first + batch))
+        native.merge(out[rows], lse[rows], None, None, None, result, total, config=point, batch=batch, num_splits=7)
+        return result, total
+
+    whole, totals = merged(0, 5)
+    for b in range(5):
+        alone, total = merged(b, 1)
+        assert torch.equal(alone[0], whole[b])
+        assert torch.equal(total[0], totals[b])
+
+
+# The template's axes
+
+
+@pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
+    for rows, vec in itertools.product(config.ROWS, config.VECS):
+        assert Config(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (dict(rows=3), "rows is one of 1, 2, 4, 8"),
+        (dict(vec=16), "vec is one of 1, 2, 4, 8"),
+        (dict(head_dim_v=192), "head_dim_v is one of 512, 128"),
+        (dict(waves=64), "takes 1..16 waves"),
+        (dict(slices=3), "slices must cut head_dim_v into whole vectors"),
+        (dict(slices=64, vec=8), "1 lanes would share a row"),
+        (dict(rows=8, waves=4), "4 waves hold 4 rows"),
+    ],
+)
+def test_an_illegal_point_is_one_sentence(change, why):
+    legal = dict(head_dim_v=512, rows=1, vec=4, waves=8, slices=1)
+    with pytest.raises(ValueError, match=why) as error:
+        Config(archs.get("gfx942"), **{**legal, **change})
+    assert "\n" not in str(error.value)
+
+
+def compiled(record, point, folder):
+    """Assembly text of one point."""
+    constants = dict(D_V=512, ROWS=point.rows, VEC=point.vec, WAVES=point.waves, SLICES=point.slices)
+    out = folder / f"{record.name}-{point.instance}.s"
+    command = [
+        *compilers.packaged().to_assembly(record.name),
+        *(f"-D{key}={value}" for key, value in constants.items()),
+        "-DMLA_SUITE_KERNEL=combine_point",
+        f"-I{CSRC}",
+        "-S",
+        str(CSRC / record.name / "combine.hip"),
+        "-o",
+        str(out),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return out.read_text()
+
+
+@pytest.mark.parametrize("rows", config.ROWS)
+def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
+    """The 16 points of rows x vec, each compiled and executed: ragged splits, a tail of rows that fills no workgroup."""
+    machine = emulator.Emulator(arch.name)
+    bounds = [0, 2, 2, 11]
+    out, lse = partials(11, 5)
+    for vec in config.VECS:
+        point = Config(arch, 512, rows, vec, waves=8, slices=1)
+        program = machine.load_text(compiled(arch, point, tmp_path), "combine_point")
+
+        def run(op, instance, place, grid, block, lds, params, buffers, overlap, program=program):
+            memories = [emulator.Memory.of(*buffer) for buffer in buffers()]
+            report = machine.launch(program, grid, block, lds, params, memories)
+            assert not report.findings, report.findings
+
+        monkeypatch.setattr(native, "launch", run)
+        merged, total = torch.empty(3, 5, 512), torch.empty(3, 5)
+        native.merge(
+            out,
+            lse,
+            torch.tensor(bounds, dtype=torch.int32),
+            None,
+            None,
+            merged,
+            total,
+            config=point,
+            batch=3,
+            num_splits=0,
+        )
+        assert_close(merged, total, exact(out, lse, bounds))
+
+
+# Choosing
+
+
+def cells(**change):
+    row = dict(head_dim_v=512, out_dtype="bf16", device_units=304, rows=16, batch=1, splits=64, rows_per_group=2)
+    row |= dict(vec=8, waves=8, slices=1, num_splits=24, kind="counted", date="2026-11-21", commit="0123456")
+    return row | change
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Writes rows as the user's table for gfx942."""
+
+    def write(*rows):
+        folder = tmp_path / "combine"
+        folder.mkdir(exist_ok=True)
+        text = "\n".join([",".join(config.FORMAT.header), *(config.FORMAT.line(row) for row in rows)])
+        (folder / "gfx942.csv").write_text(text + "\n")
+        tuning.forget()
+
+    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
+    yield write
+    tuning.forget()
+
+
+def test_a_row_of_a_table_decides(table):
+    gfx942 = archs.get("gfx942")
+    ruled, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
+    assert reason.startswith("rule")
+    table(cells(), cells(batch=64, num_splits=2))
+    chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
+    assert (chosen.rows, chosen.vec) == (2, 8)
+    assert "gfx942.csv:2" in reason
+    near, reason = config.choose(gfx942, 512, "bf16", 16, 1, 66)
+    assert near == chosen
+    assert "nearest" in reason
+    assert config.choose(gfx942, 512, "bf16", 16, 1, 512)[0] == dataclasses.replace(
+        ruled, waves=16
+    )  # too far: the rule
+    assert config.choose(gfx942, 512, "fp16", 16, 1, 64)[0] == ruled  # another dtype
+    assert config.split_count(gfx942, 512, "bf16", 16, 1) == 24
+    assert config.split_count(gfx942, 512, "bf16", 16, 64) == 2
+
+
+def test_a_miss_gives_the_same_numbers(arch):
+    """A tuned point and the rule's differ in the order of additions only."""
+    out, lse = partials(2 * 33, 16)
+    results = []
+    for point in (config.invariant(arch, 512), Config(arch, 512, rows=4, vec=4, waves=4, slices=1)):
+        merged, total = torch.empty(2, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16)
+        native.merge(out, lse, None, None, None, merged, total, config=point, batch=2, num_splits=33)
+        assert_close(merged, total, exact(out, lse, [0, 33, 66]))
+        results.append(merged)
+    assert_close(results[0], total, exact(out, lse, [0, 33, 66]))
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (cells(waves=4, rows_per_group=8), r"gfx942.csv:2: this configuration is not legal.*4 waves hold 4 rows"),
+        (cells(vec=3), r"gfx942.csv:2: .*vec is one of 1, 2, 4, 8"),
+        (cells(rows_per_group=0), r"gfx942.csv:2: rows_per_group is '0'"),
+        (cells(microseconds=3), r"gfx942.csv:2: a counted row has a time"),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_and_line(table, row, why):
+    table(row)
+    with pytest.raises(ValueError, match=why):
+        config.choose(archs.get("gfx942"), 512, "bf16", 16, 1, 64)
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+def test_shipped_tables(name):
+    path = tuning.SHIPPED / "combine" / "tuned" / f"{name}.csv"
+    if path.is_file():
+        assert tuning.lint(config.FORMAT, name, path) == ()
+        found = tuning.load(config.FORMAT, name, path)
+        for row in found:
+            assert config._of_row(archs.get(name), row.values).instance in built_instances(name)
+        for a, b in itertools.product(found, found):
+            same = all(a.values[key] == b.values[key] for key in ("head_dim_v", "device_units", "rows"))
+            if same and a.values["batch"] <= b.values["batch"]:
+                assert a.values["num_splits"] >= b.values["num_splits"], f"{a.place} and {b.place}"
+
+
+def built_instances(name):
+    from mla_suite.toolchain.instances import instances
+
+    return {item.id for item in instances(name) if item.kernel == "combine"}
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+def test_the_rule_only_picks_points_that_are_built(name):
+    record, wanted = archs.get(name), built_instances(name)
+    for head_dim_v, rows, splits in itertools.product(config.HEAD_DIMS_V, (1, 16, 150, 1000, 20000), (1, 8, 97, 600)):
+        assert config.choose(record, head_dim_v, "bf16", rows, 1, splits)[0].instance in wanted
+        assert config.invariant(record, head_dim_v).instance in wanted
+        assert config.unaligned(record, head_dim_v).instance in wanted
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+def test_the_split_count_never_rises_with_the_batch(name):
+    record = archs.get(name)
+    for rows in (1, 16, 128, 512):
+        counts = [config.split_count(record, 512, "bf16", rows, batch) for batch in (1, 2, 3, 8, 64, 128, 500)]
+        assert counts == sorted(counts, reverse=True)
+        assert counts[-1] >= 1
+
+
+def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
+    args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
+    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert "python -m mla_suite build" in answer.reason
+
+
+def test_another_width_is_refused():
+    args, kwargs = (torch.zeros(2, 3, 64), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
+    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert "head_dim_v 64" in answer.reason
+
+
+def test_a_launch_error_names_operator_and_kernel(arch, monkeypatch):
+    monkeypatch.setattr(native, "_params", lambda: type("Short", (), {"pack": staticmethod(lambda **values: b"")})())
+    out, lse = partials(2, 4)
+    with pytest.raises(LaunchError, match="combine: kernel combine_dv-512"):
+        combine(out, lse, num_splits=2)
