@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 
 import pytest
@@ -67,6 +68,47 @@ def cost_of(read, lens, rows):
     return max(loads), tile * max((n for n in splits if n > 1), default=0)
 
 
+def by_hand(lens, rows, workers):
+    """(sequence, first_key) of the items and work_indptr, by the steps of `cost.py` in scalar integers.
+
+    As a device kernel would: one prefix sum, then every candidate and cut by itself.
+    """
+    fixed, tile = item_cost(rows), min(rows, 128)
+    keys = [-(-length // GRANULE) * GRANULE for length in lens]
+    line = [0, *itertools.accumulate(length + fixed for length in keys)]
+    crumb = -(-(fixed // 2) // GRANULE) * GRANULE
+
+    def cut_at(place, split):
+        b = bisect.bisect_right(line, place) - 1
+        if b == len(lens):
+            return b, 0
+        near = (((place - line[b]) * keys[b] // (keys[b] + fixed)) + GRANULE // 2) // GRANULE * GRANULE
+        if not split:
+            return b + (2 * (place - line[b]) > keys[b] + fixed), 0
+        if near < crumb or keys[b] - near < crumb:
+            return b + (2 * near > keys[b]), 0
+        return b, near
+
+    def cost(cuts, used):
+        loads = []
+        for (b, key), (end_b, end_key) in itertools.pairwise(cuts):
+            load = line[end_b] - line[b] + (fixed + end_key if end_key else 0) - key
+            partials = (key > 0) + (end_key > 0) - (b == end_b and key > 0 and end_key > 0)
+            loads.append(0 if (b, key) == (end_b, end_key) else load + 2 * tile * partials)
+        merge = tile * (1 - (-max(keys) // -(-line[-1] // used)))
+        return max(loads) + (merge if any(key for _, key in cuts) else 0)
+
+    candidates = [
+        [cut_at(line[-1] * min(cut, used) // used, split) for cut in range(workers + 1)]
+        for split in (False, True)
+        for used in range(1, workers + 1)
+    ]
+    best = min(range(2 * workers), key=lambda i: (cost(candidates[i], i % workers + 1), i))
+    items = sorted({*((b, 0) for b in range(len(lens))), *(cut for cut in candidates[best] if cut[1])})
+    starts = {item: i for i, item in enumerate(items)} | {(len(lens), 0): len(items)}
+    return items, [starts[cut] for cut in candidates[best]]
+
+
 lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=40)
 
 
@@ -81,6 +123,15 @@ def test_balanced_plans_keep_every_promise(lens, workers, rows):
             assert all(first % GRANULE == 0 for first, _ in cuts)
             assert min(sizes[0], sizes[-1]) >= crumb  # no crumbs at the ends of a sequence
             assert min(sizes) >= GRANULE
+
+
+@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128]))
+@few
+def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows):
+    read = Plan.read(make(lens, rows=rows, workers=workers))
+    items, work_indptr = by_hand(lens, rows, workers)
+    assert [(sequence, first) for sequence, first, _, _ in read.items] == items
+    assert read.work_indptr == work_indptr
 
 
 @given(lengths, st.integers(1, 64), st.sampled_from([16, 128]))
