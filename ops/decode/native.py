@@ -10,6 +10,8 @@ import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.ops.combine import config as combine_configs
+from mla_suite.ops.combine.native import merge, merge_config
 from mla_suite.ops.decode.config import ELEMENTS, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
 from mla_suite.runtime import Buffer, has_kernel, launch
@@ -30,8 +32,9 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if why is not None:
         return Refusal(why)
     config = cdna_config(problem, arch)
-    if not has_kernel(arch, config.instance):
-        return Refusal(f"kernel {config.instance} is not built for {arch.name}; run `python -m mla_suite build`")
+    for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
+        if not has_kernel(arch, needed):
+            return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
     return Offer(config, f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows")
 
 
@@ -96,7 +99,9 @@ def run(
         workers = min(slots, config.arch.compute_units)
     else:
         bound = max_kv_len or (block_table.shape[1] if block_table is not None else _length(kv_indices)) * page
-        splits = num_splits or (int(splits_of(bound, split_size)) if split_size else _splits(config, batch * tiles, bound))
+        splits = num_splits or (
+            int(splits_of(bound, split_size)) if split_size else _splits(config, batch * tiles, bound)
+        )
         slots = batch * splits if splits > 1 else 0
         workers = batch * splits
     if softmax_scale < 0:  # the kernel finds the largest score before it scales
@@ -160,50 +165,23 @@ def run(
 
     launch("decode", config.instance, q, (workers, tiles, 1), config.threads, 0, params, buffers)
     if partial_out is not None and partial_lse is not None:
-        split_indptr = plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None
-        _merge(partial_out, partial_lse, split_indptr, splits, cu_seqlens_q, attn_sink, final_out, final_lse)
+        merge(
+            partial_out,
+            partial_lse,
+            plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None,
+            cu_seqlens_q,
+            attn_sink,
+            final_out.view(-1, heads, head_dim_v),
+            final_lse.view(-1, heads),
+            config=merge_config(q, out, rows, batch, -(-slots // batch), split_size > 0),
+            batch=batch,
+            num_splits=splits,
+            skip_none=plan is not None,
+        )
     if final_out is not out:
         out.copy_(final_out)
     if final_lse is not lse:
         lse.copy_(final_lse)
-
-
-def _merge(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None,
-    splits: int,
-    cu_seqlens_q: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Combine the splits of each sequence; those with a plan and a single item were finished by the kernel."""
-    merged_out, merged_lse = torch.ops.mla_suite.combine(
-        partial_out,
-        partial_lse,
-        split_indptr,
-        attn_sink,
-        num_splits=splits if split_indptr is None else 0,
-        out_dtype=out.dtype,
-    )
-    heads, head_dim_v = out.shape[-2:]
-    merged_out = merged_out.view(merged_out.shape[0], -1, heads, head_dim_v)
-    merged_lse = merged_lse.view(merged_lse.shape[0], -1, heads)
-    split = None if split_indptr is None else split_indptr.diff() > 0
-    if cu_seqlens_q is not None:
-        token = torch.arange(out.shape[0], device=out.device, dtype=cu_seqlens_q.dtype)
-        sequence = torch.searchsorted(cu_seqlens_q, token, right=True) - 1
-        place = token - cu_seqlens_q[sequence]
-        merged_out, merged_lse = merged_out[sequence, place], merged_lse[sequence, place]
-        split = None if split is None else split[sequence]
-    if split is None:
-        out.copy_(merged_out)
-        lse.copy_(merged_lse)
-    else:
-        split = split.view(-1, *[1] * (lse.dim() - 1))
-        torch.where(split, merged_lse, lse, out=lse)
-        torch.where(split[..., None], merged_out, out, out=out)
 
 
 def _length(kv_indices: torch.Tensor | None) -> int:
@@ -227,9 +205,7 @@ def _writable(out: torch.Tensor) -> bool:
 
 def _in_whole_vectors(rows: torch.Tensor) -> bool:
     size = rows.element_size()
-    return (
-        rows.data_ptr() % 16 == 0 and rows.stride(-1) == 1 and all(s * size % 16 == 0 for s in rows.stride()[:-1])
-    )
+    return rows.data_ptr() % 16 == 0 and rows.stride(-1) == 1 and all(s * size % 16 == 0 for s in rows.stride()[:-1])
 
 
 BACKEND = Backend("native", offer, run)
