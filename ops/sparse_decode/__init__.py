@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, library
+from mla_suite.core import checks, dispatch, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
@@ -250,7 +250,7 @@ SPARSE_DECODE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(reference.BACKEND,),
+        backends=(dispatch.portable("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

@@ -1,0 +1,418 @@
+"""sparse_decode in Triton, for GPUs without a kernel of our own.
+
+A program holds one tile of one query token's heads and walks its selected keys pool after pool, under one softmax. A
+block of keys is gathered and dequantised once per row tile and serves as K, transposed, and as V. fp8 values are
+decoded by integer arithmetic, so every GPU reads both flavours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.core.layouts import layout as declared
+from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
+from mla_suite.runtime.scratch import partials
+
+DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts of a selection fall on its multiples
+
+
+class Tile(NamedTuple):
+    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Record(NamedTuple):
+    """Where a layout keeps a token's values, as constants of the kernel; see `Field` in core/layouts for the rule.
+
+    Columns 0 .. latent_count of a row are the latent field, those after it the rope field. A dense row is one field.
+    """
+
+    latent_count: Any
+    latent_encoding: Any
+    latent_offset: Any
+    latent_stride: Any
+    latent_per_block: Any
+    rope_encoding: Any
+    rope_offset: Any
+    rope_stride: Any
+    rope_per_block: Any
+    scale_count: Any
+    scale_encoding: Any
+    scale_offset: Any
+    scale_stride: Any
+    scale_per_block: Any
+    scale_tile: Any
+
+
+class Pool(NamedTuple):
+    """One pool as the kernel takes it."""
+
+    cache: Any  # [pages, page, width]
+    index: Any  # dense [tokens, topk] or ragged [entries] int32
+    indptr: Any  # [tokens + 1] int32, or None: dense
+    lengths: Any  # [tokens / tokens_per_length] int32, or None: all topk
+    topk: Any
+    index_stride: Any  # of a token of a dense index
+    tokens_per_length: Any
+    slots: Any  # pages x page
+    block_bytes: Any
+    page: Any  # a constant
+    record: Any
+
+
+@triton.jit
+def sparse_decode_kernel(
+    q,  # [tokens, heads, VALUES + REST]
+    pools,  # tuple of POOLS `Pool`s
+    attn_sink,  # [heads] fp32, or None
+    out,  # [tokens, heads, VALUES]
+    lse,  # [tokens, heads] fp32
+    partial_out,  # [tokens x num_splits, heads, VALUES] fp32, or None: one split
+    partial_lse,  # [tokens x num_splits, heads] fp32, or None
+    softmax_scale,
+    heads,
+    num_splits,
+    split_size,
+    q_stride_token,
+    q_stride_head,
+    out_stride_token,
+    out_stride_head,
+    lse_stride_token,
+    POOLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    REST: tl.constexpr,  # values of a row after those that are V too
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DOT: tl.constexpr,  # type of both matrix products' operands
+):
+    """Grid: (head tiles, tokens x num_splits). The last split is open, so no key is lost."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = head < heads
+    part = tl.program_id(1).to(tl.int64)
+    token, split = part // num_splits, part % num_splits
+    selected = tl.zeros([], tl.int64)
+    for i in tl.static_range(POOLS):
+        selected += count_of(pools[i], token)
+    chunk = tl.zeros([], tl.int64) + split_size
+    if split_size == 0:
+        granules = (selected + GRANULE - 1) // GRANULE
+        chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+    first = split * chunk
+    end = tl.where(split == num_splits - 1, selected, tl.minimum(first + chunk, selected))
+
+    q_row = q + token * q_stride_token + head * q_stride_head
+    highest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    accumulator = tl.zeros([ROWS, VALUES], tl.float32)
+    before = tl.zeros([], tl.int64)  # keys of earlier pools
+    for i in tl.static_range(POOLS):
+        count = count_of(pools[i], token)
+        low, high = tl.maximum(first - before, 0), tl.minimum(end - before, count)
+        highest, total, accumulator = attend_pool(
+            pools[i], token, low, high, q_row, live, softmax_scale * LOG2E, highest, total, accumulator,
+            VALUES, REST, KEYS, DOT,
+        )  # fmt: skip
+        before += count
+
+    seen = total > 0.0
+    result_lse = tl.where(seen, highest / LOG2E + tl.log(total), -float("inf"))
+    result_lse = tl.where(total != total, total, result_lse)  # NaN stays NaN
+    column = tl.arange(0, VALUES)
+    if partial_out is None:
+        denominator = total
+        if attn_sink is not None:
+            sink = tl.load(attn_sink + head, mask=live, other=0.0) * LOG2E
+            denominator += tl.exp2(sink - tl.where(highest == -float("inf"), 0.0, highest))
+        factor = tl.where(total == 0.0, 0.0, 1.0 / denominator)
+        place = out + token * out_stride_token + head * out_stride_head
+        value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
+        tl.store(place[:, None] + column[None, :], value, mask=live[:, None])
+        tl.store(lse + token * lse_stride_token + head, result_lse, mask=live)
+    else:
+        factor = tl.where(total == 0.0, 0.0, 1.0 / total)
+        place = part * heads + head
+        value = accumulator * factor[:, None]
+        tl.store(partial_out + place[:, None] * VALUES + column[None, :], value, mask=live[:, None])
+        tl.store(partial_lse + place, result_lse, mask=live)
+
+
+@triton.jit
+def count_of(pool, token):
+    """Keys that a query token selects from a pool, invalid ones included."""
+    if pool.indptr is not None:
+        count = tl.load(pool.indptr + token + 1) - tl.load(pool.indptr + token)
+    elif pool.lengths is not None:
+        count = tl.minimum(tl.load(pool.lengths + token // pool.tokens_per_length), pool.topk)
+    else:
+        count = pool.topk + tl.zeros([], tl.int32)
+    return count.to(tl.int64)
+
+
+@triton.jit
+def attend_pool(
+    pool, token, low, high, q_row, live, scale, highest, total, accumulator,
+    VALUES: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """The softmax's state after the selected keys low <= key < high of one pool as well."""
+    chosen = pool.index
+    if pool.indptr is not None:
+        chosen += tl.load(pool.indptr + token)
+    else:
+        chosen += token * pool.index_stride
+    column = tl.arange(0, VALUES)
+    q_values = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    for start in range(low, high, KEYS):
+        key = start + tl.arange(0, KEYS)
+        slot = tl.load(chosen + key, mask=key < high, other=-1).to(tl.int64)
+        valid = (slot >= 0) & (slot < pool.slots)
+        slot = tl.where(valid, slot, 0)
+        block = pool.cache.to(tl.pointer_type(tl.uint8)) + slot // pool.page * pool.block_bytes
+        at = slot % pool.page
+        values = row_columns(pool, block, at, valid, 0, VALUES).to(DOT)
+        scores = tl.dot(q_values, tl.trans(values), input_precision="ieee")
+        if REST > 0:
+            rest = VALUES + tl.arange(0, REST)
+            q_rest = tl.load(q_row[:, None] + rest[None, :], mask=live[:, None], other=0.0).to(DOT)
+            k_rest = row_columns(pool, block, at, valid, VALUES, REST).to(DOT)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores = tl.where(valid[None, :], scores * scale, -float("inf"))
+        last = highest
+        highest = tl.maximum(last, tl.max(scores, 1))
+        shift = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen nothing
+        weights = tl.exp2(scores - shift[:, None])
+        fading = tl.exp2(last - shift)
+        total = total * fading + tl.sum(weights, 1)
+        accumulator = accumulator * fading[:, None]
+        accumulator = tl.dot(weights.to(DOT), values, accumulator, input_precision="ieee")
+    return highest, total, accumulator
+
+
+@triton.jit
+def row_columns(pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """fp32 columns FIRST .. FIRST + COUNT of the rows of tokens `at` of blocks that begin at byte pointers `block`."""
+    LATENT: tl.constexpr = pool.record.latent_count
+    column = FIRST + tl.arange(0, COUNT)
+    if FIRST < LATENT:
+        field = block + pool.page * pool.record.latent_per_block + at * pool.record.latent_stride
+        wanted = valid[:, None]
+        if FIRST + COUNT > LATENT:
+            wanted = wanted & (column < LATENT)[None, :]
+        row = load_encoded(field + pool.record.latent_offset, column, wanted, pool.record.latent_encoding)
+        if pool.record.scale_count > 0:
+            row = scaled(row, pool, block, at, valid, FIRST, COUNT)
+    if FIRST + COUNT > LATENT:
+        field = block + pool.page * pool.record.rope_per_block + at * pool.record.rope_stride
+        wanted = valid[:, None] & (column >= LATENT)[None, :]
+        rope = load_encoded(field + pool.record.rope_offset, column - LATENT, wanted, pool.record.rope_encoding)
+        row = tl.where((column >= LATENT)[None, :], rope, row) if FIRST < LATENT else rope
+    return row
+
+
+@triton.jit
+def scaled(row, pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """`row` with each tile of its latent part multiplied by its scale."""
+    TILE: tl.constexpr = pool.record.scale_tile
+    tile = FIRST // TILE + tl.arange(0, COUNT // TILE)
+    wanted = valid[:, None] & (tile < pool.record.scale_count)[None, :]
+    field = block + pool.page * pool.record.scale_per_block + at * pool.record.scale_stride
+    scale = load_encoded(field + pool.record.scale_offset, tile, wanted, pool.record.scale_encoding)
+    tiles = tl.reshape(row, [row.shape[0], COUNT // TILE, TILE])
+    return tl.reshape(tiles * scale[:, :, None], [row.shape[0], COUNT])
+
+
+@triton.jit
+def load_encoded(field, column, wanted, ENCODING: tl.constexpr):
+    """fp32 values [keys, columns] of fields that begin at byte pointers `field` [keys]; 0 where not wanted."""
+    if ENCODING == "fp32":
+        field = field.to(tl.pointer_type(tl.float32))
+    elif ENCODING == "bf16":
+        field = field.to(tl.pointer_type(tl.bfloat16))
+    elif ENCODING == "fp16":
+        field = field.to(tl.pointer_type(tl.float16))
+    stored = tl.load(field[:, None] + column[None, :], mask=wanted, other=0)
+    if ENCODING == "e8m0":
+        code = stored.to(tl.int32)
+        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
+        values = bits.to(tl.float32, bitcast=True)
+    elif ENCODING == "e4m3fn" or ENCODING == "e4m3fnuz":
+        # e4m3's fields at fp32's places are the value but for the exponent's bias, subnormals included
+        BIAS: tl.constexpr = 8 if ENCODING == "e4m3fnuz" else 7
+        code = stored.to(tl.int32)
+        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
+        nan = code == 0x80 if ENCODING == "e4m3fnuz" else (code & 0x7F) == 0x7F
+        values = tl.where(nan, float("nan"), bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS))
+    else:
+        values = stored.to(tl.float32)
+    return values
+
+
+@functools.lru_cache(maxsize=256)
+def record(layout: str, head_dim: int) -> Record:
+    """The layout's fields as constants of the kernel; a dense row as one field of head_dim values."""
+    kind = declared(layout)
+    kind = kind.sized(head_dim, 0) if kind.dense else kind
+    constants = kind.constants()
+    encodings = {field.name: field.encoding for field in kind.fields}
+
+    def value(name: str) -> Any:
+        part, _, what = name.partition("_")
+        found = encodings.get(part, "") if what == "encoding" else constants.get(f"KV_{name.upper()}", 0)
+        return tl.constexpr(found)
+
+    return Record(*(value(name) for name in Record._fields))
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
+    if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
+        return Refusal(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
+    for pool in problem.pools:
+        kind = declared(pool.layout)
+        if kind.scale_rule is not None and values != kind.head_dim_v:
+            return Refusal(f"head_dim_v {values} of layout {pool.layout}; it takes {kind.head_dim_v}")
+    tile = tile_for(problem.heads, problem.dtype)
+    return Offer(tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read")
+
+
+def tile_for(heads: int, dtype: torch.dtype) -> Tile:
+    """64 rows fill a Hopper warpgroup's matrix instruction; more would not fit the registers beside 512 columns."""
+    if dtype == torch.float32:
+        return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
+    if heads <= 16:
+        return Tile(16, 32, 4, 2)
+    return Tile(32, 32, 4, 2) if heads <= 32 else Tile(64, 32, 8, 2)
+
+
+def run(
+    config: Tile,
+    outputs: tuple[torch.Tensor, ...],
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    topk_lengths: Sequence[torch.Tensor | None],
+    attn_sink: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None,
+    *,
+    layouts: Sequence[str],
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    out, lse = outputs
+    heads, head_dim = q.shape[-2:]
+    queries, flat_out, flat_lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    tokens = queries.shape[0]
+    if tokens == 0 or heads == 0:
+        return
+    lists = zip(kv_caches, indices, indptrs, topk_lengths, layouts, strict=True)
+    pools = tuple(_pool(q, *members) for members in lists)
+    tiles = triton.cdiv(heads, config.rows)
+    splits = num_splits or _splits(tokens, tiles, indices, indptrs, split_size)
+    partial_out, partial_lse = partials(q.device, tokens * splits, heads, head_dim_v) if splits > 1 else (None, None)
+    sparse_decode_kernel[(tiles, tokens * splits)](
+        queries,
+        pools,
+        attn_sink,
+        flat_out,
+        flat_lse,
+        partial_out,
+        partial_lse,
+        softmax_scale,
+        heads,
+        splits,
+        split_size if splits > 1 else 0,
+        queries.stride(0),
+        queries.stride(1),
+        flat_out.stride(0),
+        flat_out.stride(1),
+        flat_lse.stride(0),
+        POOLS=len(pools),
+        VALUES=head_dim_v,
+        REST=head_dim - head_dim_v,
+        ROWS=config.rows,
+        KEYS=config.keys,
+        DOT=DOT_TYPES[q.dtype],
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
+    if partial_out is not None and partial_lse is not None:
+        merge(
+            partial_out,
+            partial_lse,
+            None,
+            None,
+            attn_sink,
+            flat_out,
+            flat_lse,
+            batch=tokens,
+            num_splits=splits,
+        )
+    # Of a caller's output whose leading strides do not merge, flatten makes a copy.
+    if flat_out.data_ptr() != out.data_ptr():
+        out.copy_(flat_out.view(out.shape))
+    if flat_lse.data_ptr() != lse.data_ptr():
+        lse.copy_(flat_lse.view(lse.shape))
+
+
+def _pool(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    index: torch.Tensor,
+    indptr: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    layout: str,
+) -> Pool:
+    pages, page, _ = cache.shape
+    rows = index.flatten(0, -2) if indptr is None else index
+    per_sequence = lengths is not None and q.dim() == 4 and lengths.dim() == 1
+    return Pool(
+        cache,
+        rows,
+        indptr,
+        lengths.flatten() if lengths is not None else None,
+        rows.shape[-1],
+        rows.stride(0),
+        q.shape[1] if per_sequence else 1,
+        pages * page,
+        cache.stride(0) * cache.element_size(),
+        tl.constexpr(page),
+        record(layout, q.shape[-1]),
+    )
+
+
+def _splits(
+    tokens: int,
+    tiles: int,
+    indices: Sequence[torch.Tensor],
+    indptrs: Sequence[torch.Tensor | None],
+    split_size: int,
+) -> int:
+    """Cuts per query token where no number was asked for: enough blocks for every compute unit, none under 128 keys.
+
+    In batch-invariant mode as many as the widths of dense indices need; of ragged indices nothing on the host bounds
+    one token's keys, so they are not cut.
+    """
+    if split_size:
+        ragged = any(indptr is not None for indptr in indptrs)
+        return 1 if ragged else max(1, triton.cdiv(sum(index.shape[-1] for index in indices), split_size))
+    device = indices[0].device
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    keys = sum(index.numel() for index in indices) // tokens
+    return max(1, min(units // (tokens * tiles), keys // 128))

@@ -1,0 +1,201 @@
+"""sparse_decode in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
+
+The interpreter's bf16 dot is wrong (Triton 3.6), so queries are fp16 and fp32; the pools are in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from backend import run
+
+from mla_suite.core import library
+from mla_suite.core.dispatch import Refusal
+from mla_suite.core.layouts import LAYOUTS, layout
+from mla_suite.core.layouts import cache as caches
+from mla_suite.ops.sparse_decode import triton as sparse
+
+ABSURD = (-1, 2**31 - 1, -(2**31), -7)
+Shape = tuple[str, int, int, int]  # layout, pages, page, topk
+
+
+def poisoned(name: str, pages: int, page: int, used: set[int], head_dim: int, seed: int) -> torch.Tensor:
+    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every layout."""
+    kind = layout(name)
+    kind = kind.sized(head_dim, 0) if kind.dense else kind
+    cache = caches.empty(kind, pages, page)
+    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)  # type: ignore[call-overload]
+    slots = torch.tensor(sorted(used), dtype=torch.int64)
+    rows = torch.randn(len(slots), head_dim, generator=torch.Generator().manual_seed(seed))
+    caches.scatter(kind, cache, slots, rows)
+    return cache
+
+
+def problem(
+    shapes: Sequence[Shape], tokens: int, heads: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Any, ...]:
+    """q [tokens, heads, D], caches whose unselected slots are NaN, and dense indices, some repeated, some absurd."""
+    head_dim = layout(shapes[0][0]).head_dim if len(shapes) == 1 else 512
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
+    kv_caches, indices = [], []
+    for name, pages, page, topk in shapes:
+        slots = pages * page
+        index = torch.randint(0, slots, (tokens, topk), generator=generator)
+        absurd = torch.tensor([*ABSURD, slots])[torch.randint(0, 5, (tokens, topk), generator=generator)]
+        index = torch.where(torch.rand(tokens, topk, generator=generator) < 0.2, absurd, index).int()
+        used = {slot for slot in index.flatten().tolist() if 0 <= slot < slots}
+        kv_caches.append(poisoned(name, pages, page, used, head_dim, seed))
+        indices.append(index)
+    return q, kv_caches, indices, [name for name, *_ in shapes]
+
+
+def compare(
+    q: torch.Tensor,
+    kv_caches: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    names: Sequence[str],
+    indptrs: Sequence[torch.Tensor | None] | None = None,
+    lengths: Sequence[torch.Tensor | None] | None = None,
+    sink: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    nothing = [None] * len(names)
+    args = (q, kv_caches, indices, indptrs or nothing, lengths or nothing, sink)
+    kwargs = dict(layouts=names, softmax_scale=0.05) | options
+    expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+    got = run(sparse, "sparse_decode", args, kwargs)
+    for mine, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5, equal_nan=True)
+    return got[0], got[1]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_layouts(name: str, num_splits: int) -> None:
+    compare(*problem([(name, 3, 7, 90)], 2, 16), num_splits=num_splits)
+
+
+POOLS: dict[str, list[Shape]] = {
+    "window and compressed": [("dsv4", 2, 64, 24), ("dsv4", 30, 2, 16)],
+    "two flavours": [("dsv4_fnuz", 2, 16, 13), ("dsv4", 3, 5, 7)],
+    "three pools": [("dsv4", 1, 256, 70), ("bf16", 4, 61, 8), ("dsv4_fnuz", 5, 1, 5)],
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("heads", [1, 12, 40])
+def test_pools_and_heads(name: str, heads: int) -> None:
+    sink = torch.randn(heads) if heads != 12 else None
+    for options in (dict(), dict(split_size=20), dict(num_splits=2)):
+        compare(*problem(POOLS[name], 2, heads, seed=heads), sink=sink, **options)
+
+
+def test_128_heads() -> None:
+    compare(*problem(POOLS["two flavours"], 1, 128), sink=torch.randn(128))
+
+
+def test_ragged_dense_and_lengths() -> None:
+    q, kv_caches, (index, other), names = problem([("dsv4", 3, 16, 12), ("fp16", 3, 16, 12)], 6, 8)
+    keep = torch.tensor([12, 0, 5, 1, 12, 7], dtype=torch.int32)
+    ragged = torch.cat([torch.full((3,), -5).int(), *[row[:n] for row, n in zip(other, keep, strict=True)]])
+    indptr = torch.cat([torch.zeros(1), keep.cumsum(0)]).int() + 3
+    plain = compare(q, kv_caches, [index, ragged], names, [None, indptr], [keep, None])
+    batched, sizes = q.view(2, 3, 8, 512), keep.view(2, 3)
+    same = compare(batched, kv_caches, [index.view(2, 3, -1), ragged], names, [None, indptr], [sizes, None])
+    assert torch.equal(plain[0], same[0].view_as(plain[0]))
+    per_sequence = torch.tensor([4, 9], dtype=torch.int32)
+    dense = [index.view(2, 3, -1), other.view(2, 3, -1)]
+    compare(batched, kv_caches, dense, names, None, [per_sequence, None], num_splits=2)
+    compare(batched, kv_caches, [dense[0], ragged], names, [None, indptr], [per_sequence, None], split_size=4)
+
+
+@pytest.mark.parametrize("sink", [None, 0.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_a_token_without_keys(sink: float | None, num_splits: int) -> None:
+    q, kv_caches, indices, names = problem(POOLS["three pools"], 3, 4)
+    indices[0][1], indices[1][1], indices[2][1] = -1, 2**31 - 1, -1
+    sinks = None if sink is None else torch.full((4,), sink)
+    out, lse = compare(q, kv_caches, indices, names, sink=sinks, num_splits=num_splits)
+    assert out[1].eq(0).all()
+    assert lse[1].eq(-torch.inf).all()
+
+
+def test_no_pages_and_no_topk() -> None:
+    q, _, indices, names = problem([("dsv4", 1, 4, 6)], 2, 4)
+    empty = caches.empty(layout("dsv4"), 0, 4)
+    compare(q, [empty], indices, names)
+    compare(q, [empty], [indices[0][:, :0]], names)
+    compare(q[:0], [empty], [indices[0][:0]], names)
+
+
+def test_nan_that_is_selected_is_seen() -> None:
+    for name in ("dsv4", "v32", "fp16"):
+        q, kv_caches, _, names = problem([(name, 2, 4, 1)], 1, 4)
+        index = torch.arange(8, dtype=torch.int32)[None]  # all slots, those still 0xff too
+        out, lse = compare(q, kv_caches, [index], names)
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+def test_a_query_token_is_bitwise_the_same_in_any_batch() -> None:
+    q, kv_caches, indices, names = problem(POOLS["window and compressed"], 5, 16)
+    indptr = torch.arange(6, dtype=torch.int32) * indices[0].shape[1]
+    for ragged in (False, True):
+        chosen = [indices[0].flatten() if ragged else indices[0], indices[1]]
+        whole = compare(q, kv_caches, chosen, names, [indptr if ragged else None, None], split_size=16)
+        for t in range(5):
+            one = [indices[0][t] if ragged else indices[0][t : t + 1], indices[1][t : t + 1]]
+            bounds = [indptr[:2] if ragged else None, None]
+            alone = compare(q[t : t + 1], kv_caches, one, names, bounds, split_size=16)
+            assert torch.equal(whole[0][t], alone[0][0])
+            assert torch.equal(whole[1][t], alone[1][0])
+
+
+def test_every_fp8_code_is_read_as_the_layout_says() -> None:
+    for name in ("fp8", "fp8_fnuz"):
+        codes = torch.arange(256, dtype=torch.uint8).repeat(2)
+        bad = torch.tensor([0x80]) if "fnuz" in name else torch.tensor([0x7F, 0xFF])
+        codes[torch.isin(codes, bad)] = 1
+        cache = torch.zeros(1, 1, 576, dtype=torch.uint8)
+        cache[0, 0, :512] = codes
+        out, _ = compare(torch.zeros(1, 1, 576), [cache], [torch.zeros(1, 1, dtype=torch.int32)], [name])
+        torch.testing.assert_close(out[0, 0], caches.unpack(layout(name), cache)[0, 0, :512], atol=0, rtol=0)
+
+
+def test_half_precision() -> None:
+    q, kv_caches, indices, names = problem([("v32", 3, 16, 150)], 2, 24, torch.float16)
+    args = (q, kv_caches, indices, [None], [None])
+    kwargs = dict(layouts=names, softmax_scale=0.04)
+    expected_out, expected_lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+    out, lse = run(sparse, "sparse_decode", args, kwargs)
+    # keys and weights are rounded to fp16: half an ulp each is 2^-11 of values of size 1
+    torch.testing.assert_close(out, expected_out, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=1e-3)
+
+
+def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
+    q, kv_caches, indices, names = problem([("v32", 3, 16, 12)], 4, 8)
+    args = (q.view(2, 2, 8, 576), kv_caches, [indices[0].view(2, 2, -1)], [None], [None])
+    kwargs = dict(layouts=names, softmax_scale=0.05)
+    expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+    room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
+    offer = sparse.offer(library.get("sparse_decode").problem(*args, **kwargs), None)
+    sparse.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
+    torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
+    assert room[:, 2].eq(7).all()
+    assert room[..., 512:].eq(7).all()
+
+
+def test_refusals_are_sentences() -> None:
+    q, kv_caches, indices, names = problem([("v32", 3, 16, 12)], 2, 8)
+    args, kwargs = (q, kv_caches, indices, [None], [None]), dict(layouts=names, softmax_scale=0.05)
+    given = library.get("sparse_decode").problem(*args, **kwargs)
+    for change in (dict(head_dim_v=500), dict(head_dim_v=64, head_dim=128), dict(head_dim_v=8, head_dim=8)):
+        answer = sparse.offer(given._replace(**change), None)
+        assert isinstance(answer, Refusal)
+        assert ";" in answer.reason
