@@ -197,13 +197,12 @@ def cut_at(cut, used, line, keys, batch, fixed, steps):
     """Cut `cut` of the candidate with `used` equal parts: its sequence where nothing is split, its sequence where
     something is, and the key before which it lies there (0 at a boundary between sequences)."""
     total = tl.load(line + batch)
-    spacing = (total + used - 1) // used
-    place = tl.where(cut >= used, total, tl.minimum(cut * spacing, total))
+    place = total * tl.minimum(cut, used) // used
     # Every sequence costs something, so those that end at or before `place` are those below the one it lies in.
     sequence = count_below(line + 1, batch, place + 1, cut >= 0, steps)
     offset, length = place - tl.load(line + sequence), tl.load(keys + sequence)
     near = (offset * length // (length + fixed) + GRANULE // 2) // GRANULE * GRANULE
-    crumb = round_up(fixed)
+    crumb = round_up(fixed // 2)
     crumbs = (near < crumb) | (length - near < crumb)
     unsplit = sequence + (2 * offset > length + fixed).to(tl.int64)
     split = sequence + (crumbs & (2 * near > length)).to(tl.int64)
