@@ -29,17 +29,6 @@ enum Operation {
 constexpr i64 pack(Operation operation, int bytes) { return i64(operation) | i64(bytes) << 8; }
 
 static double real64(u64 x) { return bit_cast<double>(x); }
-static u32 add_halves(u32 a, u32 b, bool bf16) {
-  u32 r = 0;
-  for (int h = 0; h < 2; h++) {
-    u16 x = u16(a >> (16 * h)), y = u16(b >> (16 * h));
-    r |= u32(bf16 ? float_to_bf16(bf16_to_float(x) + bf16_to_float(y))
-                  : float_to_half(half_to_float(x) + half_to_float(y)))
-         << (16 * h);
-  }
-  return r;
-}
-
 template <class U, class S>
 static U integer_update(Operation operation, U old, U data, U compare) {
   switch (operation) {

@@ -16,6 +16,12 @@ const char* buffer_operands(Inst& in) {
   return nullptr;
 }
 
+static const char* data_and_buffer(Inst& in) {
+  const char* wrong = buffer_operands(in);
+  if (wrong || in.mod[mod_lds]) return wrong;
+  return holds_data(in.op[0], shape_bytes(in.opcode->aux)) ? nullptr : "wrong number of registers for the data";
+}
+
 void buffer_addresses(Wave& wave, const Inst& in, u32 bytes, BufferLanes& out) {
   const Operand &v = in.op[in.source], &resource = in.op[in.source + 1], &shift = in.op[in.source + 2];
   const u32* r = wave.s + resource.index;
@@ -89,9 +95,9 @@ static void store(Wave& wave, const Inst& in) {
 }
 
 #define LOAD(name, bytes, part) \
-  {"buffer_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), buffer_operands}
+  {"buffer_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), data_and_buffer}
 #define STORE(name, bytes, part) \
-  {"buffer_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), buffer_operands}
+  {"buffer_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), data_and_buffer}
 static const Opcode entries[] = {
     LOAD("ubyte", 1, ZERO_EXTEND),
     LOAD("sbyte", 1, SIGN_EXTENDED),

@@ -148,13 +148,21 @@ static void load_lds(Wave& wave, const Inst& in) {
   load_to_lds(wave, in, address, wave.exec, 0);
 }
 
-#define LOAD(name, bytes, part)                                                               \
-  {"global_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr}, { \
-    "flat_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), nullptr      \
+constexpr const char* WRONG_DATA = "wrong number of registers for the data";
+static const char* loads_data(Inst& in) {
+  return holds_data(in.op[0], shape_bytes(in.opcode->aux)) ? nullptr : WRONG_DATA;
+}
+static const char* stores_data(Inst& in) {
+  return holds_data(in.op[1], shape_bytes(in.opcode->aux)) ? nullptr : WRONG_DATA;
+}
+
+#define LOAD(name, bytes, part)                                                                  \
+  {"global_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), loads_data}, { \
+    "flat_load_" name, load, GLOBAL, ANY_ARCH, memory_shape(bytes, part, false), loads_data      \
   }
-#define STORE(name, bytes, part)                                                               \
-  {"global_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr}, { \
-    "flat_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), nullptr      \
+#define STORE(name, bytes, part)                                                                   \
+  {"global_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), stores_data}, { \
+    "flat_store_" name, store, GLOBAL, ANY_ARCH, memory_shape(bytes, part, true), stores_data      \
   }
 #define LOAD_LDS(name, bytes, arch) \
   {"global_load_lds_" name, load_lds, GLOBAL, arch, memory_shape(bytes, WHOLE, false), nullptr}

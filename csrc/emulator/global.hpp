@@ -29,6 +29,10 @@ constexpr i64 memory_shape(int bytes, Part part, bool store) { return i64(bytes)
 inline int shape_bytes(i64 aux) { return int(aux & 255); }
 inline Part shape_part(i64 aux) { return Part(aux >> 8 & 255); }
 inline bool shape_store(i64 aux) { return aux >> 16 & 1; }
+// Does the operand name as many vector registers as the data needs?
+inline bool holds_data(const Operand& op, i64 bytes) {
+  return op.kind == VECTOR && op.count == (bytes < 4 ? 1 : bytes / 4);
+}
 void load_register(Wave& wave, int index, int lane, const u8* from, i64 aux);
 void store_register(Wave& wave, int index, int lane, u8* to, i64 aux);
 

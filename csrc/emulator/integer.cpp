@@ -29,6 +29,14 @@ static i32 extract_signed(i32 a, u32 at, u32 width) {
 }
 static i32 signed24(u32 x) { return i32(x << 8) >> 8; }
 static u32 absolute_difference(u32 a, u32 b) { return a > b ? a - b : b - a; }
+static u32 dot4_signed(u32 a, u32 b, u32 c) {
+  for (int i = 0; i < 32; i += 8) c += u32(i32(i8(a >> i)) * i32(i8(b >> i)));
+  return c;
+}
+static u32 dot4_unsigned(u32 a, u32 b, u32 c) {
+  for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+  return c;
+}
 static i32 clamp16(i32 x) { return x < -32768 ? -32768 : x > 32767 ? 32767 : x; }
 
 static const Opcode entries[] = {
@@ -118,6 +126,8 @@ static const Opcode entries[] = {
     vector("v_mad_u32_u16", [](u32 a, u32 b, u32 c) { return (a & 0xffff) * (b & 0xffff) + c; }),
     vector("v_mad_i32_i16", [](u32 a, u32 b, u32 c) { return u32(i32(i16(a)) * i32(i16(b))) + c; }),
     vector("v_sad_u32", [](u32 a, u32 b, u32 c) { return absolute_difference(a, b) + c; }),
+    vector("v_dot4_i32_i8", [](u32 a, u32 b, u32 c) { return dot4_signed(a, b, c); }),
+    vector("v_dot4_u32_u8", [](u32 a, u32 b, u32 c) { return dot4_unsigned(a, b, c); }),
     vector("v_add_u16", [](u32 a, u32 b) { return (a + b) & 0xffff; }),
     vector("v_sub_u16", [](u32 a, u32 b) { return (a - b) & 0xffff; }),
     vector("v_subrev_u16", [](u32 a, u32 b) { return (b - a) & 0xffff; }),

@@ -10,6 +10,7 @@ struct EmulatorLaunch {
   const void* program;
   u32 grid[3], block[3];
   u32 lds_bytes, mode, user_scalars, ids;  // ids: bit per axis
+  u32 scratch_bytes, unused;               // per lane
   u32 checks, threads, views, findings;
   u64 spin_limit, instruction_limit;
   const u32* user_scalar;
@@ -73,6 +74,7 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
   memcpy(launch.grid, r.grid, sizeof(r.grid));
   memcpy(launch.block, r.block, sizeof(r.block));
   launch.lds_bytes = r.lds_bytes;
+  launch.scratch_bytes = r.scratch_bytes;
   launch.mode = r.mode;
   launch.user_scalars = r.user_scalars;
   launch.user_scalar = r.user_scalar;
@@ -108,6 +110,7 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     worker.counts = allocate<PcCounts>(size);
     worker.banks = allocate<BankMemo>(size);
     worker.loaded = allocate<u64>(r.views);
+    worker.scratch = allocate<u8>(u64(waves) * LANES * r.scratch_bytes);
     worker.stored = allocate<u64>(r.views);
   }
   run_launch(launch);
@@ -130,6 +133,7 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     free(worker.counts);
     free(worker.banks);
     free(worker.loaded);
+    free(worker.scratch);
     free(worker.stored);
     worker.lds.release();
   }

@@ -142,16 +142,29 @@ static void swizzle(Wave& wave, const Inst& in) {
   issue(wave, LGKM, &in.op[0]);
 }
 
-#define READ_OF(name, bytes, part) {"ds_read_" name, read, LDS, ANY_ARCH, shape(bytes, part), nullptr}
-#define WRITE_OF(name, bytes, part) {"ds_write_" name, write, LDS, ANY_ARCH, shape(bytes, part), nullptr}
-#define PAIRS(name, bytes)                                                                      \
-  {"ds_read2_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr},              \
-      {"ds_read2st64_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr}, \
-      {"ds_write2_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), nullptr}, {      \
-    "ds_write2st64_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), nullptr    \
+constexpr const char* WRONG_DATA = "wrong number of registers for the data";
+static const char* reads_data(Inst& in) {
+  int bytes = shape_bytes(in.opcode->aux) * accesses_of(in.opcode->aux);
+  return in.operands == 2 && holds_data(in.op[0], bytes) ? nullptr : WRONG_DATA;
+}
+static const char* writes_data(Inst& in) {
+  int accesses = accesses_of(in.opcode->aux);
+  if (in.operands != 1 + accesses) return "wrong number of operands for an LDS store";
+  for (int i = 1; i <= accesses; i++)
+    if (!holds_data(in.op[i], shape_bytes(in.opcode->aux))) return WRONG_DATA;
+  return nullptr;
+}
+
+#define READ_OF(name, bytes, part) {"ds_read_" name, read, LDS, ANY_ARCH, shape(bytes, part), reads_data}
+#define WRITE_OF(name, bytes, part) {"ds_write_" name, write, LDS, ANY_ARCH, shape(bytes, part), writes_data}
+#define PAIRS(name, bytes)                                                                         \
+  {"ds_read2_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), reads_data},              \
+      {"ds_read2st64_" name, read, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), reads_data}, \
+      {"ds_write2_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, bytes), writes_data}, {     \
+    "ds_write2st64_" name, write, LDS, ANY_ARCH, shape(bytes, WHOLE, 2, 64 * bytes), writes_data   \
   }
 #define TRANSPOSED(name, bytes, bits) \
-  {"ds_read_" name, read_transposed, LDS, GFX950, shape(bytes, WHOLE, 1, 1, bits), nullptr}
+  {"ds_read_" name, read_transposed, LDS, GFX950, shape(bytes, WHOLE, 1, 1, bits), reads_data}
 
 static const Opcode entries[] = {
     READ_OF("u8", 1, ZERO_EXTEND),

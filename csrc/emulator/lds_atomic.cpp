@@ -20,7 +20,9 @@ enum Operation {
   COMPARE,
   ADD_REAL,
   MIN_REAL,
-  MAX_REAL
+  MAX_REAL,
+  PK_ADD_F16,
+  PK_ADD_BF16
 };
 constexpr i64 pack(Operation operation, int bytes, bool returns) {
   return i64(operation) | i64(bytes) << 8 | i64(returns) << 16;
@@ -58,6 +60,8 @@ static U update(Operation operation, U old, U data, U other) {
     default:
       break;
   }
+  if (operation == PK_ADD_F16 || operation == PK_ADD_BF16)
+    return U(add_halves(u32(old), u32(data), operation == PK_ADD_BF16));
   if (sizeof(U) == 8) {
     double a = bit_cast<double>(u64(old)), b = bit_cast<double>(u64(data));
     return U(bit_cast<u64>(operation == ADD_REAL ? a + b : operation == MIN_REAL ? fmin(a, b) : fmax(a, b)));
@@ -118,6 +122,8 @@ static const Opcode entries[] = {
     WIDTHS("min", MIN_REAL, "f"),
     WIDTHS("max", MAX_REAL, "f"),
     WIDTHS("cmpst", COMPARE, "b"),
+    FORMS("pk_add", PK_ADD_F16, "f16", 4),
+    FORMS("pk_add", PK_ADD_BF16, "bf16", 4),
     {"ds_wrxchg_rtn_b32", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 4, true), nullptr},
     {"ds_wrxchg_rtn_b64", atomic, LDS, ANY_ARCH, pack(EXCHANGE, 8, true), nullptr},
 };

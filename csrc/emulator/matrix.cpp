@@ -200,6 +200,10 @@ static const char* prepare(Inst& in) {
   if (in.operands != (shape.scaled ? 6 : 4)) return "wrong number of operands for a matrix instruction";
   if (in.op[1].count != registers_for(shape, shape.a, in.mod[mod_cbsz])) return "wrong number of registers for A";
   if (in.op[2].count != registers_for(shape, shape.b, in.mod[mod_blgp])) return "wrong number of registers for B";
+  int results = shape.size * shape.size / LANES * (shape.a == F64 ? 2 : 1);
+  if (in.op[0].kind != VECTOR || in.op[0].count != results) return "wrong number of registers for D";
+  if (in.op[3].kind == VECTOR ? in.op[3].count != results : in.op[3].kind != LITERAL)
+    return "wrong number of registers for C";
   in.cost = shape.passes;
   // The narrow formats take half the passes only if both operands are narrow.
   if (selects && in.mod[mod_cbsz] >= 2 && in.mod[mod_blgp] >= 2) in.cost = shape.passes / 2;

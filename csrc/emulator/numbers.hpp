@@ -151,6 +151,18 @@ inline float rcp_f32(float x) { return flush(float(1.0 / flush(x))); }
 inline float sqrt_f32(float x) { return float(sqrt(double(flush(x)))); }
 inline float rsq_f32(float x) { return flush(float(1.0 / sqrt(double(flush(x))))); }
 
+// Two halves or two bf16 in a word, added each.
+inline u32 add_halves(u32 a, u32 b, bool bf16) {
+  u32 r = 0;
+  for (int h = 0; h < 32; h += 16) {
+    u16 x = u16(a >> h), y = u16(b >> h);
+    r |= u32(bf16 ? float_to_bf16(bf16_to_float(x) + bf16_to_float(y))
+                  : float_to_half(half_to_float(x) + half_to_float(y)))
+         << h;
+  }
+  return r;
+}
+
 inline float max_f32(float a, float b) {
   if (a != a) return b;
   if (b != b) return a;

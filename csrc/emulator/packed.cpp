@@ -125,6 +125,18 @@ constexpr Opcode pk16_3(const char* name, F) {
   return {name, &packed_16<F, T, 3>, VALU, ANY_ARCH, 0, nullptr};
 }
 
+template <class F>
+constexpr Opcode pk16_950(const char* name, F) {
+  return {name, &packed_16<F, Half, 3>, VALU, GFX950, 0, nullptr};
+}
+
+// NaN wins over numbers in these two.
+static Half widest(Half a, Half b) {
+  return a.value != a.value ? a : b.value != b.value ? b : Half{max_f32(a.value, b.value)};
+}
+static Half least(Half a, Half b) {
+  return a.value != a.value ? a : b.value != b.value ? b : Half{min_f32(a.value, b.value)};
+}
 static Half fused_half(Half a, Half b, Half c) {
   return Half{half_to_float(double_to_half(double(a.value) * b.value + c.value))};
 }
@@ -167,6 +179,8 @@ static const Opcode entries[] = {
     pk16<Half>("v_pk_mul_f16", [](Half a, Half b, Half) { return Half{a.value * b.value}; }),
     pk16<Half>("v_pk_max_f16", [](Half a, Half b, Half) { return Half{max_f32(a.value, b.value)}; }),
     pk16<Half>("v_pk_min_f16", [](Half a, Half b, Half) { return Half{min_f32(a.value, b.value)}; }),
+    pk16_950("v_pk_maximum3_f16", [](Half a, Half b, Half c) { return widest(widest(a, b), c); }),
+    pk16_950("v_pk_minimum3_f16", [](Half a, Half b, Half c) { return least(least(a, b), c); }),
     pk16_3<Half>("v_pk_fma_f16", [](Half a, Half b, Half c) { return fused_half(a, b, c); }),
     pk16<Word16>("v_pk_add_u16", [](Word16 a, Word16 b, Word16) { return Word16{a.value + b.value}; }),
     pk16<Word16>("v_pk_add_i16", [](Word16 a, Word16 b, Word16) { return Word16{a.value + b.value}; }),

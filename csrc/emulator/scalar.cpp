@@ -216,6 +216,12 @@ static const Opcode entries[] = {
     salu("s_ff1_i32_b32", [](bool&, u32 a) { return a ? u32(__builtin_ctz(a)) : ~0u; }),
     salu("s_ff1_i32_b64", [](bool&, u64 a) { return a ? u32(__builtin_ctzll(a)) : ~0u; }),
     salu("s_flbit_i32_b32", [](bool&, u32 a) { return a ? u32(__builtin_clz(a)) : ~0u; }),
+    salu("s_flbit_i32",
+         [](bool&, u32 a) {
+           u32 x = a >> 31 ? ~a : a;
+           return x ? u32(__builtin_clz(x)) : ~0u;
+         }),
+    salu("s_ff0_i32_b32", [](bool&, u32 a) { return ~a ? u32(__builtin_ctz(~a)) : ~0u; }),
     salu("s_flbit_i32_b64", [](bool&, u64 a) { return a ? u32(__builtin_clzll(a)) : ~0u; }),
     salu("s_sext_i32_i8", [](bool&, u32 a) { return u32(i32(i8(a))); }),
     salu("s_sext_i32_i16", [](bool&, u32 a) { return u32(i32(i16(a))); }),

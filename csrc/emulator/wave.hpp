@@ -95,6 +95,7 @@ struct Worker {
   BankMemo* banks;
   u64* loaded;  // bytes per view
   u64* stored;
+  u8* scratch;     // private memory of the waves' lanes
   Region* region;  // of the last access
   FindingList findings;
   u32 running;   // position in the order of the workgroup now running, or ~0
@@ -103,7 +104,7 @@ struct Worker {
 
 struct Launch {
   const Program* program;
-  u32 grid[3], block[3], lds_bytes;
+  u32 grid[3], block[3], lds_bytes, scratch_bytes;
   bool checks, ids[3];
   u64 spin_limit, instruction_limit;
   u32 mode, user_scalars;

@@ -196,3 +196,13 @@ def test_swizzle(arch):
 def test_refusals(arch, line, sentence):
     with pytest.raises(AssemblyError, match=sentence):
         run_snippet(arch, line)
+
+
+def test_malformed_operands_are_refused(arch):
+    for line in (
+        "global_load_dwordx4 v[0:1], v2, s[0:1]",
+        "ds_write_b64 v0, v1",
+        "buffer_store_dword v[0:1], v2, s[4:7], 0 offen",
+    ):
+        with pytest.raises(AssemblyError, match="wrong number of registers for the data"):
+            run_snippet(arch, line)

@@ -67,6 +67,8 @@ class LaunchRequest(c.Structure):
         ("mode", c.c_uint32),
         ("user_scalars", c.c_uint32),
         ("ids", c.c_uint32),
+        ("scratch_bytes", c.c_uint32),
+        ("unused", c.c_uint32),
         ("checks", c.c_uint32),
         ("threads", c.c_uint32),
         ("views", c.c_uint32),
@@ -137,6 +139,16 @@ class Core:
         return names
 
 
+def _made_from(path: Path) -> str:
+    """The source hash a library was compiled with; '' if it is none of ours."""
+    try:
+        function = c.CDLL(str(path)).emulator_source_hash
+    except (OSError, AttributeError):
+        return ""
+    function.restype = c.c_char_p
+    return (function() or b"").decode()
+
+
 @cache
 def load() -> Core:
     """The library the build installed; where it was made from other sources, or never, one is built beside the objects.
@@ -145,11 +157,8 @@ def load() -> Core:
     """
     try:
         path = manifest.installed().library("emulator")
-        core = Core(path)
-        if not emulator_library.SOURCES.is_dir():
-            return core
-        if core.library.emulator_source_hash().decode() == emulator_library.source_hash():
-            return core
+        if not emulator_library.SOURCES.is_dir() or _made_from(path) == emulator_library.source_hash():
+            return Core(path)
     except ObjectError:
         pass  # nothing installed yet: the build below says what is missing, if anything
     try:

@@ -124,6 +124,7 @@ class Emulator:
         request = core.LaunchRequest()
         request.mode = _mode(program.kernel.descriptor)
         request.user_scalars, request.ids = len(scalars), ids
+        request.scratch_bytes = program.kernel.descriptor.get("private_segment_fixed_size", 0)
         request.user_scalar = scalars.ctypes.data
         request.checks, request.threads = checks, threads
         request.spin_limit, request.instruction_limit = spin_limit, instruction_limit

@@ -29,6 +29,7 @@ _EXPLANATIONS = {
     "spin": "reads {detail} at {address} again and again; the workgroup that would change it has not been started",
     "instruction_limit": "{detail} instructions in one wave; the loop does not end",
     "rounding_mode": "the MODE register asks for another rounding than to nearest even, which is not modelled",
+    "scratch_out_of_bounds": "{detail} bytes at {address} are outside the lane's private memory",
     "bad_resource": "the buffer resource asks for swizzling or thread ids, which are not modelled",
 }
 
