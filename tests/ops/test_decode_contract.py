@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import sys
 import weakref
 
 import pytest
@@ -223,6 +225,35 @@ def test_an_unaligned_cache_is_refused():
     q, table = torch.zeros(1, 1, 4, 512).bfloat16(), torch.zeros(1, 1).int()
     with pytest.raises(ValueError, match="decode: kv_cache begins 4 bytes past a multiple of 8; .* slice whole pages"):
         mla_suite.decode(q, cache, ints(5), table, softmax_scale=1.0, layout="dsv4")
+
+
+# Nothing to do
+
+
+@pytest.mark.parametrize("plan", [False, True], ids=["", "plan"])
+def test_sequences_without_query_tokens(plan):
+    q, cache, lens = torch.randn(3, 4, 24), torch.randn(5, 16, 24), ints(20, 7, 0, 5)
+    cu_seqlens_q, table = ints(0, 0, 2, 2, 3), torch.tensor([[4, 1], [2, 0], [9, 9], [3, 9]], dtype=torch.int32)
+    args = [q, cache, lens, table, None, None, cu_seqlens_q, None, None, None, None, None]
+    if plan:
+        args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, rows=8, workers=3, max_kv_len=20)
+    kwargs = {"softmax_scale": 1.0, "head_dim_v": 16, "layout": "fp32", "max_q_len": 2}
+    assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_no_sequences_and_no_keys(batch):
+    q, cache, lens = torch.zeros(batch, 1, 4, 24), torch.zeros(0, 16, 24), torch.zeros(batch, dtype=torch.int32)
+    table = torch.zeros(batch, 0, dtype=torch.int32)
+    for plan in (None, mla_suite.plan(lens, rows=4, workers=3, max_kv_len=20)):
+        out, lse = mla_suite.decode(q, cache, lens, table, plan=plan, softmax_scale=1.0, head_dim_v=16, layout="fp32")
+        assert torch.equal(out, torch.zeros(batch, 1, 4, 16))
+        assert torch.equal(lse, torch.full((batch, 1, 4), -torch.inf))
+
+
+def test_the_example_in_the_docstring_runs():
+    module = sys.modules["mla_suite.ops.decode"]
+    assert doctest.testmod(module, extraglobs={"torch": torch}) == (0, 6)
 
 
 # Memory
