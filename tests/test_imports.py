@@ -12,11 +12,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mla_suite"
-FLOORS = {"core": 1, "toolchain": 2, "runtime": 2, "ops": 3, "models": 4, "integrations": 5, "cli": 5}
+FLOORS = {"core": 1, "toolchain": 2, "runtime": 2, "ops": 3, "models": 4, "integrations": 5, "bench": 5, "cli": 5}
 # What is in the package itself. `__init__` names the operators, so it stands on their floor: what is above may use it.
 HOUSE = {"__init__": 3, "testing": 4, "__main__": 6}
 # Parts of one floor that may use each other, and operators that may use other operators.
-SIBLINGS = {("runtime", "toolchain"), ("cli", "integrations")}
+SIBLINGS = {("runtime", "toolchain"), ("cli", "integrations"), ("cli", "bench")}
 OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
 OPERATORS |= {("sparse_decode", "combine")}
 

@@ -9,6 +9,7 @@ COMMANDS = {
     "build": "compile the kernels for AMD and NVIDIA GPUs; needs no GPU",
     "kernels": "show what was built: registers, LDS, spills, occupancy, instruction counts",
     "layouts": "print the byte map of every KV cache layout",
+    "bench": "measure the operators on named shapes, compare runs, write a page of plots",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
     "explain": "say which backend would run a problem, and why",
     "support": "print which implementation serves each operator on each arch",

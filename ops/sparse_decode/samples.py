@@ -30,13 +30,13 @@ def sample(
     tokens = batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        generator = torch.Generator().manual_seed(0)
-        q = torch.randn(batch, q_len, heads, head_dim, generator=generator).bfloat16().to(device)
+        draw: dict[str, Any] = dict(generator=torch.Generator(device).manual_seed(0), device=device)
+        q = torch.randn(batch, q_len, heads, head_dim, **draw).bfloat16()
         kv_caches, indices, indptrs, topk_lengths = [], [], [], []
         for pool in pools:
-            rows = torch.randn(pool.pages, pool.page, head_dim, generator=generator)
-            kv_caches.append(caches.pack(declared(pool.layout), rows.to(device)))
-            index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), generator=generator).int()
+            rows = torch.randn(pool.pages, pool.page, head_dim, **draw)
+            kv_caches.append(caches.pack(declared(pool.layout), rows))
+            index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), **draw).int()
             keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
             if pool.ragged:
                 index = torch.cat([row[:n] for row, n in zip(index.view(tokens, -1), keep, strict=True)])
@@ -44,7 +44,7 @@ def sample(
             indptrs.append(torch.tensor([0, *keep]).cumsum(0).int().to(device) if pool.ragged else None)
             use_lengths = lengths and not pool.ragged
             topk_lengths.append(torch.tensor(keep[:batch]).int().to(device) if use_lengths else None)
-        attn_sink = torch.randn(heads, generator=generator).to(device) if sink else None
+        attn_sink = torch.randn(heads, **draw) if sink else None
         kwargs = {"layouts": [pool.layout for pool in pools], "softmax_scale": head_dim**-0.5}
         return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink), kwargs
 

@@ -1,0 +1,131 @@
+"""Time of a call: on the device by graph replay with cold caches, on the host eagerly, and on a CPU.
+
+All times are microseconds per call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+MOST_CALLS = 2048  # nodes of a graph: 60 ms to capture, and 80 MB if a call touches only 40 kB
+GRAPH_US = 500.0  # shorter graphs would show the gap between two replays, about 2 us
+ROUND_US = 20_000.0  # longer rounds would run into the power limit, which is another measurement
+REST_S = 0.15  # before each round, so that every round starts with a cool chip and idle memory
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: rounds per pass, passes over the whole set."""
+
+    rounds: int = 4
+    passes: int = 2
+    rest_s: float = REST_S
+
+
+def cold_bytes(device: torch.device) -> int:
+    """Bytes that calls must touch in turn so that none finds its data in a cache."""
+    if device.type != "cuda":
+        return 0
+    cache = int(torch.cuda.get_device_properties(device).L2_cache_size)
+    if torch.version.hip:
+        cache += 256 << 20  # MI300's Infinity Cache, which L2_cache_size does not count
+    return max(160_000_000, cache * 8 // 3)
+
+
+class Replay:
+    """A captured graph of calls over rotating inputs, to be timed in rounds.
+
+    call   launches work for one of `turns`
+    turns  the inputs to rotate through
+    """
+
+    def __init__(self, call: Callable[[Any], object], turns: Sequence[Any]) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for turn in turns[:3]:  # compile, load and grow scratch before anything is recorded
+                call(turn)
+            stream.synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for turn in turns[:8]:
+                call(turn)
+            end.record()
+            end.synchronize()
+        torch.cuda.current_stream().wait_stream(stream)
+        estimate = max(begin.elapsed_time(end) * 1e3 / len(turns[:8]), 1.0)
+        cycles = max(1, -(-4 // len(turns)), int(GRAPH_US / estimate / len(turns)))
+        self.calls = min(cycles * len(turns), max(MOST_CALLS, len(turns)))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for index in range(self.calls):
+                call(turns[index % len(turns)])
+        self.graph.replay()
+        torch.cuda.synchronize()
+        self.replays = min(16, max(5, int(ROUND_US / (estimate * self.calls))))
+
+    def round(self, rest_s: float = REST_S) -> float:
+        """Median over the replays of one round."""
+        time.sleep(rest_s)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(self.replays + 1)]
+        self.graph.replay()  # brings clocks and memory up after the rest
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
+        return median(times) * 1e3 / self.calls
+
+
+def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: Effort) -> list[float]:
+    """Rounds of one pass."""
+    replay = Replay(call, turns)
+    return [replay.round(effort.rest_s) for _ in range(effort.rounds)]
+
+
+def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> list[float]:
+    """Time until an eager call returns, per round; the device's queue holds more calls than a round makes."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    for _ in range(3):
+        call()
+    rounds = []
+    for _ in range(effort.rounds):
+        synchronize()
+        single = []
+        for _ in range(calls):
+            start = time.perf_counter()
+            call()
+            single.append(time.perf_counter() - start)
+        rounds.append(median(single) * 1e6)
+    synchronize()
+    return rounds
+
+
+def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01) -> list[float]:
+    """Time of a call on the CPU: each round the median of five repeats that take at least `least_s` together."""
+    start = time.perf_counter()
+    call()
+    first = time.perf_counter() - start
+    calls = max(1, int(least_s / 5 / max(first, 1e-7)))
+    rounds = []
+    for _ in range(effort.rounds):
+        repeats = []
+        for _ in range(5 if first < 0.5 else 1):
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            repeats.append((time.perf_counter() - start) / calls)
+        rounds.append(median(repeats) * 1e6)
+    return rounds
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,72 @@
+"""Who can run a case: the operator's backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mla_suite.bench import inputs
+from mla_suite.bench.inputs import Call
+from mla_suite.core import dispatch
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.library import Op
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A backend or peer on one case.
+
+    refusal   why it cannot run the case; None when it can
+    run       one call, as it is timed on the device
+    answer    its result, comparable with the reference's: outputs were poisoned before
+    eager     one call as a user makes it, for host time
+    """
+
+    name: str
+    config: str = ""
+    reason: str = ""
+    refusal: str | None = None
+    run: Callable[[Call], object] | None = None
+    answer: Callable[[Call], Tensors] | None = None
+    eager: Callable[[Call], object] | None = None
+
+
+def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Contender]:
+    """A contender for each backend of the operator that is asked for."""
+    problem = op.problem(*call.args, **call.kwargs)
+    arch = dispatch.arch_of(dispatch.first_tensor(call.args))
+    chosen = dispatch.choose(op.name, op.backends, problem, arch, device.type).backend
+    operator = getattr(torch.ops.mla_suite, op.name)
+    for backend in op.backends:
+        if backend.name not in names:
+            continue
+        if device.type not in backend.devices:
+            refusal = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
+            yield Contender(backend.name, refusal=refusal)
+            continue
+        offer = backend.offer(problem, arch)
+        if isinstance(offer, Offer):
+            made = configured(op, backend, offer.config, offer.reason)
+            # Users reach what dispatch prefers through the operator; the others only by a direct call.
+            eager = (lambda call: operator(*call.args, **call.kwargs)) if backend is chosen else made.run
+            yield Contender(backend.name, made.config, made.reason, None, made.run, made.answer, eager)
+        else:
+            yield Contender(backend.name, refusal=offer.reason)
+
+
+def configured(op: Op, backend: Backend, config: Any, reason: str) -> Contender:
+    """A backend with a configuration of the caller's choice."""
+
+    def run(call: Call) -> Tensors:
+        outputs = inputs.outputs_for(op, call)
+        backend.run(config, outputs, *call.args, **call.kwargs)
+        return outputs
+
+    answer = partial(inputs.result, op, partial(backend.run, config))
+    return Contender(backend.name, "" if config is None else str(config), reason, None, run, answer, run)

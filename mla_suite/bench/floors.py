@@ -1,0 +1,106 @@
+"""What the present GPU can do at best, measured in the same run: reading memory, and multiplying matrices."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
+from mla_suite.bench.inputs import compute_units
+from mla_suite.bench.noise import median
+
+READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
+"""256 KiB to 1 GiB."""
+MATRIX = 8192
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Measured ceilings of one run.
+
+    read    (bytes, microseconds) of a kernel that only reads, rising; one launch is included
+    tflops  of a bf16 matrix product of 8192 x 8192 x 8192 random values by torch, not throttled
+    source  what measured the reads
+    """
+
+    read: tuple[tuple[int, float], ...]
+    tflops: float
+    source: str
+
+    def memory_us(self, moved: int) -> float:
+        """Time to read so many bytes: between measured sizes along a power law, beyond them at the last rate."""
+        sizes = [size for size, _ in self.read]
+        if moved <= sizes[0]:
+            return self.read[0][1]
+        if moved >= sizes[-1]:
+            return self.read[-1][1] * moved / sizes[-1]
+        at = bisect_left(sizes, moved)
+        (low, low_us), (high, high_us) = self.read[at - 1], self.read[at]
+        share = math.log(moved / low) / math.log(high / low)
+        return low_us * (high_us / low_us) ** share
+
+    def compute_us(self, flops: int) -> float:
+        return flops / self.tflops / 1e6
+
+    def of(self, moved: int, flops: int) -> tuple[float, str]:
+        """The floor of a case in microseconds, and what it comes from: memory or compute."""
+        memory, compute = self.memory_us(moved), self.compute_us(flops)
+        return (memory, "memory") if memory >= compute else (compute, "compute")
+
+    @property
+    def gb_per_s(self) -> float:
+        """Best read rate of the curve."""
+        return max(size / us / 1e3 for size, us in self.read)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_json(found: dict[str, Any]) -> Floors:
+    curve = tuple((int(size), float(us)) for size, us in found["read"])
+    return Floors(curve, float(found["tflops"]), str(found["source"]))
+
+
+def measure(device: torch.device, effort: Effort) -> Floors:
+    """Measure both ceilings on a GPU: about 5 seconds and 1.2 GB."""
+    words = torch.randint(-(2**31), 2**31 - 1, (READ_BYTES[-1] // 4 + (32 << 20),), dtype=torch.int32, device=device)
+    curve = [(size, _read_us(words, size, effort)) for size in READ_BYTES]
+    del words
+    left, right = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product = torch.empty_like(left)
+    us = median(device_rounds(lambda turn: torch.mm(turn, right, out=product), [left, left.clone()], effort))
+    source = "a Triton kernel" if find_spec("triton") else "torch.sum, which reads at 95 % of what a Triton kernel does"
+    return Floors(_rising(curve), 2 * MATRIX**3 / us / 1e6, source)
+
+
+def _rising(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """More bytes never take less time: what noise says otherwise is lowered to the next size's time."""
+    fixed: list[tuple[int, float]] = []
+    least = math.inf
+    for size, us in reversed(curve):
+        least = min(least, us)
+        fixed.append((size, least))
+    return tuple(reversed(fixed))
+
+
+def _read_us(words: torch.Tensor, size: int, effort: Effort) -> float:
+    count = size // 4
+    turns = max(2, -(-cold_bytes(words.device) // size))
+    windows = [words[at : at + count] for at in range(0, words.numel() - count + 1, count)][:turns]
+    if find_spec("triton") is None:
+        return median(device_rounds(torch.sum, windows, effort))
+    from mla_suite.bench import stream_kernel
+
+    sink = torch.empty(1, dtype=torch.int32, device=words.device)
+    units = compute_units(words.device)
+
+    def rounds(shape: stream_kernel.Shape) -> list[float]:
+        return device_rounds(lambda turn: stream_kernel.read(turn, sink, shape, units), windows, effort)
+
+    return min(median(rounds(shape)) for shape in stream_kernel.SHAPES)

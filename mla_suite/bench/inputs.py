@@ -1,0 +1,139 @@
+"""Tensors of a case, copies of them to rotate through, and whether a result is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from mla_suite import testing
+from mla_suite.bench.sets import Case
+from mla_suite.core import library
+from mla_suite.core.library import Op
+
+PLAN = 11  # decode's positional argument
+EXACT_BYTES = 8 << 20
+"""Cases up to this size are compared with an exact result in fp64 on the CPU, larger ones with the reference."""
+
+TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+"""Largest |got - expected| / |expected| of a whole result, by its dtype: its own rounding and that of P."""
+ROW_FACTOR = 4
+"""A single row may be this much further off: a result is not right on average only."""
+LSE_TOLERANCE = 2e-3
+"""Absolute, or relative above 1: fp32 sums over keys that a kernel may have rounded to bf16 after turning them."""
+
+
+class Call(NamedTuple):
+    """Arguments of one operator call."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def make(case: Case, device: torch.device) -> Call:
+    """Fresh tensors of a case, with its plan where it has one."""
+    args, kwargs = case.sample.make(device)
+    if not case.planned:
+        return Call(args, kwargs)
+    q, seq_lens, cu_seqlens_q = args[0], args[2], args[6]
+    rows = case.facts["heads"] * case.facts["q_len"]
+    workers = compute_units(device)
+    made = torch.ops.mla_suite.plan(
+        seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_kv_len=int(seq_lens.max()) if len(q) else 0
+    )
+    return Call((*args[:PLAN], made, *args[PLAN + 1 :]), kwargs)
+
+
+def compute_units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def copy(call: Call) -> Call:
+    """The same call on tensors of its own, with the same strides."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # clone() would drop the padding between blocks that a layout prescribes
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+
+    return Call(*pytree.tree_map(copied, tuple(call)))
+
+
+def rotation(call: Call, touched: int, cold_bytes: int, most: int) -> list[Call]:
+    """The call and copies of it that together touch at least `cold_bytes`: two at least, `most` at most.
+
+    Fewer when a third of the device's free memory does not hold them.
+    """
+    count = min(max(2, -(-cold_bytes // max(touched, 1))), most)
+    tensors = [leaf for leaf in pytree.tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)]
+    if tensors and tensors[0].is_cuda:
+        held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        free, _ = torch.cuda.mem_get_info(tensors[0].device)
+        count = max(1, min(count, 1 + free // 3 // max(held, 1)))
+    return [call, *(copy(call) for _ in range(count - 1))]
+
+
+def outputs_for(op: Op, call: Call) -> tuple[torch.Tensor, ...]:
+    """Empty outputs as the operator allocates them."""
+    device = next(leaf for leaf in call.args if isinstance(leaf, torch.Tensor)).device
+    return tuple(torch.empty(o.shape, dtype=o.dtype, device=device) for o in op.specify(*call.args, **call.kwargs))
+
+
+def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, ...]:
+    """What a backend computes into poisoned outputs, then the arguments it wrote. `call` is left as it was."""
+    own = copy(call) if op.mutates else call
+    outputs = tuple(testing.poison(tensor) for tensor in outputs_for(op, own))
+    run(outputs, *own.args, **own.kwargs)
+    names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.schema).arguments]
+    return (*outputs, *(own.args[names.index(name)] for name in op.mutates))
+
+
+def expected(case: Case, call: Call) -> tuple[tuple[torch.Tensor, ...], str]:
+    """What a right result is, and where that comes from: `fp64` or `reference`."""
+    op = library.get(case.op)
+    if case.op == "decode" and case.sample.bytes <= EXACT_BYTES:
+        here = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tuple(call))
+        exact = testing.exact_decode(*here[0], **here[1])
+        return (exact.out, exact.lse), "fp64"
+    reference = next(backend for backend in op.backends if backend.name == "reference")
+    return result(op, lambda outputs, *a, **k: reference.run(None, outputs, *a, **k), call), "reference"
+
+
+def error(got: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    """Relative error of a result's first tensor; ValueError, in a sentence, when a tensor is not what it should be.
+
+    Floating point: by norm, over everything and row by row. Integers: equal. A last tensor of one rank less is lse.
+    """
+    worst = 0.0
+    for index, (mine, theirs) in enumerate(zip(got, right, strict=True)):
+        if not mine.is_floating_point():
+            if not torch.equal(mine.to(theirs.device), theirs):
+                raise ValueError(f"tensor {index} of the result differs from the reference")
+            continue
+        mine_, theirs_ = mine.to(theirs.device).double(), theirs.double()
+        if mine.dim() < got[0].dim():
+            _check_lse(mine_, theirs_)
+            continue
+        allowed = TOLERANCE[mine.dtype]
+        off, size = (mine_ - theirs_).norm(dim=-1), theirs_.norm(dim=-1)
+        whole = (off.norm() / size.norm().clamp(min=1e-30)).item()
+        row = (off / size.clamp(min=1e-30)).max().item() if off.numel() else 0.0
+        if not (whole <= allowed and row <= ROW_FACTOR * allowed):  # a NaN compares false
+            raise ValueError(
+                f"tensor {index} is off by {whole:.1e}, its worst row by {row:.1e}; "
+                f"{mine.dtype} allows {allowed:.0e} and {ROW_FACTOR * allowed:.0e}"
+            )
+        worst = max(worst, whole)
+    return worst
+
+
+def _check_lse(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    finite = theirs.isfinite()
+    if not torch.equal(torch.where(finite, 0.0, mine), torch.where(finite, 0.0, theirs)):
+        raise ValueError("lse is not the infinity it should be")
+    off = torch.where(finite, (mine - theirs).abs() / theirs.abs().clamp(min=1.0), 0.0)
+    if off.numel() and not off.max().item() <= LSE_TOLERANCE:
+        raise ValueError(f"lse is off by {off.max().item():.1e}; {LSE_TOLERANCE:.0e} is allowed")

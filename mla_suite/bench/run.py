@@ -1,0 +1,123 @@
+"""Runs cases: check, then time, every backend that takes a shape and every peer that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from mla_suite.bench import bounds, clock, inputs, noise, peers
+from mla_suite.bench.clock import Effort
+from mla_suite.bench.contenders import Contender
+from mla_suite.bench.contenders import backends as contend
+from mla_suite.bench.floors import Floors
+from mla_suite.bench.inputs import Call
+from mla_suite.bench.record import Result
+from mla_suite.bench.sets import Case
+from mla_suite.core import library
+
+Progress = Callable[[str, int], None]
+"""Told what is being measured, and the steps done so far."""
+
+
+def run(
+    cases: Sequence[Case],
+    device: torch.device,
+    effort: Effort,
+    *,
+    backends: Sequence[str] = (),
+    with_peers: bool = True,
+    floors: Floors | None = None,
+    emulated: Sequence[str] = (),
+    progress: Progress = lambda what, done: None,
+) -> list[Result]:
+    """Every case in every pass, so that a shape's rounds lie apart in time; then again those that did not settle.
+
+    backends   names to run; empty: native and portable on a GPU, the reference on a CPU
+    emulated   AMD archs whose bounds are counted in the emulator; on a CPU only
+    """
+    found: dict[tuple[str, str, str], Result] = {}
+    steps = 0
+    for number in range(effort.passes + noise.MOST_EXTRA):
+        extra = number >= effort.passes
+        again = {(r.op, r.shape) for r in found.values() if r.rounds and noise.unsettled(r.rounds)}
+        for case in cases:
+            if extra and (case.op, case.shape) not in again:
+                continue
+            progress(f"{case.id} once more" if extra else case.id, steps)
+            for result in _case(case, device, effort, backends, with_peers, found, first=number == 0):
+                found.setdefault(result.key, result)
+            if number == 0:
+                for arch in emulated:
+                    counted = bounds.count(case, arch)
+                    found[counted.key] = counted
+            steps += not extra
+    progress("done", steps)
+    for result in found.values():
+        if floors is not None:
+            result.floor_us, result.bound = floors.of(result.bytes, result.flops)
+    return list(found.values())
+
+
+def _case(
+    case: Case,
+    device: torch.device,
+    effort: Effort,
+    backends: Sequence[str],
+    with_peers: bool,
+    found: dict[tuple[str, str, str], Result],
+    first: bool,
+) -> Iterable[Result]:
+    op = library.get(case.op)
+    shape = (dict(case.facts), case.sample.bytes, case.sample.flops)
+    try:
+        call = inputs.make(case, device)
+        right, source = inputs.expected(case, call) if first else ((), "")
+        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+    except torch.OutOfMemoryError:
+        sentence = "its tensors and a second set of them do not fit the device's memory"
+        yield Result(case.op, case.shape, "any backend", *shape, failure=sentence)
+        return
+    wanted = backends or (("native", "portable") if device.type == "cuda" else ("reference",))
+    contenders = list(contend(op, call, wanted, device))
+    if with_peers and device.type == "cuda":
+        contenders += [peer.contend(case, call) for peer in peers.installed()]
+    for contender in contenders:
+        fresh = Result(case.op, case.shape, contender.name, *shape, contender.config, contender.reason)
+        result = found.get(fresh.key, fresh)
+        if contender.refusal is not None:
+            result.failure = contender.refusal
+        elif not result.failure:
+            _measure(result, contender, turns, right, source, effort, device)
+        yield result
+
+
+def _measure(
+    result: Result,
+    contender: Contender,
+    turns: Sequence[Call],
+    right: Sequence[torch.Tensor],
+    source: str,
+    effort: Effort,
+    device: torch.device,
+) -> None:
+    """Append the rounds of one pass to a result; before the first, compare what is computed with what is right."""
+    run, eager, answer = contender.run, contender.eager, contender.answer
+    assert run is not None  # only a refusal has none
+    assert eager is not None
+    assert answer is not None
+    try:
+        if not result.checked:
+            is_definition = result.backend == "reference" and source == "reference"
+            result.checked = "definition" if is_definition else source
+            # A peer may return less than the operator does: out without lse.
+            got = answer(turns[0])
+            result.error = 0.0 if is_definition else inputs.error(got, right[: len(got)])
+        if device.type == "cuda":
+            result.rounds += clock.device_rounds(run, turns, effort)
+            result.host_rounds += clock.host_rounds(lambda: eager(turns[0]), effort)
+        else:
+            result.rounds += clock.cpu_rounds(lambda: eager(turns[0]), effort)
+    except Exception as error:  # a kernel that cannot be compiled, launched or trusted is its case's result
+        sentence = " ".join(str(error).split())
+        result.failure, result.wrong, result.rounds = sentence or type(error).__name__, True, []

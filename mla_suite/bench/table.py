@@ -1,0 +1,97 @@
+"""A run as rows of text, for the console and the page alike. Peers are columns beside our own backends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from mla_suite.bench.peers import PEERS
+from mla_suite.bench.record import Comparison, Report, Result
+
+PEER_NAMES = tuple(peer.name for peer in PEERS)
+
+
+class Table(NamedTuple):
+    """`numeric` columns are set flush right. `marks` has a word per row: '', slower, faster, failed."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    marks: list[str]
+    numeric: frozenset[int]
+
+
+def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
+    """One row per shape and own backend that was timed."""
+    own = [result for result in report.results if result.rounds and result.backend not in PEER_NAMES]
+    peers = [name for name in PEER_NAMES if any(r.backend == name and r.rounds for r in report.results)]
+    by_key = {result.key: result for result in report.results}
+    judged: Mapping[tuple[str, str, str], Comparison] = {entry.new.key: entry for entry in comparisons}
+    gpu = report.on_gpu
+    header = ["operator", "shape", "backend", "time us", "spread %"]
+    header += ["host us"] if gpu else []
+    header += ["GB/s", "TFLOP/s"]
+    header += ["floor us", "x floor", "bound"] if report.floors else []
+    header += ["error"]
+    header += [part for name in peers for part in (f"{name} us", f"x {name}")]
+    header += ["change"] if judged else []
+    rows, marks = [], []
+    for result in own:
+        row = [result.op, result.shape, result.backend, _us(result.us), f"{result.spread_percent:.1f}"]
+        row += [_us(result.host_us)] if gpu else []
+        row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", _rate(result.tflops)]
+        row += [_us(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
+        row += [_error(result)]
+        for name in peers:
+            peer = by_key.get((result.op, result.shape, name))
+            row += [_us(peer.us), f"{result.us / peer.us:.2f}"] if peer and peer.rounds else ["", ""]
+        entry = judged.get(result.key)
+        row += [str(entry.verdict) if entry else "new"] if judged else []
+        rows.append(tuple(row))
+        marks.append(entry.verdict.word if entry and entry.verdict.word != "same" else "")
+    words = {"operator", "shape", "backend", "bound", "change", "error"}
+    numeric = frozenset(index for index, name in enumerate(header) if name not in words)
+    title = "Device time of a call, cold caches" if gpu else "Time of a call on this CPU"
+    return Table(title, tuple(header), rows, marks, numeric)
+
+
+def counted(report: Report) -> Table:
+    """Bounds from the emulator. They are clocks of a compute unit, and never become a time."""
+    found = [result for result in report.results if result.counted]
+    resources = list(found[0].counted) if found else []
+    rows: list[tuple[str, ...]] = []
+    for result in found:
+        limiter = max(result.counted, key=lambda name: result.counted[name] if name != "LDS at 256 B" else 0.0)
+        clocks = [f"{result.counted[name]:.0f}" for name in resources]
+        rows.append((result.op, result.shape, result.backend, *clocks, limiter, _error(result)))
+    header = ("operator", "shape", "kernel", *resources, "highest", "error")
+    numeric = frozenset(range(3, 3 + len(resources)))
+    title = "Bounds counted in the emulator: clocks per compute unit, work spread evenly; not times"
+    return Table(title, header, rows, [""] * len(rows), numeric)
+
+
+def failures(results: Iterable[Result]) -> Table:
+    """What was not timed, and why: wrong results first, then refusals, equal reasons together."""
+    grouped: dict[tuple[bool, str, str, str], list[str]] = {}
+    for result in results:
+        if result.failure:
+            grouped.setdefault((not result.wrong, result.op, result.backend, result.failure), []).append(result.shape)
+    rows: list[tuple[str, ...]] = []
+    marks = []
+    for (refused, op, backend, why), shapes in sorted(grouped.items()):
+        some = shapes[0] if len(shapes) == 1 else f"{shapes[0]} and {len(shapes) - 1} more"
+        rows.append((op, some, backend, why))
+        marks.append("" if refused else "failed")
+    return Table("Not timed", ("operator", "shape", "backend", "reason"), rows, marks, frozenset())
+
+
+def _us(us: float) -> str:
+    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+
+
+def _rate(tflops: float) -> str:
+    return f"{tflops:.3f}" if tflops < 1 else f"{tflops:.1f}" if tflops < 100 else f"{tflops:.0f}"
+
+
+def _error(result: Result) -> str:
+    return "definition" if result.checked == "definition" else f"{result.error:.0e} ({result.checked})"

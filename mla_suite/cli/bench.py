@@ -1,0 +1,240 @@
+"""Measure the operators on named shapes; compare with an earlier run; write a page.
+
+  python -m mla_suite bench                                   this machine's usual set
+  python -m mla_suite bench --list                            the sets of shapes
+  python -m mla_suite bench --set flashmla --save new.json    keep the numbers
+  python -m mla_suite bench --set flashmla --compare old.json exit 1 if a shape is slower than noise explains
+  python -m mla_suite bench --load new.json --html page.html  a page from saved numbers, measuring nothing
+
+On a GPU: device time by CUDA graph replay with cold caches, host time of an eager call, and the ceilings of the card in
+the same run. Every result is compared with the reference, or with fp64, before it is timed. Without a GPU: the
+reference's time on the CPU and, where AMD kernels are built, their bounds counted in the emulator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+
+    from mla_suite.bench.clock import Effort
+    from mla_suite.bench.record import Comparison, Report
+    from mla_suite.bench.sets import Case
+    from mla_suite.bench.table import Table
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", metavar="NAME", help="shapes to measure; may be repeated")
+    parser.add_argument("--list", action="store_true", help="list the sets and stop")
+    parser.add_argument("--op", help="only this operator's shapes")
+    parser.add_argument("--backend", action="append", metavar="NAME", help="native, portable or reference; repeatable")
+    parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
+    parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of a shape in each pass (default 4)")
+    parser.add_argument("--passes", type=int, default=2, help="passes over the set (default 2)")
+    parser.add_argument("--no-peers", action="store_true", help="leave out flash_mla, flashinfer and aiter")
+    parser.add_argument("--no-emulator", action="store_true", help="count no bounds")
+    parser.add_argument("--save", metavar="FILE", type=Path, help="write the run as JSON")
+    parser.add_argument("--load", metavar="FILE", type=Path, help="take a saved run instead of measuring")
+    parser.add_argument("--compare", metavar="FILE", type=Path, help="judge against an earlier saved run")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except ValueError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from mla_suite.bench import record, sets
+    from mla_suite.bench.clock import Effort
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    if args.list:
+        for name, entry in sets.SETS.items():
+            console.print(f"[bold]{name}[/]: {len(entry.cases())} shapes. {entry.source}", highlight=False)
+        return 0
+    if args.html is not None:
+        from mla_suite.bench import page  # says what is missing before minutes are spent on measuring
+
+        page.need_matplotlib()
+    if args.rounds < 1 or args.passes < 1:
+        raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
+    old = record.load(args.compare) if args.compare else None
+    effort = Effort(args.rounds, args.passes)
+    report = record.load(args.load) if args.load else _measure(args, effort)
+    comparisons: list[Comparison] = []
+    if old is not None:
+        comparisons = record.compare(old, report)
+        if not comparisons:
+            raise ValueError(f"{args.compare} shares no timed shape with this run ({', '.join(report.sets)})")
+        if not args.load:
+            comparisons = _again(old, report, comparisons, args, effort)
+    if args.save is not None:
+        report.save(args.save)
+    if args.html is not None:
+        page.write(args.html, report, comparisons, old)
+    lost = list(record.missing(old, report)) if old is not None else []
+    slower = record.slower(comparisons)
+    if args.json:
+        print(json.dumps(_as_json(report, comparisons), indent=1))
+    else:
+        _print(console, report, comparisons)
+        for result, why in lost:
+            console.print(f"lost: {result.op} {result.shape} {result.backend} was timed before: {why}", style="red")
+        if old is not None:
+            console.print(_summary(comparisons, len(lost)), highlight=False)
+    return 1 if slower or lost or any(result.wrong for result in report.results) else 0
+
+
+def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
+    from dataclasses import replace
+
+    from mla_suite.bench import sets
+
+    found: dict[str, Case] = {}
+    for name in names:
+        for case in sets.named(name, args.op):
+            plans = {"with": (True,), "without": (False,), "both": (True, False), None: (case.planned,)}[args.plan]
+            for planned in plans if case.op == "decode" else (False,):
+                chosen = replace(case, planned=planned)
+                found.setdefault(chosen.id, chosen)
+    return list(found.values())
+
+
+def _device(args: argparse.Namespace) -> torch.device:
+    import torch
+
+    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _measure(args: argparse.Namespace, effort: Effort) -> Report:
+    from rich import progress
+    from rich.console import Console
+
+    from mla_suite.bench import environment, floors
+    from mla_suite.bench import run as runner
+    from mla_suite.bench.record import Report
+
+    device = _device(args)
+    names = args.set or ["flashmla" if device.type == "cuda" else "quick"]
+    cases = _cases(args, names)
+    emulated = [] if device.type == "cuda" or args.no_emulator else _built()
+    ceilings = None
+    name = progress.TextColumn("{task.description:48}")
+    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("ceilings of this card", total=len(cases) * effort.passes)
+        if device.type == "cuda":
+            ceilings = floors.measure(device, effort)
+        results = runner.run(
+            cases,
+            device,
+            effort,
+            backends=args.backend or (),
+            with_peers=not args.no_peers,
+            floors=ceilings,
+            emulated=emulated,
+            progress=lambda what, done: bar.update(task, description=what[:48], completed=done),
+        )
+    command = f"python -m mla_suite bench {shlex.join(sys.argv[2:])}".strip()
+    return Report(environment.describe(device), command, list(names), results, ceilings)
+
+
+def _built() -> list[str]:
+    """AMD archs that have kernels here, and so can be emulated."""
+    from mla_suite.core import arch
+    from mla_suite.toolchain import manifest
+    from mla_suite.toolchain.errors import ObjectError
+
+    try:
+        built = {name for name, _ in manifest.installed().kernels}
+    except ObjectError:  # nothing was built: the page and the table then say that bounds were not counted
+        return []
+    return [name for name in arch.names() if arch.get(name).vendor == "amd" and name in built]
+
+
+def _again(
+    old: Report, report: Report, comparisons: list[Comparison], args: argparse.Namespace, effort: Effort
+) -> list[Comparison]:
+    """Measure what seems slower once more: only what is slower twice is."""
+    from mla_suite.bench import record
+    from mla_suite.bench import run as runner
+
+    suspects = {(entry.new.op, entry.new.shape) for entry in record.slower(comparisons)}
+    if not suspects:
+        return comparisons
+    device = _device(args)
+    cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
+    repeated = runner.run(cases, device, effort, backends=args.backend or (), with_peers=False, floors=report.floors)
+    second = {result.key: result for result in repeated if result.rounds}
+    slow = {entry.new.key for entry in record.slower(comparisons)}
+    for index, result in enumerate(report.results):
+        if result.key in slow and result.key in second:
+            report.results[index] = second[result.key]
+    return record.compare(old, report)
+
+
+def _as_json(report: Report, comparisons: Sequence[Comparison]) -> dict[str, object]:
+    verdicts = [
+        {"op": c.new.op, "shape": c.new.shape, "backend": c.new.backend, "old_us": c.old.us, "new_us": c.new.us,
+         "change": c.verdict.change, "allowed": c.verdict.allowed, "verdict": c.verdict.word}
+        for c in comparisons
+    ]  # fmt: skip
+    return report.as_json() | ({"comparison": verdicts} if comparisons else {})
+
+
+def _summary(comparisons: Sequence[Comparison], lost: int) -> str:
+    count = {word: sum(c.verdict.word == word for c in comparisons) for word in ("slower", "faster", "same")}
+    verdict = "[red]regression[/]" if count["slower"] or lost else "[green]no regression[/]"
+    return (
+        f"{verdict}: {len(comparisons)} shapes compared, {count['slower']} slower, {count['faster']} faster, "
+        f"{count['same']} within noise, {lost} lost"
+    )
+
+
+def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) -> None:
+    from mla_suite.bench import table
+
+    facts = report.environment
+    versions = " ".join(
+        f"{name} {facts[name]}" for name in ("driver", "cuda", "rocm", "torch", "triton") if facts.get(name)
+    )
+    console.print(f"{facts['device']} ({facts['arch']}, {facts['compute_units']} units), {versions}, {facts['date']}")
+    if report.floors:
+        console.print(
+            f"ceilings of this run: read {report.floors.gb_per_s:.0f} GB/s ({report.floors.source}), "
+            f"bf16 matrix product {report.floors.tflops:.0f} TFLOP/s"
+        )
+    if not report.on_gpu:
+        console.print("No GPU: these are times of the reference on the CPU; bounds of AMD kernels come from counters.")
+    for shown in (table.times(report, comparisons), table.counted(report), table.failures(report.results)):
+        if shown.rows:
+            _print_table(console, shown)
+
+
+def _print_table(console: Console, shown: Table) -> None:
+    from rich.table import Table as Drawn
+
+    drawn = Drawn(title=shown.title, title_justify="left")
+    for index, name in enumerate(shown.header):
+        justify: Literal["left", "right"] = "right" if index in shown.numeric else "left"
+        drawn.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("reason", "shape"))
+    styles = {"slower": "red", "failed": "red", "faster": "green", "": None}
+    for row, mark in zip(shown.rows, shown.marks, strict=True):
+        drawn.add_row(*row, style=styles[mark])
+    console.print(drawn)

@@ -1,0 +1,135 @@
+"""Inputs rotate without losing their layout, and a wrong result is not timed."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_suite.bench import clock, contenders, inputs, run, sets
+from mla_suite.bench.clock import Effort
+from mla_suite.core import dispatch, library
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.ops.sparse_decode.samples import PoolShape
+
+CPU = torch.device("cpu")
+SMALL = sets.decode(2, 4, 20, page=4)
+ONCE = Effort(rounds=4, passes=1, rest_s=0.0)
+
+
+def test_copies_keep_strides_and_own_their_memory() -> None:
+    padded = sets.sparse(2, 8, 1, [PoolShape("dsv4", 4, 2, 3)])
+    call = inputs.make(padded, CPU)
+    cache = call.args[1][0]
+    assert not cache.is_contiguous()  # blocks of this layout are padded
+    twin = inputs.copy(call).args[1][0]
+    assert twin.stride() == cache.stride()
+    assert torch.equal(twin, cache)
+    assert twin.data_ptr() != cache.data_ptr()
+
+
+def test_a_rotation_touches_what_a_cache_could_hold() -> None:
+    call = inputs.make(SMALL, CPU)
+    assert len(inputs.rotation(call, SMALL.sample.bytes, 10 * SMALL.sample.bytes, 64)) == 10
+    assert len(inputs.rotation(call, SMALL.sample.bytes, 1000 * SMALL.sample.bytes, 64)) == 64
+    assert len(inputs.rotation(call, SMALL.sample.bytes, 0, 64)) == 2
+
+
+def test_a_planned_case_brings_its_plan_and_the_same_result() -> None:
+    planned = sets.decode(2, 4, 200, page=4, planned=True)
+    call = inputs.make(planned, CPU)
+    assert call.args[inputs.PLAN] is not None
+    right, source = inputs.expected(planned, call)
+    assert source == "fp64"
+    out = torch.ops.mla_suite.decode(*call.args, **call.kwargs)
+    assert inputs.error(out, right) < 5e-3
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
+    """decode's reference, in place of a fast backend, with something done to what it wrote."""
+    op = library.get("decode")
+    reference = op.backends[-1]
+
+    def wrong(config: None, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
+        reference.run(config, outputs, *args, **kwargs)
+        damage(*outputs)
+
+    fast = Backend("native", lambda problem, arch: Offer(None, "a test's own"), wrong)
+    monkeypatch.setattr("mla_suite.core.library._registry", {"decode": _with(op, (fast, reference))})
+    dispatch.forget()
+
+
+def _with(op: library.Op, backends: tuple[Backend, ...]) -> library.Op:
+    from dataclasses import replace
+
+    return replace(op, backends=backends)
+
+
+@pytest.fixture(autouse=True)
+def _choices_are_forgotten() -> Any:
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda out, lse: out[1, 0, 3].mul_(1.03), "its worst row by 3"),
+        (lambda out, lse: out[1, 0, 3, 7].fill_(torch.nan), "off by nan"),
+        (lambda out, lse: out.view(torch.uint8)[..., -2:].fill_(0xFF), "off by nan"),
+        (lambda out, lse: lse[0, 0, 2].add_(0.1), "lse is off by"),
+        (lambda out, lse: lse[0, 0, 2].fill_(-torch.inf), "lse is off by inf"),
+    ],
+    ids=["one row 3 % off", "one NaN", "the last column never written", "one lse off", "one lse -inf"],
+)
+def test_a_wrong_result_is_not_timed(damage: Any, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tampered(monkeypatch, damage)
+    (result,) = run.run([SMALL], CPU, ONCE, backends=["native"])
+    assert result.wrong
+    assert sentence in result.failure
+    assert result.rounds == []
+
+
+def test_a_right_result_is_timed_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    tampered(monkeypatch, lambda out, lse: None)
+    native, reference = run.run([SMALL], CPU, Effort(2, 3, 0.0), backends=["native", "reference"])
+    for result in (native, reference):
+        assert result.failure == ""
+        assert len(result.rounds) >= 6  # more where a busy CPU does not let them settle
+        assert result.checked == "fp64"
+        assert 0 < result.error < 5e-3
+
+
+def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*outputs: torch.Tensor) -> None:
+        raise RuntimeError("no such\n  kernel")
+
+    tampered(monkeypatch, fail)
+    native, reference = run.run([SMALL], CPU, ONCE, backends=["native", "reference"])
+    assert (native.failure, native.wrong) == ("no such kernel", True)
+    assert reference.rounds
+
+
+def test_arguments_that_an_operator_writes_are_compared() -> None:
+    op = library.get("append_kv")
+    sample = op.samples()[0]
+    call = inputs.Call(*sample.make(CPU))
+    before = call.args[2].clone()
+    reference = op.backends[-1]
+    contender = contenders.configured(op, reference, None, "")
+    assert contender.answer is not None
+    (cache,) = contender.answer(call)
+    assert not torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+    assert torch.equal(call.args[2].view(torch.uint8), before.view(torch.uint8))  # the case's own cache is left alone
+
+
+def test_portable_refuses_the_cpu_in_a_sentence() -> None:
+    (result,) = run.run([SMALL], CPU, ONCE, backends=["portable"])
+    assert result.failure == "it runs on cuda, not on cpu"
+    assert not result.wrong
+
+
+def test_cpu_rounds_are_microseconds() -> None:
+    import time
+
+    rounds = clock.cpu_rounds(lambda: time.sleep(0.002), ONCE)
+    assert all(1900 < us < 20000 for us in rounds)
