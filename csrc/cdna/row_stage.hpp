@@ -12,6 +12,7 @@
 #include "cdna/rope.hpp"
 #include "mla/kv_source.hpp"
 #include "mla/problem.hpp"
+#include "mla/work_item.hpp"
 
 namespace cdna {
 

@@ -44,6 +44,11 @@ struct Wave {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
+  // The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
+  MLA_DEVICE static float opaque(float x) {
+    asm("" : "+v"(x));
+    return x;
+  }
   MLA_DEVICE static float not_a_number() { return opaque(mla::bit_cast<float>(0x7fc00000)); }
 
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
@@ -56,17 +61,27 @@ struct Wave {
     return static_cast<uint32_t>(h) << 16 | l;
   }
 
+  MLA_DEVICE static float fp16_value(uint16_t bits) { return static_cast<float>(mla::bit_cast<_Float16>(bits)); }
+
+  // a * b and a - b, each rounded: never fused with what follows.
+  MLA_DEVICE static float product(float a, float b) {
+#pragma clang fp contract(off)
+    return a * b;
+  }
+  MLA_DEVICE static float difference(float a, float b) {
+#pragma clang fp contract(off)
+    return a - b;
+  }
+
+  // True in every lane when it holds in any.
+  MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
+
   // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
   // launch, so the stream's order is all there is.
   MLA_DEVICE static void wait_for_producer() {}
   MLA_DEVICE static void release_consumer() {}
 
  private:
-  // The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
-  MLA_DEVICE static float opaque(float x) {
-    asm("" : "+v"(x));
-    return x;
-  }
   MLA_DEVICE static uint16_t bf16_bits(float x) {
     if constexpr (converts_bf16) return mla::bit_cast<uint16_t>(static_cast<__bf16>(opaque(x)));
     const uint32_t bits = mla::bit_cast<uint32_t>(opaque(x));

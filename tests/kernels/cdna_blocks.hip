@@ -1,0 +1,183 @@
+// One kernel per building block of csrc/cdna: each exposes what the block does to one wave, or to one workgroup.
+#include "cdna/attention_tile.hpp"
+#include "cdna/convert.hpp"
+#include "cdna/lds.hpp"
+#include "cdna/matrix.hpp"
+#include "cdna/rope.hpp"
+#include "cdna/row_stage.hpp"
+#include "gfx942/policy.hpp"
+
+using namespace cdna;
+using Policy = gfx942::Policy;
+
+struct Arrays {
+  const void* in;
+  const void* in2;
+  void* out;
+  void* out2;
+};
+
+// out[16][16] = in[16][16] * in2[16][16], by the lane map that matrix.hpp documents.
+template <class Element>
+MLA_DEVICE void matrix(const Arrays& p) {
+  const Lane lane = Lane::current();
+  const uint16_t* a = static_cast<const uint16_t*>(p.in);
+  const uint16_t* b = static_cast<const uint16_t*>(p.in2);
+  uint32_t left[4], right[4];
+  for (int k = 0; k < 4; ++k) {
+    left[k] = a[lane.column * 16 + 4 * lane.group + k];
+    right[k] = b[(4 * lane.group + k) * 16 + lane.column];
+  }
+  const f32x4 d = Matrix16x16x16<Element>::multiply(u32x2{left[0] | left[1] << 16, left[2] | left[3] << 16},
+                                                    u32x2{right[0] | right[1] << 16, right[2] | right[3] << 16},
+                                                    f32x4{0.0f, 0.0f, 0.0f, 0.0f});
+  for (int r = 0; r < 4; ++r) static_cast<float*>(p.out)[(4 * lane.group + r) * 16 + lane.column] = d[r];
+}
+MLA_KERNEL(64, 1) void matrix_bf16(Arrays p) { matrix<mla::bf16>(p); }
+MLA_KERNEL(64, 1) void matrix_fp16(Arrays p) { matrix<mla::fp16>(p); }
+
+// out[16][16] = in[16][32] * in2[16][32]^T, a 16-byte chunk per lane.
+MLA_KERNEL(64, 1) void chunk_bf16(Arrays p) {
+  const Lane lane = Lane::current();
+  const int at = lane.column * 4 + lane.group;
+  const f32x4 d = multiply_chunk<mla::bf16>(static_cast<const u32x4*>(p.in)[at], static_cast<const u32x4*>(p.in2)[at],
+                                            f32x4{0.0f, 0.0f, 0.0f, 0.0f});
+  for (int r = 0; r < 4; ++r) static_cast<float*>(p.out)[(4 * lane.group + r) * 16 + lane.column] = d[r];
+}
+
+// in[64][4] words, keys of a pair of columns -> out[64][2][2] words.
+MLA_KERNEL(64, 1) void transpose(Arrays p) {
+  const int lane = Lane::current().index;
+  const u32x4 keys = static_cast<const u32x4*>(p.in)[lane];
+  const KeyColumns columns = transpose_pair(keys[0], keys[1], keys[2], keys[3]);
+  static_cast<u32x2*>(p.out)[lane * 2] = columns.first;
+  static_cast<u32x2*>(p.out)[lane * 2 + 1] = columns.second;
+}
+
+// out[64][4]: the value of lane 63 - l, the maximum and the sum over the groups, the broadcast of lane 5.
+MLA_KERNEL(64, 1) void cross_lane(Arrays p) {
+  const Lane lane = Lane::current();
+  const float x = static_cast<const float*>(p.in)[lane.index];
+  const uint32_t five = broadcast(mla::bit_cast<uint32_t>(x), 5);
+  static_cast<f32x4*>(p.out)[lane.index] = f32x4{lane_value(x, 63 - lane.index), max_over_groups(x, lane),
+                                                 sum_over_groups(x, lane), mla::bit_cast<float>(five)};
+}
+
+// in[64][2] floats -> out[64][3] words: nearest bf16, weights as bf16, fp16.
+MLA_KERNEL(64, 1) void convert(Arrays p) {
+  const int lane = Lane::current().index;
+  const float low = static_cast<const float*>(p.in)[lane * 2], high = static_cast<const float*>(p.in)[lane * 2 + 1];
+  uint32_t* out = static_cast<uint32_t*>(p.out) + lane * 3;
+  out[0] = Policy::pack<mla::bf16>(low, high);
+  out[1] = Policy::pack_weights<mla::bf16>(low, high);
+  out[2] = Policy::pack<mla::fp16>(low, high);
+}
+
+// in[16][512] 16-bit values -> out: the tile by columns, [4 blocks][4 keys j][64 lanes][8].
+MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentTile::bytes];
+  const LdsBytes lds = (LdsBytes)memory;
+  const Lane lane = Lane::current();
+  const KeyPlaces keys(lane);
+  const ColumnPlaces columns(lane);
+  for (int c = 0; c < 16; ++c) {
+    lds_write16(lds + keys.of(c), static_cast<const u32x4*>(p.in)[lane.column * 64 + c * 4 + lane.group]);
+  }
+  wave_lds_fence();
+  for (int b = 0; b < 4; ++b) {
+    for (int j = 0; j < 4; ++j) {
+      static_cast<u32x4*>(p.out)[(b * 4 + j) * 64 + lane.index] = lds_read16(lds + columns.of(b, j));
+    }
+  }
+}
+
+// in: three floats per score, [64][4] scores of 16 rows x 16 keys, in accumulator order. Two tiles through the softmax:
+// out[2][64][2] words of weights, out2[64][2]: max and sum over the groups.
+MLA_KERNEL(64, 1) void softmax(Arrays p) {
+  using Softmax = Weights<Policy, mla::bf16>;
+  const Lane lane = Lane::current();
+  mla::RowSoftmax row = mla::RowSoftmax::empty();
+  for (int tile = 0; tile < 2; ++tile) {
+    f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
+    if (tile == 1) scores = Softmax::mask(scores, 0, 16 - lane.column, lane);   // row r sees 16 - r keys of the second
+    const float largest = Softmax::largest(scores);
+    if (any_lane(row.exceeded_by(largest * 0.5f))) Softmax::raise_reference(row, largest, 0.5f, lane);
+    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::weights(scores, 0.5f, row);
+    static_cast<float*>(p.out2)[tile * 64 + lane.index] = row.max;
+  }
+  static_cast<float*>(p.out2)[128 + lane.index] = sum_over_groups(row.sum, lane);
+}
+
+// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: turned, rests.
+MLA_KERNEL(64, 1) void rope(Arrays p) {
+  const Lane lane = Lane::current();
+  u32x4 first = static_cast<const u32x4*>(p.in)[lane.index * 2], second = static_cast<const u32x4*>(p.in)[lane.index * 2 + 1];
+  u32x4 rest[2];
+  ChunkTurns::load(static_cast<const float*>(p.in2) + lane.column * TURN_FLOATS + lane.group * 8)
+      .turn<Policy, mla::bf16>(first, second, rest);
+  u32x4* out = static_cast<u32x4*>(p.out) + lane.index * 4;
+  out[0] = first;
+  out[1] = second;
+  out[2] = rest[0];
+  out[3] = rest[1];
+}
+
+struct StageArrays {
+  const void* cache;
+  const int32_t* block_table;
+  const float* rope_cos_sin;
+  void* chunks;    // [tiles][20 chunks][64 lanes][8]
+  void* columns;   // [tiles][4 blocks][4 keys][64 lanes][8]
+  int32_t page;
+  int32_t first_key;
+  int32_t end_key;
+};
+
+// Four waves copy the tiles of an item through the ring; wave 0 dumps each tile as the two products read it.
+template <bool rotate>
+MLA_DEVICE void stages(const StageArrays& a) {
+  using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, rotate>;
+  using Stages = RowStages<Policy, Problem>;
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::bytes];
+  const LdsBytes lds = (LdsBytes)memory;
+  mla::DecodeParams p = {};
+  p.kv_cache = a.cache;
+  p.block_table = a.block_table;
+  p.page = a.page;
+  p.page_shift = 31 - __builtin_clz(2 * a.page - 1);
+  p.page_magic = static_cast<uint32_t>(((1ull << (31 + p.page_shift)) + a.page - 1) / static_cast<uint64_t>(a.page));
+  p.kv_page_stride = a.page * 576;
+  p.kv_token_stride = 576;
+  const Lane lane = Lane::current();
+  const int wave = wave_id();
+  const mla::KvSource source(p, 2, 0);
+  const StagedPlaces places(lane);
+  const int count = (a.end_key - a.first_key + 15) / 16;
+  Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
+  wait_loads();
+  int filled = 0, used = 0;
+  for (int n = 0; n < Stages::ahead && n < count; ++n) {
+    ring.copy(n, filled);
+    filled = Stages::stage_after(filled);
+  }
+  for (int n = 0; n < count; ++n) {
+    ring.wait(n, used);
+    mla::block_sync();
+    if (n + Stages::ahead < count) ring.copy(n + Stages::ahead, filled);
+    filled = Stages::stage_after(filled);
+    if (wave == 0) {
+      for (int c = 0; c < (rotate ? 20 : 18); ++c) {
+        static_cast<u32x4*>(a.chunks)[(n * 20 + c) * 64 + lane.index] = lds_read16(lds + used + places.of_chunk(c));
+      }
+      for (int b = 0; b < 4; ++b) {
+        for (int j = 0; j < 4; ++j) {
+          static_cast<u32x4*>(a.columns)[((n * 4 + b) * 4 + j) * 64 + lane.index] =
+              lds_read16(lds + used + places.of_columns(b, j));
+        }
+      }
+    }
+    used = Stages::stage_after(used);
+  }
+}
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<false>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<true>(a); }
