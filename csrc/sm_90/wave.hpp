@@ -47,6 +47,8 @@ struct Wave {
     return y;
   }
 
+  // The same value; here NaN is honoured and nothing need be hidden.
+  MLA_DEVICE static float opaque(float x) { return x; }
   MLA_DEVICE static float not_a_number() { return mla::bit_cast<float>(0x7fc00000); }
 
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
@@ -60,6 +62,19 @@ struct Wave {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
   }
+
+  MLA_DEVICE static float fp16_value(uint16_t bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+
+  // a * b and a - b, each rounded: never fused with what follows.
+  MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
+  MLA_DEVICE static float difference(float a, float b) { return __fsub_rn(a, b); }
+
+  // True in every lane when it holds in any.
+  MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }
 
   // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
   // may be scheduled once every block has passed the second. Without such a launch both do nothing.

@@ -10,7 +10,7 @@ from mla_suite.core import checks, dispatch, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
-from mla_suite.ops.append_kv import reference, samples
+from mla_suite.ops.append_kv import native, reference, samples
 
 SCHEMA = (
     "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
@@ -170,7 +170,7 @@ APPEND_KV = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(dispatch.portable("mla_suite.ops.append_kv.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.append_kv.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )

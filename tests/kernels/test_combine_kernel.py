@@ -88,7 +88,7 @@ def cover():
     fits = [c for c in itertools.product(SPLITS, HEADS, TOKENS) if c[0] * c[1] * c[2] <= MOST_WORK]
     missing = set().union(*map(pairs, fits))
     while missing:
-        best = max(fits, key=lambda c: (len(pairs(c) & missing), -c[0] * c[1] * c[2]))  # noqa: B023  called at once
+        best = max(fits, key=lambda c: (len(pairs(c) & missing), -c[0] * c[1] * c[2]))
         missing -= pairs(best)
         yield best
 

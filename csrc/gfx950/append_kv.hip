@@ -1,0 +1,9 @@
+// append_kv on this arch, for every layout.
+#include "cdna/wave.hpp"
+#include "mla/append_kv.hpp"
+
+namespace {
+using Kernel = mla::AppendKv<cdna::Wave<true>>;
+}
+
+MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) { Kernel::run(p); }

@@ -1,0 +1,67 @@
+// fp32 to the encodings a KV layout may have, and back from those its inputs may have. In integer arithmetic, so that
+// every arch writes the same bytes: gfx942 converts to FNUZ and gfx950 and sm_90 to OCP in hardware, none to both.
+// A NaN becomes the positive quiet NaN of the encoding.
+#pragma once
+
+#include "mla/device.hpp"
+
+namespace mla {
+
+constexpr int ENCODED_BF16 = 0;
+constexpr int ENCODED_FP16 = 1;
+constexpr int ENCODED_FP32 = 2;
+constexpr int ENCODED_E4M3FN = 3;
+constexpr int ENCODED_E4M3FNUZ = 4;
+constexpr int ENCODED_E8M0 = 5;
+
+MLA_DEVICE bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffff) > 0x7f800000; }
+
+MLA_DEVICE uint16_t encode_bf16(uint32_t bits) {
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>(is_nan_bits(bits) ? 0x7fc0 : rounded);
+}
+
+// Saturates to the largest finite value: 448 with exponents biased by 7 (OCP), 240 with 8 (FNUZ, which has no -0).
+template <bool fnuz>
+MLA_DEVICE uint8_t encode_e4m3(uint32_t bits) {
+  constexpr int bias = fnuz ? 8 : 7;
+  constexpr uint32_t largest = fnuz ? 0x43700000 : 0x43e00000;
+  constexpr uint32_t normal = (128 - bias) << 23;         // the smallest normal value, 2^(1 - bias)
+  constexpr uint32_t anchor = (127 + 21 - bias) << 23;    // fp32 values from here on are a subnormal's step apart
+  uint32_t size = bits & 0x7fffffff;
+  size = size < largest ? size : largest;
+  const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(size) + bit_cast<float>(anchor)) - anchor;
+  const uint32_t large = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - ((127 - bias) << 3);
+  const uint32_t code = size < normal ? small : large;
+  const uint32_t sign = fnuz && code == 0 ? 0 : bits >> 24 & 0x80;
+  return static_cast<uint8_t>(is_nan_bits(bits) ? (fnuz ? 0x80 : 0x7f) : code | sign);
+}
+
+// Element `index` of a field that begins at `field`: the fp32 value with these bits.
+template <class Wave>
+MLA_DEVICE void store_encoded(uint8_t* field, int index, int encoding, uint32_t bits) {
+  if (encoding == ENCODED_BF16) {
+    reinterpret_cast<uint16_t*>(field)[index] = encode_bf16(bits);
+  } else if (encoding == ENCODED_FP16) {
+    const uint16_t half = static_cast<uint16_t>(Wave::pack_fp16(bit_cast<float>(bits), 0.0f));
+    reinterpret_cast<uint16_t*>(field)[index] = is_nan_bits(bits) ? 0x7e00 : half;
+  } else if (encoding == ENCODED_FP32) {
+    reinterpret_cast<uint32_t*>(field)[index] = bits;
+  } else if (encoding == ENCODED_E4M3FN) {
+    field[index] = encode_e4m3<false>(bits);
+  } else if (encoding == ENCODED_E4M3FNUZ) {
+    field[index] = encode_e4m3<true>(bits);
+  } else {
+    field[index] = static_cast<uint8_t>(bits >> 23);  // of a positive power of two, or of NaN
+  }
+}
+
+// The fp32 value of element `index` of an array in one of the first three encodings.
+template <class Wave>
+MLA_DEVICE float load_as_float(const void* array, int encoding, int64_t index) {
+  if (encoding == ENCODED_FP32) return static_cast<const float*>(array)[index];
+  const uint16_t bits = static_cast<const uint16_t*>(array)[index];
+  return encoding == ENCODED_BF16 ? bit_cast<float>(static_cast<uint32_t>(bits) << 16) : Wave::fp16_value(bits);
+}
+
+}  // namespace mla

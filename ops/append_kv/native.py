@@ -1,0 +1,129 @@
+"""append_kv on our own kernels: tensors and the layout's numbers -> parameters -> launch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.layouts import layout as declared
+from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.toolchain.params import load
+
+INSTANCE = "append_kv"
+WAVES = 8  # of a workgroup, which writes one token
+ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
+IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
+LONGEST_TILE = 128
+MOST_SLOTS = 2**31 - 1
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if arch is None:
+        return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
+    kind = declared(problem.layout)
+    if kind.scale_rule is not None and kind.scale_rule.tile > LONGEST_TILE:
+        return Refusal(f"layout {problem.layout} shares a scale among {kind.scale_rule.tile}; it takes {LONGEST_TILE}")
+    needed = min(kind.alignment, 4)  # bytes of the widest single store
+    if problem.alignment < needed:
+        return Refusal(f"kv_cache is aligned to {problem.alignment} bytes; layout {problem.layout} needs {needed}")
+    if not has_kernel(arch, INSTANCE):
+        return Refusal(f"kernel {INSTANCE} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(arch, "one workgroup per token, any layout")
+
+
+@lru_cache(maxsize=256)
+def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
+    """The parameters that follow from the layout and the page size."""
+    kind = declared(layout).sized(latent, rope)
+    rule = kind.scale_rule
+    shift = max(page - 1, 0).bit_length()
+    found: dict[str, int | float] = dict(
+        latent=latent,
+        rope=rope,
+        page=page,
+        page_reciprocal=-(-(1 << 31 + shift) // page),
+        page_shift=shift,
+        tile=0 if rule is None else rule.tile,
+        divisor=1.0 if rule is None else rule.divisor,
+        smallest=0.0 if rule is None else rule.smallest,
+        power_of_two=int(rule is not None and rule.power_of_two),
+        pad=kind.by_name["pad"].bytes if "pad" in kind.by_name else 0,
+    )
+    for name in ("latent", "rope", "scale", "pad"):
+        field = kind.by_name.get(name)
+        found[f"{name}_offset"] = 0 if field is None else field.offset
+        found[f"{name}_stride"] = 0 if field is None else field.stride
+        found[f"{name}_per_block"] = 0 if field is None else field.per_block
+        if name != "pad":
+            found[f"{name}_encoding"] = 0 if field is None else ENCODINGS[field.encoding]
+    return found
+
+
+def run(
+    config: Arch,
+    outputs: tuple[torch.Tensor, ...],
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_descale: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    layout: str,
+    interleaved: bool = True,
+) -> None:
+    tokens, latent = kv_c.shape
+    pages, page, _ = kv_cache.shape
+    slots = pages * page
+    if tokens == 0 or slots == 0:
+        return
+    if slots > MOST_SLOTS:
+        raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MOST_SLOTS}")
+    params = load("append_kv").pack(
+        kv_c=kv_c.data_ptr(),
+        k_pe=k_pe.data_ptr(),
+        kv_cache=kv_cache.data_ptr(),
+        slot_mapping=slot_mapping.data_ptr(),
+        kv_descale=0 if kv_descale is None else kv_descale.data_ptr(),
+        cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
+        positions=0 if positions is None else positions.data_ptr(),
+        kv_c_stride=kv_c.stride(0),
+        k_pe_stride=k_pe.stride(0),
+        cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),
+        block_bytes=kv_cache.stride(0) * kv_cache.element_size(),
+        tokens=tokens,
+        slots=slots,
+        in_type=IN_TYPES[kv_c.dtype],
+        angle_type=0 if cos_sin is None else IN_TYPES[cos_sin.dtype],
+        wide_slots=int(slot_mapping.dtype == torch.int64),
+        wide_positions=int(positions is not None and positions.dtype == torch.int64),
+        interleaved=int(interleaved),
+        **_of_layout(layout, latent, k_pe.shape[1], page),
+    )
+
+    def buffers() -> Iterator[Buffer]:
+        read = dict(kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
+        optional = dict(kv_descale=kv_descale, cos_sin=cos_sin, positions=positions)
+        for name, tensor in (read | optional).items():
+            if tensor is not None:
+                yield Buffer(name, tensor, "r")
+        yield Buffer("kv_cache", _blocks(kv_cache), "rw")
+
+    launch("append_kv", INSTANCE, kv_c, (tokens, 1, 1), WAVES * config.wavefront, 0, params, buffers, overlap=True)
+
+
+def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:
+    """The bytes of the cache's tokens, without the room between blocks: what may be written."""
+    pages, page, width = kv_cache.shape
+    block = page * width
+    rows = kv_cache.as_strided((pages, block), (kv_cache.stride(0) if pages > 1 else block, 1))
+    return rows.view(torch.uint8)
+
+
+BACKEND = Backend("native", offer, run)

@@ -1,0 +1,182 @@
+"""append_kv's machine code for gfx942 and gfx950 in the emulator, every check on: the reference's bytes exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch
+from mla_suite.core.layouts import LAYOUTS, layout
+from mla_suite.core.layouts import cache as caches
+from mla_suite.ops.append_kv import APPEND_KV, native, reference
+from mla_suite.runtime import emulator, has_kernel
+
+ARCHS = ("gfx942", "gfx950")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(params=ARCHS)
+def arch(request):
+    if not has_kernel(request.param, native.INSTANCE):
+        pytest.skip(f"append_kv is not built for {request.param}; run `python -m mla_suite build`")
+    with mla_suite.emulate(request.param) as record:
+        yield record
+
+
+def raw(cache):
+    """All bytes of the storage, room between blocks included."""
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+def filled(kind, pages, page, padded=True):
+    cache = caches.empty(kind, pages, page, padded=padded)
+    raw(cache).fill_(0xAA)
+    return cache
+
+
+def both(pages, page, name, *args, padded=True, descale=None, **kwargs):
+    """The bytes that the native kernel and the reference leave in caches that were full of 0xaa."""
+    found = []
+    for run in (native.run, reference.run):
+        cache = filled(layout(name), pages, page, padded)
+        kv_c, k_pe, slots, *rest = args
+        call = (kv_c, k_pe, cache, slots, descale, *rest)
+        if run is native.run:
+            problem = APPEND_KV.problem(*call, layout=name, **kwargs)
+            choice = dispatch.choose("append_kv", APPEND_KV.backends, problem, dispatch.arch_of(kv_c), "cpu")
+            assert choice.backend.name == "native", str(choice)
+            torch.ops.mla_suite.append_kv(*call, layout=name, **kwargs)
+        else:
+            run(None, (), *call, layout=name, **kwargs)
+        found.append(raw(cache))
+    return found
+
+
+def rows(kind, tokens, dtype=torch.bfloat16, spread=4.0):
+    values = torch.randn(tokens, kind.head_dim) * spread
+    return values[:, : kind.latent].to(dtype), values[:, kind.latent :].to(dtype)
+
+
+def descale_of(kind):
+    return torch.tensor([0.0371]) if kind.per_tensor_descale else None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_and_input_type(arch, name, dtype):
+    kind = layout(name)
+    kv_c, k_pe = rows(kind, 6, dtype)
+    slots = torch.randperm(5 * 3)[:6]
+    slots[2] = -1
+    cos_sin = torch.rand(50, kind.rope).to(dtype)
+    positions = torch.randint(0, 50, (6,), dtype=torch.int32)
+    for interleaved in (True, False):
+        mine, theirs = both(
+            5, 3, name, kv_c, k_pe, slots, cos_sin, positions, descale=descale_of(kind), interleaved=interleaved
+        )
+        assert torch.equal(mine, theirs)
+    mine, theirs = both(5, 3, name, kv_c, k_pe, slots.int(), descale=descale_of(kind), padded=False)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_any_bits(arch, name):
+    """Random fp32 patterns: denormals, both zeros, every exponent, values that saturate. NaN and inf apart."""
+    kind = layout(name)
+    bits = torch.randint(-(2**31), 2**31, (16, kind.head_dim), dtype=torch.int64).to(torch.int32)
+    bits[:8] = (bits[:8] & 0x8007FFFF - (1 << 32)) | torch.randint(107, 137, bits[:8].shape, dtype=torch.int32) << 23
+    bits[0] = torch.arange(kind.head_dim, dtype=torch.int32) * 0x80000 + 0x3A000000  # ties of every encoding
+    bits[1, ::2] = -(2**31)
+    values = bits.view(torch.float32)
+    values = torch.where(values.isfinite(), values, 1.0)
+    mine, theirs = both(4, 4, name, values[:, : kind.latent], values[:, kind.latent :], torch.arange(16))
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_nan_and_infinity(arch, name):
+    kind = layout(name)
+    kv_c, k_pe = rows(kind, 3, torch.float32)
+    kv_c[0, 3], kv_c[1, 200], kv_c[1, 5] = torch.nan, torch.inf, -torch.inf
+    k_pe[0, 1], k_pe[2, 7] = torch.nan, torch.inf
+    caches_left = []
+    for native_too in (True, False):
+        cache = filled(kind, 1, 3)
+        call = (kv_c, k_pe, cache, torch.arange(3), descale_of(kind))
+        if native_too:
+            mla_suite.append_kv(*call, layout=name)
+        else:
+            reference.run(None, (), *call, layout=name)
+        caches_left.append(caches.unpack(kind, cache, descale=descale_of(kind)))
+    mine, theirs = caches_left
+    assert torch.equal(mine.isnan(), theirs.isnan())
+    assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("tokens", [2, 700])
+def test_of_equal_slots_the_last_token_stays(arch, tokens):
+    kind = layout("dsv4")
+    kv_c, k_pe = rows(kind, tokens)
+    slots = torch.randint(0, 5, (tokens,))
+    with emulator.configured(order="reverse"):
+        mine, theirs = both(2, 4, "dsv4", kv_c, k_pe, slots)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("latent", [1, 127, 512, 700])
+def test_dense_rows_of_any_width(arch, latent):
+    kv_c, k_pe = torch.randn(3, latent), torch.randn(3, 18)
+    caches_left = []
+    for native_too in (True, False):
+        cache = torch.full((2, 2, latent + 18), 7.0).bfloat16()
+        if native_too:
+            mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([3, 0, 2]), layout="bf16")
+        else:
+            reference.run(None, (), kv_c, k_pe, cache, torch.tensor([3, 0, 2]), layout="bf16")
+        caches_left.append(cache)
+    assert torch.equal(*caches_left)
+
+
+def test_strided_inputs_and_a_slice_of_pages(arch):
+    kind = layout("v32")
+    joined = torch.randn(4, 700).bfloat16()
+    kv_c, k_pe = joined[:, 20:532], joined[:, 600:664]
+    left = []
+    for native_too in (True, False):
+        cache = filled(kind, 6, 3)
+        call = (kv_c, k_pe, cache[2:5], torch.tensor([8, 0, 4, 5]))
+        if native_too:
+            mla_suite.append_kv(*call, layout="v32")
+        else:
+            reference.run(None, (), *call, layout="v32")
+        left.append(raw(cache))
+    assert torch.equal(*left)
+
+
+def test_an_empty_batch_launches_nothing(arch):
+    kind = layout("bf16")
+    cache = filled(kind, 1, 4)
+    with emulator.configured(collect=True) as reports:
+        mla_suite.append_kv(
+            torch.empty(0, 512), torch.empty(0, 64), cache, torch.empty(0, dtype=torch.int64), layout="bf16"
+        )
+    assert not reports
+    assert bool((raw(cache) == 0xAA).all())
+
+
+def test_refusals_are_sentences(monkeypatch):
+    kind = layout("v32")
+    room = torch.empty(2 * 656 * 4 + 1, dtype=torch.uint8)
+    odd = room[1:].as_strided((2, 4, 656), (656 * 4, 656, 1))
+    kv_c, k_pe = rows(kind, 2)
+    problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), layout="v32")
+    answer = native.offer(problem, archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert "aligned to 1 bytes; layout v32 needs 4" in answer.reason
+    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
+    even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), layout="v32")
+    answer = native.offer(even, archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert "python -m mla_suite build" in answer.reason
