@@ -17,6 +17,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mla_suite.core.arch import Arch
     from mla_suite.core.library import Op, Sample
     from mla_suite.runtime.emulator import Report
 
@@ -93,7 +94,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
         "explanation": str(explanation),
         "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
         "keys": keys,
-        "launches": [_launch(report, record.memory_bytes_per_clock, record.simds, keys) for report in reports],
+        "launches": [_launch(report, record, keys) for report in reports],
     }
 
 
@@ -113,8 +114,8 @@ def _difference(expected: Any, got: Any) -> float:
     return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
 
 
-def _launch(report: Report, memory_bytes_per_clock: float, simds: int, keys: int) -> dict[str, Any]:
-    bound = report.bound(memory_bytes_per_clock, simds=simds)
+def _launch(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
+    bound = report.bound(arch)
     clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}
     return {
         "kernel": report.kernel,
