@@ -13,7 +13,7 @@ from mla_suite.bench.table import Table
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #fff; margin: 0 auto; max-width: 78rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #fff; margin: 0 auto; max-width: 94rem;
   padding: 1.5rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p.lead { margin: 0 0 1rem; color: #495057; }
@@ -24,9 +24,9 @@ dt { font-size: .75rem; color: #6c757d; } dd { margin: 0; font-variant-numeric: 
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .82rem; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; font-size: .95rem; }
-th, td { padding: .22rem .6rem; border-bottom: 1px solid #e9ecef; text-align: left; vertical-align: top; }
+th, td { padding: .2rem .45rem; border-bottom: 1px solid #e9ecef; text-align: left; vertical-align: top; }
 thead th { border-bottom: 2px solid #868e96; white-space: nowrap; }
-td.n, th.n { text-align: right; white-space: nowrap; }
+td.n, th.n { text-align: right; } td.n, td.error, td.change { white-space: nowrap; }
 td.shape { font-family: ui-monospace, monospace; font-size: .76rem; white-space: nowrap; }
 tr.slower td, tr.failed td { background: #fff0f0; } tr.faster td { background: #f0fbf2; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1.2rem; }
@@ -135,7 +135,8 @@ def _tables(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Table
 
 def _table(shown: Table) -> Iterator[str]:
     def kind(index: int) -> str:
-        name = "n" if index in shown.numeric else "shape" if shown.header[index] == "shape" else ""
+        name = "n" if index in shown.numeric else shown.header[index]
+        name = name if name in ("n", "shape", "error", "change") else ""
         return f' class="{name}"' if name else ""
 
     yield f'<div class="scroll"><table><caption>{escape(shown.title)}</caption><thead><tr>'

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_suite.bench.record import Comparison, Report, Result
 from mla_suite.bench.table import PEER_NAMES
@@ -17,8 +17,12 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#a61e4d", "#5c940d", "#364fc7", "#e67700")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-MOST_LINES = 8
-MOST_BARS = 40
+LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
+VERDICTS = {"slower": "#c92a2a", "faster": "#2b8a3e", "same": "#868e96"}
+MOST_NAMES = 5
+
+Drawn = tuple[str, str, str]
+"""Name, caption and SVG of a figure."""
 
 
 def svg(figure: Figure, name: str) -> str:
@@ -38,51 +42,55 @@ def svg(figure: Figure, name: str) -> str:
     return re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"(?=[^>]*>)', r"\1", text, count=1)
 
 
-def latency(report: Report) -> Iterator[tuple[str, str, str]]:
-    """(name, caption, svg): one figure per operator, query length and head count, with a line per batch and backend."""
+def latency(report: Report) -> Iterator[Drawn]:
+    """One figure per operator, query length and head count: colour is the batch, line and marker the backend."""
     measured = [r for r in report.results if r.rounds and "kv_len" in r.facts]
 
     def family(result: Result) -> tuple[str, int, int]:
         return result.op, result.facts["heads"], result.facts["q_len"]
 
-    for (op, heads, q_len), found in groupby(sorted(measured, key=family), family):
-        lines: dict[tuple[str, int, str], list[tuple[int, float, float]]] = {}
-        for r in found:
-            variant = "ragged" if "-kv~" in r.shape else ""
-            key = (r.backend, r.facts["batch"], variant)
-            lines.setdefault(key, []).append((r.facts["kv_len"], r.us, r.floor_us))
+    for (op, heads, q_len), group in groupby(sorted(measured, key=family), family):
+        lines: dict[tuple[str, int, str], list[Result]] = {}
+        for r in group:
+            lines.setdefault((r.backend, r.facts["batch"], "ragged" if "-kv~" in r.shape else ""), []).append(r)
         if max(len(points) for points in lines.values()) < 2:
             continue  # a context alone is in the table and under the roofline
+        batches, backends = (sorted({key[at] for key in lines}, key=_own_first) for at in (1, 0))
         figure, axes = _figure()
-        for index, (key, points) in enumerate(sorted(lines.items())[: 2 * MOST_LINES]):
-            backend, batch, variant = key
-            points.sort()
-            colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
-            label = f"{backend}, batch {batch}" + (f", {variant}" if variant else "")
-            xs = [x for x, _, _ in points]
-            axes.plot(xs, [us for _, us, _ in points], marker=marker, color=colour, label=label)
-            if all(floor for _, _, floor in points):
-                axes.plot(xs, [floor for _, _, floor in points], color=colour, linestyle=":", linewidth=1)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(lambda value, at: f"{value:.0f}")
-        axes.yaxis.set_major_formatter(lambda value, at: f"{value:g}")
+        for (backend, batch, variant), points in sorted(lines.items()):
+            points.sort(key=lambda r: r.facts["kv_len"])
+            contexts = [r.facts["kv_len"] for r in points]
+            colour = COLOURS[batches.index(batch) % len(COLOURS)]
+            index = backends.index(backend)
+            axes.plot(contexts, [r.us for r in points], color=colour, marker=MARKERS[index % len(MARKERS)],
+                      linestyle=LINES[index % len(LINES)], markersize=5 if not variant else 8,
+                      markerfacecolor=colour if not variant else "none")  # fmt: skip
+            if all(r.floor_us for r in points) and backend == backends[0] and not variant:
+                axes.plot(contexts, [r.floor_us for r in points], color=colour, linestyle=":", linewidth=1)
+        _log_axes(axes, base=2)
         axes.set_xlabel("context (keys per query token)" if op == "sparse_decode" else "context (keys per sequence)")
         axes.set_ylabel("time of a call (µs)")
-        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
         axes.set_title(f"{op}: {heads} heads, {q_len} query token{'s' if q_len > 1 else ''}")
-        dotted = " Dotted: floor measured in the same run." if report.floors else ""
+        keys: list[tuple[str, str, str, Any]] = [
+            (f"batch {batch}", COLOURS[at % len(COLOURS)], "", "-") for at, batch in enumerate(batches)
+        ]
+        keys += [(str(name), "#495057", MARKERS[at % len(MARKERS)], LINES[at % len(LINES)])
+                 for at, name in enumerate(backends)]  # fmt: skip
+        keys += [("floor", "#495057", "", ":")] if report.floors else []
+        _legend(axes, keys)
+        notes = " Dotted: floor measured in the same run." if report.floors else ""
+        notes += " Hollow: ragged lengths, at their mean." if any(key[2] for key in lines) else ""
         name = f"latency-{op}-h{heads}-q{q_len}"
-        yield name, f"Latency over context, {op}, {heads} heads, q_len {q_len}.{dotted}", svg(figure, name)
+        yield name, f"Latency over context, {op}, {heads} heads, q_len {q_len}.{notes}", svg(figure, name)
 
 
-def roofline(report: Report) -> Iterator[tuple[str, str, str]]:
+def roofline(report: Report) -> Iterator[Drawn]:
     """Achieved rate of every shape over its arithmetic intensity, under the ceilings measured in the run."""
     measured = [r for r in report.results if r.rounds and r.flops and r.bytes]
     if not measured:
         return
     figure, axes = _figure()
-    kinds = sorted({(r.op, r.backend) for r in measured})
+    kinds = sorted({(r.op, r.backend) for r in measured}, key=lambda kind: (kind[1] in PEER_NAMES, kind))
     for index, (op, backend) in enumerate(kinds):
         own = [r for r in measured if (r.op, r.backend) == (op, backend)]
         axes.scatter(
@@ -100,10 +108,7 @@ def roofline(report: Report) -> Iterator[tuple[str, str, str]]:
         bandwidth, peak = report.floors.gb_per_s, report.floors.tflops
         axes.plot(xs, [min(x * bandwidth / 1e3, peak) for x in xs], color="#333", linewidth=1.2,
                   label=f"ceilings: {bandwidth:.0f} GB/s, {peak:.0f} TFLOP/s")  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.xaxis.set_major_formatter(lambda value, at: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, at: f"{value:g}")
+    _log_axes(axes)
     axes.set_xlabel("arithmetic intensity (FLOP per byte of device memory)")
     axes.set_ylabel("achieved rate (TFLOP/s)")
     axes.set_title("Roofline: every shape")
@@ -112,56 +117,81 @@ def roofline(report: Report) -> Iterator[tuple[str, str, str]]:
     yield "roofline", f"Roofline per shape; ceilings {ceilings}.", svg(figure, "roofline")
 
 
-def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[tuple[str, str, str]]:
-    """Bars per shape: time over the older run's, and time over each peer's."""
+def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Drawn]:
+    """Time over that of the older run, and over that of each peer: a point per shape, over how long it takes."""
     if comparisons:
-        bars = [(_label(c.new), 1 + c.verdict.change, c.verdict.word, c.verdict.allowed) for c in comparisons]
-        yield from _bars("ratio-old", "an older run", "time / time of the older run", bars)
+        points = [Point(c.new, 1 + c.verdict.change, c.old.us, c.verdict.allowed, c.verdict.word) for c in comparisons]
+        yield _ratio("ratio-old", "the older run", points)
     by_key = {r.key: r for r in report.results if r.rounds}
     for peer in PEER_NAMES:
-        bars = []
-        for r in by_key.values():
-            other = by_key.get((r.op, r.shape, peer))
-            if other and r.backend not in PEER_NAMES:
-                word = "slower" if r.us > other.us else "faster"
-                bars.append((_label(r), r.us / other.us, word, 0.0))
-        if bars:
-            yield from _bars(f"ratio-{peer}", peer, f"time / time of {peer}", bars)
+        others = [(r, by_key.get((r.op, r.shape, peer))) for r in by_key.values() if r.backend not in PEER_NAMES]
+        points = [Point(r, r.us / other.us, other.us, 0.0, r.backend) for r, other in others if other]
+        if points:
+            yield _ratio(f"ratio-{peer}", peer, points)
 
 
-def _bars(
-    name: str, other: str, axis: str, bars: Sequence[tuple[str, float, str, float]]
-) -> Iterator[tuple[str, str, str]]:
-    colours = {"slower": "#c92a2a", "faster": "#2b8a3e", "same": "#868e96"}
-    for first in range(0, len(bars), MOST_BARS):
-        part = bars[first : first + MOST_BARS]
-        figure, axes = _figure(height=1.2 + 0.22 * len(part))
-        places = range(len(part))
-        axes.barh(places, [ratio - 1 for _, ratio, _, _ in part], left=1, height=0.7,
-                  color=[colours[word] for _, _, word, _ in part], xerr=[noise for *_, noise in part],
-                  error_kw={"ecolor": "#adb5bd", "elinewidth": 1, "capsize": 2})  # fmt: skip
-        axes.axvline(1.0, color="#333", linewidth=1)
-        axes.set_yticks(places, [label for label, *_ in part], fontsize=7)
-        axes.invert_yaxis()
-        axes.set_ylim(len(part) - 0.4, -0.6)
-        axes.set_xlabel(f"{axis} (1 = equal, less is faster)")
-        axes.set_ylabel("shape")
-        page = f" ({first // MOST_BARS + 1})" if len(bars) > MOST_BARS else ""
-        axes.set_title(f"Ratio to {other}{page}")
-        own = f"{name}-{first // MOST_BARS}"
-        noise = " Whiskers: what noise explains." if any(entry[3] for entry in part) else ""
-        yield own, f"Ratio to {other} per shape.{noise}", svg(figure, own)
+class Point(NamedTuple):
+    """A shape: its ratio over the other's time, what noise explains, and the word it is grouped and coloured by."""
+
+    result: Result
+    ratio: float
+    us: float
+    noise: float
+    group: str
 
 
-def _label(result: Result) -> str:
-    return f"{result.op} {result.shape} {result.backend}"
+def _ratio(name: str, other: str, points: Sequence[Point]) -> Drawn:
+    figure, axes = _figure()
+    axes.axhline(1.0, color="#333", linewidth=1)
+    groups = sorted({point.group for point in points}, key=_own_first)
+    for index, group in enumerate(groups):
+        own = [point for point in points if point.group == group]
+        colour = VERDICTS.get(group, COLOURS[index % len(COLOURS)])
+        axes.errorbar([p.us for p in own], [p.ratio for p in own], yerr=[p.noise for p in own], linestyle="none",
+                      marker=MARKERS[index % len(MARKERS)], markersize=5, elinewidth=0.6, ecolor="#ced4da",
+                      color=colour, label=f"{group} ({len(own)})")  # fmt: skip
+    # The slowest are named, unless noise explains them; the table has the rest.
+    worst = sorted((p for p in points if p.group not in ("same", "faster")), key=lambda p: p.ratio, reverse=True)
+    for place, point in enumerate(worst[:MOST_NAMES]):
+        axes.annotate(f"{point.result.op} {point.result.shape}", (point.us, point.ratio), fontsize=6.5, color="#495057",
+                      xytext=(0.99, 0.98 - 0.045 * place), textcoords="axes fraction", ha="right", va="top",
+                      arrowprops={"arrowstyle": "-", "color": "#ced4da", "linewidth": 0.6})  # fmt: skip
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, at: f"{value:g}")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.35 * (high - low))  # room for the names
+    axes.set_xlabel(f"time of {other} (µs)")
+    axes.set_ylabel(f"time / time of {other} (1 = equal)")
+    axes.set_title(f"Ratio to {other}")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    noise = " Whiskers: what noise explains." if any(point.noise for point in points) else ""
+    return name, f"Ratio to {other}, a point per shape; less is faster.{noise}", svg(figure, name)
 
 
-def _figure(height: float = 3.8) -> tuple[Figure, Axes]:
+def _own_first(name: str | int) -> tuple[bool, str | int]:
+    return name in PEER_NAMES, name
+
+
+def _legend(axes: Axes, keys: Sequence[tuple[str, str, str, Any]]) -> None:
+    """(label, colour, marker, line style) of lines that are drawn for the legend only."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=c, marker=marker, linestyle=style, label=label) for label, c, marker, style in keys]
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _log_axes(axes: Axes, base: int = 10) -> None:
+    axes.set_xscale("log", base=base)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda value, at: f"{value:g}" if value < 1e5 else f"{value:.0e}")
+    axes.yaxis.set_major_formatter(lambda value, at: f"{value:g}")
+
+
+def _figure() -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     # Figure itself, not pyplot: no window system, no state that outlives the plot
-    figure: Any = Figure(figsize=(8.6, height), layout="constrained")
+    figure: Any = Figure(figsize=(8.6, 4.4), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(True, which="major", color="#dee2e6", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -22,7 +22,7 @@ class Table(NamedTuple):
 
 
 def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
-    """One row per shape and own backend that was timed."""
+    """One row per shape and own backend that was timed. The error is relative, against what is named beside it."""
     own = [result for result in report.results if result.rounds and result.backend not in PEER_NAMES]
     peers = [name for name in PEER_NAMES if any(r.backend == name and r.rounds for r in report.results)]
     by_key = {result.key: result for result in report.results}
@@ -94,4 +94,4 @@ def _rate(tflops: float) -> str:
 
 
 def _error(result: Result) -> str:
-    return "definition" if result.checked == "definition" else f"{result.error:.0e} ({result.checked})"
+    return "definition" if result.checked == "definition" else f"{result.error:.0e} {result.checked}"
