@@ -1,0 +1,249 @@
+"""decode's machine code for gfx942, executed in the emulator with every check on, against fp64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.config import CdnaConfig, tile_rows
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.runtime import emulator, has_kernel
+from mla_suite.testing import exact_decode, ulp
+
+ABSURD = 2**31 - 1
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def gfx942():
+    config = CdnaConfig(archs.get("gfx942"), "bf16", 16, 576, False)
+    if not has_kernel("gfx942", config.instance):
+        pytest.skip(f"{config.instance} is not built for gfx942; run `python -m mla_suite build --arch gfx942`")
+    with mla_suite.emulate("gfx942") as record:
+        yield record
+
+
+def hostile(sample):
+    """The sample with NaN in every row no sequence owns, and absurd page numbers behind the used ones."""
+    args, kwargs = sample.make(CPU)
+    q, cache, lens, table, indptr, indices = (args[i].clone() if args[i] is not None else None for i in range(6))
+    page = cache.shape[1]
+    owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(lens.tolist()):
+        used = -(-length // page)
+        pages = table[b, :used] if table is not None else indices[indptr[b] : indptr[b] + used]
+        keys = torch.arange(length)
+        owned[pages.long()[keys // page], keys % page] = True
+        if table is not None:
+            table[b, used:] = ABSURD
+    cache[~owned] = torch.nan
+    return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
+
+
+def decode(args, kwargs):
+    """Runs the native kernels and nothing else."""
+    first = args[0]
+    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), archs.get("gfx942"), "cpu")
+    assert choice.backend.name == "native", str(choice)
+    return torch.ops.mla_suite.decode(first, *args[1:], **kwargs)
+
+
+def assert_within_bound(out, lse, exact):
+    """|out - exact| <= 2^-8 sum(p |v|) + 1 ulp of out: P is rounded to 16 bits. lse within 1e-4."""
+    error, allowed = (out.double() - exact.out).abs(), 2.0**-8 * exact.magnitude + ulp(exact.out, out.dtype)
+    worst = float((error / allowed).max()) if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
+    empty = exact.lse.isinf()
+    assert torch.equal(lse[empty].double(), exact.lse[empty])
+    assert not bool(out[empty].any()), "a row that sees nothing must be 0"
+    off = (lse.double() - exact.lse)[~empty].abs()
+    assert bool((off <= 1e-4 * exact.lse[~empty].abs().clamp(min=1.0)).all()), f"lse is off by {float(off.max()):.3g}"
+
+
+def check(sample):
+    args, kwargs = hostile(sample)
+    out, lse = decode(args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
+    return out, lse
+
+
+HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
+Q_LENS = (1, 2, 3, 4, 8)
+PAGES = (1, 16, 61, 64)
+LENS = (0, 1, 15, 16, 17, 63, 64, 65, 300, 1000)
+MODES = (
+    {"num_splits": 1},
+    {"num_splits": 3, "sink": True},
+    {"planned": True},
+    {"split_size": 128},
+    {"varlen": True, "planned": True, "sink": True},
+    {"ragged_pages": True, "num_splits": 1, "sink": True},
+    {"causal": False, "num_splits": 2, "varlen": True},
+    {"rotate": True, "num_splits": 1},
+    {"rope": 0, "num_splits": 1},
+    {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
+    {"layout": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
+)
+
+
+def cover():
+    """Shapes in which every two of (heads, q_len), (heads, page), (heads, mode) and (q_len, mode) meet, lengths mixed."""
+    # Strides that are prime to the number of choices walk through all pairs.
+    for i, heads in enumerate(HEADS):
+        for j, mode in enumerate(MODES):
+            yield heads, Q_LENS[(i + j) % len(Q_LENS)], PAGES[(i + 3 * j) % len(PAGES)], (3 * i + j) % len(LENS), mode
+
+
+def lengths(start, heads, q_len):
+    """Lengths of a batch: from all of LENS for few rows, fewer and shorter ones for many (the emulator's time)."""
+    rotated = LENS[start:] + LENS[:start]
+    if heads * q_len <= 64:
+        return rotated[:4]
+    kept = [length for length in rotated if length <= (300 if heads * q_len <= 256 else 65)]
+    return tuple(kept[:2])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_within_the_rounding_bound(heads):
+    for h, q_len, page, start, mode in cover():
+        if h == heads:
+            check(decode_sample(lengths(start, h, q_len), heads=h, q_len=q_len, page=page, seed=start, **mode))
+
+
+@pytest.mark.parametrize("length", LENS)
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_every_length(heads, length):
+    check(decode_sample((length,), heads=heads, page=61, num_splits=1))
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("kind", ["large", "equal", "dominating", "rising", "falling"])
+def test_hard_scores(heads, kind):
+    """Logits to +-200, rows that are all equal, one key above all others, and references that rise or never do."""
+    sample = decode_sample((300,), heads=heads, q_len=2, num_splits=1)
+    args, kwargs = sample.make(CPU)
+    q, cache, table = args[0], args[1], args[3]
+    if kind == "equal":
+        cache[:] = cache[0, 0]
+    elif kind == "dominating":
+        cache[table[0, 4].item(), 10] = (q[0, 0, 0] * 4).to(cache.dtype)
+    else:
+        slope = {"large": torch.randn(300) * 8, "rising": torch.arange(300) / 4, "falling": -torch.arange(300) / 4}[
+            kind
+        ]
+        direction = torch.randn(576)
+        q[:] = direction.bfloat16()
+        keys = torch.arange(300)
+        rows = slope[:, None] * direction / direction.norm() + torch.randn(300, 576) / 4
+        cache[table[0].long()[keys // 64], keys % 64] = rows.bfloat16()
+    out, lse = decode(args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 7, 16, 33, 64])
+def test_splits_agree(splits):
+    check(decode_sample((1000, 65, 0), heads=16, q_len=2, sink=True, num_splits=splits))
+
+
+@pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
+def test_scales_that_are_not_positive(scale):
+    args, kwargs = decode_sample((100, 7), heads=16, num_splits=1).make(CPU)
+    kwargs["softmax_scale"] = scale
+    out, lse = decode(args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
+def test_infinite_sinks(sink):
+    args, kwargs = decode_sample((100, 0), heads=16, sink=True, num_splits=1).make(CPU)
+    args[9].fill_(sink)
+    out, lse = decode(args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
+
+
+def test_strided_queries_and_outputs():
+    args, kwargs = decode_sample((100, 7), heads=16, num_splits=1).make(CPU)
+    wide = torch.zeros(2, 1, 16, 580, dtype=torch.bfloat16)
+    wide[..., 1:577] = args[0]
+    padded = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16)[:, :1, ::2, :512]
+    lse = torch.zeros(2, 3, 32)[:, :1, :16]
+    torch.ops.mla_suite.decode.out(wide[..., 1:577], *args[1:], **kwargs, out=padded, lse=lse)
+    assert_within_bound(padded, lse, exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_same_bits_again_and_in_any_order(heads):
+    args, kwargs = decode_sample((300, 65, 130), heads=heads, planned=True).make(CPU)
+    first = decode(args, kwargs)
+    for order in ("reverse", "shuffle:3"):
+        with emulator.configured(order=order):
+            again = decode(args, kwargs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("heads", [16, 48])
+def test_batch_invariant_bits(heads):
+    """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
+    args, kwargs = decode_sample((200, *[5, 17, 33] * 21), heads=heads, split_size=64).make(CPU)
+    q, cache, lens, table = args[:4]
+    kwargs["max_kv_len"] = 256
+    alone = decode((q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs)
+    for batch, place in ((5, 3), (64, 40)):
+        order = [*range(1, place + 1), 0, *range(place + 1, batch)]
+        found = decode((q[order], cache, lens[order], table[order], *args[4:]), kwargs)
+        assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "instructions", "lds", "valu"),
+    [(16, 28, 33, 28), (32, 80, 139, 80), (64, 80, 139, 80), (80, 100, 136, 75), (128, 120, 136, 75)],
+)
+def test_counters(rows, instructions, lds, valu):
+    """Per KV token and workgroup at kv 1024; matrix FLOP exact, every cached byte read once, bound by memory."""
+    kv = 1024
+    args, kwargs = decode_sample((kv,), heads=rows, num_splits=1).make(CPU)
+    with emulator.configured(collect=True) as reports:
+        decode(args, kwargs)
+    (report,) = reports
+    assert not report.findings
+    mix = report.mix()
+    matrix = sum(times for name, times in mix.items() if "mfma" in name)
+    assert matrix * 2 * 16**3 == kv * rows * 2 * (576 + 512)
+    assert report.loaded["kv_cache"] == kv * 1152
+    assert report.loaded["kv_cache"] + report.loaded["block_table"] <= kv * 1175
+    assert report.instructions() <= instructions * kv
+    assert report.lds_clocks() <= lds * kv
+    assert sum(times for name, times in mix.items() if name.startswith("v_") and "mfma" not in name) <= valu * kv
+    assert report.bound(archs.get("gfx942")).limiter == "memory"
+
+
+def test_tiles_are_near_equal():
+    for heads, q_len in itertools.product(range(1, 129), range(1, 9)):
+        rows = heads * q_len
+        tile = tile_rows(rows)
+        tiles = -(-rows // tile)
+        assert tiles == -(-rows // 128)
+        assert tile * tiles - rows < 16 * tiles
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"element": "fp32"}, "element is one of"),
+        ({"rows": 24}, "rows are 16 to 128"),
+        ({"rows": 144}, "rows are 16 to 128"),
+        ({"width": 640}, "width is one of"),
+        ({"rotate": True, "width": 512}, "un-rotated"),
+        ({"arch": archs.get("sm_90")}, "not an AMD arch"),
+    ],
+)
+def test_an_illegal_config_says_why(changed, sentence):
+    point = {"arch": archs.get("gfx942"), "element": "bf16", "rows": 16, "width": 576, "rotate": False} | changed
+    with pytest.raises(ValueError, match=sentence):
+        CdnaConfig(**point)
