@@ -8,11 +8,11 @@ Ordering ordering_of(const Inst& in) { return in.mod[mod_sc1] ? COHERENT : PLAIN
 static bool ordered(Wave& wave, u32 tag, Ordering ordering) {
   const TagLayout& tags = wave.worker->launch->tags;
   Workgroup& group = *wave.group;
-  u32 writer = tags.workgroup(tag);
-  if (writer == group.index) return true;
+  if (tags.workgroup(tag) == group.index) return true;
   if (ordering != PLAIN && TagLayout::coherent(tag)) return true;
-  const Clock& clock = ordering == PLAIN ? group.safe : group.known;
-  return clock.of(writer) > tags.epoch(tag);
+  u32 writer = tags.writer(tag), epoch = tags.epoch(tag);
+  if (ordering == PLAIN) return group.safe.of(writer) > epoch || wave.safe.of(writer) > epoch;
+  return group.known.of(writer) > epoch || wave.known.of(writer) > epoch;
 }
 
 static void check_tags(Wave& wave, const Region& region, int lane, u64 address, u32 bytes, int access,
@@ -36,7 +36,8 @@ static void check_tags(Wave& wave, const Region& region, int lane, u64 address, 
     }
   }
   if (!(access & WRITE)) return;
-  u32 tag = launch.tags.make(wave.group->index, wave.group->epoch, ordering != PLAIN);
+  u32 tag = launch.tags.make(component(wave.group->index, u32(wave.id)), wave.group->epoch, ordering != PLAIN);
+  wave.group->stored = true;
   for (u32 i = 0; i < bytes; i++) __atomic_store_n(tags + i, tag, __ATOMIC_RELAXED);
 }
 
@@ -74,10 +75,13 @@ u8* global_access(Wave& wave, const Inst&, int lane, u64 address, u32 bytes, u32
 
 void publish(Wave& wave, u64 address) {
   Workgroup& group = *wave.group;
-  if (!group.released && !group.known.entries.size) return;
+  bool released = group.known.entries.size || wave.known.entries.size;
+  for (int w = 0; w < group.waves; w++) released |= group.released[w] != 0;
+  if (!released) return;
   Clock* clock = wave.worker->launch->sync.find(address, true);
   clock->join(group.known);
-  clock->raise(group.index, group.released);
+  clock->join(wave.known);
+  for (int w = 0; w < group.waves; w++) clock->raise(component(group.index, u32(w)), group.released[w]);
 }
 
 void learn(Wave& wave, u64 address, Clock& into) {

@@ -75,9 +75,12 @@ static void write_back(Wave& wave, const Inst& in) {
   }
   Landing& landing = issue_landing(wave, Landing::WRITE_BACK);
   landing.epoch = ++wave.group->epoch;
+  landing.others_epoch = wave.group->interval_epoch;
 }
 static void invalidate(Wave& wave, const Inst& in) {
-  if (in.mod[mod_sc1]) wave.group->safe.join(wave.group->known);
+  if (!in.mod[mod_sc1]) return;
+  wave.safe.join(wave.group->known);
+  wave.safe.join(wave.known);
 }
 
 static const Opcode entries[] = {

@@ -10,7 +10,7 @@ struct EmulatorLaunch {
   const void* program;
   u32 grid[3], block[3];
   u32 lds_bytes, mode, user_scalars, ids;  // ids: bit per axis
-  u32 scratch_bytes, unused;               // per lane
+  u32 scratch_bytes, reverse_waves;        // per lane
   u32 checks, threads, views, findings;
   u64 spin_limit, instruction_limit;
   const u32* user_scalar;
@@ -75,6 +75,7 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
   memcpy(launch.block, r.block, sizeof(r.block));
   launch.lds_bytes = r.lds_bytes;
   launch.scratch_bytes = r.scratch_bytes;
+  launch.reverse_waves = r.reverse_waves;
   launch.mode = r.mode;
   launch.user_scalars = r.user_scalars;
   launch.user_scalar = r.user_scalar;

@@ -91,6 +91,11 @@ static void finish_snippet(Worker& worker) {
   memcpy(launch.final_lds, worker.lds.bytes, worker.lds.size);
 }
 
+static void forget(Wave& wave) {
+  wave.known.release();
+  wave.safe.release();
+}
+
 void run_workgroup(Worker& worker, u32 index, u32 position) {
   const Launch& launch = *worker.launch;
   Workgroup& group = worker.group;
@@ -113,7 +118,7 @@ void run_workgroup(Worker& worker, u32 index, u32 position) {
   while (live && !worker.abandon) {
     int waiting = 0, ended = 0;
     for (int w = 0; w < group.waves && !worker.abandon; w++) {
-      Wave& wave = worker.waves[w];
+      Wave& wave = worker.waves[launch.reverse_waves ? group.waves - 1 - w : w];
       if (!wave.ended && !wave.at_barrier) run_wave(wave);
       ended += wave.ended;
       waiting += wave.at_barrier;
@@ -125,12 +130,22 @@ void run_workgroup(Worker& worker, u32 index, u32 position) {
         if (worker.waves[w].at_barrier)
           report(worker.waves[w], found_divergent_barrier, worker.waves[w].exec, 0, ended);
     }
-    for (int w = 0; w < group.waves; w++) worker.waves[w].at_barrier = false;
+    if (group.stored) group.epoch++;
+    group.stored = false;
+    group.interval_epoch = group.epoch;
+    for (int w = 0; w < group.waves; w++) {
+      Wave& wave = worker.waves[w];
+      wave.at_barrier = false;
+      group.known.join(wave.known);
+      group.safe.join(wave.safe);
+      forget(wave);
+    }
     worker.lds.next_interval();
   }
   if (launch.final_vectors) finish_snippet(worker);
   for (int w = 0; w < group.waves; w++) {  // an abandoned workgroup leaves landings behind
     Wave& wave = worker.waves[w];
+    forget(wave);
     for (; wave.landing_count; wave.landing_count--) {
       wave.landings[wave.landing_first].learned.release();
       wave.landing_first = (wave.landing_first + 1) % LANDINGS;

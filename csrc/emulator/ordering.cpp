@@ -2,11 +2,11 @@
 
 namespace emulator {
 
-static u32 place(const List<Clock::Entry>& entries, u32 workgroup) {
+static u32 place(const List<Clock::Entry>& entries, u32 component) {
   u32 low = 0, high = entries.size;
   while (low < high) {
     u32 middle = (low + high) / 2;
-    if (entries[middle].workgroup < workgroup)
+    if (entries[middle].component < component)
       low = middle + 1;
     else
       high = middle;
@@ -14,23 +14,23 @@ static u32 place(const List<Clock::Entry>& entries, u32 workgroup) {
   return low;
 }
 
-u32 Clock::of(u32 workgroup) const {
-  u32 at = place(entries, workgroup);
-  return at < entries.size && entries[at].workgroup == workgroup ? entries[at].epoch : 0;
+u32 Clock::of(u32 component) const {
+  u32 at = place(entries, component);
+  return at < entries.size && entries[at].component == component ? entries[at].epoch : 0;
 }
 
-void Clock::raise(u32 workgroup, u32 epoch) {
+void Clock::raise(u32 component, u32 epoch) {
   if (!epoch) return;
-  u32 at = place(entries, workgroup);
-  if (at < entries.size && entries[at].workgroup == workgroup) {
+  u32 at = place(entries, component);
+  if (at < entries.size && entries[at].component == component) {
     if (entries[at].epoch < epoch) entries[at].epoch = epoch;
   } else {
-    entries.insert(at, Entry{workgroup, epoch});
+    entries.insert(at, Entry{component, epoch});
   }
 }
 
 void Clock::join(const Clock& other) {
-  for (u32 i = 0; i < other.entries.size; i++) raise(other.entries[i].workgroup, other.entries[i].epoch);
+  for (u32 i = 0; i < other.entries.size; i++) raise(other.entries[i].component, other.entries[i].epoch);
 }
 
 Clock* SyncVariables::find(u64 address, bool create) {

@@ -5,14 +5,16 @@ namespace emulator {
 
 static float median(float a, float b, float c) {
   if (a != a || b != b || c != c) return min_f32(min_f32(a, b), c);
-  return max_f32(min_f32(a, b), min_f32(max_f32(a, b), c));
+  float most =
+      max_f32(max_f32(a, b), c);  // either zero equals it: the manual's order of the tests decides the sign of a zero
+  return most == a ? max_f32(b, c) : most == b ? max_f32(a, c) : max_f32(a, b);
 }
 // The IEEE 754-2019 maximum and minimum: NaN wins.
 static float maximum(float a, float b) { return a != a ? a : b != b ? b : max_f32(a, b); }
 static float minimum(float a, float b) { return a != a ? a : b != b ? b : min_f32(a, b); }
 static float fraction(float x) {
   float r = float(double(x) - floor(double(x)));
-  return r < 1.0f ? r : real(0x3f7fffff);
+  return r >= 1.0f ? real(0x3f7fffff) : r;  // NaN stays
 }
 static double max_f64(double a, double b) { return a != a ? b : b != b ? a : a > b || (a == b && !signbit(a)) ? a : b; }
 static double min_f64(double a, double b) { return a != a ? b : b != b ? a : a < b || (a == b && signbit(a)) ? a : b; }

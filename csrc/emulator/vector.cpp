@@ -104,6 +104,7 @@ void commit_row(Wave& wave, const Inst& in, int offset, const u32* result, bool 
       float f = real(x);
       if (in.mod[mod_mul]) f *= float(in.mod[mod_mul]);
       if (in.mod[mod_div]) f /= float(in.mod[mod_div]);
+      if (wave.flush32) f = flush(f);
       if (in.mod[mod_clamp]) f = f > 0 ? (f < 1 ? f : 1.0f) : 0.0f;
       x = word(f);
     }

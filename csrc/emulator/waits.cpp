@@ -21,10 +21,13 @@ static void land(Wave& wave, Landing& landing) {
       break;
     }
     case Landing::WRITE_BACK:
-      if (group.released < landing.epoch) group.released = landing.epoch;
+      for (int w = 0; w < group.waves; w++) {
+        u32 epoch = w == wave.id ? landing.epoch : landing.others_epoch;
+        if (group.released[w] < epoch) group.released[w] = epoch;
+      }
       break;
     case Landing::ACQUIRE:
-      group.known.join(landing.learned);
+      wave.known.join(landing.learned);
       landing.learned.release();
       break;
   }

@@ -17,7 +17,8 @@ struct Landing {
   enum Kind { NOTHING, LDS_WRITE, WRITE_BACK, ACQUIRE } kind;
   u32 sequence;
   u64 lanes;
-  u32 bytes, epoch;
+  u32 bytes;
+  u32 epoch, others_epoch;  // what a write-back releases of its own wave and of the others
   u32 address[LANES];
   u8 data[LANES][16];
   Clock learned;
@@ -27,10 +28,12 @@ struct Launch;
 struct Worker;
 
 struct Workgroup {
-  u32 index, id[3];     // position in the grid's linear order; coordinates
-  u32 position;         // place in the order of execution
-  u32 epoch, released;  // stores now belong to `epoch`; epochs below `released` are written back
-  Clock known, safe;    // learned from atomics; learned and invalidated
+  u32 index, id[3];               // position in the grid's linear order; coordinates
+  u32 position;                   // place in the order of execution
+  u32 epoch, interval_epoch;      // of stores now; the first of this barrier interval
+  bool stored;                    // since the epoch began
+  u32 released[WAVES_PER_GROUP];  // per wave: stores of earlier epochs are written back
+  Clock known, safe;              // of the whole workgroup: learned from atomics; learned and invalidated
   int waves;
 };
 
@@ -50,6 +53,7 @@ struct Wave {
   u32 landing_first, landing_count;
   LdsAccess* lds_accesses;  // a ring of LDS_ACCESSES, in order of issue; they count in lgkmcnt
   u32 lds_first, lds_count;
+  Clock known, safe;  // since the last barrier, beyond the workgroup's
   u64 instructions;
   struct {
     i32 pc;
@@ -105,7 +109,7 @@ struct Worker {
 struct Launch {
   const Program* program;
   u32 grid[3], block[3], lds_bytes, scratch_bytes;
-  bool checks, ids[3];
+  bool checks, ids[3], reverse_waves;
   u64 spin_limit, instruction_limit;
   u32 mode, user_scalars;
   const u32* user_scalar;

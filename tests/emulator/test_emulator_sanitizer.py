@@ -125,10 +125,11 @@ def test_order_between_workgroups(launch, what, order):
     assert finding.address.startswith("partial")
 
 
+@pytest.mark.parametrize("order", ["forward", "reverse"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_barrier_around_the_atomic(launch, which):
+def test_barrier_around_the_atomic(launch, which, order):
     text = without(launch.text, "last_arriver", "s_barrier", which)
-    assert kinds(launch("last_arriver", 5, 256, last_arrays(), 5, text=text)) & {
+    assert kinds(launch("last_arriver", 5, 256, last_arrays(), 5, text=text, order=order)) & {
         "global_unordered",
         "lds_race",
         "lds_uninitialised",

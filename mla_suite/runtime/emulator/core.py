@@ -68,7 +68,7 @@ class LaunchRequest(c.Structure):
         ("user_scalars", c.c_uint32),
         ("ids", c.c_uint32),
         ("scratch_bytes", c.c_uint32),
-        ("unused", c.c_uint32),
+        ("reverse_waves", c.c_uint32),
         ("checks", c.c_uint32),
         ("threads", c.c_uint32),
         ("views", c.c_uint32),

@@ -107,7 +107,8 @@ class Emulator:
 
         params       the explicit kernel arguments as packed bytes; pointers are host addresses inside `buffers`
         dynamic_lds  bytes beside the static LDS
-        order        of the workgroups: 'forward', 'reverse', 'shuffle:<seed>' or a permutation of linear indices
+        order        of the workgroups: 'forward', 'reverse' (and the waves of each), 'shuffle:<seed>', or a permutation
+                     of linear indices
         threads      host threads over workgroups; 1 makes the order of global atomics part of the result
         spin_limit   equal values read in a row, after which a wave spins
         """
@@ -128,6 +129,7 @@ class Emulator:
         request.user_scalar = scalars.ctypes.data
         request.checks, request.threads = checks, threads
         request.spin_limit, request.instruction_limit = spin_limit, instruction_limit
+        request.reverse_waves = order == "reverse"
         permutation = _order(order, grid[0] * grid[1] * grid[2])
         if permutation is not None:
             request.order = permutation.ctypes.data
