@@ -29,7 +29,7 @@ FNUZ_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fnuz"]))
 LATER = 256  # slots looked at together in the search for a later token with the same slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots"])  # one binary for all of them
 def append_kv_kernel(
     kv_c,  # [tokens, latent]
     k_pe,  # [tokens, rope]

@@ -14,7 +14,7 @@ from mla_suite.core.dispatch import Offer, Refusal
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "q_len"])  # one binary for all of them
 def combine_kernel(
     partial_out,  # [splits, rows, D_V] fp32
     partial_lse,  # [splits, rows] fp32

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "q_len", "num_splits", "split_size"])  # one binary for all of them
 def decode_kernel(
     q,  # [tokens, heads, LATENT + ROPE]
     kv_cache,  # [pages, page, LATENT + ROPE]
@@ -68,6 +68,7 @@ def decode_kernel(
     table_stride,
     out_stride_token,
     out_stride_head,
+    lse_stride_token,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -113,7 +114,8 @@ def decode_kernel(
                 q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
-                row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, KEYS, CAUSAL, DOT,
+                lse_stride_token, row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, KEYS, CAUSAL,
+                DOT,
             )  # fmt: skip
 
 
@@ -121,9 +123,9 @@ def decode_kernel(
 def attend_item(
     q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
-    kv_stride_token, table_stride, out_stride_token, out_stride_head, row, b, kv_len, first_key, end_key, partial_row,
-    PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
-    DOT: tl.constexpr,
+    kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, row, b, kv_len, first_key,
+    end_key, partial_row, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -137,6 +139,8 @@ def attend_item(
     column = tl.arange(0, LATENT)
     q_row = q + (first_token + token) * q_stride_token + head * q_stride_head
     q_latent = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    if ROPE > 0:
+        q_low, q_high = rope_queries(q_row, rope_cos_sin, live, LATENT, ROPE, DOT)
     scale = softmax_scale * LOG2E
     value_scale = 1.0
     if q_descale is not None:
@@ -162,7 +166,7 @@ def attend_item(
         latent = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(DOT)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         if ROPE > 0:
-            scores = rope_scores(scores, q_row, kv_row, rope_cos_sin, key, live, inside, LATENT, ROPE, DOT)
+            scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         scores = tl.where(key[None, :] < visible[:, None], scores * scale, -float("inf"))
         before = highest
         highest = tl.maximum(before, tl.max(scores, 1))
@@ -185,7 +189,7 @@ def attend_item(
         place = (first_token + token) * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
-        tl.store(lse + (first_token + token) * heads + head, result_lse, mask=live)
+        tl.store(lse + (first_token + token) * lse_stride_token + head, result_lse, mask=live)
     elif partial_out is not None:
         factor = tl.where(total == 0.0, 0.0, value_scale / total)
         place = partial_row * q_len * heads + row
@@ -196,24 +200,33 @@ def attend_item(
 
 
 @triton.jit
+def rope_queries(q_row, rope_cos_sin, live, LATENT: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr):
+    """The rope part of the queries: whole, and again; or, where keys are turned as they are read, in two halves."""
+    SIZE: tl.constexpr = ROPE if rope_cos_sin is None else ROPE // 2
+    column = LATENT + tl.arange(0, SIZE)
+    q_low = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    q_high = q_low
+    if rope_cos_sin is not None:
+        q_high = tl.load(q_row[:, None] + SIZE + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    return q_low, q_high
+
+
+@triton.jit
 def rope_scores(
-    scores, q_row, kv_row, rope_cos_sin, key, live, inside, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT: tl.constexpr, ROPE: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
     """scores plus the rope part's share; un-rotated keys are turned by their position, in halves as in NeoX."""
     if rope_cos_sin is None:
         column = LATENT + tl.arange(0, ROPE)
-        q_rope = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
         rope = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(q_rope, tl.trans(rope.to(DOT)), scores, input_precision="ieee")
+        scores = tl.dot(q_low, tl.trans(rope.to(DOT)), scores, input_precision="ieee")
     else:
         HALF: tl.constexpr = ROPE // 2
         pair = tl.arange(0, HALF)
-        low_column, high_column = LATENT + pair, LATENT + HALF + pair
-        q_low = tl.load(q_row[:, None] + low_column[None, :], mask=live[:, None], other=0.0).to(DOT)
-        q_high = tl.load(q_row[:, None] + high_column[None, :], mask=live[:, None], other=0.0).to(DOT)
-        low = tl.load(kv_row[:, None] + low_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-        high = tl.load(kv_row[:, None] + high_column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+        place = kv_row[:, None] + LATENT + pair[None, :]
+        low = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
+        high = tl.load(place + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
         angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
         cos = tl.load(angle, mask=inside[:, None], other=0.0)
         sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)
@@ -321,6 +334,7 @@ def run(
         block_table.stride(0) if block_table is not None else 0,
         flat_out.stride(0),
         flat_out.stride(1),
+        flat_lse.stride(0),
         PAGE=page,
         LATENT=head_dim_v,
         ROPE=q.shape[-1] - head_dim_v,
@@ -345,6 +359,11 @@ def run(
             num_splits=splits,
             skip_none=plan is not None,
         )
+    # Of a caller's output whose leading strides do not merge, flatten makes a copy.
+    if flat_out.data_ptr() != out.data_ptr():
+        out.copy_(flat_out.view(out.shape))
+    if flat_lse.data_ptr() != lse.data_ptr():
+        lse.copy_(flat_lse.view(lse.shape))
 
 
 def _compute_units(device: torch.device) -> int:

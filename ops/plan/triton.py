@@ -25,10 +25,15 @@ ITEM_WORDS = tl.constexpr(layout.ITEM_WORDS)
 SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in Item)
 HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)  # split_indptr follows the header
 ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
+# Sizes that change from call to call; one binary serves them all.
+SIZES = [
+    "header", "batch", "workers", "capacity", "fixed", "tile_rows", "steps", "num_splits", "split_size", "splits",
+    "work_at", "counters_at", "items_at",
+]  # fmt: skip
 BLOCK = 1024  # sequences or items a program looks at together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def line_kernel(seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE: tl.constexpr):
     """Sequences end to end: keys [batch + 1] in whole granules, line [batch + 1] where each begins. One program."""
     total = tl.zeros([], tl.int64)
@@ -44,7 +49,7 @@ def line_kernel(seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE:
     tl.store(longest, most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def candidates_kernel(
     line, keys, longest, prices, batch, workers, fixed, tile_rows, steps, WIDTH: tl.constexpr
 ):  # fmt: skip
@@ -63,7 +68,7 @@ def candidates_kernel(
     tl.store(prices + workers + used - 1, parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def cuts_kernel(
     line, keys, prices, cut_sequence, cut_items, cut_splits, work_indptr, items, batch, workers, fixed, steps,
     CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
@@ -102,7 +107,7 @@ def cuts_kernel(
     tl.store(cut_splits + cut, split_yet - first_in_sequence, mask=cut <= workers)
 
 
-@triton.jit(do_not_specialize=["header"])
+@triton.jit(do_not_specialize=SIZES)
 def sequences_kernel(
     cut_sequence, cut_items, cut_splits, plan, header, batch, workers, capacity, counters_at, items_at, steps,
     SIZE: tl.constexpr,
@@ -133,7 +138,7 @@ def sequences_kernel(
     tl.store(words + PARTIAL_ROW, tl.full(b.shape, -1, tl.int32), mask=unused)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def uniform_kernel(
     seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits,
     SIZE: tl.constexpr,
@@ -164,7 +169,7 @@ def uniform_kernel(
     tl.store(total_price, total)
 
 
-@triton.jit(do_not_specialize=["header"])
+@triton.jit(do_not_specialize=SIZES)
 def share_kernel(
     starts, total_price, plan, header, batch, workers, splits, work_at, counters_at, items_at, steps,
     SIZE: tl.constexpr,

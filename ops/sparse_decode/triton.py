@@ -74,7 +74,7 @@ class Pool(NamedTuple):
     record: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "split_size"])  # one binary for all of them
 def sparse_decode_kernel(
     q,  # [tokens, heads, VALUES + REST]
     pools,  # tuple of POOLS `Pool`s
@@ -176,6 +176,9 @@ def attend_pool(
         chosen += token * pool.index_stride
     column = tl.arange(0, VALUES)
     q_values = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
+    if REST > 0:
+        rest = VALUES + tl.arange(0, REST)
+        q_rest = tl.load(q_row[:, None] + rest[None, :], mask=live[:, None], other=0.0).to(DOT)
     for start in range(low, high, KEYS):
         key = start + tl.arange(0, KEYS)
         slot = tl.load(chosen + key, mask=key < high, other=-1).to(tl.int64)
@@ -186,8 +189,6 @@ def attend_pool(
         values = row_columns(pool, block, at, valid, 0, VALUES).to(DOT)
         scores = tl.dot(q_values, tl.trans(values), input_precision="ieee")
         if REST > 0:
-            rest = VALUES + tl.arange(0, REST)
-            q_rest = tl.load(q_row[:, None] + rest[None, :], mask=live[:, None], other=0.0).to(DOT)
             k_rest = row_columns(pool, block, at, valid, VALUES, REST).to(DOT)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale, -float("inf"))
