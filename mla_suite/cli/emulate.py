@@ -84,7 +84,9 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
                 returned = operator(*args, **kwargs)
             # An operator that returns nothing has written into an argument.
             written = [kwargs[n] if n in kwargs else args[_position(op, n)] for n in op.mutates]
-            results.append([*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written])
+            results.append(
+                [*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written]
+            )
     expected, got = results
     keys = int(args[2].sum()) if op.name == "decode" else 0
     return {
