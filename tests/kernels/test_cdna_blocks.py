@@ -177,7 +177,7 @@ def test_stages_bring_every_row_to_both_products(text, rotate, page, first_key, 
             for j in range(4):
                 place = block * 128 + 8 * COLUMN[:, None] + torch.arange(8)
                 assert torch.equal(columns[tile, block, j], expected[(4 * GROUP + j)[:, None], place])
-    cost = {name: 0 for name in ("ds_read_b128", "global_load_lds_dword")}
+    cost = dict.fromkeys(("ds_read_b128", "global_load_lds_dword"), 0)
     moved = dict(cost)
     for pc, name in enumerate(report.names):
         if name in cost:

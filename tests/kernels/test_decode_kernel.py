@@ -93,7 +93,7 @@ MODES = (
 
 
 def cover():
-    """Shapes in which every two of (heads, q_len), (heads, page), (heads, mode) and (q_len, mode) meet, lengths mixed."""
+    """Shapes in which any two of heads, q_len, page and mode meet at least once."""
     # Strides that are prime to the number of choices walk through all pairs.
     for i, heads in enumerate(HEADS):
         for j, mode in enumerate(MODES):
