@@ -33,8 +33,20 @@ constexpr int MAX_FINDINGS = 64;
 struct FindingList {
   Finding at[MAX_FINDINGS];
   int size;
+  // Keeps the occurrence in the lowest workgroup, so that the report does not depend on the threads.
   void merge(const FindingList& from) {
-    for (int i = 0; i < from.size; i++) add(from.at[i]);
+    for (int i = 0; i < from.size; i++) {
+      const Finding& f = from.at[i];
+      int known = 0;
+      while (known < size && (at[known].kind != f.kind || at[known].pc != f.pc)) known++;
+      if (known == size) {
+        if (size < MAX_FINDINGS) at[size++] = f;
+        continue;
+      }
+      u64 count = at[known].count + f.count;
+      if (f.workgroup < at[known].workgroup) at[known] = f;
+      at[known].count = count;
+    }
   }
   void add(const Finding& f) {
     for (int i = 0; i < size; i++)

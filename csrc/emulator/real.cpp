@@ -113,7 +113,7 @@ static const Opcode entries[] = {
     vector("v_fract_f64",
            [](double a) {
              double r = a - floor(a);
-             return r < 1 ? r : 0x1.fffffffffffffp-1;
+             return r >= 1 ? 0x1.fffffffffffffp-1 : r;
            }),
     vector("v_frexp_exp_i32_f64",
            [](double a) {

@@ -1,0 +1,71 @@
+"""The library's build: made once, again when a source changes, and a compiler's own words when it fails."""
+
+import ctypes
+
+import pytest
+
+from mla_suite.runtime.emulator import core
+from mla_suite.toolchain import emulator_library
+from mla_suite.toolchain.errors import BuildError
+
+
+@pytest.fixture
+def sources(tmp_path):
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int answer() { return 41; }\n'
+    )
+    return folder
+
+
+def test_built_once_and_again_when_a_source_changes(tmp_path, sources):
+    first = emulator_library.build_library(tmp_path / "out", sources)
+    made = first.stat().st_mtime_ns
+    assert ctypes.CDLL(str(first)).answer() == 41
+    assert emulator_library.build_library(tmp_path / "out", sources).stat().st_mtime_ns == made
+    (sources / "answer.cpp").write_text((sources / "answer.cpp").read_text().replace("41", "42"))
+    second = emulator_library.build_library(tmp_path / "out", sources)
+    assert second.stat().st_mtime_ns > made
+    # The loader keeps the first file open under its path, so the new one is loaded from another.
+    copy = tmp_path / "copy.so"
+    copy.write_bytes(second.read_bytes())
+    assert ctypes.CDLL(str(copy)).answer() == 42
+
+
+def test_same_sources_same_bytes(tmp_path, sources):
+    one = emulator_library.build_library(tmp_path / "one", sources).read_bytes()
+    assert one == emulator_library.build_library(tmp_path / "two", sources).read_bytes()
+
+
+def test_broken_source(tmp_path, sources):
+    (sources / "broken.cpp").write_text("int missing_semicolon() { return 1 }\n")
+    with pytest.raises(BuildError, match=r"(?s)^.*broken\.cpp:1:\d+: error: expected ';'.*could not be compiled"):
+        emulator_library.build_library(tmp_path / "out", sources)
+    assert not (tmp_path / "out" / "emulator.so").exists()
+
+
+def test_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setattr(emulator_library.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match="needs zig as its C.. compiler; `pip install ziglang`"):
+        emulator_library.build_library(tmp_path / "out")
+
+
+def test_another_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(emulator_library.platform, "machine", lambda: "aarch64")
+    with pytest.raises(BuildError, match="x86-64 only, this machine is aarch64"):
+        emulator_library.build_library(tmp_path / "out")
+
+
+def test_a_library_of_another_version(tmp_path, sources):
+    assert core._made_from(emulator_library.build_library(tmp_path / "out", sources)) == ""
+    assert core.load().library.emulator_source_hash().decode() == emulator_library.source_hash()
+
+
+def test_every_instruction_belongs_to_an_arch():
+    machine = core.load()
+    names = machine.opcodes()
+    assert len(names) == len(set(names))
+    assert set(machine.opcodes("gfx942")) | set(machine.opcodes("gfx950")) == set(names)
+    assert "v_mfma_f32_16x16x8_xf32" not in machine.opcodes("gfx950")
+    assert "ds_read_b64_tr_b16" not in machine.opcodes("gfx942")
