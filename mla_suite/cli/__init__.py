@@ -11,6 +11,7 @@ COMMANDS = {
     "layouts": "print the byte map of every KV cache layout",
     "bench": "measure the operators on named shapes, compare runs, write a page of plots",
     "emulate": "run an operator on an emulated AMD GPU: numbers, sanitizer findings, counters and bounds",
+    "tune": "search configurations on this GPU and store the best with their provenance",
     "explain": "say which backend would run a problem, and why",
     "support": "print which implementation serves each operator on each arch",
 }

@@ -1,0 +1,163 @@
+"""Search an operator's configurations on this GPU, and store the best as rows of its tuned table.
+
+  python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
+  python -m mla_suite tune --op combine --set aiter-3468 --write   and store them
+  python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
+  python -m mla_suite tune --lint                                  check every table there is
+
+Each configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the
+present choice by more than the noise of both, and no other backend is faster. Rows go to the package's tables, or
+to the user's directory where the package is read-only or with --user; a user's rows come before shipped ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mla_suite.bench.search import Outcome
+    from mla_suite.bench.sets import Case
+    from mla_suite.core.space import Space
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--op", help="the operator: combine or decode")
+    parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
+    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
+    parser.add_argument("--backend", help="native or portable (default: the first that can be tuned)")
+    parser.add_argument("--write", action="store_true", help="store what is worth it")
+    parser.add_argument("--user", action="store_true", help="store in the user's directory")
+    parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
+    parser.add_argument("--lint", action="store_true", help="check every table and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return lint() if args.lint else _tune(args)
+    except ValueError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+
+
+def lint() -> int:
+    """Print what is wrong with any table, the user's included; 1 if anything is."""
+    from mla_suite.core import tuning
+
+    findings = checked = 0
+    tables = list(_tables())
+    read = {path for _, _, path in tables}
+    for path in sorted(path for path in tuning.SHIPPED.glob("*/tuned/*.csv") if path not in read):
+        findings += 1
+        print(f"{path}:1: no backend reads this table")
+    for form, name, path in tables:
+        checked += 1
+        for finding in tuning.lint(form, name, path):
+            findings += 1
+            print(finding)
+    print(f"{checked} tables checked, {findings} findings")
+    return 1 if findings else 0
+
+
+def _tables() -> Iterator[tuple[Any, str, Path]]:
+    """(format, table's name, file) of every table that is there."""
+    from mla_suite.bench import search
+    from mla_suite.core import arch, library, tuning
+
+    for op in library.registry():
+        for space in search.spaces(op).values():
+            for name in map(space.table, arch.names()):
+                for path in (
+                    tuning.SHIPPED / op / "tuned" / f"{name}.csv",
+                    tuning.user_directory() / op / f"{name}.csv",
+                ):
+                    if path.is_file():
+                        yield space.form, name, path
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from mla_suite.bench import environment, search, store
+    from mla_suite.core import arch as arch_records
+
+    if args.op is None:
+        raise ValueError("name an operator with --op: combine or decode")
+    if not torch.cuda.is_available():
+        raise ValueError("no GPU: configurations are told apart by timing them, and an emulator's bounds are no times")
+    device = torch.device("cuda")
+    facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
+    if facts["arch"] not in arch_records.names():
+        raise ValueError(f"this GPU is {facts['arch']}; tables exist for {', '.join(arch_records.names())}")
+    arch = arch_records.get(str(facts["arch"]))
+    backend, space = _space(args.op, args.backend)
+    cases = _cases(args)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    rows: list[dict[str, object]] = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(TextColumn("{task.description:60}"), *columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=len(cases))
+        for case in cases:
+
+            def told(what: str, shape: str = case.shape) -> None:
+                bar.update(task, description=f"{shape} {what}"[:60])
+
+            outcome = search.search(case, backend, space, arch, device, progress=told)
+            console.print(_line(outcome), highlight=False, soft_wrap=True)
+            if outcome.kept is None:
+                rows.append(search.cells(outcome, space, arch, facts))
+            bar.advance(task)
+    table = space.table(arch.name)
+    path = store.path_for(space.form, table, user=args.user)
+    for row in rows:
+        print(store.line(space.form, row))
+    if args.write and rows:
+        store.write(space.form, table, path, rows)
+        print(f"{len(rows)} rows stored in {path}")
+    elif rows:
+        print(f"{len(rows)} rows would be stored in {path}; add --write")
+    else:
+        print("nothing to store: no configuration beats its present choice by more than noise")
+    return 0
+
+
+def _space(op: str, backend: str | None) -> tuple[str, Space]:
+    from mla_suite.bench import search
+    from mla_suite.core import library
+
+    library.get(op)
+    found: Mapping[str, Space] = search.spaces(op)
+    if not found:
+        tunable = ", ".join(name for name in library.registry() if search.spaces(name))
+        raise ValueError(f"nothing about {op} can be tuned; operators that can: {tunable}")
+    name = backend or next(iter(found))
+    if name not in found:
+        raise ValueError(f"{op}'s {name} backend cannot be tuned; those that can: {', '.join(found)}")
+    return name, found[name]
+
+
+def _cases(args: argparse.Namespace) -> list[Case]:
+    from mla_suite.bench import sets
+
+    default = {"combine": "aiter-3468"}.get(args.op, "flashmla")
+    found = {case.id: case for name in args.set or [default] for case in sets.named(name, args.op)}
+    wanted = [case for case in found.values() if not args.shapes or any(part in case.shape for part in args.shapes)]
+    if not wanted:
+        raise ValueError(f"no shape contains {' or '.join(args.shapes)}; they are {', '.join(found)}")
+    return wanted
+
+
+def _line(outcome: Outcome) -> str:
+    from mla_suite.bench import noise
+
+    present = f"present {outcome.present} {noise.median(outcome.present_rounds):.2f} us"
+    if outcome.verdict is None:
+        return f"{outcome.case.id}: {present}; {outcome.kept}"
+    best = f"best {outcome.best} {noise.median(outcome.best_rounds):.2f} us ({outcome.verdict})"
+    refused = f", {len(outcome.refused)} refused" if outcome.refused else ""
+    return f"{outcome.case.id}: {present}; {best} of {outcome.tried}{refused}; {outcome.kept or 'worth a row'}"

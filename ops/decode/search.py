@@ -1,0 +1,36 @@
+"""What may be tuned about decode: the tile of its Triton kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.space import Space
+from mla_suite.core.tuning import Value
+from mla_suite.ops.decode import tiles
+
+LANE_REGISTERS = 128  # for the accumulator: half of what a lane may name
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes in shared memory: fp8 is widened before the product
+
+
+def candidates(problem: Any, arch: Arch) -> Iterator[Any]:
+    """Tiles whose rows are not mostly padding, whose accumulator fits the registers and whose keys fit the LDS."""
+    from mla_suite.ops.decode.triton import Tile  # triton is optional, and this module names no kernel otherwise
+
+    rows = max(problem.heads * problem.q_len, 1)
+    size = ELEMENT[tiles.DTYPES[problem.q_dtype]]
+    for tile_rows, keys, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
+        padded = tile_rows > 16 and tile_rows >= 2 * rows
+        registers = tile_rows * problem.head_dim_v // (warps * arch.wavefront)
+        lds = (tile_rows + stages * keys) * problem.head_dim * size
+        if not padded and registers <= LANE_REGISTERS and lds <= arch.lds_bytes:
+            yield Tile(tile_rows, keys, warps, stages)
+
+
+def cells(problem: Any, arch: Arch, tile: Any) -> Mapping[str, Value]:
+    return dict(tile_rows=tile.rows, tile_keys=tile.keys, warps=tile.warps, stages=tile.stages)
+
+
+SPACES = {"portable": Space(candidates, tiles.FORMAT, tiles.table, tiles.facts, cells)}

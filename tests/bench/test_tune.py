@@ -1,0 +1,199 @@
+"""A search finds the fastest right configuration, and stores it only when that is worth a row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import simulated
+import torch
+
+from mla_suite.__main__ import main
+from mla_suite.bench import noise, search, sets, store
+from mla_suite.bench.clock import Effort
+from mla_suite.bench.contenders import Contender
+from mla_suite.bench.inputs import Call
+from mla_suite.bench.search import Outcome
+from mla_suite.core import arch, dispatch, library, tuning
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.space import Space
+from mla_suite.core.tuning import Format, Integer
+from mla_suite.ops.decode import search as decode_search
+
+CASE = sets.combine(2, 4, 3)
+ARCH = arch.get("sm_90")
+FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("batch", 1, 1024),),
+              config=(Integer("point", 0, 9),))  # fmt: skip
+SPACE = Space(
+    candidates=lambda problem, arch: iter(range(7)),
+    form=FORM,
+    table=str,
+    facts=lambda problem, arch: dict(rows=problem.rows, batch=problem.batch),
+    cells=lambda problem, arch, point: dict(point=point),
+)
+WRONG, BROKEN = 4, 5
+
+
+@pytest.fixture(autouse=True)
+def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """combine with a native backend of seven points (one is wrong, one cannot be launched) and a portable one."""
+    op = library.get("combine")
+    reference = op.backends[-1]
+
+    def run(point: int, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
+        if point == BROKEN:
+            raise RuntimeError("too many registers")
+        reference.run(None, outputs, *args, **kwargs)
+        if point == WRONG:
+            outputs[0][0, 0] *= 2
+
+    native = Backend("native", lambda problem, arch: Offer(0, "rule"), run)
+    portable = Backend("portable", lambda problem, arch: Offer(8, "rule"), run)
+    monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, portable, reference))})
+    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
+    yield
+    dispatch.forget()
+    tuning.forget()
+
+
+def searched(times: dict[int, float], rival_us: float = 100.0, seed: int = 0) -> Outcome:
+    """Points that `times` does not name take 40 us."""
+    source = random.Random(seed)
+    print("seed", seed)
+
+    def timer(contender: Contender, turns: Sequence[Call], effort: Effort) -> list[float]:
+        us = rival_us if contender.config == "8" else times.get(int(contender.config), 40.0)
+        return simulated.run(us, source)[: effort.rounds]
+
+    return search.search(CASE, "native", SPACE, ARCH, torch.device("cpu"), timer)
+
+
+def test_the_fastest_right_point_is_worth_a_row() -> None:
+    found = searched({0: 40.0, 2: 30.0, 3: 35.0, WRONG: 5.0, BROKEN: 4.0})
+    assert (found.present, found.best) == (0, 2)
+    assert found.kept is None
+    assert found.tried == 4
+    assert [entry.split(":")[0] for entry in found.refused] == [str(WRONG), str(BROKEN)]
+    assert "too many registers" in found.refused[1]
+    assert len(found.best_rounds) == len(found.present_rounds) >= noise.FEWEST_ROUNDS
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_within_the_noise_of_the_present_point_is_not(seed: int) -> None:
+    found = searched({0: 40.0, 3: 39.6}, seed=seed)
+    assert found.kept is not None
+    assert found.kept.startswith("within the noise of the present configuration")
+
+
+def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
+    found = searched({0: 40.0, 2: 30.0}, rival_us=12.0)
+    assert found.kept is not None
+    assert found.kept.startswith("portable takes 12.")
+
+
+def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
+    with pytest.raises(ValueError, match="tensor 0 is off"):
+        search.search(CASE, "native", replace_present(), ARCH, torch.device("cpu"), lambda *_: [1.0] * 4)
+
+
+def replace_present() -> Space:
+    op = library.get("combine")
+    native, *others = op.backends
+    wrong = Backend("native", lambda problem, arch: Offer(WRONG, "rule"), native.run)
+    library._registry["combine"] = replace(op, backends=(wrong, *others))
+    return SPACE
+
+
+def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None:
+    found = searched({0: 40.0, 2: 30.0})
+    row = search.cells(found, SPACE, ARCH, runs.GPU | {"device": 'NVIDIA "H200", 141 GB'})
+    path = store.path_for(FORM, "sm_90", user=True)
+    assert path == tmp_path / "user" / "combine" / "sm_90.csv"
+    store.write(FORM, "sm_90", path, [row])
+    (loaded,) = tuning.load(FORM, "sm_90", path)
+    assert loaded.values == dict(rows=4, batch=2, point=2)
+    assert loaded.provenance["device"] == "NVIDIA  H200   141 GB"
+    assert loaded.provenance["rival"] == "portable"
+    assert loaded.provenance["software"] == "cuda 13.0 torch 2.11.0 triton 3.6.0"
+    assert 29 < float(loaded.provenance["microseconds"]) < 31
+    match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))
+    assert match is not None
+    assert match.row.place == f"{path}:2"
+
+
+def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path) -> None:
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    path = tmp_path / "sm_90.csv"
+    store.write(FORM, "sm_90", path, [row | {"batch": 16}, row | {"batch": 3}])
+    store.write(FORM, "sm_90", path, [row | {"batch": 16, "point": 6}])
+    assert [(r.values["batch"], r.values["point"]) for r in tuning.load(FORM, "sm_90", path)] == [(3, 2), (16, 6)]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_unsound_rows_leave_the_table_as_it_was(tmp_path: Path) -> None:
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    path = tmp_path / "sm_90.csv"
+    store.write(FORM, "sm_90", path, [row])
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"sm_90.csv:3: point is '77'"):
+        store.write(FORM, "sm_90", path, [row | {"batch": 9, "point": 77}])
+    path.write_bytes(before + b"damaged\n")
+    with pytest.raises(ValueError, match="1 cells; the header has"):
+        store.write(FORM, "sm_90", path, [row])
+    assert path.read_bytes() == before + b"damaged\n"
+
+
+def test_a_read_only_package_sends_rows_to_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "package")
+    (tmp_path / "package" / "combine").mkdir(parents=True)
+    assert store.path_for(FORM, "sm_90", user=False) == tmp_path / "package" / "combine" / "tuned" / "sm_90.csv"
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert store.path_for(FORM, "sm_90", user=False) == tmp_path / "user" / "combine" / "sm_90.csv"
+
+
+def test_a_row_without_a_commit_is_refused() -> None:
+    with pytest.raises(ValueError, match="the commit of this package is unknown"):
+        search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU | {"commit": ""})
+
+
+def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
+    pytest.importorskip("triton", reason="its tiles are Triton's: triton is not installed")
+    problem = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
+    from mla_suite.ops.decode import problem as problem_of
+
+    facts = problem_of(*problem[0], **problem[1])
+    tiles = list(decode_search.candidates(facts, ARCH))
+    assert len(tiles) >= 8
+    assert {tile.rows for tile in tiles} == {16}
+    for tile in tiles:
+        assert (tile.rows + tile.stages * tile.keys) * 576 * 2 <= ARCH.lds_bytes
+        assert decode_search.tiles.refuse("portable-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are told apart by timing them")],
+)
+def test_the_command_refuses_in_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--lint"]) == 0
+    capsys.readouterr()
+    table = tmp_path / "user" / "combine" / "gfx942.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text("rows,batch\n")
+    assert main(["tune", "--lint"]) == 1
+    assert f"{table}:1: the header is 'rows,batch'" in capsys.readouterr().out
