@@ -12,6 +12,9 @@ struct Wave {
   // A value that is the same in all lanes of the warp.
   MLA_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+  // The value of lane `source` (0..31, any lane may ask for another).
+  MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
+
   // What lane `index` of this lane's team of `team` neighbouring lanes holds; `index` is the same in the whole team.
   // Only the team need be together here.
   template <int team>

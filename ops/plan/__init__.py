@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.core import checks, dispatch, library
 from mla_suite.core.library import Op, Output
-from mla_suite.ops.plan import layout, reference, samples
+from mla_suite.ops.plan import layout, native, reference, samples
 
 SCHEMA = (
     "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt rows, SymInt workers, SymInt max_kv_len, "
@@ -153,7 +153,7 @@ PLAN = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(dispatch.portable("mla_suite.ops.plan.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.plan.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )

@@ -1,0 +1,9 @@
+// plan on this arch: STEP is search, balanced or uniform.
+#include "cdna/wave.hpp"
+#include "mla/plan.hpp"
+
+namespace {
+using Kernel = mla::Plan<cdna::Wave<false>, WAVES>;
+}
+
+MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::PlanParams p) { Kernel::STEP(p); }

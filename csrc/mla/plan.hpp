@@ -1,0 +1,354 @@
+// plan: shares the keys of ragged sequences among workers. The same integer steps as ops/plan/cost.py and
+// ops/plan/reference.py, so the same words. One source for every arch.
+//
+//   search    one workgroup per candidate number of workers: the cost of both its families -> two words of the items
+//   balanced  one workgroup: the cheapest candidate's cuts, then the plan
+//   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
+//
+// Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
+#pragma once
+
+#include "mla/block_scan.hpp"
+#include "mla/params/plan.hpp"
+
+namespace mla {
+
+template <class Wave, int waves_>
+struct Plan {
+  static constexpr int waves = waves_;
+  static constexpr int threads = waves_ * Wave::lanes;
+  static constexpr int min_waves = 1;
+  static constexpr int most_sequences = 2048;  // whose line fits in 48 KiB of shared memory beside the cuts
+  static constexpr int most_workers = 1024;
+  static constexpr int granule = 64;
+  static constexpr int open = 0x7fffffff;
+  static constexpr int64_t MOST = 0x7fffffffffffffff;
+
+  struct Line {
+    int64_t at[most_sequences + 1];  // where each sequence begins, and the end
+    int64_t longest;                 // keys of the longest sequence, in whole granules
+  };
+  // A cut before key `key` of a sequence, in each family: family 0 cuts at boundaries only, so its key is 0.
+  struct Cuts {
+    int whole[most_workers + 1];     // sequence in family 0
+    int sequence[most_workers + 1];  // in family 1
+    int key[most_workers + 1];
+  };
+  struct Shared {
+    Line line;
+    Cuts cuts;
+    BlockScan<Wave, waves_> scan;
+  };
+
+  MLA_DEVICE static int64_t round_up(int64_t keys) { return (keys + granule - 1) / granule * granule; }
+  MLA_DEVICE static int64_t divide(int64_t n, int64_t d) {  // neither is negative
+    return static_cast<int64_t>(static_cast<uint64_t>(n) / static_cast<uint64_t>(d));
+  }
+
+  MLA_DEVICE static int64_t kv_len(const PlanParams& p, int b) {
+    if (p.cu_seqlens_q != nullptr && p.cu_seqlens_q[b + 1] <= p.cu_seqlens_q[b]) return 0;
+    return p.seq_lens[b];
+  }
+
+  // The line of sequences of which each costs what `cost` says.
+  template <class Cost>
+  MLA_DEVICE static void lay_line(const PlanParams& p, Shared& s, Cost cost) {
+    const int thread = thread_id();
+    int64_t begin = 0;
+    int longest = 0;
+    for (int base = 0; base < p.batch; base += threads) {
+      const int b = base + thread;
+      int64_t own = 0;
+      if (b < p.batch) {
+        const int64_t keys = kv_len(p, b);
+        own = cost(keys);
+        const int granules = static_cast<int>((keys + granule - 1) / granule);
+        longest = granules > longest ? granules : longest;
+      }
+      int64_t all;
+      const int64_t before = s.scan.exclusive(own, all);
+      if (b < p.batch) s.line.at[b] = begin + before;
+      begin += all;
+    }
+    longest = s.scan.largest(longest);
+    if (thread == 0) {
+      s.line.at[p.batch] = begin;
+      s.line.longest = static_cast<int64_t>(longest) * granule;
+    }
+    block_sync();
+  }
+
+  // The number of sequences that end at `place` or before it.
+  MLA_DEVICE static int sequence_at(const PlanParams& p, const Line& line, int64_t place) {
+    int low = 0, high = p.batch;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (line.at[middle + 1] <= place) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // Cuts 0..workers of the candidate that uses `used` workers.
+  MLA_DEVICE static void place_cuts(const PlanParams& p, Shared& s, int used) {
+    const int64_t total = s.line.at[p.batch], fixed = p.item_cost;
+    const int64_t crumb = round_up(fixed / 2);
+    for (int j = thread_id(); j <= p.workers; j += threads) {
+      const int64_t place = divide(total * (j < used ? j : used), used);
+      const int b = sequence_at(p, s.line, place);
+      const int64_t offset = place - s.line.at[b];
+      const int64_t length = b < p.batch ? s.line.at[b + 1] - s.line.at[b] - fixed : 0;
+      const int64_t near = (divide(offset * length, length + fixed) + granule / 2) / granule * granule;
+      const bool crumbs = near < crumb || length - near < crumb;
+      s.cuts.whole[j] = b + (2 * offset > length + fixed ? 1 : 0);
+      s.cuts.sequence[j] = b + (crumbs && 2 * near > length ? 1 : 0);
+      s.cuts.key[j] = crumbs ? 0 : static_cast<int>(near);
+    }
+    block_sync();
+  }
+
+  // What the worker between cut j and the next costs.
+  MLA_DEVICE static int64_t load(const PlanParams& p, const Line& line, int sequence, int key, int next, int next_key) {
+    const bool first = key > 0, last = next_key > 0;
+    const int64_t from = line.at[sequence] + (first ? p.item_cost + key : 0);
+    const int64_t to = line.at[next] + (last ? p.item_cost + next_key : 0);
+    if (to == from) return 0;
+    const int rows = (first ? 1 : 0) + (last ? 1 : 0) - (first && last && sequence == next ? 1 : 0);
+    return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
+  }
+
+  // The costs of both families with as many workers as this workgroup's number, among those of all: into the items.
+  MLA_DEVICE static void search(const PlanParams& p) {
+    MLA_SHARED Shared s;
+    MLA_SHARED int64_t costs[2][waves_];
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    const int used = block_id_x() + 1;
+    place_cuts(p, s, used);
+    int64_t whole = 0, split = 0;
+    int any = 0;
+    for (int j = thread_id(); j < p.workers; j += threads) {
+      whole = larger(whole, load(p, s.line, s.cuts.whole[j], 0, s.cuts.whole[j + 1], 0));
+      const int key = s.cuts.key[j], next_key = s.cuts.key[j + 1];
+      split = larger(split, load(p, s.line, s.cuts.sequence[j], key, s.cuts.sequence[j + 1], next_key));
+      any |= key > 0 ? 1 : 0;
+    }
+    any = s.scan.largest(any);
+    whole = wave_largest(whole);
+    split = wave_largest(split);
+    const int wave = thread_id() / Wave::lanes;
+    if (thread_id() % Wave::lanes == 0) {
+      costs[0][wave] = whole;
+      costs[1][wave] = split;
+    }
+    block_sync();
+    if (thread_id() >= 2) return;
+    int64_t cost = 0;
+    for (int w = 0; w < waves_; ++w) cost = larger(cost, costs[thread_id()][w]);
+    const int64_t spacing = larger(divide(s.line.at[p.batch] + used - 1, used), 1);
+    if (thread_id() == 1 && any != 0) cost += p.tile_rows * (1 + divide(s.line.longest + spacing - 1, spacing));
+    found_costs(p)[thread_id() * p.workers + used - 1] = cost;
+  }
+
+  // [2][workers] costs lie where the items will: 4 words each, and there are at least as many items as workers.
+  MLA_DEVICE static int64_t* found_costs(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
+
+  MLA_DEVICE static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+  MLA_DEVICE static int64_t wave_largest(int64_t x) {
+    const int lane = thread_id() % Wave::lanes;
+    for (int apart = 1; apart < Wave::lanes; apart *= 2) x = larger(x, from_lane<Wave>(x, lane ^ apart));
+    return x;
+  }
+
+  // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
+  MLA_DEVICE static int cheapest(const PlanParams& p, Shared& s) {
+    MLA_SHARED int64_t best_cost[waves_];
+    MLA_SHARED int best_index[waves_];
+    int64_t cost = MOST;
+    int index = 2 * p.workers;
+    for (int i = thread_id(); i < 2 * p.workers; i += threads) {
+      const int64_t other = found_costs(p)[i];
+      if (other < cost) {
+        cost = other;
+        index = i;
+      }
+    }
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    for (int apart = 1; apart < Wave::lanes; apart *= 2) {
+      const int64_t other = from_lane<Wave>(cost, lane ^ apart);
+      const int other_index = Wave::from_lane(index, lane ^ apart);
+      if (other < cost || (other == cost && other_index < index)) {
+        cost = other;
+        index = other_index;
+      }
+    }
+    if (lane == 0) {
+      best_cost[wave] = cost;
+      best_index[wave] = index;
+    }
+    block_sync();
+    for (int w = 0; w < waves_; ++w)
+      if (best_cost[w] < cost || (best_cost[w] == cost && best_index[w] < index)) {
+        cost = best_cost[w];
+        index = best_index[w];
+      }
+    return index;
+  }
+
+  MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
+    Vec<int32_t, 4> item;
+    item[0] = sequence;
+    item[1] = first;
+    item[2] = end;
+    item[3] = row;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
+  }
+
+  // The header, and the zeros between the parts: shared among `threads_in_all` threads.
+  MLA_DEVICE static void write_rest(const PlanParams& p, int thread, int threads_in_all, int used, int partial_rows) {
+    if (thread == 0) {
+      const int32_t header[16] = {p.magic, p.version, p.batch, p.workers, p.item_capacity, p.split_indptr,
+                                  p.work_indptr, p.counters, p.items, p.item_words, p.num_splits, p.split_size,
+                                  p.counters_per_sequence, used, partial_rows, p.max_kv_len};
+      for (int i = 0; i < 16; ++i) p.plan[i] = header[i];
+    }
+    for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
+  }
+
+  // Cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an item; so does each
+  // sequence. Everything else follows from how many entries belong to earlier sequences.
+  MLA_DEVICE static void balanced(const PlanParams& p) {
+    MLA_SHARED Shared s;
+    MLA_SHARED int item_sequence[most_workers + 1];
+    MLA_SHARED int item_key[most_workers + 1];
+    MLA_SHARED int split_sequences[most_workers + 1];  // distinct sequences up to each of the list
+    // The lengths are as old as the costs' producer, which has waited for theirs.
+    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    const int best = cheapest(p, s);
+    const bool splits = best >= p.workers;
+    place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
+    const int* sequences = splits ? s.cuts.sequence : s.cuts.whole;
+
+    int count = 0;
+    for (int base = 0; base <= p.workers; base += threads) {
+      const int j = base + thread_id();
+      const bool exists = j <= p.workers;
+      const int key = exists && splits ? s.cuts.key[j] : 0;
+      const int sequence = exists ? sequences[j] : 0;
+      const bool fresh = j > 0 && key > 0 && !(sequences[j - 1] == sequence && s.cuts.key[j - 1] == key);
+      int64_t all;
+      const int before = count + static_cast<int>(s.scan.exclusive(fresh ? 1 : 0, all));
+      if (fresh) {
+        item_sequence[before] = sequence;
+        item_key[before] = key;
+      }
+      if (exists) p.plan[p.work_indptr + j] = sequence + before + (fresh ? 1 : 0);
+      count += static_cast<int>(all);
+    }
+    block_sync();
+    int distinct = 0;
+    for (int base = 0; base < count; base += threads) {
+      const int c = base + thread_id();
+      const bool leads = c < count && (c == 0 || item_sequence[c - 1] != item_sequence[c]);
+      int64_t all;
+      const int before = distinct + static_cast<int>(s.scan.exclusive(leads ? 1 : 0, all));
+      if (c < count) split_sequences[c] = before + (leads ? 1 : 0);
+      distinct += static_cast<int>(all);
+    }
+    block_sync();
+
+    // Where the partial rows of sequence b begin, given the number of list entries of earlier sequences.
+    const auto rows_before = [&](int entries) { return entries + (entries > 0 ? split_sequences[entries - 1] : 0); };
+    for (int b = thread_id(); b <= p.batch; b += threads) {
+      const int entries = entries_before(item_sequence, count, b);
+      const int row = rows_before(entries);
+      p.plan[p.split_indptr + b] = row;
+      if (b == p.batch) break;
+      const bool split = entries < count && item_sequence[entries] == b;
+      write_item(p, b + entries, b, 0, split ? item_key[entries] : open, split ? row : -1);
+    }
+    for (int c = thread_id(); c < count; c += threads) {
+      const int b = item_sequence[c];
+      const int entries = entries_before(item_sequence, count, b);
+      const bool more = c + 1 < count && item_sequence[c + 1] == b;
+      write_item(p, b + c + 1, b, item_key[c], more ? item_key[c + 1] : open, rows_before(entries) + c + 1 - entries);
+    }
+    const int used = p.batch + count;
+    for (int i = used + thread_id(); i < p.item_capacity; i += threads) write_item(p, i, -1, 0, 0, -1);
+    write_rest(p, thread_id(), threads, used, rows_before(count));
+  }
+
+  // Entries of the sorted list that belong to sequences before b.
+  MLA_DEVICE static int entries_before(const int* list, int count, int b) {
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (list[middle] < b) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  // A sequence's items when all have `splits`: whole ones of `chunk` keys, one with what is left, empty ones of cost 1.
+  struct Equal {
+    int64_t chunk, whole_cost, last_cost;
+    int whole, splits;
+
+    MLA_DEVICE Equal(const PlanParams& p, int64_t keys) : splits(p.splits) {
+      chunk = p.split_size;
+      if (p.num_splits > 0) {
+        const int64_t granules = (keys + granule - 1) / granule;
+        chunk = larger(divide(granules + splits - 1, splits), 1) * granule;
+      }
+      whole = static_cast<int>(divide(keys, chunk) < splits - 1 ? divide(keys, chunk) : splits - 1);
+      const int64_t left = keys - whole * chunk;
+      whole_cost = round_up(chunk) + p.item_cost;
+      last_cost = left > 0 ? round_up(left) + p.item_cost : 1;
+    }
+    // What the first n items cost.
+    MLA_DEVICE int64_t cost(int n) const {
+      return n <= whole ? n * whole_cost : whole * whole_cost + last_cost + (n - whole - 1);
+    }
+    // How many items begin before `place`, counted from the first's beginning.
+    MLA_DEVICE int begin_before(int64_t place) const {
+      if (place <= 0) return 0;
+      if (place <= whole * whole_cost) return static_cast<int>(divide(place + whole_cost - 1, whole_cost));
+      const int64_t after = place - whole * whole_cost - last_cost;
+      const int64_t n = whole + 1 + (after > 0 ? after : 0);
+      return static_cast<int>(n < splits ? n : splits);
+    }
+  };
+
+  MLA_DEVICE static void uniform(const PlanParams& p) {
+    MLA_SHARED Shared s;
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    lay_line(p, s, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
+    const int thread = block_id_x() * threads + thread_id();
+    const int all = p.workgroups * threads;
+    const int64_t items = static_cast<int64_t>(p.batch) * p.splits;
+    for (int64_t i = thread; i < items; i += all) {
+      const int b = static_cast<int>(divide(i, p.splits));
+      const int split = static_cast<int>(i - static_cast<int64_t>(b) * p.splits);
+      const int64_t first = split * Equal(p, kv_len(p, b)).chunk;
+      const int64_t end = first + Equal(p, kv_len(p, b)).chunk;
+      write_item(p, i, b, first < open ? static_cast<int>(first) : open,
+                 split + 1 == p.splits || end > open ? open : static_cast<int>(end),
+                 p.splits > 1 ? static_cast<int>(i) : -1);
+    }
+    for (int w = thread; w <= p.workers; w += all) {
+      const int64_t place = divide(w * s.line.at[p.batch] + p.workers - 1, p.workers);
+      const int b = sequence_at(p, s.line, place);
+      int64_t begun = static_cast<int64_t>(b) * p.splits;
+      if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(place - s.line.at[b]);
+      p.plan[p.work_indptr + w] = static_cast<int>(begun);
+    }
+    for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = p.splits > 1 ? b * p.splits : 0;
+    write_rest(p, thread, all, static_cast<int>(items), p.splits > 1 ? static_cast<int>(items) : 0);
+  }
+};
+
+}  // namespace mla

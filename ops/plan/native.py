@@ -1,0 +1,91 @@
+"""plan on our own kernels: two launches for a balanced plan, one for a uniform one; nothing is read on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.ops.plan import layout as words
+from mla_suite.ops.plan.cost import ROW_TILE, item_cost
+from mla_suite.ops.plan.layout import Word
+from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.toolchain.params import load
+
+MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
+WAVES = {"nvidia": dict(search=8, balanced=16, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
+_NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
+
+
+def instance(arch: Arch, step: str) -> str:
+    return f"plan_step-{step}_waves-{WAVES[arch.vendor][step]}"
+
+
+def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
+    return ("uniform",) if num_splits > 0 or split_size > 0 else ("search", "balanced")
+
+
+def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if arch is None:
+        return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
+    if problem.batch < 1 or problem.batch > MOST_SEQUENCES:
+        return Refusal(f"{problem.batch} sequences; it takes 1 to {MOST_SEQUENCES}")
+    steps = _steps(problem.num_splits, problem.split_size)
+    for needed in (instance(arch, step) for step in steps):
+        if not has_kernel(arch, needed):
+            return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(arch, f"{' then '.join(steps)} in {len(steps)} launch{'es' if len(steps) > 1 else ''}")
+
+
+def run(
+    config: Arch,
+    outputs: tuple[torch.Tensor, ...],
+    seq_lens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    *,
+    rows: int,
+    workers: int,
+    max_kv_len: int,
+    num_splits: int = 0,
+    split_size: int = 0,
+) -> None:
+    (plan,) = outputs
+    batch = seq_lens.shape[0]
+    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
+    splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
+
+    def enqueue(step: str, workgroups: int, access: str) -> None:
+        threads = WAVES[config.vendor][step] * config.wavefront
+        params = load("plan").pack(
+            seq_lens=seq_lens.data_ptr(),
+            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+            plan=plan.data_ptr(),
+            item_cost=item_cost(rows),
+            tile_rows=min(rows, ROW_TILE),
+            splits=splits,
+            workgroups=workgroups,
+            **{name: header[word] for word, name in _NAMES.items()},
+        )
+
+        def buffers() -> Iterator[Buffer]:
+            yield Buffer("seq_lens", seq_lens, "r")
+            if cu_seqlens_q is not None:
+                yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
+            yield Buffer("plan", plan, access)
+
+        grid = (workgroups, 1, 1)
+        launch("plan", instance(config, step), seq_lens, grid, threads, 0, params, buffers, overlap=True)
+
+    if splits > 0:
+        threads = WAVES[config.vendor]["uniform"] * config.wavefront
+        enqueue("uniform", min(-(-batch * splits // threads), config.compute_units), "w")
+    else:
+        enqueue("search", workers, "w")
+        enqueue("balanced", 1, "rw")  # reads what the search left in the words of the items
+
+
+BACKEND = Backend("native", offer, run)

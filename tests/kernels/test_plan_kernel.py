@@ -1,0 +1,148 @@
+"""plan's machine code for gfx942 and gfx950 in the emulator, every check on: the reference's words exactly."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch
+from mla_suite.ops.plan import PLAN, native, reference, samples
+from mla_suite.runtime import emulator, has_kernel
+from mla_suite.testing import poison
+
+ARCHS = ("gfx942", "gfx950")
+
+
+def record(name):
+    found = archs.get(name)
+    for step in ("search", "balanced", "uniform"):
+        if not has_kernel(name, native.instance(found, step)):
+            pytest.skip(f"{native.instance(found, step)} is not built for {name}; run `python -m mla_suite build`")
+    return found
+
+
+def words(args, kwargs, arch=None):
+    """The words of a plan in poisoned memory: the reference's, or those of an arch's kernels."""
+    made = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in PLAN.specify(*args, **kwargs)]
+    if arch is None:
+        reference.run(None, tuple(made), *args, **kwargs)
+        return made[0]
+    offer = native.offer(PLAN.problem(*args, **kwargs), arch)
+    assert isinstance(offer, dispatch.Offer), offer
+    with mla_suite.emulate(arch.name):
+        native.run(offer.config, tuple(made), *args, **kwargs)
+    return made[0]
+
+
+def check(args, kwargs, names=ARCHS):
+    expected = words(args, kwargs)
+    for name in names:
+        made = words(args, kwargs, record(name))
+        different = (made != expected).nonzero().flatten().tolist()
+        assert not different, f"{name}: words {different[:8]} of {made.numel()} differ"
+
+
+def lens(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def arguments(**given):
+    return dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0) | given
+
+
+@pytest.mark.parametrize("sample", samples.samples(), ids=lambda sample: sample.name)
+def test_samples(sample):
+    args, kwargs = sample.make(torch.device("cpu"))
+    check(args, kwargs)
+    problem = PLAN.problem(*args, **kwargs)
+    choice = dispatch.choose("plan", PLAN.backends, problem, record("gfx942"), "cpu")
+    assert choice.backend.name == "native", str(choice)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 132, 256, 304, 1024])
+@pytest.mark.parametrize("batch", [1, 3, 128])
+def test_balanced(batch, workers):
+    for longest, rows in ((4096, 16), (200_000, 128)):
+        check((torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(workers=workers, rows=rows))
+
+
+@pytest.mark.parametrize(
+    "seq_lens",
+    [
+        lens(0),
+        lens(0, 0, 0),
+        lens(1),
+        lens(63, 64, 65, 0, 128),
+        lens(2**31 - 1),
+        lens(2**31 - 1, 2**31 - 1, 5),
+        lens(*[512] * 128),
+        lens(*[6144] * 128),
+        lens(100_000, *[64] * 300),
+    ],
+    ids=lambda given: f"{len(given)}x{int(given.max())}",
+)
+def test_balanced_edges(seq_lens):
+    for rows in (1, 128, 300):
+        check((seq_lens,), arguments(rows=rows))
+
+
+@pytest.mark.parametrize("batch", [1, 3, 65, 2048])
+def test_uniform(batch):
+    seq_lens = torch.randint(0, 9000, (batch,), dtype=torch.int32)
+    seq_lens[0] = 0
+    for num_splits, split_size in ((1, 0), (2, 0), (33, 0), (0, 64), (0, 100), (0, 4096)):
+        for workers in (1, 304):
+            given = arguments(workers=workers, max_kv_len=9000, num_splits=num_splits, split_size=split_size)
+            check((seq_lens,), given, names=("gfx942",) if batch > 100 else ARCHS)
+
+
+def test_lengths_beyond_the_promise_still_make_the_same_words():
+    """seq_lens above max_kv_len: the last split of each is open."""
+    check((lens(5000, 300, 90_000),), arguments(max_kv_len=1024, split_size=256, workers=7))
+
+
+def test_sequences_without_a_query_token_cost_nothing():
+    cu_seqlens_q = lens(0, 1, 1, 3, 3)
+    for split in (dict(), dict(num_splits=3)):
+        check((lens(4000, 9000, 70, 5000), cu_seqlens_q), arguments(workers=20, **split))
+
+
+@given(
+    st.lists(st.integers(0, 70_000), min_size=1, max_size=40),
+    st.integers(1, 320),
+    st.integers(1, 300),
+    st.sampled_from(ARCHS),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_lengths(values, workers, rows, name):
+    check((lens(*values),), arguments(workers=workers, rows=rows), names=(name,))
+
+
+def test_the_same_words_in_any_order_of_workgroups():
+    args, kwargs = (torch.randint(0, 30_000, (33,), dtype=torch.int32),), arguments(workers=60)
+    found = []
+    for order, threads in itertools.product(("forward", "reverse"), (1, 2)):
+        with emulator.configured(order=order, threads=threads):
+            found.append(words(args, kwargs, record("gfx950")))
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("batch", [0, native.MOST_SEQUENCES + 1])
+def test_a_batch_it_does_not_take_is_refused(batch):
+    problem = PLAN.problem(torch.zeros(batch, dtype=torch.int32), **arguments())
+    answer = native.offer(problem, archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert f"{batch} sequences" in answer.reason
+
+
+def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
+    answer = native.offer(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Refusal)
+    assert "python -m mla_suite build" in answer.reason
