@@ -15,6 +15,7 @@ import triton.language as tl
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.decode import tiles as tuned
 from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
 from mla_suite.runtime.scratch import partials
@@ -158,16 +159,23 @@ def attend_item(
     highest = tl.full([row.shape[0]], -float("inf"), tl.float32)
     total = tl.zeros([row.shape[0]], tl.float32)
     accumulator = tl.zeros([row.shape[0], LATENT], tl.float32)
-    for start in range(first_key, end_key, KEYS):
+    # Blocks begin at multiples of KEYS, so that one lies within a page wherever pages are multiples too.
+    for start in range(first_key // KEYS * KEYS, end_key, KEYS):
         key = start + tl.arange(0, KEYS)
-        inside = key < end_key
-        page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
-        kv_row = kv_cache + page * kv_stride_page + (key % PAGE) * kv_stride_token
+        inside = (key >= first_key) & (key < end_key)
+        if PAGE % KEYS == 0:
+            page = tl.load(pages + start // PAGE).to(tl.int64)
+            block = kv_cache + page * kv_stride_page + (start % PAGE) * kv_stride_token
+            kv_row = block + tl.arange(0, KEYS) * kv_stride_token
+        else:
+            page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
+            kv_row = kv_cache + page * kv_stride_page + (key % PAGE) * kv_stride_token
         latent = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0).to(DOT)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         if ROPE > 0:
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
-        scores = tl.where(key[None, :] < visible[:, None], scores * scale, -float("inf"))
+        seen = inside[None, :] & (key[None, :] < visible[:, None])
+        scores = tl.where(seen, scores * scale, -float("inf"))
         before = highest
         highest = tl.maximum(before, tl.max(scores, 1))
         shift = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen nothing
@@ -243,6 +251,10 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         return Refusal(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
     if problem.q_dtype == torch.float8_e4m3fnuz:
         return Refusal("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
+    match = tuned.find(problem, arch)
+    if match is not None:
+        tile = Tile(*(int(match.row.values[column.name]) for column in tuned.FORMAT.config))
+        return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys, {match.reason}")
     tile = tile_for(problem.heads * problem.q_len, problem.q_dtype)
     return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 

@@ -197,3 +197,29 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
     table.write_text("rows,batch\n")
     assert main(["tune", "--lint"]) == 1
     assert f"{table}:1: the header is 'rows,batch'" in capsys.readouterr().out
+
+
+def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
+    from mla_suite.ops.decode import problem as problem_of
+    from mla_suite.ops.decode import tiles
+    from mla_suite.ops.decode import triton as portable
+
+    args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
+    problem = problem_of(*args, **kwargs)
+    space = decode_search.SPACES["portable"]
+    path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
+    row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
+    tile = portable.Tile(16, 64, 8, 1)
+    assert portable.offer(problem, ARCH) != tile
+    cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
+    store.write(tiles.FORMAT, "portable-sm_90", path, [row | cells])
+    offered = portable.offer(problem, ARCH)
+    assert isinstance(offered, Offer)
+    assert offered.config == tile
+    assert f"measured row {path}:2" in offered.reason
+    for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
+        changed = portable.offer(other, ARCH)
+        assert isinstance(changed, Offer)
+        assert "row" not in changed.reason.split("keys")[1]
+    assert portable.offer(problem._replace(batch=16), ARCH).config == tile
