@@ -5,14 +5,16 @@
 namespace emulator {
 
 // One name per rule; csrc/emulator/README.md has the rule itself.
-#define EMULATOR_FINDINGS(X)                                                                                       \
-  X(register_before_wait)                                                                                          \
-  X(lds_race)                                                                                                      \
-  X(lds_in_flight)                                                                                                 \
-  X(lds_out_of_bounds)                                                                                             \
-  X(lds_misaligned) X(lds_uninitialised) X(global_out_of_bounds) X(global_misaligned) X(global_uninitialised)      \
-      X(global_read_only) X(global_unordered) X(divergent_barrier) X(partial_exec_matrix) X(uninitialised_address) \
-          X(spin) X(instruction_limit) X(bad_resource) X(rounding_mode) X(scratch_out_of_bounds)
+#define EMULATOR_FINDINGS(X)                                                                                   \
+  X(register_before_wait)                                                                                      \
+  X(lds_race)                                                                                                  \
+  X(lds_in_flight)                                                                                             \
+  X(lds_out_of_bounds)                                                                                         \
+  X(lds_misaligned)                                                                                            \
+  X(lds_uninitialised)                                                                                         \
+  X(global_out_of_bounds) X(global_misaligned) X(global_uninitialised) X(global_read_only) X(global_unordered) \
+      X(divergent_barrier) X(partial_exec_matrix) X(uninitialised_address) X(spin) X(instruction_limit)        \
+          X(bad_resource) X(rounding_mode) X(scratch_out_of_bounds)
 enum FindingKind {
 #define X(name) found_##name,
   EMULATOR_FINDINGS(X)

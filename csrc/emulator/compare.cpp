@@ -62,15 +62,16 @@ static bool in_class(float x, u32 classes) {
   ORDERINGS(X, type, suffix)              \
   X("ne_" suffix, a != b, type)           \
   X("f_" suffix, ((void)a, (void)b, false), type) X("t_" suffix, ((void)a, (void)b, true), type)
-#define REAL_COMPARES(X, type, suffix)                                                                 \
-  ORDERINGS(X, type, suffix)                                                                           \
-  X("lg_" suffix, a<b || a> b, type)                                                                   \
-  X("neq_" suffix, a != b, type)                                                                       \
-  X("nlt_" suffix, !(a < b), type)                                                                     \
-  X("nle_" suffix, !(a <= b), type) X("ngt_" suffix, !(a > b), type) X("nge_" suffix, !(a >= b), type) \
-      X("nlg_" suffix, !(a < b || a > b), type) X("o_" suffix, !unordered(a, b), type)                 \
-          X("u_" suffix, unordered(a, b), type) X("f_" suffix, ((void)a, (void)b, false), type)        \
-              X("tru_" suffix, ((void)a, (void)b, true), type)
+#define REAL_COMPARES(X, type, suffix)                                                                               \
+  ORDERINGS(X, type, suffix)                                                                                         \
+  X("lg_" suffix, a<b || a> b, type)                                                                                 \
+  X("neq_" suffix, a != b, type)                                                                                     \
+  X("nlt_" suffix, !(a < b), type)                                                                                   \
+  X("nle_" suffix, !(a <= b), type)                                                                                  \
+  X("ngt_" suffix, !(a > b), type)                                                                                   \
+  X("nge_" suffix, !(a >= b), type) X("nlg_" suffix, !(a < b || a > b), type) X("o_" suffix, !unordered(a, b), type) \
+      X("u_" suffix, unordered(a, b), type) X("f_" suffix, ((void)a, (void)b, false), type)                          \
+          X("tru_" suffix, ((void)a, (void)b, true), type)
 #define HALF_COMPARES(X) REAL_COMPARES(X, Half, "f16")
 #define ENTRY(name, expression, type)                                    \
   cmp("v_cmp_" name, [](type a, type b) -> bool { return expression; }), \

@@ -109,14 +109,15 @@ inline u32 float_to_narrow(Narrow format, double x, bool saturate) {
   return magnitude | sign << bits;
 }
 
-// a * b + c with one rounding: the product is exact in double, the sum is rounded to odd, so the last rounding is the
-// only one.
-inline float fused(float a, float b, float c) {
+// a * b + c for one later rounding to f32: the product is exact in double, the sum is rounded to odd, so that a
+// rounding to fewer bits is right, denormal results included.
+inline double fused_wide(float a, float b, float c) {
   double p = double(a) * b, s = p + c, t = s - p, error = (p - (s - t)) + (double(c) - t);
   u64 raw = bit_cast<u64>(s);
   if ((error < 0 || error > 0) && !(raw & 1)) raw += ((error > 0) == (s > 0)) ? 1 : u64(-1);
-  return float(bit_cast<double>(raw));
+  return bit_cast<double>(raw);
 }
+inline float fused(float a, float b, float c) { return float(fused_wide(a, b, c)); }
 
 inline float flush(float x) { return (word(x) & 0x7f800000) ? x : real(word(x) & 0x80000000); }
 

@@ -74,23 +74,24 @@ template <>
 struct HalfLane<Half> {
   static Half read(Wave& wave, const Inst& in, int k, bool high, int lane) {
     u32 h = half_bits(wave, in, k, high, lane) ^ (negates(in, k, high) ? 0x8000 : 0);
-    return Half{half_to_float(u16(h))};
+    return Half{half_to_float(flushed(wave, u16(h)))};
   }
-  static u16 bits(Half x) { return float_to_half(x.value); }
+  static u16 bits(Wave& wave, Half x) { return flushed(wave, float_to_half(x.value)); }
+  static u16 flushed(Wave& wave, u16 h) { return wave.flush16 && !(h & 0x7c00) ? h & 0x8000 : h; }
 };
 template <>
 struct HalfLane<Half16> {
   static Half16 read(Wave& wave, const Inst& in, int k, bool high, int lane) {
     return Half16{i16(half_bits(wave, in, k, high, lane))};
   }
-  static u16 bits(Half16 x) { return u16(x.value); }
+  static u16 bits(Wave&, Half16 x) { return u16(x.value); }
 };
 template <>
 struct HalfLane<Word16> {
   static Word16 read(Wave& wave, const Inst& in, int k, bool high, int lane) {
     return Word16{half_bits(wave, in, k, high, lane)};
   }
-  static u16 bits(Word16 x) { return u16(x.value); }
+  static u16 bits(Wave&, Word16 x) { return u16(x.value); }
 };
 
 template <class F, class T, int SOURCES>
@@ -101,7 +102,7 @@ static void packed_16(Wave& wave, const Inst& in) {
     for (int high = 0; high < 2; high++) {
       T a = HalfLane<T>::read(wave, in, 1, high, l), b = HalfLane<T>::read(wave, in, 2, high, l), c = {};
       if (SOURCES == 3) c = HalfLane<T>::read(wave, in, 3, high, l);
-      both |= u32(HalfLane<T>::bits(stateless<F>()(a, b, c))) << (16 * high);
+      both |= u32(HalfLane<T>::bits(wave, stateless<F>()(a, b, c))) << (16 * high);
     }
     out[l] = both;
   }

@@ -18,16 +18,18 @@ struct Operand {
 };
 
 // Every modifier of every encoding has one slot. The front end asks for the names, so they are written here only.
-#define EMULATOR_MODIFIERS(X)                                                                                          \
-  X(offset)                                                                                                            \
-  X(offset0)                                                                                                           \
-  X(offset1)                                                                                                           \
-  X(sc0)                                                                                                               \
-  X(sc1) X(nt) X(lds) X(offen) X(idxen) X(clamp) X(mul) X(div) X(op_sel) X(op_sel_hi) X(neg_lo) X(neg_hi) X(quad_perm) \
-      X(row_shl) X(row_shr) X(row_ror) X(row_newbcast) X(row_bcast) X(row_mirror) X(row_half_mirror) X(wave_shl)       \
-          X(wave_shr) X(wave_rol) X(wave_ror) X(row_mask) X(bank_mask) X(bound_ctrl) X(dst_sel) X(dst_unused)          \
-              X(src0_sel) X(src1_sel) X(cbsz) X(abid) X(blgp) X(bitop3) X(swizzle) X(vmcnt) X(lgkmcnt) X(expcnt)       \
-                  X(target) X(hwreg) X(has_op_sel_hi) X(sdwa) X(dpp) X(gds) X(fi)
+#define EMULATOR_MODIFIERS(X)                                                                                        \
+  X(offset)                                                                                                          \
+  X(offset0)                                                                                                         \
+  X(offset1)                                                                                                         \
+  X(sc0)                                                                                                             \
+  X(sc1)                                                                                                             \
+  X(nt)                                                                                                              \
+  X(lds) X(offen) X(idxen) X(clamp) X(mul) X(div) X(op_sel) X(op_sel_hi) X(neg_lo) X(neg_hi) X(quad_perm) X(row_shl) \
+      X(row_shr) X(row_ror) X(row_newbcast) X(row_bcast) X(row_mirror) X(row_half_mirror) X(wave_shl) X(wave_shr)    \
+          X(wave_rol) X(wave_ror) X(row_mask) X(bank_mask) X(bound_ctrl) X(dst_sel) X(dst_unused) X(src0_sel)        \
+              X(src1_sel) X(cbsz) X(abid) X(blgp) X(bitop3) X(swizzle) X(vmcnt) X(lgkmcnt) X(expcnt) X(target)       \
+                  X(hwreg) X(has_op_sel_hi) X(sdwa) X(dpp) X(gds) X(fi)
 enum Modifier {
 #define X(name) mod_##name,
   EMULATOR_MODIFIERS(X)
@@ -91,9 +93,11 @@ struct Table {
   X(scalar_compare_table)                                                                                  \
   X(control_table)                                                                                         \
   X(scalar_memory_table)                                                                                   \
-  X(integer_table) X(real_table) X(convert_table) X(scaled_convert_table) X(compare_table) X(packed_table) \
-      X(wide_table) X(select_table) X(cross_lane_table) X(matrix_table) X(lds_table) X(lds_atomic_table)   \
-          X(global_table) X(buffer_table) X(atomic_table) X(scratch_table)
+  X(integer_table)                                                                                         \
+  X(real_table)                                                                                            \
+  X(convert_table) X(scaled_convert_table) X(compare_table) X(packed_table) X(wide_table) X(select_table)  \
+      X(cross_lane_table) X(matrix_table) X(lds_table) X(lds_atomic_table) X(global_table) X(buffer_table) \
+          X(atomic_table) X(scratch_table)
 #define X(name) extern const Table name;
 EMULATOR_TABLES(X)
 #undef X

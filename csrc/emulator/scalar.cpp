@@ -227,7 +227,9 @@ static const Opcode entries[] = {
     salu("s_sext_i32_i16", [](bool&, u32 a) { return u32(i32(i16(a))); }),
     salu("s_abs_i32", [](bool& scc, i32 a) { return nonzero<u32>(scc, a < 0 ? 0u - u32(a) : u32(a)); }),
     salu("s_absdiff_i32",
-         [](bool& scc, i32 a, i32 b) { return nonzero<u32>(scc, a > b ? u32(a) - u32(b) : u32(b) - u32(a)); }),
+         [](bool& scc, i32 a, i32 b) {
+           return nonzero<u32>(scc, i32(u32(a) - u32(b)) < 0 ? u32(b) - u32(a) : u32(a) - u32(b));
+         }),
     salu("s_pack_ll_b32_b16", [](bool&, u32 a, u32 b) { return (a & 0xffff) | b << 16; }),
     salu("s_pack_lh_b32_b16", [](bool&, u32 a, u32 b) { return (a & 0xffff) | (b & 0xffff0000); }),
     salu("s_pack_hh_b32_b16", [](bool&, u32 a, u32 b) { return a >> 16 | (b & 0xffff0000); }),

@@ -49,7 +49,7 @@ static void divide_scale(Wave& wave, const Inst& in) {
       r = x[l] * UP;
     } else if (tiny(inverse) && tiny(quotient)) {
       flag = true;
-      if (is_denominator) r = x[l] * UP;
+      if (is_denominator) r = x[l] / UP;  // down: up would overflow every such denominator
     } else if (tiny(inverse)) {
       r = x[l] / UP;
     } else if (tiny(quotient)) {
@@ -73,9 +73,9 @@ static void divide_fmas(Wave& wave, const Inst& in) {
   u64 scaled = wave.scalar64(VCC);
   u32 out[LANES];
   for (int l = 0; l < LANES; l++) {
-    float r = fused(a[l], b[l], c[l]);
-    if (scaled >> l & 1) r = float(ldexp(double(r), (word(c[l]) >> 23 & 255) > 127 ? 64 : -64));
-    out[l] = word(r);
+    double r = fused_wide(a[l], b[l], c[l]);
+    if (scaled >> l & 1) r *= (word(c[l]) >> 23 & 255) > 127 ? 18446744073709551616.0 : 1 / 18446744073709551616.0;
+    out[l] = word(float(r));
   }
   commit_row(wave, in, 0, out, false);
 }
@@ -88,9 +88,12 @@ static float fix_quotient(float q, float d, float n) {
   if ((n == 0 && d == 0) || (isinf(n) && isinf(d))) return real(0xffc00000);
   if (d == 0 || isinf(n)) return real(sign | 0x7f800000);
   if (isinf(d) || n == 0) return real(sign);
-  int gap = int(word(n) >> 23 & 255) - int(word(d) >> 23 & 255);
-  if (gap < -150) return real(sign);  // underflow
-  if (int(word(d) >> 23 & 255) == 255) return real(sign);
+  int n_exponent, d_exponent;
+  frexp(double(n), &n_exponent);
+  frexp(double(d), &d_exponent);
+  // Out of range by the exponents alone: the refinement may have made a NaN of it.
+  if (n_exponent - d_exponent < -150) return real(sign);
+  if (n_exponent - d_exponent > 129) return real(sign | 0x7f800000);
   return real((word(q) & 0x7fffffff) | sign);
 }
 
