@@ -25,4 +25,17 @@ MLA_DEVICE uint32_t pack_fp16(float low, float high) {
   return static_cast<uint32_t>(mla::bit_cast<uint16_t>(h)) << 16 | mla::bit_cast<uint16_t>(l);
 }
 
+// fp8 (e4m3 in the arch's flavour) as bf16, exactly: the upper halves of the floats.
+MLA_DEVICE uint32_t fp8_pair_to_bf16(uint32_t four, bool upper) {
+  const auto pair = upper ? __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), true)
+                          : __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), false);
+  const float low = pair[0], high = pair[1];
+  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high), mla::bit_cast<uint32_t>(low), 0x07060302);
+}
+MLA_DEVICE u32x2 fp8_to_bf16(uint32_t four) { return u32x2{fp8_pair_to_bf16(four, false), fp8_pair_to_bf16(four, true)}; }
+MLA_DEVICE u32x4 fp8_to_bf16(u32x2 eight) {
+  const u32x2 low = fp8_to_bf16(eight[0]), high = fp8_to_bf16(eight[1]);
+  return u32x4{low[0], low[1], high[0], high[1]};
+}
+
 }  // namespace cdna

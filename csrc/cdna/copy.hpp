@@ -59,6 +59,31 @@ struct FourRows {
   }
 };
 
+// Four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j, the word at
+// word + 2048: see FourRows.
+struct FourShortRows {
+  static constexpr int instructions = 9;
+  static constexpr int pitch = 512;
+  static constexpr int bytes = 4 * pitch + WAVE * 4;
+
+  MLA_DEVICE static void copy(const char* const (&row)[4], uint32_t lane_offset, const char* word, uint32_t lds) {
+    asm volatile(
+        "s_nop 4\n\t"
+        "global_load_lds_dword %0, %1\n\t"
+        "global_load_lds_dword %0, %1 offset:256\n\t"
+        "global_load_lds_dword %0, %2 offset:512\n\t"
+        "global_load_lds_dword %0, %2 offset:768\n\t"
+        "global_load_lds_dword %0, %3 offset:1024\n\t"
+        "global_load_lds_dword %0, %3 offset:1280\n\t"
+        "global_load_lds_dword %0, %4 offset:1536\n\t"
+        "global_load_lds_dword %0, %4 offset:1792\n\t"
+        "global_load_lds_dword %5, off offset:2048"
+        :
+        : "v"(lane_offset), "s"(row[0]), "s"(row[1]), "s"(row[2]), "s"(row[3]), "v"(word), "{m0}"(lds)
+        : "memory");
+  }
+};
+
 // Two words per lane: `first` to lds + 4 * lane, `second` to lds + 256 + 4 * lane.
 struct TwoWords {
   static constexpr int instructions = 2;

@@ -25,6 +25,10 @@ class KeySplitDecode {
   static constexpr int tile_keys = 16;
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int latent_chunks = mla::LATENT / 32;
+  static constexpr int pieces = Problem::row_bytes / 64;   // 16-byte loads of a lane per tile
+  static constexpr int together = chunks / pieces;         // chunks in a piece: 1, or 2 where the cache is fp8
+  using Query = QueryTile<Problem, 8 * together>;
+  using Places = typename KeyPlacesOf<together>::Places;
 
  public:
   static constexpr int threads = waves * WAVE;
@@ -45,21 +49,21 @@ class KeySplitDecode {
 
  private:
   struct Keys {
-    u32x4 chunk[chunks];   // chunk c: columns 32 c + 8 * lane.group + 0..7 of key lane.column
+    u32x4 piece[pieces];   // bytes 64 n + 16 * lane.group + 0..15 of the row of key lane.column
   };
 
   MLA_DEVICE KeySplitDecode(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                             LdsBytes lds)
       : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
         latent_(lds + wave_ * LatentTile::bytes), key_places_(lane_), column_places_(lane_),
-        scale_(p.softmax_scale * mla::LOG2_E), softmax_(mla::RowSoftmax::empty()) {}
+        scale_(score_scale<typename Problem::Format>(p)), softmax_(mla::RowSoftmax::empty()) {}
 
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     output_.clear();
     const int tiles = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
     if (wave_ >= tiles) return;
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
-    query_ = QueryTile<Problem>::load(p, rows_, first_row_, lane_);
+    query_ = Query::load(p, rows_, first_row_, lane_);
     visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
     visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
@@ -93,7 +97,7 @@ class KeySplitDecode {
 
   MLA_DEVICE void load_keys(const char* row) {
 #pragma unroll
-    for (int c = 0; c < chunks; ++c) keys_.chunk[c] = *reinterpret_cast<const u32x4*>(row + c * 64);
+    for (int n = 0; n < pieces; ++n) keys_.piece[n] = *reinterpret_cast<const u32x4*>(row + n * 64);
   }
 
   MLA_DEVICE void load_turns(const mla::DecodeParams& p, uint32_t key) {
@@ -107,20 +111,33 @@ class KeySplitDecode {
   MLA_DEVICE f32x4 scores(const char* next) {
     f32x4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-    for (int c = 0; c < chunks; ++c) {
+    for (int n = 0; n < pieces; ++n) {
       if constexpr (Problem::rotate) {
-        if (c == latent_chunks) {
+        if (n == latent_chunks) {
           u32x4 rest[2];
-          turns_.template turn<Policy, Element>(keys_.chunk[c], keys_.chunk[chunks - 1], rest);
-          sum = multiply_chunk<Element>(rest[0], query_.chunk[c], sum);
-          sum = multiply_chunk<Element>(rest[1], query_.chunk[chunks - 1], sum);
+          turns_.template turn<Policy, Element>(keys_.piece[n], keys_.piece[pieces - 1], rest);
+          sum = multiply_chunk<Element>(rest[0], query_.chunk[n], sum);
+          sum = multiply_chunk<Element>(rest[1], query_.chunk[pieces - 1], sum);
         }
       }
-      if (c < latent_chunks) lds_write16(latent_ + key_places_.of(c), keys_.chunk[c]);
-      sum = multiply_chunk<Element>(keys_.chunk[c], query_.chunk[c], sum);
-      if (prefetch) keys_.chunk[c] = *reinterpret_cast<const u32x4*>(next + c * 64);
+#pragma unroll
+      for (int part = 0; part < together; ++part) {
+        const int c = n * together + part;
+        const u32x4 keys = chunk_of(keys_.piece[n], part);
+        if (c < latent_chunks) lds_write16(latent_ + key_places_.of(c), keys);
+        sum = multiply_chunk<Element>(keys, query_.chunk[c], sum);
+      }
+      if (prefetch) keys_.piece[n] = *reinterpret_cast<const u32x4*>(next + n * 64);
     }
     return sum;
+  }
+
+  MLA_DEVICE static u32x4 chunk_of(u32x4 piece, int part) {
+    if constexpr (together == 1) {
+      return piece;
+    } else {
+      return fp8_to_bf16(part == 0 ? piece.xy : piece.zw);
+    }
   }
 
   // Softmax of the tile that begins at key `first`, and its values added to the output.
@@ -181,7 +198,7 @@ class KeySplitDecode {
     const mla::RowResult<Policy> result = sink.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
-    for (int w = 0; w < waves; ++w) weight[w] *= result.weight;
+    for (int w = 0; w < waves; ++w) weight[w] *= result.weight * value_scale<typename Problem::Format>(p);
 
     constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;
@@ -225,12 +242,12 @@ class KeySplitDecode {
   const int wave_;
   const LdsBytes lds_;      // the workgroup's
   const LdsBytes latent_;   // the wave's quarter
-  const KeyPlaces key_places_;
+  const Places key_places_;
   const ColumnPlaces column_places_;
   const float scale_;
   int visible_;          // to the lane's row
   int visible_to_all_;   // rows of the tile
-  QueryTile<Problem> query_;
+  Query query_;
   Keys keys_;
   ChunkTurns turns_;   // of the rope part of keys_
   mla::RowSoftmax softmax_;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cdna/attention_tile.hpp"
+#include "cdna/converted_stage.hpp"
 #include "cdna/kernel_params.hpp"
 #include "cdna/query.hpp"
 #include "cdna/row_stage.hpp"
@@ -11,9 +12,19 @@
 
 namespace cdna {
 
+// Keys are multiplied as they are stored, or converted on their way.
+template <class Policy, class Problem, bool converted>
+struct StagesOf {
+  using Stages = RowStages<Policy, Problem>;
+};
+template <class Policy, class Problem>
+struct StagesOf<Policy, Problem, true> {
+  using Stages = ConvertedStages<Policy, Problem>;
+};
+
 template <class Policy, class Problem>
 class RowSplitDecode {
-  using Stages = RowStages<Policy, Problem>;
+  using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
   static constexpr int waves = Policy::waves;
 
  public:
@@ -41,7 +52,7 @@ template <class Policy, class Problem, int tiles>
 class RowSplitWave {
   using Element = typename Problem::Element;
   using Softmax = Weights<Policy, Element>;
-  using Stages = RowStages<Policy, Problem>;
+  using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int tile_keys = StagedTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
@@ -50,7 +61,7 @@ class RowSplitWave {
   MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                           LdsBytes lds, int wave)
       : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), places_(lane_),
-        scale_(p.softmax_scale * mla::LOG2_E) {
+        scale_(score_scale<typename Problem::Format>(p)) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
@@ -97,10 +108,11 @@ class RowSplitWave {
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
       if (lane_.group == 0) sink.store_lse(result.lse);
+      const float weight = result.weight * value_scale<typename Problem::Format>(p);
       sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
 #pragma unroll
-        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * result.weight;
+        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * weight;
         return b * BLOCK_COLUMNS + lane_.group * 32 + e * 8;
       });
     }

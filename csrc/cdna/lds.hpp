@@ -16,6 +16,8 @@ using LdsBytes = MLA_LDS char*;
 
 MLA_DEVICE u32x4 lds_read16(LdsBytes at) { return *reinterpret_cast<MLA_LDS u32x4*>(at); }
 MLA_DEVICE void lds_write16(LdsBytes at, u32x4 value) { *reinterpret_cast<MLA_LDS u32x4*>(at) = value; }
+MLA_DEVICE u32x2 lds_read8(LdsBytes at) { return *reinterpret_cast<MLA_LDS u32x2*>(at); }
+MLA_DEVICE void lds_write8(LdsBytes at, u32x2 value) { *reinterpret_cast<MLA_LDS u32x2*>(at) = value; }
 MLA_DEVICE f32x4 lds_read_f32x4(LdsBytes at) { return *reinterpret_cast<MLA_LDS f32x4*>(at); }
 MLA_DEVICE void lds_write_f32x4(LdsBytes at, f32x4 value) { *reinterpret_cast<MLA_LDS f32x4*>(at) = value; }
 MLA_DEVICE uint32_t lds_read_word(LdsBytes at) { return *reinterpret_cast<MLA_LDS uint32_t*>(at); }
@@ -57,6 +59,24 @@ struct KeyPlaces {
   MLA_DEVICE explicit KeyPlaces(const Lane& lane)
       : even(LatentTile::slot_offset(lane.column, lane.group)), odd(LatentTile::slot_offset(lane.column, 4 + lane.group)) {}
   MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? odd : even) + (chunk >> 1) * 128; }
+};
+
+// The same where a lane holds 16 columns at once: chunks 2 n and 2 n + 1 are columns 64 n + 16 * lane.group.
+struct WideKeyPlaces {
+  int first, second;
+
+  MLA_DEVICE explicit WideKeyPlaces(const Lane& lane)
+      : first(LatentTile::slot_offset(lane.column, 2 * lane.group)), second(LatentTile::slot_offset(lane.column, 2 * lane.group + 1)) {}
+  MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? second : first) + (chunk >> 1) * 128; }
+};
+
+template <int together>
+struct KeyPlacesOf {
+  using Places = KeyPlaces;
+};
+template <>
+struct KeyPlacesOf<2> {
+  using Places = WideKeyPlaces;
 };
 
 // A lane's places when it holds columns: keys 4 * lane.group + 0..3, columns 8 * lane.column of 128-column block b.

@@ -1,15 +1,20 @@
 // The 16 query rows of a matrix tile, kept in registers as right operands.
 #pragma once
 
-#include "cdna/types.hpp"
+#include "cdna/convert.hpp"
+#include "mla/kv_format.hpp"
 #include "mla/mask.hpp"
+#include "mla/online_softmax.hpp"
 
 namespace cdna {
 
-template <class Problem>
+// `columns`: how many consecutive columns of a key a lane holds at once, 8 or 16. With 8, chunk c of a lane is columns
+// 32 c + 8 * lane.group + 0..7 of row lane.column; with 16, chunks 2 c and 2 c + 1 are columns 64 c + 16 * lane.group + 0..15.
+template <class Problem, int columns = 8>
 struct QueryTile {
+  using Stored = typename Problem::Format::StoredQuery;
   static constexpr int chunks = Problem::qk_dim / 32;
-  u32x4 chunk[chunks];   // chunk c: columns 32 c + 8 * lane.group + 0..7 of row lane.column
+  u32x4 chunk[chunks];
 
   // Rows past the sequence's last repeat it; they are never stored.
   MLA_DEVICE static QueryTile load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row, const Lane& lane) {
@@ -18,13 +23,34 @@ struct QueryTile {
     const int head = row - token * p.heads;
     const int64_t batch_start = p.cu_seqlens_q ? rows.first_token * p.q_token_stride : static_cast<int64_t>(rows.sequence) * p.q_batch_stride;
     const int64_t start = batch_start + token * p.q_token_stride + head * p.q_head_stride;
-    const char* q = static_cast<const char*>(p.q) + start * Problem::Element::bytes + lane.group * 16;
+    const char* q = static_cast<const char*>(p.q) + (start + lane.group * columns) * Stored::bytes;
     QueryTile tile;
 #pragma unroll
-    for (int c = 0; c < chunks; ++c) tile.chunk[c] = *reinterpret_cast<const u32x4*>(q + c * 64);
+    for (int c = 0; c < chunks; ++c) {
+      constexpr int together = columns / 8;
+      const char* at = q + (c / together * 32 * together + c % together * 8) * Stored::bytes;
+      if constexpr (Stored::bytes == 1) {
+        tile.chunk[c] = fp8_to_bf16(*reinterpret_cast<const u32x2*>(at));
+      } else {
+        tile.chunk[c] = *reinterpret_cast<const u32x4*>(at);
+      }
+    }
     return tile;
   }
 };
+
+// What turns a score into an exponent of 2: softmax_scale and, where the format has them, both descales.
+template <class Format>
+MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
+  const float scale = p.softmax_scale * mla::LOG2_E;
+  return Format::descaled ? scale * mla::descale(p.q_descale) * mla::descale(p.kv_descale) : scale;
+}
+
+// What the averages of stored values are multiplied by.
+template <class Format>
+MLA_DEVICE float value_scale(const mla::DecodeParams& p) {
+  return Format::descaled ? mla::descale(p.kv_descale) : 1.0f;
+}
 
 // Keys below this are visible to the lane's row of the tile.
 MLA_DEVICE int visible_keys(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row, const Lane& lane) {

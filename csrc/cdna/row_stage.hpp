@@ -26,7 +26,9 @@ struct StagedTile {
 };
 
 // Row addresses of the keys that one wave copies, found for 16 tiles at a time: lane l knows key l % 4 (of the wave's
-// four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead.
+// four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead. Row j comes lowered by pitch * j, as the
+// copies of copy.hpp want it.
+template <int pitch>
 class RowAddresses {
  public:
   static constexpr int block_tiles = 16;
@@ -41,11 +43,11 @@ class RowAddresses {
     copy_words(source_.page_entry(key(block, lane)), static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
   }
 
-  // Page numbers of the block have arrived: the addresses, row j of the wave lowered as FourRows wants it.
+  // Page numbers of the block have arrived: the addresses.
   MLA_DEVICE void enter(int block) {
     const int lane = rederived(lane_);
     const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(lds_ + slot(block) + lane * 4);
-    row_ = source_.row(page, key(block, lane)) - lane % 4 * StagedTile::pitch;
+    row_ = source_.row(page, key(block, lane)) - lane % 4 * pitch;
   }
 
   // For one tile of the entered block: row j of the wave, the same in all lanes.
@@ -77,6 +79,7 @@ class RowAddresses {
 
 template <class Policy, class Problem>
 class RowStages {
+  using Addresses = RowAddresses<StagedTile::pitch>;
   static constexpr bool has_rope = Problem::qk_dim > mla::LATENT;
   static constexpr int turns = StagedTile::rest + StagedTile::rope_bytes;
 
@@ -86,14 +89,14 @@ class RowStages {
   static constexpr int waves = Policy::waves;
   static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0) +
                                      (Problem::rotate ? StagedTile::rope_bytes + StagedTile::turns_bytes : 0);
-  static constexpr int bytes = stages * stage_bytes + waves * RowAddresses::bytes;
+  static constexpr int bytes = stages * stage_bytes + waves * Addresses::bytes;
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
                                 (Problem::rotate ? FourWords::instructions : 0);   // of a wave per tile
 
   MLA_DEVICE RowStages(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
                        LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, item.first_key, item.end_key, lane, wave,
-                   lds + stages * stage_bytes + wave * RowAddresses::bytes),
+                   lds + stages * stage_bytes + wave * Addresses::bytes),
         lane_(lane), lds_(lds), wave_(wave), tiles_(tiles), rope_cos_sin_(rope_cos_sin),
         latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * StagedTile::pitch),
         rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + StagedTile::rope + wave * 512) {
@@ -104,10 +107,10 @@ class RowStages {
   // Begins to copy the wave's four rows of a tile into its stage; tiles in order. Before the first, every load of the
   // wave must have arrived.
   MLA_DEVICE void copy(int tile, int stage_at) {
-    if (__builtin_expect(tile % RowAddresses::block_tiles == 0, false)) {
-      const int block = tile / RowAddresses::block_tiles;
+    if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
+      const int block = tile / Addresses::block_tiles;
       addresses_.enter(block);
-      if (tile + RowAddresses::block_tiles < tiles_) addresses_.fetch(block + 1);
+      if (tile + Addresses::block_tiles < tiles_) addresses_.fetch(block + 1);
     }
     const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
                                  addresses_.uniform(tile, 3)};
@@ -156,7 +159,7 @@ class RowStages {
     lds_write_word(rope + rest + 256, turned.second_rest);
   }
 
-  RowAddresses addresses_;
+  Addresses addresses_;
   const Lane& lane_;
   LdsBytes lds_;
   int wave_;

@@ -12,21 +12,32 @@ from mla_suite.core.arch import Arch
 TILE = 16  # rows of a matrix instruction
 MOST_ROWS = 128
 WIDTHS = (576, 512)
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ELEMENTS = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fnuz: "fp8",
+    torch.float8_e4m3fn: "fp8",
+}
+FP8_LAYOUTS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
+FP8_QUERIES = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}
+PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp8", "fp8"))
+"""(query, cache) that have instances; fp8 is e4m3 in the arch's own flavour."""
 
 
 @dataclass(frozen=True)
 class CdnaConfig:
-    """One instance of csrc/<arch>/decode.hip. Construction raises ValueError, in one sentence, for an illegal point.
+    """One instance of csrc/<arch>/decode*.hip. Construction raises ValueError, in one sentence, for an illegal point.
 
-    element  of queries and cache
-    rows     query rows (query token x head) that a workgroup holds
-    width    values of a cached row
-    rotate   the cache holds an un-rotated rope part
+    query   type of the queries
+    cache   type of the cached values
+    rows    query rows (query token x head) that a workgroup holds
+    width   values of a cached row
+    rotate  the cache holds an un-rotated rope part
     """
 
     arch: Arch
-    element: str
+    query: str
+    cache: str
     rows: int
     width: int
     rotate: bool
@@ -34,19 +45,21 @@ class CdnaConfig:
     def __post_init__(self) -> None:
         if self.arch.vendor != "amd":
             self._refuse(f"{self.arch.name} is not an AMD arch")
-        if self.element not in ELEMENTS.values():
-            self._refuse(f"element is one of {', '.join(ELEMENTS.values())}")
+        if (self.query, self.cache) not in PAIRS:
+            self._refuse(f"query and cache are one of {', '.join(f'{q} and {c}' for q, c in PAIRS)}")
         if self.rows % TILE or not TILE <= self.rows <= MOST_ROWS:
             self._refuse(f"rows are {TILE} to {MOST_ROWS} in steps of {TILE}")
         if self.width not in WIDTHS:
             self._refuse(f"width is one of {', '.join(map(str, WIDTHS))}")
-        if self.rotate and (self.width != WIDTHS[0] or self.element != "bf16"):
+        if self.cache == "fp8" and self.width != WIDTHS[0]:
+            self._refuse(f"fp8 rows have {WIDTHS[0]} values")
+        if self.rotate and (self.width != WIDTHS[0] or self.cache != "bf16"):
             self._refuse(f"only bf16 rows of {WIDTHS[0]} values have un-rotated instances")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of LDS of {self.arch.lds_bytes}")
 
     def _refuse(self, why: str) -> None:
-        point = f"element={self.element} rows={self.rows} width={self.width} rotate={self.rotate}"
+        point = f"query={self.query} cache={self.cache} rows={self.rows} width={self.width} rotate={self.rotate}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
 
     @property
@@ -58,14 +71,20 @@ class CdnaConfig:
         """Static LDS in bytes: one private latent tile per wave, or stages of 16 shared rows and their page numbers."""
         if self.rows == TILE:
             return 4 * TILE * 1024
-        stage = TILE * (1024 + 16) + (TILE * 128 if self.width == 576 else 0)
-        stages, turns = (2, TILE * (256 + 128)) if self.rotate else (3, 0)
-        return stages * (stage + turns) + 4 * 512
+        rope = TILE * 128 if self.width == 576 else 0
+        stage, pages = TILE * (1024 + 16) + rope, 4 * 512
+        if self.cache == "fp8":
+            return 2 * stage + 2 * 4 * (4 * 512 + 256) + pages  # as stored, per wave, and converted
+        if self.rotate:
+            return 2 * (stage + rope + TILE * 256) + pages  # with what rounding leaves, cosines and sines
+        return 3 * stage + pages
 
     @property
     def instance(self) -> str:
+        if self.cache == "fp8":
+            return f"decode_fp8_query-{self.query}_rows-{self.rows}"
         kernel = "decode_rotated" if self.rotate else "decode"
-        return f"{kernel}_dtype-{self.element}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
+        return f"{kernel}_dtype-{self.cache}_rows-{self.rows}_width-{self.width}_rotate-{int(self.rotate)}"
 
     def tiles(self, rows: int) -> int:
         """Workgroups that share the keys of one work item."""
@@ -80,6 +99,6 @@ def tile_rows(rows: int) -> int:
 
 def cdna_config(problem: Any, arch: Arch) -> CdnaConfig:
     """The instance for a problem; it depends on shapes of the queries alone, so a batch-invariant call may use it."""
-    return CdnaConfig(
-        arch, ELEMENTS[problem.q_dtype], tile_rows(problem.heads * problem.q_len), problem.head_dim, problem.rope
-    )
+    cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
+    rows = tile_rows(problem.heads * problem.q_len)
+    return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope)

@@ -12,7 +12,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine.native import merge, merge_config
-from mla_suite.ops.decode.config import ELEMENTS, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
+from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.runtime.scratch import partials
@@ -28,7 +28,7 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         return Refusal("no arch of ours runs these tensors: it takes gfx942, on the GPU or emulated")
     if arch.name != "gfx942":
         return Refusal(f"decode has no kernel for {arch.name} yet; it takes gfx942")
-    why = _unsupported(problem)
+    why = _unsupported(problem, arch)
     if why is not None:
         return Refusal(why)
     config = cdna_config(problem, arch)
@@ -38,16 +38,20 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     return Offer(config, f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows")
 
 
-def _unsupported(problem: Any) -> str | None:
+def _unsupported(problem: Any, arch: Arch) -> str | None:
     """Why the CDNA kernels cannot take a problem; None when they can."""
-    element = ELEMENTS.get(problem.q_dtype)
-    if element is None:
-        return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
-    if problem.layout != element:
-        return f"layout {problem.layout} with {problem.q_dtype} queries; the cache must hold the queries' type"
+    fp8_layout, fp8_query = FP8_LAYOUTS[arch.fp8], FP8_QUERIES[arch.fp8]
+    caches = {torch.bfloat16: ("bf16", fp8_layout), torch.float16: ("fp16",), fp8_query: (fp8_layout,)}
+    possible = caches.get(problem.q_dtype)
+    if possible is None:
+        return f"q is {problem.q_dtype}; it takes bfloat16, float16 or {str(fp8_query).removeprefix('torch.')}"
+    if problem.layout not in possible:
+        return f"layout {problem.layout} with {problem.q_dtype} queries; it takes {' or '.join(possible)}"
     if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
-    if problem.rope and (problem.head_dim != 576 or element != "bf16"):
+    if problem.layout == fp8_layout and problem.head_dim != 576:
+        return f"fp8 rows of {problem.head_dim} values; it takes 576"
+    if problem.rope and (problem.head_dim != 576 or problem.layout != "bf16"):
         return "rope_cos_sin with a cache other than bf16 rows of 576 values"
     if problem.alignment < 16:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
@@ -105,7 +109,7 @@ def run(
         slots = batch * splits if splits > 1 else 0
         workers = batch * splits
     if softmax_scale < 0:  # the kernel finds the largest score before it scales
-        q, softmax_scale = -q, -softmax_scale
+        q, softmax_scale = _negated(q), -softmax_scale
     softmax_scale = max(softmax_scale, SMALLEST_SCALE)
     q = _readable(q)
     final_out = out if _writable(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
@@ -191,6 +195,10 @@ def _length(kv_indices: torch.Tensor | None) -> int:
 def _splits(config: CdnaConfig, workgroups: int, bound: int) -> int:
     """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
     return max(1, min(config.arch.compute_units // workgroups, bound // SHORTEST_CUT))
+
+
+def _negated(q: torch.Tensor) -> torch.Tensor:
+    return -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
 
 
 def _readable(q: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def gfx942():
-    config = CdnaConfig(archs.get("gfx942"), "bf16", 16, 576, False)
+    config = CdnaConfig(archs.get("gfx942"), "bf16", "bf16", 16, 576, False)
     if not has_kernel("gfx942", config.instance):
         pytest.skip(f"{config.instance} is not built for gfx942; run `python -m mla_suite build --arch gfx942`")
     with mla_suite.emulate("gfx942") as record:
@@ -42,7 +42,7 @@ def hostile(sample):
         owned[pages.long()[keys // page], keys % page] = True
         if table is not None:
             table[b, used:] = ABSURD
-    cache[~owned] = torch.nan
+    cache[~owned] = torch.nan if cache.dtype != torch.uint8 else 0x80  # FNUZ's one NaN
     return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
 
 
@@ -89,6 +89,8 @@ MODES = (
     {"rope": 0, "num_splits": 1},
     {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
     {"layout": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
+    {"layout": "fp8_fnuz", "num_splits": 1},
+    {"layout": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz, "planned": True, "sink": True},
 )
 
 
@@ -149,6 +151,15 @@ def test_hard_scores(heads, kind):
 @pytest.mark.parametrize("splits", [1, 2, 3, 7, 16, 33, 64])
 def test_splits_agree(splits):
     check(decode_sample((1000, 65, 0), heads=16, q_len=2, sink=True, num_splits=splits))
+
+
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz])
+def test_descales(heads, dtype):
+    args, kwargs = decode_sample((100, 7), heads=heads, layout="fp8_fnuz", dtype=dtype, num_splits=1).make(CPU)
+    args = [*args[:7], torch.tensor([0.75]), torch.tensor(1.5), *args[9:]]
+    out, lse = decode(args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
 
 
 @pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
@@ -223,6 +234,27 @@ def test_counters(rows, instructions, lds, valu):
     assert report.bound(archs.get("gfx942")).limiter == "memory"
 
 
+@pytest.mark.parametrize(
+    ("rows", "instructions", "valu", "limiters"),
+    [(16, 40, 30, ("memory",)), (64, 95, 50, ("memory", "lds")), (128, 130, 75, ("matrix",))],
+)
+def test_counters_of_an_fp8_cache(rows, instructions, valu, limiters):
+    """As above at 576 bytes per token; LDS and memory are level at 64 rows, 128 are bound by the bf16 products."""
+    kv = 1024
+    args, kwargs = decode_sample((kv,), heads=rows, layout="fp8_fnuz", num_splits=1).make(CPU)
+    with emulator.configured(collect=True) as reports:
+        decode(args, kwargs)
+    (report,) = reports
+    assert not report.findings
+    mix = report.mix()
+    assert report.loaded["kv_cache"] == kv * 576
+    assert sum(times for name, times in mix.items() if "mfma" in name) * 2 * 16**3 == kv * rows * 2 * (576 + 512)
+    assert report.instructions() <= instructions * kv
+    assert sum(times for name, times in mix.items() if name.startswith("v_") and "mfma" not in name) <= valu * kv
+    assert report.lds_clocks() <= 88 * kv
+    assert report.bound(archs.get("gfx942")).limiter in limiters
+
+
 def test_tiles_are_near_equal():
     for heads, q_len in itertools.product(range(1, 129), range(1, 9)):
         rows = heads * q_len
@@ -235,7 +267,9 @@ def test_tiles_are_near_equal():
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"element": "fp32"}, "element is one of"),
+        ({"query": "fp32"}, "query and cache are one of"),
+        ({"query": "fp16", "cache": "fp8"}, "query and cache are one of"),
+        ({"query": "fp8", "cache": "fp8", "width": 512}, "fp8 rows have 576"),
         ({"rows": 24}, "rows are 16 to 128"),
         ({"rows": 144}, "rows are 16 to 128"),
         ({"width": 640}, "width is one of"),
@@ -244,6 +278,13 @@ def test_tiles_are_near_equal():
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
-    point = {"arch": archs.get("gfx942"), "element": "bf16", "rows": 16, "width": 576, "rotate": False} | changed
+    point = {
+        "arch": archs.get("gfx942"),
+        "query": "bf16",
+        "cache": "bf16",
+        "rows": 16,
+        "width": 576,
+        "rotate": False,
+    } | changed
     with pytest.raises(ValueError, match=sentence):
         CdnaConfig(**point)
