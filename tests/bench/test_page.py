@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Reader(HTMLParser):
                 self.ids.append(value or "")
 
 
+@cache
 def full_page() -> str:
     old = runs.report(0, backends=("native", "portable", "flash_mla"))
     new = runs.report(1, slowdown=1.08, backends=("native", "portable", "flash_mla"))
@@ -68,6 +70,7 @@ def full_page() -> str:
     return page.html(new, record.compare(old, new), old)
 
 
+@cache
 def cpu_page() -> str:
     report = runs.report(3, backends=("reference",))
     report.floors = None

@@ -1,0 +1,129 @@
+"""`python -m mla_suite bench` from end to end on the CPU, and what its exit code means."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from mla_suite.__main__ import main
+from mla_suite.bench import peers, record, table
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_quick_set_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "run.json"
+    arguments = ["bench", "--device", "cpu", "--op", "combine", "--rounds", "2", "--no-emulator", "--save", str(saved)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "No GPU: these are times of the reference on the CPU" in printed
+    assert "b4-r16-s8-v512" in printed
+    report = record.load(saved)
+    (result,) = report.results
+    assert len(result.rounds) >= 4
+    assert report.environment["arch"] == "cpu"
+    assert result.floor_us == 0
+    assert main(["bench", "--load", str(saved), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["shape"] == "b4-r16-s8-v512"
+
+
+def test_decode_is_checked_against_fp64_and_planned_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--device", "cpu", "--op", "decode", "--plan", "with", "--rounds", "1", "--passes", "1"]
+    assert main([*arguments, "--no-emulator", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert len(results) == 5
+    assert all(
+        row["shape"].endswith("-plan") and row["checked"] == "fp64" and 0 < row["error"] < 5e-3 for row in results
+    )
+
+
+@pytest.mark.parametrize(("slowdown", "code", "word"), [(1.0, 0, "no regression"), (1.1, 1, "regression")])
+def test_exit_code_of_a_comparison(
+    slowdown: float, code: int, word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    runs.report(0).save(old)
+    runs.report(1, slowdown).save(new)
+    assert main(["bench", "--load", str(new), "--compare", str(old)]) == code
+    assert capsys.readouterr().out.splitlines()[-1].startswith(word)
+    assert main(["bench", "--load", str(new), "--compare", str(old), "--json"]) == code
+    verdicts = json.loads(capsys.readouterr().out)["comparison"]
+    assert len(verdicts) == len(runs.cases())
+    assert ("slower" in {verdict["verdict"] for verdict in verdicts}) == bool(code)
+
+
+def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = runs.report(0), runs.report(1)
+    new.results[0].rounds, new.results[0].failure, new.results[0].wrong = [], "tensor 0 is off by 1.0", True
+    old.save(tmp_path / "old.json")
+    new.save(tmp_path / "new.json")
+    assert main(["bench", "--load", str(tmp_path / "new.json"), "--compare", str(tmp_path / "old.json")]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "was timed before: tensor 0 is off by 1.0" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--set", "fast"], "no set of shapes 'fast'; there are quick, flashmla"),
+        (["--op", "plan"], "set 'quick' has no case of 'plan'"),
+        (["--compare", "absent.json"], "absent.json cannot be read"),
+        (["--rounds", "0"], "both are at least 1"),
+    ],
+)
+def test_bad_requests_are_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("bench: ")
+    assert sentence in error
+
+
+def test_list_names_every_set_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "aiter-3003: 64 shapes. AITER pull request 3003" in printed
+
+
+def test_peers_are_columns_beside_our_backends() -> None:
+    report = runs.report(0, backends=("native", "flash_mla"))
+    shown = table.times(report)
+    assert [row[2] for row in shown.rows] == ["native"] * len(runs.cases())
+    at = shown.header.index("x flash_mla")
+    ours, theirs = report.results[0], report.results[1]
+    assert shown.rows[0][at - 1 : at + 1] == (f"{theirs.us:.1f}", f"{ours.us / theirs.us:.2f}")
+
+
+def test_wrong_results_come_before_refusals() -> None:
+    report = runs.report(0)
+    report.results[0].failure = "needs 64 heads"
+    report.results[1].failure, report.results[1].wrong = "off", True
+    shown = table.failures(report.results)
+    assert shown.marks == ["failed", ""]
+    assert shown.rows[0][3] == "off"
+
+
+def test_no_peer_is_installed_where_none_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.installed() == []
+
+
+def test_benchmarks_run_under_pytest_benchmark(tmp_path: Path) -> None:
+    """One shape of the pytest-benchmark file; extra_info says what was run, where and how fast."""
+    pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (pip install 'mla_suite[bench]')")
+    saved = tmp_path / "run.json"
+    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "--benchmark-enable", "-q",
+               "-k", "combine", "--backend", "reference", "--benchmark-max-time=0.05",
+               f"--benchmark-json={saved}"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:]
+    (entry,) = json.loads(saved.read_text())["benchmarks"]
+    assert entry["params"] == {"shape": "combine-b4-r16-s8-v512", "backend": "reference"}
+    info = entry["extra_info"]
+    assert {"arch", "driver", "cuda", "rocm", "torch", "triton", "commit", "config"} <= set(info)
+    assert info["gb_per_s"] > 0
+    assert info["checked"] == "reference"

@@ -1,0 +1,154 @@
+"""Calls of peers, against stand-ins that take the arguments their documentation names and answer with our reference."""
+
+from __future__ import annotations
+
+import math
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.bench import inputs, peers, sets
+from mla_suite.bench.inputs import Call
+from mla_suite.bench.sets import Case
+
+CPU = torch.device("cpu")
+SCALE = 576**-0.5
+
+
+def flash_mla() -> ModuleType:
+    module = ModuleType("flash_mla")
+
+    def get_mla_metadata(cache_seqlens: torch.Tensor, rows: int, heads_k: int) -> tuple[object, None]:
+        return SimpleNamespace(rows=rows), None
+
+    def flash_mla_with_kvcache(
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        cache_seqlens: torch.Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        num_splits: None = None,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert k_cache.dim() == 4
+        assert k_cache.shape[1:3] == (64, 1)
+        assert tile_scheduler_metadata.rows == q.shape[1] * q.shape[2]
+        assert softmax_scale is not None
+        out, lse = mla_suite.decode(
+            q, k_cache.squeeze(2), cache_seqlens, block_table, softmax_scale=softmax_scale, causal=causal
+        )
+        return out, lse.transpose(1, 2)
+
+    module.__dict__.update(get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache)
+    return module
+
+
+class Wrapper:
+    """flashinfer.mla.BatchMLAPagedAttentionWrapper"""
+
+    def __init__(self, workspace: torch.Tensor, backend: str = "auto") -> None:
+        self.planned: tuple[Any, ...] = ()
+
+    def plan(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_len_arr: Any, num_heads: int,
+             head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float, q_type: Any,
+             kv_type: Any) -> None:  # fmt: skip
+        assert (head_dim_ckv, head_dim_kpe) == (512, 64)
+        self.planned = (qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size, causal, sm_scale)
+
+    def run(
+        self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor, return_lse: bool
+    ) -> Any:
+        cu, indptr, indices, lens, page, causal, scale = self.planned
+        assert ckv.shape[1] == page
+        out, lse = mla_suite.decode(
+            torch.cat((q_nope, q_pe), -1), torch.cat((ckv, kpe), -1), lens, kv_indptr=indptr, kv_indices=indices,
+            cu_seqlens_q=cu, max_q_len=int(cu.diff().max()), softmax_scale=scale, causal=causal,
+        )  # fmt: skip
+        return out, lse / math.log(2)
+
+
+def aiter_mla() -> ModuleType:
+    module = ModuleType("aiter.mla")
+
+    def mla_decode_fwd(q: Any, kv_buffer: Any, o: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last: Any,
+                       max_seqlen_q: int, sm_scale: float, q_scale: Any = None,
+                       kv_scale: Any = None) -> None:  # fmt: skip
+        assert kv_buffer.shape[1:3] == (1, 1)
+        layout = "fp8" if kv_buffer.element_size() == 1 else "bf16"
+        out, _ = mla_suite.decode(
+            q, kv_buffer.squeeze(2), kv_indptr.diff(), kv_indptr=kv_indptr, kv_indices=kv_indices,
+            cu_seqlens_q=qo_indptr, max_q_len=max_seqlen_q, softmax_scale=sm_scale, layout=layout,
+            q_descale=q_scale, kv_descale=kv_scale,
+        )  # fmt: skip
+        o.copy_(out)
+
+    module.__dict__.update(mla_decode_fwd=mla_decode_fwd)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer = ModuleType("flashinfer")
+    flashinfer.__dict__["mla"] = SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper)
+    for name, module in {
+        "flash_mla": flash_mla(),
+        "flashinfer": flashinfer,
+        "aiter": ModuleType("aiter"),
+        "aiter.mla": aiter_mla(),
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+FP8: dict[str, Any] = dict(layout="fp8", dtype=torch.float8_e4m3fn)
+TAKEN = [
+    ("flash_mla", sets.decode(3, 4, 100, 2)),
+    ("flashinfer", sets.decode(3, 4, 100, 2)),
+    ("flashinfer", sets.decode(3, 4, 90, page=16)),
+    ("aiter", sets.decode(3, 4, 50, 2, page=1)),
+    ("aiter", sets.decode(3, 4, 50, page=1, ragged_pages=True)),
+    ("aiter", sets.decode(3, 4, 50, 4, page=1, **FP8)),
+]
+
+
+def peer(name: str) -> peers.Peer:
+    return next(entry for entry in peers.PEERS if entry.name == name)
+
+
+@pytest.mark.parametrize(("name", "case"), TAKEN, ids=[f"{name}-{case.shape}" for name, case in TAKEN])
+def test_a_peer_reads_the_same_tensors_and_gives_the_same_numbers(name: str, case: Case) -> None:
+    call = inputs.make(case, CPU)
+    contender = peer(name).contend(case, call)
+    assert contender.refusal is None
+    assert contender.answer is not None
+    assert contender.run is not None
+    right, _ = inputs.expected(case, call)
+    got = contender.answer(call)
+    assert inputs.error(got, right[: len(got)]) < 5e-3
+    # What is planned once serves every copy of the inputs.
+    other = inputs.copy(call)
+    other.args[1].view(torch.uint8).zero_()
+    assert (
+        inputs.error(contender.answer(Call(other.args, other.kwargs)), inputs.expected(case, other)[0][: len(got)]) == 0
+    )
+
+
+REFUSED = [
+    ("flash_mla", sets.decode(2, 4, 50, page=1), "flash_mla takes pages of 64, not 1"),
+    ("flash_mla", sets.decode(2, 4, 50, **FP8), "takes bf16 or fp16 queries and caches"),
+    ("flashinfer", sets.decode(2, 4, 50, page=1, ragged_pages=True), "with a block table"),
+    ("aiter", sets.decode(2, 4, 50), "pages of 1, not 64"),
+    ("aiter", sets.combine(2, 4, 3), "compared on decode only"),
+]
+
+
+@pytest.mark.parametrize(("name", "case", "sentence"), REFUSED, ids=[f"{n}-{c.id}" for n, c, _ in REFUSED])
+def test_what_a_peer_cannot_take_is_refused(name: str, case: Case, sentence: str) -> None:
+    refusal = peer(name).contend(case, inputs.make(case, CPU)).refusal
+    assert refusal is not None
+    assert sentence in refusal
