@@ -18,7 +18,7 @@ def main(rocm: str, torch: str) -> int:
             f"skipped: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it"
         )
         return 0
-    subprocess.run([*pip, "-e", ".[test,hf]"], check=True)
+    subprocess.run([*pip, "-e", ".[test,bench,hf]"], check=True)
     return subprocess.run([sys.executable, "-m", "pytest", "tests"]).returncode
 
 
