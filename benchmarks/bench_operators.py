@@ -30,7 +30,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def ceilings(device: torch.device) -> floors.Floors | None:
-    return floors.measure(device, EFFORT) if device.type == "cuda" else None
+    return floors.measure(device) if device.type == "cuda" else None
 
 
 def test_operator(

@@ -18,6 +18,7 @@ from mla_suite.bench.noise import median
 READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """256 KiB to 1 GiB."""
 MATRIX = 8192
+EFFORT = Effort(rounds=2, passes=1)
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def from_json(found: dict[str, Any]) -> Floors:
     return Floors(curve, float(found["tflops"]), str(found["source"]))
 
 
-def measure(device: torch.device, effort: Effort) -> Floors:
-    """Measure both ceilings on a GPU: about 5 seconds and 1.2 GB."""
+def measure(device: torch.device, effort: Effort = EFFORT) -> Floors:
+    """Measure both ceilings on a GPU: about 15 seconds and 1.2 GB."""
     words = torch.randint(-(2**31), 2**31 - 1, (READ_BYTES[-1] // 4 + (32 << 20),), dtype=torch.int32, device=device)
     curve = [(size, _read_us(words, size, effort)) for size in READ_BYTES]
     del words

@@ -71,7 +71,9 @@ def rotation(call: Call, touched: int, cold_bytes: int, most: int) -> list[Call]
     tensors = [leaf for leaf in pytree.tree_leaves(tuple(call)) if isinstance(leaf, torch.Tensor)]
     if tensors and tensors[0].is_cuda:
         held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        free, _ = torch.cuda.mem_get_info(tensors[0].device)
+        device = tensors[0].device
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
         count = max(1, min(count, 1 + free // 3 // max(held, 1)))
     return [call, *(copy(call) for _ in range(count - 1))]
 

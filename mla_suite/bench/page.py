@@ -38,7 +38,8 @@ code { font-size: .85em; background: #f1f3f5; padding: .1rem .3rem; border-radiu
   body { max-width: none; padding: 0; font-size: 10pt; }
   .plots { grid-template-columns: 1fr 1fr; } .scroll { overflow: visible; }
   table { font-size: 7.2pt; } th, td { padding: 1pt 4pt; } td.shape { font-size: 6.6pt; }
-  thead { display: table-header-group; } tr { break-inside: avoid; } h2 { break-after: avoid; }
+  thead { display: table-header-group; } tr { break-inside: avoid; }
+  h2, caption { break-after: avoid; } h2.numbers { break-before: page; }
   tr.slower td:first-child::before { content: "slower "; } tr.failed td:first-child::before { content: "wrong "; }
 }
 """
@@ -72,7 +73,7 @@ def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | N
             for name, caption, drawn in figures
         ),
         "</div>",
-        "<h2>Numbers</h2>",
+        '<h2 class="numbers">Numbers</h2>',
         *(part for shown in _tables(report, comparisons) for part in _table(shown)),
     ]
     return (

@@ -31,7 +31,10 @@ class Peer:
     def contend(self, case: Case, call: Call) -> Contender:
         if case.op != "decode":
             return Contender(self.name, refusal=f"{self.name} is compared on decode only")
-        prepared = self.prepare(importlib.import_module(self.package), call)
+        try:
+            prepared = self.prepare(importlib.import_module(self.package), call)
+        except Exception as error:  # whatever a foreign package raises says why it is no column
+            return Contender(self.name, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if isinstance(prepared, str):
             return Contender(self.name, refusal=prepared)
         run, answer = prepared

@@ -154,6 +154,7 @@ def _ratio(name: str, other: str, points: Sequence[Point]) -> Drawn:
     worst = sorted((p for p in points if p.group not in ("same", "faster")), key=lambda p: p.ratio, reverse=True)
     for place, point in enumerate(worst[:MOST_NAMES]):
         axes.annotate(f"{point.result.op} {point.result.shape}", (point.us, point.ratio), fontsize=6.5, color="#495057",
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
                       xytext=(0.99, 0.98 - 0.045 * place), textcoords="axes fraction", ha="right", va="top",
                       arrowprops={"arrowstyle": "-", "color": "#ced4da", "linewidth": 0.6})  # fmt: skip
     axes.set_xscale("log")

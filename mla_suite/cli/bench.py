@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", action="append", metavar="NAME", help="native, portable or reference; repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of a shape in each pass (default 4)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
     parser.add_argument("--passes", type=int, default=2, help="passes over the set (default 2)")
     parser.add_argument("--no-peers", action="store_true", help="leave out flash_mla, flashinfer and aiter")
     parser.add_argument("--no-emulator", action="store_true", help="count no bounds")
@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load", metavar="FILE", type=Path, help="take a saved run instead of measuring")
     parser.add_argument("--compare", metavar="FILE", type=Path, help="judge against an earlier saved run")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
+    parser.add_argument("--commit", help="commit named in the run, where it cannot be found out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -140,7 +141,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> Report:
     with progress.Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("ceilings of this card", total=len(cases) * effort.passes)
         if device.type == "cuda":
-            ceilings = floors.measure(device, effort)
+            ceilings = floors.measure(device)
         results = runner.run(
             cases,
             device,
@@ -152,7 +153,8 @@ def _measure(args: argparse.Namespace, effort: Effort) -> Report:
             progress=lambda what, done: bar.update(task, description=what[:48], completed=done),
         )
     command = f"python -m mla_suite bench {shlex.join(sys.argv[2:])}".strip()
-    return Report(environment.describe(device), command, list(names), results, ceilings)
+    facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
+    return Report(facts, command, list(names), results, ceilings)
 
 
 def _built() -> list[str]:

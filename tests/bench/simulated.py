@@ -7,7 +7,7 @@ import statistics
 
 from mla_suite.bench.noise import MOST_EXTRA, unsettled
 
-ROUNDS, PASSES, REPLAYS = 4, 2, 9
+ROUNDS, PASSES, REPLAYS = 3, 2, 9
 
 
 def run(

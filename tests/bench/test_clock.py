@@ -1,0 +1,127 @@
+"""Graph replay recovers a kernel's time: against a made-up device whose clock the test moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_suite.bench import clock
+from mla_suite.bench.clock import Effort, Replay
+
+GAP_US = 4.0  # between two replays
+NO_REST = Effort(rounds=3, passes=1, rest_s=0.0)
+
+
+class Device:
+    """What torch.cuda offers to a Replay; `us` is the device's clock. A turn's kernel takes `kernel_us`."""
+
+    def __init__(self, kernel_us: float) -> None:
+        self.kernel_us = kernel_us
+        self.us = 0.0
+        self.recording: list[object] | None = None
+        self.replays = 0
+        self.visits: Counter[object] = Counter()
+
+    def call(self, turn: object) -> None:
+        if self.recording is not None:
+            self.recording.append(turn)
+        else:
+            self.us += self.kernel_us + 30.0  # eager: the host is slower than the device
+
+    def stand_in(self) -> SimpleNamespace:
+        device = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = device.us
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, other: Any) -> float:
+                return float(other.at - self.at) / 1e3
+
+        class CUDAGraph:
+            def __init__(self) -> None:
+                self.nodes: list[object] = []
+
+            def replay(self) -> None:
+                device.replays += 1
+                device.us += GAP_US + len(self.nodes) * device.kernel_us
+                device.visits.update(self.nodes)
+
+        @contextmanager
+        def graph(target: CUDAGraph) -> Iterator[None]:
+            device.recording = target.nodes
+            yield
+            device.recording = None
+
+        @contextmanager
+        def stream(which: object) -> Iterator[None]:
+            yield
+
+        quiet = SimpleNamespace(wait_stream=lambda other: None)
+        return SimpleNamespace(
+            Event=Event, CUDAGraph=CUDAGraph, graph=graph, stream=stream, Stream=lambda: quiet,
+            current_stream=lambda: quiet, synchronize=lambda: None, is_available=lambda: True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "turns"), [(2.1, 512), (5.0, 3), (12.0, 119), (47.0, 2), (450.0, 2), (3000.0, 2)]
+)
+def test_a_replay_is_worth_its_kernels(kernel_us: float, turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(kernel_us)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
+    rounds = clock.device_rounds(device.call, range(turns), NO_REST)
+    assert len(rounds) == 3
+    # one gap per replay is in it, which is why graphs are long: 1 % at most
+    assert all(kernel_us <= us <= 1.01 * kernel_us for us in rounds)
+
+
+def test_every_turn_is_used_equally_and_graphs_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(1.0)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
+    replay = Replay(device.call, range(7))
+    replay.round(0.0)
+    assert set(device.visits) == set(range(7))
+    assert len(set(device.visits.values())) == 1
+    assert clock.GRAPH_US <= replay.calls * 1.0 <= clock.MOST_CALLS
+    assert 5 <= replay.replays <= 16
+
+
+def test_a_round_is_the_median_of_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(100.0)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
+    replay = Replay(device.call, range(4))
+    plain = replay.graph.replay
+
+    def disturbed() -> None:
+        plain()
+        device.us += 5000.0 if device.replays % 4 == 0 else 0.0
+
+    monkeypatch.setattr(replay.graph, "replay", disturbed)
+    assert replay.round(0.0) < 101.5
+
+
+def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(L2_cache_size=4 << 20)
+    stand_in = SimpleNamespace(
+        cuda=SimpleNamespace(get_device_properties=lambda device: properties), version=SimpleNamespace(hip="7.0")
+    )
+    monkeypatch.setattr(clock, "torch", stand_in)
+    assert clock.cold_bytes(torch.device("cuda")) > 2 * (256 << 20)
+    stand_in.version.hip = None
+    assert clock.cold_bytes(torch.device("cuda")) == 160_000_000
+    properties.L2_cache_size = 126 << 20
+    assert clock.cold_bytes(torch.device("cuda")) > 2 * (126 << 20)
+    assert clock.cold_bytes(torch.device("cpu")) == 0

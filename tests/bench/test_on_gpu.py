@@ -1,0 +1,80 @@
+"""Measuring on a real GPU: floors, cold caches, and verdicts about kernels of known length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_suite.__main__ import main
+from mla_suite.bench import clock, floors, noise, run, sets
+from mla_suite.bench.clock import Effort
+from mla_suite.core import library
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: there is no device time to measure")
+SHORT = Effort(rounds=3, passes=1, rest_s=0.02)
+
+
+@pytest.fixture(scope="module")
+def ceilings() -> floors.Floors:
+    return floors.measure(torch.device("cuda"), Effort(rounds=1, passes=1, rest_s=0.05))
+
+
+def test_ceilings_are_plausible(ceilings: floors.Floors) -> None:
+    times = [us for _, us in ceilings.read]
+    assert times == sorted(times)
+    large = torch.empty(1 << 28, dtype=torch.int32, device="cuda").random_()
+    copied = torch.empty_like(large)
+    us = noise.median(clock.device_rounds(lambda turn: copied.copy_(turn), [large], SHORT))
+    assert ceilings.gb_per_s > 0.9 * 2 * large.numel() * 4 / us / 1e3  # reading is at least as fast as copying
+    assert ceilings.tflops > 10
+
+
+def test_rotating_inputs_are_cold() -> None:
+    """The same bytes again and again come from the cache and are read faster than 1.3 times."""
+    words = torch.empty(160 << 20, dtype=torch.int32, device="cuda").random_()
+    pieces = list(words.view(-1, 4 << 20))
+    cold = noise.median(clock.device_rounds(torch.sum, pieces, SHORT))
+    warm = noise.median(clock.device_rounds(torch.sum, pieces[:1], SHORT))
+    assert warm * 1.3 < cold
+
+
+def sleeping(cycles: int) -> list[float]:
+    rounds = []
+    for _ in range(2):
+        rounds += clock.device_rounds(lambda turn: torch.cuda._sleep(cycles), [0, 1], SHORT)
+    return rounds
+
+
+def test_ten_percent_is_found_and_nothing_else() -> None:
+    for _ in range(10):
+        old, same, slow = sleeping(80_000), sleeping(80_000), sleeping(88_000)
+        assert noise.median(old) > 20
+        assert noise.judge(old, same).word == "same"
+        assert noise.judge(old, slow).word == "slower"
+
+
+@pytest.mark.parametrize("op", ["decode", "combine"])
+def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceilings: floors.Floors) -> None:
+    cases = {"decode": [sets.decode(8, 16, 4096, planned=True)], "combine": [sets.combine(64, 16, 8)]}[op]
+    results = run.run(cases, torch.device("cuda"), SHORT, floors=ceilings, with_peers=False)
+    assert {result.backend for result in results} <= {backend.name for backend in library.get(op).backends}
+    timed = [result for result in results if result.rounds]
+    assert timed, [result.failure for result in results]
+    for result in results:
+        assert not result.wrong, result.failure
+    for result in timed:
+        assert result.over_floor > 0.95
+        assert result.host_us > 0
+
+
+def test_the_command_compares_two_runs_of_the_same_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--set", "aiter-3468", "--backend", "portable", "--no-peers"]
+    old = tmp_path / "old.json"
+    assert main([*arguments, "--save", str(old)]) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--compare", str(old), "--json"]) == 0
+    verdicts = json.loads(capsys.readouterr().out)["comparison"]
+    assert {verdict["verdict"] for verdict in verdicts} <= {"same", "faster"}
