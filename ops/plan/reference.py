@@ -6,7 +6,7 @@ import torch
 
 from mla_suite.core.dispatch import Backend, Offer
 from mla_suite.ops.plan import layout as words
-from mla_suite.ops.plan.cost import GRANULE, balanced_cuts, item_cost, round_up
+from mla_suite.ops.plan.cost import GRANULE, Cuts, balanced_cuts, item_cost, round_up
 from mla_suite.ops.plan.layout import OPEN
 
 
@@ -68,12 +68,16 @@ def _uniform(
 
 
 def _balanced(kv_lens: torch.Tensor, rows: int, workers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One item per sequence start and one per distinct cut inside a sequence."""
-    batch, capacity, device = kv_lens.shape[0], kv_lens.shape[0] + workers, kv_lens.device
+    batch = kv_lens.shape[0]
     if batch == 0:
-        nothing = torch.zeros(workers + 1, dtype=torch.int64, device=device)
-        return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=device).expand(capacity, 4)
-    cut = balanced_cuts(kv_lens, rows, workers)
+        nothing = torch.zeros(workers + 1, dtype=torch.int64, device=kv_lens.device)
+        return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(workers, 4)
+    return items_between(balanced_cuts(kv_lens, rows, workers), batch)
+
+
+def items_between(cut: Cuts, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One item per sequence start and one per distinct cut inside a sequence: split_indptr, work_indptr, items."""
+    capacity, device = batch + cut.key.shape[0] - 1, cut.key.device
     repeated = (cut.sequence[1:] == cut.sequence[:-1]) & (cut.key[1:] == cut.key[:-1])
     new = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), ((cut.key[1:] > 0) & ~repeated).long()))
     before = new.cumsum(0)  # distinct inner cuts up to and with this one

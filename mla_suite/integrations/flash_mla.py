@@ -1,0 +1,307 @@
+"""FlashMLA's Python interface on our operators: a script written for it runs after one changed import.
+
+    from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there).
+Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
+over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+import mla_suite
+from mla_suite.integrations import plans
+
+SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
+_DENSE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Config(NamedTuple):
+    """What calls that share a FlashMLASchedMeta must have in common."""
+
+    batch: int
+    q_len: int
+    heads: int
+    page: int
+    causal: bool
+    is_fp8_kvcache: bool
+    topk: int | None
+    extra_page: int | None
+    extra_topk: int | None
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """Filled by the first call that it is passed to.
+
+    tile_scheduler_metadata is a plan of ours. Lengths may change between calls: the plan then shares the work out less
+    evenly, and the result stays right.
+    """
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: None = None
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
+    """Without arguments, an empty holder and None, as FlashMLA returns today.
+
+    With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
+    is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
+    [batch + 1]), written from a plan of ours. Passed on as they are they cost nothing per call; a copy of them is read
+    back with some twenty small tensor operations per call, so prefer the holder.
+    """
+    return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
+
+
+def _older(
+    cache_seqlens: torch.Tensor,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int = 1,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    *,
+    num_heads_per_head_k: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`num_heads_per_head_k` is the name the second argument had first."""
+    rows = num_q_tokens_per_head_k if num_q_tokens_per_head_k is not None else num_heads_per_head_k
+    if rows is None:
+        _refuse("get_mla_metadata", "num_q_tokens_per_head_k is missing", "give q_len x heads / kv heads, or nothing")
+    if num_heads_k != 1:
+        _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
+    lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
+    workers = plans.workers_for(cache_seqlens)
+    plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_kv_len=0)
+    made = plans.to_flash_mla(plan, lengths, workers=workers)
+    plans.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
+    return made.tile_scheduler_metadata, made.num_splits
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
+
+    q                [batch, q_len, heads, head_dim]
+    k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
+                     layout v32) or 584 (V4, dsv4), told apart by the last dimension
+    block_table      [batch, width] int32; cache_seqlens [batch] int32
+    tile_scheduler_metadata, num_splits   what get_mla_metadata returned
+    softmax_scale    1 / sqrt(head_dim) if None
+    indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
+    attn_sink        [heads] fp32, adds exp(sink) to the denominator of `out`
+    extra_k_cache, extra_indices_in_kvcache   a second pool under the same softmax
+    topk_length, extra_topk_length   [batch] int32: only so many of the indices count
+
+    -> out [batch, q_len, heads, head_dim_v], lse [batch, heads, q_len] fp32, natural log, without the sink.
+
+    ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
+    """
+    name = "flash_mla_with_kvcache"
+    if q.dim() != 4:
+        _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
+    cache, layout = _pool(name, "k_cache", k_cache, is_fp8_kvcache)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    config = Config(
+        batch=q.shape[0],
+        q_len=q.shape[1],
+        heads=q.shape[2],
+        page=cache.shape[1],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if indices is None else indices.shape[-1],
+        extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+    )
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        _check_config(name, tile_scheduler_metadata, config)
+    if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
+        _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")
+    if indices is not None:
+        if causal:
+            _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
+        caches, chosen, lengths, layouts = [cache], [indices], [topk_length], [layout]
+        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
+            extra, extra_layout = _pool(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache)
+            caches.append(extra)
+            chosen.append(extra_indices_in_kvcache)
+            lengths.append(extra_topk_length)
+            layouts.append(extra_layout)
+        elif extra_topk_length is not None:
+            _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
+        out, lse = mla_suite.sparse_decode(
+            q,
+            caches,
+            chosen,
+            None,
+            lengths,
+            attn_sink,
+            layouts=layouts,
+            softmax_scale=scale,
+            head_dim_v=head_dim_v,
+        )
+    else:
+        if extra_k_cache is not None or topk_length is not None or extra_topk_length is not None:
+            _refuse(name, "a sparse argument is given without indices", "pass indices, or only the dense arguments")
+        if block_table is None or cache_seqlens is None:
+            _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both, sparse needs indices")
+        plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
+        out, lse = mla_suite.decode(
+            q,
+            cache,
+            cache_seqlens,
+            block_table,
+            attn_sink=attn_sink,
+            plan=plan,
+            softmax_scale=scale,
+            max_q_len=q.shape[1],
+            head_dim_v=head_dim_v,
+            causal=causal,
+            layout=layout,
+        )
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
+    return out, _empty_as_plus_inf(lse).transpose(1, 2).contiguous()
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sparse prefill: every query token attends to its own selection of unpaged keys.
+
+    q [s_q, heads, head_dim] and kv [s_kv, 1, head_dim] of one dtype; indices [s_q, 1, topk] int32, -1 or >= s_kv
+    selects nothing; topk_length [s_q] int32; attn_sink [heads] fp32
+
+    -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
+    without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf.
+
+    The operators do not return max_logits: it is a second pass in torch over the selected keys. Call
+    `mla_suite.sparse_decode` where out and lse are all you need.
+    """
+    if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
+        given = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
+        _refuse("flash_mla_sparse_fwd", given, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
+    if kv.dtype not in _DENSE:
+        _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
+    chosen = indices.squeeze(1)
+    out, lse = mla_suite.sparse_decode(
+        q,
+        [kv],  # pages of one token
+        [chosen],
+        None,
+        [topk_length],
+        attn_sink,
+        layouts=[_DENSE[kv.dtype]],
+        softmax_scale=sm_scale,
+        head_dim_v=d_v,
+    )
+    return out, _max_logits(q, kv.squeeze(1), chosen, sm_scale, topk_length), _empty_as_plus_inf(lse)
+
+
+def _max_logits(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, topk_length: torch.Tensor | None
+) -> torch.Tensor:
+    counts = (indices >= 0) & (indices < kv.shape[0])
+    if topk_length is not None:
+        counts &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
+    largest = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    if not counts.numel() or not kv.numel():
+        return largest
+    tokens = max(1, SPARSE_CHUNK_BYTES // (4 * indices.shape[1] * kv.shape[1]))
+    for first in range(0, q.shape[0], tokens):
+        some = slice(first, first + tokens)
+        keys = kv[torch.where(counts[some], indices[some], 0).long()].float()
+        scores = (q[some].float() @ keys.transpose(1, 2)) * scale
+        largest[some] = scores.masked_fill_(~counts[some, None, :], -torch.inf).amax(-1)
+    return largest
+
+
+def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> tuple[torch.Tensor, str]:
+    """The cache as [pages, page, width] and its layout."""
+    if cache.dim() != 4 or cache.shape[2] != 1:
+        _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width], 1 KV head")
+    width = cache.shape[-1]
+    records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
+    layout = records.get(width) if cache.dtype.itemsize == 1 else _DENSE.get(cache.dtype)
+    if layout is None:
+        _refuse(
+            name,
+            f"{argument} is {cache.dtype} of width {width}",
+            "it takes bfloat16, float16 or float32 rows, or 1-byte records of 656 (V3.2) or 584 (V4) bytes",
+            TypeError,
+        )
+    if is_fp8_kvcache != (cache.dtype.itemsize == 1):
+        _refuse(name, f"is_fp8_kvcache is {is_fp8_kvcache} and {argument} is {cache.dtype}", "the two must agree")
+    return (cache.view(torch.uint8) if cache.dtype == torch.int8 else cache).squeeze(2), layout
+
+
+def _check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:
+    if holder.config is None:
+        return
+    for field, first, now in zip(Config._fields, holder.config, config, strict=True):
+        if first != now:
+            given = f"{field} is {now} and was {first} in the first call with this FlashMLASchedMeta"
+            _refuse(name, given, "take a new one from get_mla_metadata() for other shapes")
+
+
+def _plan_of(
+    name: str,
+    metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None,
+    cache_seqlens: torch.Tensor,
+    rows: int,
+) -> torch.Tensor | None:
+    """The plan a dense call runs with: the holder's, made now if it has none, or the older tensors'."""
+    batch = cache_seqlens.shape[0]
+    if isinstance(metadata, FlashMLASchedMeta):
+        if num_splits is not None:
+            _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
+        if metadata.tile_scheduler_metadata is None:
+            workers = plans.workers_for(cache_seqlens)
+            metadata.tile_scheduler_metadata = mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
+        return metadata.tile_scheduler_metadata
+    if metadata.dim() != 2 or metadata.shape[1] != len(plans.FlashMlaColumn) or metadata.dtype != torch.int32:
+        given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
+        _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
+    if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
+        _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")
+    if batch == 0:
+        return None
+    plan = plans.recall(metadata, batch)
+    return plans.from_flash_mla(metadata, batch) if plan is None else plan
+
+
+def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def _refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: {given}; {possible}")

@@ -1,0 +1,258 @@
+"""Plans of other libraries: FlashMLA's tile scheduler metadata and AITER's work and reduce lists, to and from ours.
+
+All of it is tensor code that reads nothing on the host, so it can be captured in a CUDA graph. A plan says where
+sequences are cut and who reads which piece; it never changes a result beyond rounding.
+
+FlashMLA (blocks of 64 keys), of every part (a workgroup that persists):
+    tile_scheduler_metadata  [parts, 8]   columns `FlashMlaColumn`; a part without work begins at sequence `batch`
+    num_splits               [batch + 1]  sequence b owns partial rows num_splits[b]..num_splits[b + 1], one if unsplit
+AITER (pages of the cache), of every cluster:
+    work_indptr              [clusters + 1]  works of cluster c: work_indptr[c]..work_indptr[c + 1]
+    work_info_set            [works, 8]      columns `AiterColumn`
+    reduce_indptr            [batch + 1]     entries of reduce_partial_map of sequence b, none if unsplit
+    reduce_final_map         [batch, 2]      query tokens that the merged result goes to
+    reduce_partial_map       [entries]       first row of each partial, in query tokens
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mla_suite import runtime
+from mla_suite.ops.plan.cost import Cuts
+from mla_suite.ops.plan.layout import ITEM_WORDS, OPEN, Item, Layout, assemble
+from mla_suite.ops.plan.reference import items_between
+
+FLASH_MLA_BLOCK = 64
+CPU_WORKERS = 8  # a CPU shares nothing out; this many show how a plan looks
+_SPAN = 2**31  # more than any key, so sequence * _SPAN + key orders places on the line of all sequences
+
+
+class FlashMlaColumn(IntEnum):
+    BEGIN_SEQUENCE = 0
+    END_SEQUENCE = 1  # inclusive
+    BEGIN_BLOCK = 2
+    END_BLOCK = 3  # exclusive
+    BEGIN_SPLIT = 4
+    FIRST_IS_SPLIT = 5
+    LAST_IS_SPLIT = 6
+    PAD = 7
+
+
+class AiterColumn(IntEnum):
+    BATCH = 0
+    PARTIAL_ROW = 1  # in query tokens; -1: the work writes the final rows
+    Q_START = 2
+    Q_END = 3
+    KV_START = 4  # index into kv_indices
+    KV_END = 5
+    KV_OFFSET = 6  # entries of kv_indices from KV_END to the end of the sequence
+    PAD = 7
+
+
+class FlashMlaPlan(NamedTuple):
+    tile_scheduler_metadata: torch.Tensor
+    num_splits: torch.Tensor
+
+
+class AiterPlan(NamedTuple):
+    work_indptr: torch.Tensor
+    work_info_set: torch.Tensor
+    reduce_indptr: torch.Tensor
+    reduce_final_map: torch.Tensor
+    reduce_partial_map: torch.Tensor
+
+
+def workers_for(tensor: torch.Tensor) -> int:
+    """The compute units that would share the work of this tensor's device."""
+    arch = runtime.current_arch(tensor)
+    if tensor.is_cuda:
+        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    return arch.compute_units if arch is not None else CPU_WORKERS
+
+
+def to_flash_mla(plan: torch.Tensor, seq_lens: torch.Tensor, *, workers: int) -> FlashMlaPlan:
+    """The plan that `mla_suite.plan(seq_lens, ..., workers=workers)` made, as FlashMLA writes it.
+
+    Cuts go down to multiples of 64 keys. A worker's neighbouring items of one sequence become one split. The lengths
+    must be those the plan was made for: FlashMLA's records end where a sequence ended then.
+    """
+    batch = seq_lens.shape[0]
+    parts = _Parts.of(plan, batch, workers)
+    sequence, items = parts.sequence, parts.items.long()
+    first, stop = parts.work_indptr[:-1], parts.work_indptr[1:]
+    busy = stop > first
+    rank = busy.cumsum(0) - 1
+    bounds = torch.searchsorted(sequence, torch.arange(batch + 1, device=plan.device))
+    first_part = rank[_owner(parts.work_indptr, bounds[:-1])]
+    splits = rank[_owner(parts.work_indptr, bounds[1:] - 1)] - first_part + 1
+    num_splits = torch.cat((splits.new_zeros(1), splits.cumsum(0)))
+
+    blocks = (torch.cat((seq_lens.long(), seq_lens.new_zeros(1))) + FLASH_MLA_BLOCK - 1) // FLASH_MLA_BLOCK
+    head, tail = first.clamp(max=len(items) - 1), (stop - 1).clamp(min=0)
+    begins, ends = sequence[head].clamp(max=batch), sequence[tail].clamp(max=batch)
+    begin_block = torch.minimum(items[head, Item.FIRST_KEY] // FLASH_MLA_BLOCK, blocks[begins])
+    end_key = items[tail, Item.END_KEY]
+    end_block = torch.where(end_key == OPEN, blocks[ends], torch.minimum(end_key // FLASH_MLA_BLOCK, blocks[ends]))
+    splits, first_part = torch.cat((splits, splits.new_zeros(1))), torch.cat((first_part, first_part.new_zeros(1)))
+    metadata = torch.stack(
+        (
+            torch.where(busy, begins, batch),
+            torch.where(busy, ends, batch - 1),
+            torch.where(busy, begin_block, 0),
+            torch.where(busy, end_block, 0),
+            torch.where(busy, rank - first_part[begins], 0),
+            busy & (splits[begins] > 1),
+            busy & (splits[ends] > 1),
+            torch.zeros_like(rank),
+        ),
+        dim=1,
+    )
+    return FlashMlaPlan(metadata.int(), num_splits.int())
+
+
+def from_flash_mla(tile_scheduler_metadata: torch.Tensor, batch: int) -> torch.Tensor:
+    """A plan of ours that cuts `batch` sequences where FlashMLA's parts begin, one worker per part."""
+    columns = tile_scheduler_metadata.long()
+    begins = columns[:, FlashMlaColumn.BEGIN_SEQUENCE]
+    keys = columns[:, FlashMlaColumn.BEGIN_BLOCK] * FLASH_MLA_BLOCK
+    return _cut_at(torch.where(begins < batch, begins * _SPAN + keys, batch * _SPAN), batch)
+
+
+def to_aiter(
+    plan: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    *,
+    workers: int,
+    page_size: int,
+    max_seqlen_q: int,
+) -> AiterPlan:
+    """The plan that `mla_suite.plan(..., workers=workers)` made, as AITER writes it: one query tile per sequence.
+
+    Cuts go down to whole pages. Partial row r of ours begins at row r x max_seqlen_q of AITER's partial tensors. Works
+    past work_indptr[-1] have batch -1.
+    """
+    batch = kv_indptr.shape[0] - 1
+    parts = _Parts.of(plan, batch, workers)
+    items = parts.items.long()
+    used = items[:, Item.SEQUENCE] >= 0
+    owner = torch.where(used, items[:, Item.SEQUENCE], 0)
+    pages = (kv_indptr - kv_indptr[0]).long()
+    kv_begin, kv_end = pages[owner], pages[(owner + 1).clamp(max=batch)]
+    kv_start = torch.minimum(kv_begin + items[:, Item.FIRST_KEY] // page_size, kv_end)
+    cut = torch.minimum(kv_begin + items[:, Item.END_KEY] // page_size, kv_end)
+    kv_stop = torch.where(items[:, Item.END_KEY] == OPEN, kv_end, cut)
+    row, queries = items[:, Item.PARTIAL_ROW], qo_indptr.long()
+    works = torch.stack(
+        (
+            owner,
+            torch.where(row >= 0, row * max_seqlen_q, -1),
+            queries[owner],
+            queries[(owner + 1).clamp(max=batch)],
+            kv_start,
+            kv_stop,
+            kv_end - kv_stop,
+            torch.zeros_like(row),
+        ),
+        dim=1,
+    )
+    idle = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 0], device=plan.device)
+    entries = torch.arange(len(items), dtype=torch.int32, device=plan.device) * max_seqlen_q
+    return AiterPlan(
+        parts.work_indptr.int(),
+        torch.where(used[:, None], works, idle).int(),
+        parts.split_indptr.int(),
+        torch.stack((qo_indptr[:-1], qo_indptr[1:]), dim=1).int(),
+        entries,
+    )
+
+
+def from_aiter(
+    work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor, *, page_size: int
+) -> torch.Tensor:
+    """A plan of ours that cuts sequences where AITER's clusters begin, one worker per cluster.
+
+    Made for one query tile per sequence. Where AITER has more, its clusters return to the same keys; the plan is right
+    then too, but less even.
+    """
+    batch = kv_indptr.shape[0] - 1
+    works = work_info_set.long()
+    first = work_indptr[:-1].long()
+    inside = (first < work_indptr[-1]) & (first < works.shape[0])
+    begins = works[first.clamp(max=works.shape[0] - 1)]
+    sequence = torch.where(inside, begins[:, AiterColumn.BATCH], 0)
+    pages = begins[:, AiterColumn.KV_START] - (kv_indptr[sequence] - kv_indptr[0])
+    return _cut_at(torch.where(inside, sequence * _SPAN + pages * page_size, batch * _SPAN), batch)
+
+
+class _Parts(NamedTuple):
+    """The parts of a plan as views, found from sizes the host knows."""
+
+    split_indptr: torch.Tensor
+    work_indptr: torch.Tensor
+    items: torch.Tensor  # [capacity, 4]
+    sequence: torch.Tensor  # [capacity] of the items, `batch` for unused ones, so that it rises
+
+    @classmethod
+    def of(cls, plan: torch.Tensor, batch: int, workers: int) -> _Parts:
+        place = Layout(batch, workers, 0)
+        words = plan.shape[0] - int(place.items)
+        if words < 0 or words % ITEM_WORDS != 0:
+            raise ValueError(
+                f"plan has {plan.shape[0]} words, none that {batch} sequences and {workers} workers can have; give the "
+                "batch and workers that mla_suite.plan was given"
+            )
+        items = plan[place.items :].view(-1, ITEM_WORDS)
+        sequence = items[:, Item.SEQUENCE].long()
+        return cls(
+            plan[place.split_indptr : place.work_indptr],
+            plan[place.work_indptr : place.counters].long(),
+            items,
+            torch.where(sequence < 0, batch, sequence),
+        )
+
+
+def _owner(work_indptr: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+    """The worker of each item."""
+    return torch.searchsorted(work_indptr, item, right=True) - 1
+
+
+def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
+    """A plan whose worker w begins at places[w] = sequence * _SPAN + key."""
+    if batch < 1:
+        raise ValueError("a plan of 0 sequences has nothing to convert; pass plan=None")
+    workers = places.shape[0]
+    places = torch.cat((places, places.new_full((1,), batch * _SPAN)))
+    places = places.flip(0).cummin(0).values.flip(0)  # who has no work begins where the next one does
+    places[0] = 0  # a fill, so that whatever precedes the first worker's place is still somebody's
+    layout = Layout(batch, workers, batch + workers)
+    plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
+    header = layout.header(num_splits=0, split_size=0, max_kv_len=0)
+    assemble(layout, header, *items_between(Cuts(places // _SPAN, places % _SPAN), batch), into=plan)
+    return plan
+
+
+_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
+    """Keep the plan that another library's tensor `key` was written from, as long as that tensor lives.
+
+    A second plan of the same size is copied over the first, so a captured graph that reads it sees the new one.
+    """
+    known = recall(key, batch)
+    if known is not None and known.shape == plan.shape:
+        known.copy_(plan)
+    else:
+        _remembered[key] = (batch, plan)
+
+
+def recall(key: torch.Tensor, batch: int) -> torch.Tensor | None:
+    """The plan that `remember` kept for this very tensor and batch, if any."""
+    kept: tuple[int, torch.Tensor] | None = _remembered.get(key)
+    return kept[1] if kept is not None and kept[0] == batch else None
