@@ -69,6 +69,7 @@ def run_snippet(
     exec_mask: int = (1 << 64) - 1,
     scc: bool = False,
     lds: np.ndarray | int = 0,
+    scratch: int = 0,
     buffers: Sequence[Memory] = (),
     mode: int = DENORMALS,
     checks: bool = True,
@@ -79,6 +80,7 @@ def run_snippet(
             one value for all lanes; a Python float is an f32
     sgpr    register -> integer; more than 32 bits fill the following registers ('s[0:1]' is given as 's0')
     lds     bytes of LDS as uint8, taken as written before, or a size of uninitialised LDS
+    scratch bytes of private memory per lane, uninitialised
     buffers memory the snippet may touch (`Memory.of(name, array, access)`); addresses are array.ctypes.data
     mode    the MODE register
 
@@ -114,6 +116,7 @@ def run_snippet(
     out_lds = np.zeros(max(share.size, 1), np.uint8)
     request = core.LaunchRequest()
     request.mode, request.checks, request.threads = mode, checks, 1
+    request.scratch_bytes = scratch
     request.spin_limit, request.instruction_limit = SPIN_LIMIT, INSTRUCTION_LIMIT
     request.initial_vectors, request.initial_scalars = vectors.ctypes.data, scalars.ctypes.data
     request.final_vectors, request.final_scalars = out_v.ctypes.data, out_s.ctypes.data

@@ -1,0 +1,261 @@
+"""Read-modify-write on global memory and LDS. "Instructions": MUBUF, FLAT/GLOBAL and DS atomics; sc0 (or the rtn form)
+returns the value before. Lanes of one instruction act one after another, so their sum does not depend on the order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, random_mask, register, words
+from isa_memory import WAIT, resource
+from isa_numbers import bf16_to_f32, f32_to_bf16
+from isa_operands import draw
+
+from mla_suite.runtime.emulator import State
+
+Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
+U = np.uint32
+
+
+def signed(function: Update) -> Update:
+    def run(old: np.ndarray, data: np.ndarray) -> np.ndarray:
+        kind = np.int64 if old.dtype == np.uint64 else np.int32
+        return function(old.view(kind), data.view(kind)).view(old.dtype)
+
+    return run
+
+
+def real(function: Update) -> Update:
+    def run(old: np.ndarray, data: np.ndarray) -> np.ndarray:
+        kind = np.float64 if old.dtype == np.uint64 else np.float32
+        with np.errstate(all="ignore"):
+            return np.ascontiguousarray(function(old.view(kind), data.view(kind)).astype(kind)).view(old.dtype)
+
+    return run
+
+
+def halves(to_real: Callable, from_real: Callable) -> Update:
+    def run(old: np.ndarray, data: np.ndarray) -> np.ndarray:
+        out = np.zeros_like(old)
+        for shift in (0, 16):
+            x, y = (to_real((v >> U(shift) & U(0xFFFF)).astype(np.uint16)) for v in (old, data))
+            with np.errstate(all="ignore"):
+                out |= from_real(x + y).astype(U) << U(shift)
+        return out
+
+    return run
+
+
+INTEGER: dict[str, Update] = {
+    "add": lambda old, data: old + data,
+    "sub": lambda old, data: old - data,
+    "and": lambda old, data: old & data,
+    "or": lambda old, data: old | data,
+    "xor": lambda old, data: old ^ data,
+    "umin": np.minimum,
+    "umax": np.maximum,
+    "smin": signed(np.minimum),
+    "smax": signed(np.maximum),
+    "inc": lambda old, data: np.where(old >= data, 0, old + old.dtype.type(1)),
+    "dec": lambda old, data: np.where((old == 0) | (old > data), data, old - old.dtype.type(1)),
+    "swap": lambda old, data: data,
+}
+PACKED = {
+    "pk_add_f16": halves(lambda x: x.view(np.float16), lambda x: x.view(np.uint16)),
+    "pk_add_bf16": halves(bf16_to_f32, f32_to_bf16),
+}
+REAL = {"add": real(lambda a, b: a + b), "min": real(np.fmin), "max": real(np.fmax)}
+
+
+def finite(rng: np.random.Generator, kind: str) -> np.ndarray:
+    """Numbers whose sums round, as raw words."""
+    x = rng.standard_normal(64) * 2.0 ** rng.integers(-3, 8, 64)
+    if kind == "f64":
+        return x.view(np.uint64)
+    if kind == "f32":
+        return x.astype(np.float32).view(U)
+    both = np.stack([x, x[::-1]])
+    raw = both.astype(np.float16).view(np.uint16) if kind == "f16" else f32_to_bf16(both.astype(np.float32))
+    return raw[0].astype(U) | raw[1].astype(U) << U(16)
+
+
+def drawn(rng: np.random.Generator, kind: str) -> np.ndarray:
+    return draw(rng, kind, 64) if kind in ("u32", "u64") else finite(rng, kind)
+
+
+def split(raw: np.ndarray) -> list[np.ndarray]:
+    """Registers of 32- or 64-bit lanes."""
+    if raw.dtype == np.uint64:
+        return [(raw & np.uint64(0xFFFFFFFF)).astype(U), (raw >> np.uint64(32)).astype(U)]
+    return [raw]
+
+
+def pair(first: int, count: int) -> str:
+    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
+
+
+def memory_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) -> Callable[[str], Iterable[Case]]:
+    space = op.split("_")[0]
+    wide = kind in ("u64", "f64")
+    size = 8 if wide else 4
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        for variant in range(4):
+            returns, mask = variant % 2 == 1, ALL if variant < 2 else random_mask(rng)
+            old, data, noise = drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
+            compare = np.where(LANE % 2 == 0, old, drawn(rng, kind))
+            place = rng.permutation(64)
+            buffer = np.zeros(64, old.dtype)
+            buffer[place] = old
+            lanes = active(mask)
+            inside = np.ones(64, bool)
+            if space == "buffer":
+                inside = place < 56  # the last eight lie past the end of the resource
+            new = np.where(old == compare, data, old) if swap_if_equal else update(old, data)
+            want = buffer.copy()
+            want[place[lanes & inside]] = new[lanes & inside].astype(old.dtype)
+            words_each = size // 4
+            vgpr: dict[int | str, object] = {}
+            payload = split(data) + (split(compare) if swap_if_equal else [])
+            for i, row in enumerate(payload):
+                vgpr[4 + i] = row
+            data_name = pair(4, len(payload))
+            result, sgpr = 12, {}
+            if space == "buffer":
+                result = 4  # the old value replaces the data
+                vgpr[0] = (place * size).astype(U)
+                sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(buffer.ctypes.data, 56 * size).items()}
+                text = f"{op} {data_name}, v0, s[8:11], 0 offen" + (" sc0" if returns else "")
+            else:
+                for i, row in enumerate(noise[:words_each]):
+                    vgpr[12 + i] = row
+                target = pair(12, words_each) + ", " if returns else ""
+                if space == "global" and variant == 1:
+                    vgpr[0], sgpr = (place * size).astype(U), {"s2": buffer.ctypes.data}
+                    text = f"{op} {target}v0, {data_name}, s[2:3]"
+                else:
+                    vgpr[0] = (buffer.ctypes.data + place * size).astype(np.uint64)
+                    text = f"{op} {target}v[0:1], {data_name}" + (", off" if space == "global" else "")
+                text += " sc0" if returns else ""
+            before = split(old)
+
+            def check(
+                state: State,
+                buffer=buffer,
+                want=want,
+                lanes=lanes & inside,
+                text=text,
+                before=before,
+                result=result,
+                returns=returns,
+            ) -> None:
+                np.testing.assert_array_equal(buffer, want, err_msg=text)
+                if returns:
+                    for i, row in enumerate(before):
+                        np.testing.assert_array_equal(state.v[result + i][lanes], row[lanes], err_msg=text)
+
+            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", buffer, "rw")])
+
+    return make
+
+
+for space in ("global", "flat", "buffer"):
+    for name, update in INTEGER.items():
+        for suffix, kind in (("", "u32"), ("_x2", "u64")):
+            op = f"{space}_atomic_{name}{suffix}"
+            register(Custom(op, memory_atomic(op, kind, update)))
+    for suffix, kind in (("", "u32"), ("_x2", "u64")):
+        op = f"{space}_atomic_cmpswap{suffix}"
+        register(Custom(op, memory_atomic(op, kind, lambda old, data: data, swap_if_equal=True)))
+    for name, kind in (("add_f32", "f32"), ("add_f64", "f64"), ("min_f64", "f64"), ("max_f64", "f64")):
+        op = f"{space}_atomic_{name}"
+        register(Custom(op, memory_atomic(op, kind, REAL[name.split("_")[0]])))
+    for name, kind in (("pk_add_f16", "f16"), ("pk_add_bf16", "bf16")):
+        op = f"{space}_atomic_{name}"
+        archs = ("gfx950",) if op == "buffer_atomic_pk_add_bf16" else ARCHS
+        register(Custom(op, memory_atomic(op, kind, PACKED[name]), archs))
+
+
+def accumulate(arch: str) -> Iterable[Case]:
+    """Every lane adds to the same place: nothing is lost."""
+    counter = np.array([5], U)
+
+    def check(state: State) -> None:
+        assert counter[0] == 5 + 64 * 3
+        assert sorted(state.v[2].tolist()) == [5 + 3 * i for i in range(64)]
+
+    lines = ["global_atomic_add v2, v0, v1, s[0:1] sc0", WAIT]
+    memory = [("n", counter, "rw")]
+    yield Case(lines, check, {0: 0, 1: np.full(64, 3, U)}, {"s0": counter.ctypes.data}, memory=memory)
+
+
+register(Custom("global_atomic_add", accumulate))
+
+# LDS
+LDS_INTEGER = {"add_u": "add", "sub_u": "sub", "inc_u": "inc", "dec_u": "dec", "min_u": "umin", "max_u": "umax"}
+LDS_INTEGER |= {"min_i": "smin", "max_i": "smax", "and_b": "and", "or_b": "or", "xor_b": "xor"}
+
+
+def lds_atomic(op: str, kind: str, update: Update, swap_if_equal: bool = False) -> Callable[[str], Iterable[Case]]:
+    wide = kind in ("u64", "f64")
+    size = 8 if wide else 4
+    returns = "_rtn_" in op
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        for variant in range(2):
+            mask = ALL if variant == 0 else random_mask(rng)
+            old, data, other, noise = drawn(rng, kind), drawn(rng, kind), drawn(rng, kind), words(rng, 2, 64)
+            place, offset = rng.permutation(64), 0 if variant == 0 else 16
+            lds = np.zeros(64 + offset // size, old.dtype)
+            lds[place + offset // size] = old
+            lanes = active(mask)
+            if swap_if_equal:  # ds_cmpst: the first operand is compared, the second stored
+                data = np.where(LANE % 2 == 0, old, data)
+                new = np.where(old == data, other, old)
+            else:
+                new = update(old, data)
+            want = lds.copy()
+            want[place[lanes] + offset // size] = new[lanes].astype(old.dtype)
+            vgpr: dict[int | str, object] = {0: (place * size).astype(U)}
+            for first, raw in ((4, data), (6, other)):
+                for i, row in enumerate(split(raw)):
+                    vgpr[first + i] = row
+            for i in range(size // 4):
+                vgpr[12 + i] = noise[i]
+            names = [pair(12, size // 4)] if returns else []
+            names += ["v0", pair(4, size // 4)] + ([pair(6, size // 4)] if swap_if_equal else [])
+            text = f"{op} {', '.join(names)}" + (f" offset:{offset}" if offset else "")
+
+            def check(state: State, want=want, lanes=lanes, old=old, noise=noise, text=text) -> None:
+                np.testing.assert_array_equal(state.lds.view(want.dtype), want, err_msg=text)
+                for i, row in enumerate(split(old)):
+                    keep = np.where(lanes, row, noise[i]) if returns else noise[i]
+                    np.testing.assert_array_equal(state.v[12 + i], keep, err_msg=text)
+
+            yield Case([text, "s_waitcnt lgkmcnt(0)"], check, vgpr, exec_mask=mask, lds=lds.view(np.uint8))
+
+    return make
+
+
+for form in ("", "rtn_"):
+    for name, update in LDS_INTEGER.items():
+        stem, letter = name.split("_")
+        for bits in (32, 64):
+            op = f"ds_{stem}_{form}{letter}{bits}"
+            register(Custom(op, lds_atomic(op, f"u{bits}", INTEGER[update])))
+    for stem in ("add", "min", "max"):
+        for bits in (32, 64):
+            op = f"ds_{stem}_{form}f{bits}"
+            register(Custom(op, lds_atomic(op, f"f{bits}", REAL[stem])))
+    for bits in (32, 64):
+        op = f"ds_cmpst_{form}b{bits}"
+        register(Custom(op, lds_atomic(op, f"u{bits}", lambda old, data: data, swap_if_equal=True)))
+for bits in (32, 64):
+    op = f"ds_wrxchg_rtn_b{bits}"
+    register(Custom(op, lds_atomic(op, f"u{bits}", INTEGER["swap"])))
+for form in ("", "rtn_"):
+    for kind in ("f16", "bf16"):
+        op = f"ds_pk_add_{form}{kind}"
+        register(Custom(op, lds_atomic(op, kind, PACKED[f"pk_add_{kind}"])))

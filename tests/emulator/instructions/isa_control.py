@@ -1,0 +1,205 @@
+"""Program flow, waits, cache control and hardware registers: SOPP and SOPK, "Program Flow Control"; "Data dependency
+resolution" for the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from isa_case import ALL, Case, Custom, generator, register, words
+
+from mla_suite.runtime.emulator import State
+
+U = np.uint32
+
+
+def untouched(*texts: str) -> Callable[[str], Iterable[Case]]:
+    """Instructions that change neither registers nor the flow."""
+
+    def make(arch: str) -> Iterable[Case]:
+        x = words(generator(*texts), 64)
+
+        def check(state: State) -> None:
+            np.testing.assert_array_equal(state.v[1], x)
+            assert state.s[5] == 77
+
+        yield Case([*texts, "v_mov_b32_e32 v1, v0", "s_mov_b32 s5, 77"], check, {0: x})
+
+    return make
+
+
+register(
+    Custom("s_nop", untouched("s_nop 0", "s_nop 7")),
+    Custom("s_setprio", untouched("s_setprio 3")),
+    Custom("s_icache_inv", untouched("s_icache_inv")),
+    Custom("s_dcache_inv", untouched("s_dcache_inv")),
+    Custom("s_dcache_wb", untouched("s_dcache_wb")),
+    Custom("s_sleep", untouched("s_sleep 2")),
+    Custom("s_barrier", untouched("s_barrier")),
+    Custom("buffer_wbl2", untouched("buffer_wbl2 sc1", "s_waitcnt vmcnt(0)")),
+    Custom("buffer_inv", untouched("buffer_inv sc1")),
+)
+
+
+def ends(arch: str) -> Iterable[Case]:
+    def check(state: State) -> None:
+        assert state.s[4] == 1
+        assert state.s[5] == 0
+
+    yield Case(["s_mov_b32 s4, 1", "s_endpgm", "s_mov_b32 s5, 1"], check)
+
+
+register(Custom("s_endpgm", ends))
+
+
+def branch(op: str, taken_if: Callable[[bool, bool, bool], bool]) -> Callable[[str], Iterable[Case]]:
+    """Each of SCC, VCC and EXEC zero or not; backward branches too."""
+
+    def make(arch: str) -> Iterable[Case]:
+        for scc in (False, True):
+            for vcc in (0, 1 << 50):
+                for execs in (0, 1 << 33):
+                    taken = taken_if(scc, vcc != 0, execs != 0)
+
+                    def check(state: State, taken=taken) -> None:
+                        assert state.s[4] == (1 if taken else 3)
+
+                    lines = ["s_mov_b32 s4, 1", f"{op} .Lend", "s_mov_b32 s4, 3", ".Lend:"]
+                    yield Case(lines, check, {}, {"vcc": vcc}, exec_mask=execs, scc=scc)
+
+        def check_loop(state: State) -> None:
+            assert state.s[4] == 5
+
+        if op == "s_cbranch_scc1":
+            lines = ["s_mov_b32 s4, 0", ".Ltop:", "s_add_u32 s4, s4, 1", "s_cmp_lt_u32 s4, 5", "s_cbranch_scc1 .Ltop"]
+            yield Case(lines, check_loop)
+
+    return make
+
+
+for op, taken_if in {
+    "s_branch": lambda scc, vcc, execs: True,
+    "s_cbranch_scc0": lambda scc, vcc, execs: not scc,
+    "s_cbranch_scc1": lambda scc, vcc, execs: scc,
+    "s_cbranch_vccz": lambda scc, vcc, execs: not vcc,
+    "s_cbranch_vccnz": lambda scc, vcc, execs: vcc,
+    "s_cbranch_execz": lambda scc, vcc, execs: not execs,
+    "s_cbranch_execnz": lambda scc, vcc, execs: execs,
+}.items():
+    register(Custom(op, branch(op, taken_if)))
+
+
+def counters(arch: str) -> Iterable[Case]:
+    """A value is readable once as few of the later operations are outstanding as its wait allows; before, its use is
+    reported. vmcnt counts vector memory, lgkmcnt LDS and scalar memory; the latter returns out of order."""
+    data = words(generator("waits"), 256)
+    memory = [("data", data, "r")]
+    base = {"s2": data.ctypes.data}
+    lanes = np.arange(64, dtype=U) * 4
+    loads = [f"global_load_dword v{4 + i}, v0, s[2:3] offset:{256 * i}" for i in range(3)]
+
+    def first(state: State) -> None:
+        np.testing.assert_array_equal(state.v[20], data[:64])
+
+    def anything(state: State) -> None:
+        pass
+
+    use = "v_mov_b32_e32 v20, v4"
+    early = frozenset({"register_before_wait"})
+    for wait, findings in (
+        ("s_waitcnt vmcnt(2)", frozenset()),
+        ("s_waitcnt vmcnt(0)", frozenset()),
+        ("s_waitcnt vmcnt(3)", early),
+        ("s_waitcnt lgkmcnt(0)", early),
+        ("s_nop 0", early),
+        ("s_waitcnt 0x0f70", frozenset()),  # the same as vmcnt(0)
+        ("s_waitcnt vmcnt(3) lgkmcnt(0)", early),
+    ):
+        check = anything if findings else first
+        yield Case([*loads, wait, use], check, {0: lanes}, base, memory=memory, findings=findings)
+    # Writing a register that a load still owes is as wrong as reading it.
+    overwrite = [loads[0], "v_mov_b32_e32 v4, 0"]
+    yield Case(overwrite, anything, {0: lanes}, base, memory=memory, findings=early)
+    lds = data[:64].view(np.uint8)
+    reads = ["ds_read_b32 v4, v0", "ds_read_b32 v5, v0"]
+
+    def lds_value(state: State) -> None:
+        np.testing.assert_array_equal(state.v[20], data[:64])
+
+    for wait, findings in (
+        ("s_waitcnt lgkmcnt(1)", frozenset()),
+        ("s_waitcnt lgkmcnt(2)", early),
+        ("s_waitcnt vmcnt(0)", early),
+    ):
+        check = anything if findings else lds_value
+        yield Case([*reads, wait, use], check, {0: lanes}, lds=lds, findings=findings)
+    mixed = ["ds_read_b32 v4, v0", "s_load_dword s8, s[2:3], 0x0"]
+    for wait, findings in (("s_waitcnt lgkmcnt(1)", early), ("s_waitcnt lgkmcnt(0)", frozenset())):
+        yield Case([*mixed, wait, use], anything, {0: lanes}, base, lds=lds, memory=memory, findings=findings)
+    scalar = ["s_load_dword s8, s[2:3], 0x0", "s_waitcnt vmcnt(0)", "s_mov_b32 s9, s8"]
+    yield Case(scalar, anything, {}, base, memory=memory, findings=early)
+    # A counter that is full stalls: of 64 loads the first has returned before the last is issued.
+    many = [f"global_load_dword v{4 if i == 0 else 30 + i}, v0, s[2:3]" for i in range(64)]
+    yield Case([*many, use], anything, {0: lanes}, base, memory=memory)
+    yield Case([*many[:63], use], anything, {0: lanes}, base, memory=memory, findings=early)
+
+
+register(Custom("s_waitcnt", counters))
+
+
+def clocks(op: str) -> Callable[[str], Iterable[Case]]:
+    """Two readings: the later is not smaller."""
+
+    def make(arch: str) -> Iterable[Case]:
+        def check(state: State) -> None:
+            assert state.s64(6) >= state.s64(4)
+
+        lines = [f"{op} s[4:5]", "s_waitcnt lgkmcnt(0)", "s_nop 3", f"{op} s[6:7]", "s_waitcnt lgkmcnt(0)"]
+        yield Case(lines, check)
+
+        def anything(state: State) -> None:
+            pass
+
+        yield Case([f"{op} s[4:5]", "s_mov_b32 s6, s4"], anything, findings=frozenset({"register_before_wait"}))
+
+    return make
+
+
+register(Custom("s_memtime", clocks("s_memtime")), Custom("s_memrealtime", clocks("s_memrealtime")))
+
+
+def mode_register(arch: str) -> Iterable[Case]:
+    """MODE: rounding in 3:0, denormals in 7:4. Fields are read and written by offset and size."""
+
+    def check(state: State) -> None:
+        assert state.s[4] == 0xF
+        assert state.s[5] == 0x3
+        assert state.s[6] == 0x50
+        assert state.s[7] == 0x0
+
+    lines = [
+        "s_getreg_b32 s4, hwreg(HW_REG_MODE, 4, 4)",
+        "s_getreg_b32 s5, hwreg(HW_REG_MODE, 6, 2)",
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 5, 1), 0",
+        "s_setreg_b32 hwreg(HW_REG_MODE, 7, 1), s9",
+        "s_getreg_b32 s6, hwreg(HW_REG_MODE)",
+        "s_getreg_b32 s7, hwreg(HW_REG_MODE, 0, 4)",
+    ]
+    yield Case(lines, check, {}, {"s9": 0}, exec_mask=ALL)
+
+
+for op in ("s_getreg_b32", "s_setreg_b32", "s_setreg_imm32_b32"):
+    register(Custom(op, mode_register))
+
+
+def program_counter(arch: str) -> Iterable[Case]:
+    """The address of the next instruction, to which compilers add distances to constants: the emulator makes these
+    distances addresses, so it is 0 there."""
+
+    def check(state: State) -> None:
+        assert state.s64(4) == 0
+
+    yield Case(["s_getpc_b64 s[4:5]"], check, {}, {"s4": 9, "s5": 9})
+
+
+register(Custom("s_getpc_b64", program_counter))

@@ -1,0 +1,235 @@
+"""LDS reads and writes, transposing reads, and the moves between lanes that go through the LDS unit. "Local Data
+Share" and the DS instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from isa_case import ALL, LANE, Case, Custom, active, generator, random_mask, register, words
+from isa_memory import Part, bytes_at, expect_rows, loaded, stored, vector_name
+
+from mla_suite.runtime.emulator import State
+
+U = np.uint32
+WAIT = "s_waitcnt lgkmcnt(0)"
+READS = {
+    "u8": Part(1, "zero"),
+    "i8": Part(1, "sign"),
+    "u16": Part(2, "zero"),
+    "i16": Part(2, "sign"),
+    "b32": Part(4),
+    "b64": Part(8),
+    "b96": Part(12),
+    "b128": Part(16),
+    "u8_d16": Part(1, "zero", "low"),
+    "u8_d16_hi": Part(1, "zero", "high"),
+    "i8_d16": Part(1, "sign", "low"),
+    "i8_d16_hi": Part(1, "sign", "high"),
+    "u16_d16": Part(2, "zero", "low"),
+    "u16_d16_hi": Part(2, "zero", "high"),
+}
+WRITES = {
+    "b8": Part(1),
+    "b8_d16_hi": Part(1, half="high"),
+    "b16": Part(2),
+    "b16_d16_hi": Part(2, half="high"),
+    "b32": Part(4),
+    "b64": Part(8),
+    "b96": Part(12),
+    "b128": Part(16),
+}
+
+
+def step_of(part: Part) -> int:
+    return 4 if part.bytes == 12 else part.bytes
+
+
+def read(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        lds = rng.integers(0, 256, 2048, dtype=np.uint8)
+        registers = max(part.bytes // 4, 1)
+        for variant in range(3):
+            mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
+            at = rng.integers(0, 1900 // step_of(part), 64) * step_of(part)
+            old = words(rng, registers, 64)
+            want = np.where(active(mask), loaded(part, bytes_at(lds, at + offset, part.bytes), old), old)
+            first = 0 if variant == 2 and not part.half else 4  # the destination may be the address
+            text = f"{op} {vector_name(first, registers)}, v0" + (f" offset:{offset}" if offset else "")
+            vgpr = {**{first + i: old[i] for i in range(registers)}, 0: at.astype(U)}
+            if first == 0:
+                want[0] = np.where(active(mask), want[0], at)
+            yield Case([text, WAIT], expect_rows(first, want, text), vgpr, exec_mask=mask, lds=lds)
+
+    return make
+
+
+def written(lds: np.ndarray, pieces: list[tuple[np.ndarray, np.ndarray]], mask: int) -> np.ndarray:
+    want = lds.copy()
+    for lane in np.flatnonzero(active(mask)):
+        for at, raw in pieces:
+            want[at[lane] : at[lane] + raw.shape[1]] = raw[lane]
+    return want
+
+
+def expect_lds(want: np.ndarray, text: str) -> Callable[[State], None]:
+    def check(state: State) -> None:
+        np.testing.assert_array_equal(state.lds, want, err_msg=text)
+
+    return check
+
+
+def write(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        for variant in range(3):
+            lds = rng.integers(0, 256, 2048, dtype=np.uint8)
+            mask, offset = ALL if variant == 0 else random_mask(rng), 0 if variant == 0 else 16 * variant
+            at = rng.permutation(1900 // max(part.bytes, 4))[:64] * max(part.bytes, 4)
+            value = words(rng, registers, 64)
+            want = written(lds, [(at + offset, stored(part, value))], mask)
+            text = f"{op} v0, {vector_name(4, registers)}" + (f" offset:{offset}" if offset else "")
+            vgpr = {0: at.astype(U), **{4 + i: value[i] for i in range(registers)}}
+            yield Case([text, WAIT], expect_lds(want, text), vgpr, exec_mask=mask, lds=lds)
+
+    return make
+
+
+def read_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
+    """Offsets count in elements, or in 64 elements for the st64 forms."""
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        lds = rng.integers(0, 256, 8192, dtype=np.uint8)
+        for first, second in ((0, 1), (3, 2), (1, 0)):
+            mask = random_mask(rng)
+            at, old = rng.integers(0, 64, 64) * size, words(rng, size // 2, 64)
+            both = [bytes_at(lds, at + o * unit, size) for o in (first, second)]
+            want = np.where(active(mask), np.concatenate(both, axis=1).view(U).T, old)
+            text = f"{op} {vector_name(4, size // 2)}, v0 offset0:{first} offset1:{second}"
+            vgpr = {0: at.astype(U), **{4 + i: old[i] for i in range(size // 2)}}
+            yield Case([text, WAIT], expect_rows(4, want, text), vgpr, exec_mask=mask, lds=lds)
+
+    return make
+
+
+def write_two(op: str, size: int, unit: int) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        for first, second in ((0, 1), (3, 2)):
+            lds, mask = rng.integers(0, 256, 8192, dtype=np.uint8), random_mask(rng)
+            # Lanes four elements apart, so that no two write the same bytes; st64 offsets lie 64 elements apart.
+            at = rng.permutation(64) * size * (1 if unit > 8 else 4)
+            value = words(rng, size // 2, 64)
+            raw = np.ascontiguousarray(value.T).view(np.uint8).reshape(64, 2 * size)
+            want = written(lds, [(at + first * unit, raw[:, :size]), (at + second * unit, raw[:, size:])], mask)
+            half = size // 4
+            names = f"{vector_name(4, half)}, {vector_name(4 + half, half)}"
+            text = f"{op} v0, {names} offset0:{first} offset1:{second}"
+            vgpr = {0: at.astype(U), **{4 + i: value[i] for i in range(size // 2)}}
+            yield Case([text, WAIT], expect_lds(want, text), vgpr, exec_mask=mask, lds=lds)
+
+    return make
+
+
+for name, part in READS.items():
+    register(Custom(f"ds_read_{name}", read(f"ds_read_{name}", part)))
+for name, part in WRITES.items():
+    register(Custom(f"ds_write_{name}", write(f"ds_write_{name}", part)))
+for size in (4, 8):
+    for stem, unit in (("2", size), ("2st64", 64 * size)):
+        op = f"ds_read{stem}_b{8 * size}"
+        register(Custom(op, read_two(op, size, unit)))
+        op = f"ds_write{stem}_b{8 * size}"
+        register(Custom(op, write_two(op, size, unit)))
+
+
+def transposed(op: str, bits: int, size: int) -> Callable[[str], Iterable[Case]]:
+    """CDNA4 "LDS transpose loads": sixteen lanes name the pieces of a tile of `rows` x 16 elements, row by row; lane i
+    of them receives column i, row 0 lowest."""
+    elements = 8 * size // bits
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        lds = rng.integers(0, 256, 4096, dtype=np.uint8)
+        for scattered in (False, True):
+            pieces = rng.permutation(200)[:64] if scattered else LANE
+            at = pieces * (16 if size == 12 else size)
+            raw = bytes_at(lds, at, size)
+            fields = np.zeros((64, elements), np.int64)
+            for e in range(elements):
+                for b in range(bits):
+                    position = e * bits + b
+                    fields[:, e] |= (raw[:, position // 8].astype(np.int64) >> position % 8 & 1) << b
+            tile = fields.reshape(4, elements, 16)  # group, row, column
+            want = np.zeros((size // 4, 64), np.int64)
+            for group in range(4):
+                for row in range(elements):
+                    position = row * bits
+                    for column in range(16):
+                        value = int(tile[group, row, column]) << position % 32
+                        want[position // 32, group * 16 + column] |= value & 0xFFFFFFFF
+                        if value >> 32:
+                            want[position // 32 + 1, group * 16 + column] |= value >> 32
+            text = f"{op} {vector_name(4, size // 4)}, v0"
+            yield Case([text, WAIT], expect_rows(4, want.astype(U), text), {0: at.astype(U)}, lds=lds)
+
+    return make
+
+
+for name, bits, size in (("b64_tr_b16", 16, 8), ("b64_tr_b8", 8, 8), ("b64_tr_b4", 4, 8), ("b96_tr_b6", 6, 12)):
+    register(Custom(f"ds_read_{name}", transposed(f"ds_read_{name}", bits, size), ("gfx950",)))
+
+
+def pull(arch: str) -> Iterable[Case]:
+    """DS_BPERMUTE: lane l receives lane (address / 4) % 64; a lane without EXEC gives 0."""
+    rng = generator("ds_bpermute_b32", arch)
+    for mask, offset in ((ALL, 0), (random_mask(rng), 0), (ALL, 12)):
+        source, data, old = rng.integers(0, 64, 64), words(rng, 64), words(rng, 64)
+        lanes, address = active(mask), (source * 4 + rng.integers(0, 4, 64) * 256).astype(U)
+        taken = (source + offset // 4) % 64
+        want = np.where(lanes, np.where(lanes[taken], data[taken], 0), old).astype(U)
+        text = "ds_bpermute_b32 v2, v0, v1" + (f" offset:{offset}" if offset else "")
+        yield Case([text, WAIT], expect_rows(2, want[None], text), {0: address, 1: data, 2: old}, exec_mask=mask)
+
+
+def push(arch: str) -> Iterable[Case]:
+    """DS_PERMUTE: lane l sends to lane address / 4; who is sent nothing receives 0."""
+    rng = generator("ds_permute_b32", arch)
+    for mask in (ALL, random_mask(rng)):
+        target, data, old = rng.permutation(64), words(rng, 64), words(rng, 64)
+        lanes = active(mask)
+        sent = np.zeros(64, U)
+        sent[target[lanes]] = data[lanes]
+        want = np.where(lanes, sent, old)
+        text = "ds_permute_b32 v2, v0, v1"
+        vgpr = {0: (target * 4).astype(U), 1: data, 2: old}
+        yield Case([text, WAIT], expect_rows(2, want[None], text), vgpr, exec_mask=mask)
+
+
+SWIZZLES: dict[str, np.ndarray] = {
+    "swizzle(QUAD_PERM,3,0,2,1)": (LANE & ~3) | np.array([3, 0, 2, 1])[LANE & 3],
+    "swizzle(SWAP,16)": LANE ^ 16,
+    "swizzle(SWAP,1)": LANE ^ 1,
+    "swizzle(REVERSE,8)": (LANE & ~7) | 7 - LANE % 8,
+    "swizzle(REVERSE,32)": (LANE & ~31) | 31 - LANE % 32,
+    "swizzle(BROADCAST,8,3)": (LANE & ~7) | 3,
+    "swizzle(BROADCAST,32,17)": (LANE & 32) | 17,
+    'swizzle(BITMASK_PERM,"01pip")': (LANE & 32) | (LANE & 7 | 8) ^ 2,
+    "0x401f": LANE ^ 16,
+}
+
+
+def swizzle(arch: str) -> Iterable[Case]:
+    rng = generator("ds_swizzle_b32", arch)
+    for pattern, source in SWIZZLES.items():
+        data, old, mask = words(rng, 64), words(rng, 64), random_mask(rng)
+        lanes = active(mask)
+        want = np.where(lanes, np.where(lanes[source], data[source], 0), old).astype(U)
+        text = f"ds_swizzle_b32 v2, v0 offset:{pattern}"
+        yield Case([text, WAIT], expect_rows(2, want[None], text), {0: data, 2: old}, exec_mask=mask)
+
+
+register(Custom("ds_bpermute_b32", pull), Custom("ds_permute_b32", push), Custom("ds_swizzle_b32", swizzle))

@@ -1,0 +1,353 @@
+"""Loads and stores of scalar, global, flat and buffer memory, and loads that go straight to LDS. "Scalar Memory
+Operations", "Vector Memory Operations" (buffer resource, range checking, memory buffer load to LDS), "Flat Memory"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, random_mask, register, words
+
+from mla_suite.runtime.emulator import State
+
+U = np.uint32
+
+
+class Part(NamedTuple):
+    """What a load or store moves: bytes, and what becomes of the register."""
+
+    bytes: int
+    extend: str = ""  # "", "zero", "sign"
+    half: str = ""  # "", "low", "high": the other half is kept
+
+
+LOADS = {
+    "ubyte": Part(1, "zero"),
+    "sbyte": Part(1, "sign"),
+    "ushort": Part(2, "zero"),
+    "sshort": Part(2, "sign"),
+    "dword": Part(4),
+    "dwordx2": Part(8),
+    "dwordx3": Part(12),
+    "dwordx4": Part(16),
+    "short_d16": Part(2, "zero", "low"),
+    "short_d16_hi": Part(2, "zero", "high"),
+    "ubyte_d16": Part(1, "zero", "low"),
+    "ubyte_d16_hi": Part(1, "zero", "high"),
+    "sbyte_d16": Part(1, "sign", "low"),
+    "sbyte_d16_hi": Part(1, "sign", "high"),
+}
+STORES = {
+    "byte": Part(1),
+    "short": Part(2),
+    "byte_d16_hi": Part(1, half="high"),
+    "short_d16_hi": Part(2, half="high"),
+    "dword": Part(4),
+    "dwordx2": Part(8),
+    "dwordx3": Part(12),
+    "dwordx4": Part(16),
+}
+
+
+def bytes_at(data: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
+    """[64, count] bytes."""
+    return data[offsets[:, None] + np.arange(count)]
+
+
+def loaded(part: Part, raw: np.ndarray, old: np.ndarray) -> np.ndarray:
+    """Registers [n, 64] after a load of [64, bytes]."""
+    if part.bytes >= 4:
+        return np.ascontiguousarray(raw).view(U).T
+    value = np.zeros(64, np.int64)
+    for i in range(part.bytes):
+        value |= raw[:, i].astype(np.int64) << 8 * i
+    if part.extend == "sign":
+        top = 1 << 8 * part.bytes - 1
+        value = (value ^ top) - top
+    if part.half:
+        value = (value & 0xFFFF).astype(U).astype(np.int64)
+        kept = old[0].astype(np.int64)
+        value = kept & 0xFFFF0000 | value if part.half == "low" else kept & 0xFFFF | value << 16
+    return (value & 0xFFFFFFFF).astype(U)[None]
+
+
+def stored(part: Part, registers: np.ndarray) -> np.ndarray:
+    """[64, bytes] of a store."""
+    shifted = registers >> U(16) if part.half == "high" else registers
+    return np.ascontiguousarray(shifted.T).view(np.uint8).reshape(64, -1)[:, : part.bytes]
+
+
+def vector_name(first: int, count: int) -> str:
+    return f"v[{first}:{first + count - 1}]" if count > 1 else f"v{first}"
+
+
+def expect_rows(first: int, want: np.ndarray, text: str) -> Callable[[State], None]:
+    def check(state: State) -> None:
+        np.testing.assert_array_equal(state.v[first : first + len(want)], want, err_msg=text)
+
+    return check
+
+
+def offsets_of(rng: np.random.Generator, part: Part, room: int) -> np.ndarray:
+    step = min(part.bytes, 4)
+    return rng.permutation(room // step - 8)[:64] * step
+
+
+WAIT = "s_waitcnt vmcnt(0) lgkmcnt(0)"
+
+
+def load(op: str, flat: bool, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        data = rng.integers(0, 256, 1024 + 64, dtype=np.uint8)
+        base = data.ctypes.data
+        registers = max(part.bytes // 4, 1)
+        target = vector_name(4, registers)
+        for variant in range(4):
+            mask = ALL if variant == 0 else random_mask(rng)
+            offsets, old = offsets_of(rng, part, 1024), words(rng, registers, 64)
+            immediate = 0 if variant == 0 else int(rng.choice([4, 8, 16]))
+            tail = f" offset:{immediate}" if immediate else ""
+            sgpr: dict[int | str, int] = {}
+            if variant % 2 and not flat:  # a scalar base and a 32-bit offset per lane
+                address: object = offsets.astype(U)
+                name, sgpr = "v0, s[2:3]", {"s2": base}
+                if variant == 3:
+                    tail, immediate = " offset:-16", -16
+                    sgpr = {"s2": base + 16}
+                    immediate = 0
+            else:
+                address = (base + offsets).astype(np.uint64)
+                name = "v[0:1]" if flat else "v[0:1], off"
+            want = np.where(active(mask), loaded(part, bytes_at(data, offsets + immediate, part.bytes), old), old)
+            text = f"{op} {target}, {name}{tail}"
+            vgpr = {0: address, **{4 + i: old[i] for i in range(registers)}}
+            memory = [("data", data, "r")]
+            yield Case([text, WAIT], expect_rows(4, want, text), vgpr, sgpr, mask, memory=memory)
+
+    return make
+
+
+def store(op: str, flat: bool, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        source = vector_name(4, registers)
+        for variant in range(3):
+            data = rng.integers(0, 256, 2048, dtype=np.uint8)
+            mask = ALL if variant == 0 else random_mask(rng)
+            step = max(part.bytes, 4)
+            offsets = rng.permutation(1024 // step)[:64] * step if part.bytes < 16 else rng.permutation(64) * step
+            value = words(rng, registers, 64)
+            sgpr: dict[int | str, int] = {}
+            if variant == 1 and not flat:
+                address: object = offsets.astype(U)
+                name, sgpr, end = f"v0, {source}, s[2:3]", {"s2": data.ctypes.data}, ""
+            else:
+                address = (data.ctypes.data + offsets).astype(np.uint64)
+                name, end = f"v[0:1], {source}" + ("" if flat else ", off"), ""
+            want, lanes = data.copy(), active(mask)
+            raw = stored(part, value)
+            for lane in np.flatnonzero(lanes):
+                want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
+            text = f"{op} {name}{end}"
+
+            def check(state: State, data=data, want=want, text=text) -> None:
+                np.testing.assert_array_equal(data, want, err_msg=text)
+
+            vgpr = {0: address, **{4 + i: value[i] for i in range(registers)}}
+            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
+
+    return make
+
+
+for name, part in LOADS.items():
+    register(Custom(f"global_load_{name}", load(f"global_load_{name}", False, part)))
+    register(Custom(f"flat_load_{name}", load(f"flat_load_{name}", True, part)))
+for name, part in STORES.items():
+    register(Custom(f"global_store_{name}", store(f"global_store_{name}", False, part)))
+    register(Custom(f"flat_store_{name}", store(f"flat_store_{name}", True, part)))
+
+
+def resource(address: int, size: int, stride: int = 0) -> dict[int | str, int]:
+    """s[4:7]: base, stride, number of bytes (of records with a stride), and the raw data format word."""
+    return {"s4": address & 0xFFFFFFFF, "s5": address >> 32 | stride << 16, "s6": size, "s7": 0x00027000}
+
+
+class Addressing(NamedTuple):
+    """How the lanes name their bytes: text after the data register, registers, and the offsets they mean."""
+
+    text: str
+    vgpr: dict[int | str, object]
+    sgpr: dict[int | str, int]
+    offsets: np.ndarray
+    valid: np.ndarray
+
+
+def addressings(rng: np.random.Generator, part: Part, data: np.ndarray, size: int) -> Iterable[Addressing]:
+    """Raw buffers of `size` bytes and one of records, with lanes past the end."""
+    base = data.ctypes.data
+    step = min(part.bytes, 4)
+    count = size // step
+    far = (rng.permutation(count + 24)[:64] * step).astype(np.int64)
+    yield Addressing("v0, s[4:7], 0 offen", {0: far.astype(U)}, resource(base, size), far, far + part.bytes <= size)
+    moved = far + 12 + 8
+    yield Addressing(
+        "v0, s[4:7], s9 offen offset:12",
+        {0: far.astype(U)},
+        {**resource(base, size), "s9": 8},
+        moved,
+        moved + part.bytes <= size,
+    )
+    huge = np.where(LANE % 4 == 0, 0xFFFFFF00, far)  # wraps beyond 4 GiB are outside, not at the start
+    yield Addressing("v0, s[4:7], 0 offen", {0: huge.astype(U)}, resource(base, size), huge, huge + part.bytes <= size)
+    same = np.full(64, 16, np.int64)
+    yield Addressing("off, s[4:7], 0 offset:16", {}, resource(base, size), same, np.ones(64, bool))
+    stride, records = 16, size // 16
+    index = rng.integers(0, records + 6, 64)
+    at = index * stride
+    yield Addressing("v0, s[4:7], 0 idxen", {0: index.astype(U)}, resource(base, records, stride), at, index < records)
+
+
+def buffer_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    """A lane whose bytes lie past the end reads 0 and touches nothing."""
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        size = 480 if part.bytes < 12 else 720
+        data = rng.integers(0, 256, size, dtype=np.uint8)
+        for variant, mode in enumerate(addressings(rng, part, data, size)):
+            mask = ALL if variant != 1 else random_mask(rng)
+            old = words(rng, registers, 64)
+            padded = np.concatenate([data, np.zeros(8192, np.uint8)])
+            offsets = np.where(mode.offsets < size, mode.offsets, size)
+            raw = bytes_at(padded, offsets, part.bytes)  # words past the end, one by one, are zero
+            if "idxen" in mode.text:
+                raw = np.where(mode.valid[:, None], raw, 0).astype(np.uint8)
+            want = np.where(active(mask), loaded(part, raw, old), old)
+            text = f"{op} {vector_name(4, registers)}, {mode.text}"
+            vgpr = {**mode.vgpr, **{4 + i: old[i] for i in range(registers)}}
+            check = expect_rows(4, want, text)
+            yield Case([text, WAIT], check, vgpr, mode.sgpr, mask, memory=[("data", data, "r")])
+
+    return make
+
+
+def buffer_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    """A lane whose bytes lie past the end stores nothing."""
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        size = 480
+        for variant in range(3):
+            data = rng.integers(0, 256, size, dtype=np.uint8)
+            step = max(part.bytes, 4)
+            offsets = (rng.permutation(size // step + 12)[:64] * step).astype(np.int64)
+            while len(offsets) < 64:
+                offsets = np.concatenate([offsets, [size + 4096 + step * len(offsets)]])
+            mask = ALL if variant != 1 else random_mask(rng)
+            value = words(rng, registers, 64)
+            raw, want = stored(part, value), data.copy()
+            for lane in np.flatnonzero(active(mask)):
+                if offsets[lane] + part.bytes <= size:
+                    want[offsets[lane] : offsets[lane] + part.bytes] = raw[lane]
+            text = f"{op} {vector_name(4, registers)}, v0, s[8:11], 0 offen"
+            sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(data.ctypes.data, size).items()}
+
+            def check(state: State, data=data, want=want, text=text) -> None:
+                np.testing.assert_array_equal(data, want, err_msg=text)
+
+            vgpr = {0: offsets.astype(U), **{4 + i: value[i] for i in range(registers)}}
+            yield Case([text, WAIT], check, vgpr, sgpr, mask, memory=[("data", data, "rw")])
+
+    return make
+
+
+for name, part in LOADS.items():
+    register(Custom(f"buffer_load_{name}", buffer_load(f"buffer_load_{name}", part)))
+for name, part in STORES.items():
+    register(Custom(f"buffer_store_{name}", buffer_store(f"buffer_store_{name}", part)))
+
+
+# Loads to LDS: lane l writes at M0 + instruction offset + l x (bytes, at least a dword); no register is written.
+DIRECT = {"ubyte": 1, "ushort": 2, "dword": 4, "dwordx3": 12, "dwordx4": 16}
+
+
+def direct(op: str, width: int) -> Callable[[str], Iterable[Case]]:
+    place = max(width, 4)
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        data = rng.integers(0, 256, 4096, dtype=np.uint8)
+        for variant in range(4):
+            buffered = op.startswith("buffer")
+            mask = ALL if variant % 2 == 0 else random_mask(rng)
+            immediate = 0 if variant < 2 else 16 if width != 12 else 12
+            offsets = rng.permutation(128)[:64] * 16
+            lds = rng.integers(0, 256, 64 * place + 128, dtype=np.uint8)
+            size = 1500 if buffered else 4096
+            want, m0 = lds.copy(), 32 if width != 12 else 48
+            for lane in np.flatnonzero(active(mask)):
+                at = m0 + immediate + lane * place
+                start = offsets[lane] + immediate
+                piece = data[start : start + width] if start + width <= size else np.zeros(width, np.uint8)
+                want[at : at + place] = np.pad(piece, (0, place - width))
+            tail = f" offset:{immediate}" if immediate else ""
+            if buffered:
+                text = f"{op} v0, s[4:7], 0 offen{tail} lds"
+                sgpr = {**resource(data.ctypes.data, size), "m0": m0}
+                vgpr: dict[int | str, object] = {0: offsets.astype(U)}
+            elif variant == 1:
+                text, sgpr = f"{op} v0, s[2:3]{tail}", {"s2": data.ctypes.data, "m0": m0}
+                vgpr = {0: offsets.astype(U)}
+            else:
+                text, sgpr = f"{op} v[0:1], off{tail}", {"m0": m0}
+                vgpr = {0: (data.ctypes.data + offsets).astype(np.uint64)}
+
+            def check(state: State, want=want, text=text) -> None:
+                np.testing.assert_array_equal(state.lds, want, err_msg=text)
+
+            yield Case([text, "s_waitcnt vmcnt(0)"], check, vgpr, sgpr, mask, lds=lds, memory=[("data", data, "r")])
+
+    return make
+
+
+for name, width in DIRECT.items():
+    archs = ARCHS if width <= 4 else ("gfx950",)
+    register(Custom(f"global_load_lds_{name}", direct(f"global_load_lds_{name}", width), archs))
+    if name not in ("ubyte", "ushort"):
+        op = f"buffer_load_{name}"
+        register(Custom(op, direct(op, width), archs))
+
+
+def scalar_load(op: str, count: int, buffered: bool) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        data = words(rng, 64)
+        target = f"s[32:{31 + count}]" if count > 1 else "s32"
+        for base, offset, at in (("0", 0, 0), ("0x24", 0x24, 9), ("s20", 0x40, 16), ("s20 offset:0x10", 0x40, 20)):
+            before = data
+            if buffered:
+                text = f"{op} {target}, s[8:11], {base}"
+                words_in = 24
+                sgpr = {f"s{int(str(k)[1:]) + 4}": v for k, v in resource(data.ctypes.data, 4 * words_in).items()}
+                want = np.where(np.arange(at, at + count) < words_in, before[at : at + count], 0)
+            else:
+                text, sgpr = f"{op} {target}, s[8:9], {base}", {"s8": data.ctypes.data}
+                want = before[at : at + count]
+
+            def check(state: State, want=want, text=text) -> None:
+                np.testing.assert_array_equal(state.s[32 : 32 + count], want, err_msg=text)
+
+            sgpr = {**sgpr, "s20": offset}
+            yield Case([text, "s_waitcnt lgkmcnt(0)"], check, {}, sgpr, memory=[("data", data, "r")])
+
+    return make
+
+
+for suffix, count in (("", 1), ("x2", 2), ("x4", 4), ("x8", 8), ("x16", 16)):
+    for stem, buffered in (("s_load_dword", False), ("s_buffer_load_dword", True)):
+        register(Custom(stem + suffix, scalar_load(stem + suffix, count, buffered)))

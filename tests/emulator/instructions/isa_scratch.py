@@ -1,0 +1,85 @@
+"""Private memory: every lane has its own bytes at the same addresses ("Flat Memory": scratch). What a store leaves is
+read back a dword at a time, and what a load finds was stored a dword at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from isa_case import Case, Custom, active, generator, random_mask, register, words
+from isa_memory import LOADS, STORES, WAIT, Part, expect_rows, loaded, stored, vector_name
+
+from mla_suite.runtime.emulator import State
+
+U = np.uint32
+
+SCRATCH_LOADS = {n: LOADS[n] for n in ("ubyte", "sbyte", "ushort", "sshort", "dword", "dwordx2", "dwordx3", "dwordx4")}
+SCRATCH_LOADS |= {n: LOADS[n] for n in ("short_d16", "short_d16_hi")}
+SCRATCH_STORES = {n: STORES[n] for n in ("byte", "short", "short_d16_hi", "dword", "dwordx2", "dwordx3", "dwordx4")}
+
+
+def scratch_places(rng: np.random.Generator) -> Iterable[tuple[str, dict, dict, np.ndarray]]:
+    """Text of address and base, registers, and the byte each lane means."""
+    lanes = rng.integers(0, 8, 64) * 4
+    yield "off, off offset:8", {}, {}, np.full(64, 8)
+    yield "off, s9", {}, {"s9": 24}, np.full(64, 24)
+    yield "v0, off offset:16", {0: lanes.astype(U)}, {}, lanes + 16
+    yield "v0, s9 offset:4", {0: lanes.astype(U)}, {"s9": 12}, lanes + 16
+
+
+def scratch_load(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        for text, vgpr, sgpr, at in scratch_places(rng):
+            mask, old, filling = random_mask(rng), words(rng, registers, 64), words(rng, 16, 64)
+            fill = [f"scratch_store_dword off, v{40 + i}, off offset:{4 * i}" for i in range(16)]
+            memory = np.ascontiguousarray(filling.T).view(np.uint8).reshape(64, 64)
+            raw = np.stack([memory[lane, at[lane] : at[lane] + part.bytes] for lane in range(64)])
+            want = np.where(active(mask), loaded(part, raw, old), old)
+            line = f"{op} {vector_name(4, registers)}, {text}"
+            registers_in = {
+                **vgpr,
+                **{40 + i: filling[i] for i in range(16)},
+                **{4 + i: old[i] for i in range(registers)},
+            }
+            lines = [*fill, WAIT, line, WAIT]
+            yield Case(lines, expect_rows(4, want, line), registers_in, sgpr, mask, scratch=64)
+
+    return make
+
+
+def scratch_store(op: str, part: Part) -> Callable[[str], Iterable[Case]]:
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator(op, arch)
+        registers = max(part.bytes // 4, 1)
+        for text, vgpr, sgpr, at in scratch_places(rng):
+            mask, value, noise = random_mask(rng), words(rng, registers, 64), words(rng, 64)
+            address, base = text.split(", ")
+            line = f"{op} {address}, {vector_name(4, registers)}, {base}"
+            fill = [f"scratch_store_dword off, v3, off offset:{4 * i}" for i in range(16)]
+            reads = [f"scratch_load_dword v{20 + i}, off, off offset:{4 * i}" for i in range(16)]
+            memory = np.repeat(noise[:, None], 16, axis=1).view(np.uint8).reshape(64, 64)
+            raw = stored(part, value)
+            for lane in np.flatnonzero(active(mask)):
+                memory[lane, at[lane] : at[lane] + part.bytes] = raw[lane]
+            whole = "s_mov_b64 exec, -1"
+            restore = "s_mov_b64 exec, s[20:21]"
+            want = np.ascontiguousarray(memory).view(U).T
+            registers_in = {**vgpr, 3: noise, **{4 + i: value[i] for i in range(registers)}}
+            lines = [whole, *fill, WAIT, restore, line, WAIT, whole, *reads, WAIT]
+            yield Case(lines, expect_rows(20, want, line), registers_in, {**sgpr, "s20": mask}, mask, scratch=64)
+
+        def nothing(state: State) -> None:
+            pass
+
+        outside = f"{op} off, {vector_name(4, registers)}, off offset:{64 - part.bytes + 4}"
+        yield Case([outside, WAIT], nothing, scratch=64, findings=frozenset({"scratch_out_of_bounds"}))
+
+    return make
+
+
+for name, part in SCRATCH_LOADS.items():
+    register(Custom(f"scratch_load_{name}", scratch_load(f"scratch_load_{name}", part)))
+for name, part in SCRATCH_STORES.items():
+    register(Custom(f"scratch_store_{name}", scratch_store(f"scratch_store_{name}", part)))
