@@ -1,9 +1,9 @@
-// append_kv on this arch, for every layout.
+// append_kv on this arch, for every layout, TOKENS to a workgroup.
 #include "cdna/wave.hpp"
 #include "mla/append_kv.hpp"
 
 namespace {
-using Kernel = mla::AppendKv<cdna::Wave<false>>;
+using Kernel = mla::AppendKv<cdna::Wave<false>, TOKENS>;
 }
 
 MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) { Kernel::run(p); }

@@ -1,7 +1,8 @@
 // append_kv: rotates, quantises and writes new tokens into a paged cache of any layout. One pipeline for every arch.
 //
-// A workgroup writes one token. Its waves first look for a later token with the same slot, which would be the one that
-// stays; then each takes pieces of the row: up to 128 latent values, or those of one scale, or the rope part.
+// A workgroup writes one token, or several neighbours with a share of its waves each. First all look together for later
+// tokens with the same slots, which would be the ones that stay: with several tokens the slots are read once for all of
+// them. Then each wave takes pieces of a row: up to 128 latent values, or those of one scale, or the rope part.
 #pragma once
 
 #include "mla/encode.hpp"
@@ -9,13 +10,15 @@
 
 namespace mla {
 
-template <class Wave>
+template <class Wave, int tokens_>
 struct AppendKv {
   static constexpr int waves = 8;  // the most pieces a row of today's layouts has: 7 tiles and the rope part
+  static constexpr int waves_per_token = waves / tokens_;
   static constexpr int threads = waves * Wave::lanes;
   static constexpr int min_waves = 4;
   static constexpr int piece = 128;  // values; no layout has a longer tile
   static constexpr int per_lane = piece / Wave::lanes;
+  static_assert(waves % tokens_ == 0, "append_kv: TOKENS must divide the waves of a workgroup");
 
   // Where the token lies in the cache.
   struct Record {
@@ -35,41 +38,52 @@ struct AppendKv {
     return wide != 0 ? static_cast<const int64_t*>(array)[at] : static_cast<const int32_t*>(array)[at];
   }
 
+  // The token's slot, or -1 where nothing is to be written.
+  MLA_DEVICE static int slot_of(const AppendKvParams& p, int token) {
+    if (token >= p.tokens) return -1;
+    const int64_t slot = index_at(p.slot_mapping, p.wide_slots, token);
+    return slot >= 0 && slot < p.slots ? static_cast<int>(slot) : -1;
+  }
+
   MLA_DEVICE static void run(const AppendKvParams& p) {
     Wave::wait_for_producer();
     Wave::release_consumer();
-    const int token = block_id_x();
-    const int64_t slot = index_at(p.slot_mapping, p.wide_slots, token);
-    const bool wanted = slot >= 0 && slot < p.slots;
-    if (written_later(p, token, wanted ? slot : -1) || !wanted) return;
-    const uint64_t scaled = static_cast<uint64_t>(slot) * p.page_reciprocal;
-    const uint32_t block = static_cast<uint32_t>(scaled >> (31 + p.page_shift));
-    const Record record{p.kv_cache + block * p.block_bytes, static_cast<int>(slot) - static_cast<int>(block) * p.page,
-                        p.page};
-
     const int wave = Wave::uniform(thread_id() / Wave::lanes);
     const int lane = thread_id() % Wave::lanes;
+    const int own = wave / waves_per_token;
+    const int first = block_id_x() * tokens_;
+    const int token = first + own;
+    const int slot = slot_of(p, token);
+    if ((written_later(p, first) >> own & 1) != 0 || slot < 0) return;
+    const uint64_t scaled = static_cast<uint64_t>(slot) * p.page_reciprocal;
+    const uint32_t block = static_cast<uint32_t>(scaled >> (31 + p.page_shift));
+    const Record record{p.kv_cache + block * p.block_bytes, slot - static_cast<int>(block) * p.page, p.page};
     const int length = p.tile > 0 ? p.tile : piece;
     const int pieces = (p.latent + length - 1) / length;
-    for (int i = wave; i <= pieces; i += waves) {
+    for (int i = wave % waves_per_token; i <= pieces; i += waves_per_token) {
       if (i < pieces) write_latent(p, record, token, i, length, lane);
       else write_rest(p, record, token, lane);
     }
   }
 
-  // Whether a token after this one has the slot. All threads of the workgroup get the same answer.
-  MLA_DEVICE static bool written_later(const AppendKvParams& p, int token, int64_t slot) {
+  // Bit t: whether a token after first + t has its slot. All threads of the workgroup get the same answer.
+  MLA_DEVICE static int written_later(const AppendKvParams& p, int first) {
     MLA_SHARED int found[waves];
     const int thread = thread_id();
-    bool mine = false;
-    for (int other = token + 1 + thread; slot >= 0 && other < p.tokens; other += threads)
-      mine = mine || index_at(p.slot_mapping, p.wide_slots, other) == slot;
-    const bool any = Wave::any(mine);
+    int slots[tokens_];
+    for (int t = 0; t < tokens_; ++t) slots[t] = slot_of(p, first + t);
+    int mine = 0;
+    for (int other = first + 1 + thread; other < p.tokens; other += threads) {
+      const int64_t slot = index_at(p.slot_mapping, p.wide_slots, other);
+      for (int t = 0; t < tokens_; ++t) mine |= slot == slots[t] && slot >= 0 && other > first + t ? 1 << t : 0;
+    }
+    int any = 0;
+    for (int t = 0; t < tokens_; ++t) any |= Wave::any((mine >> t & 1) != 0) ? 1 << t : 0;
     if (thread % Wave::lanes == 0) found[thread / Wave::lanes] = any;
     block_sync();
     int all = 0;
     for (int w = 0; w < waves; ++w) all |= found[w];
-    return all != 0;
+    return all;
   }
 
   MLA_DEVICE static void write_latent(const AppendKvParams& p, const Record& record, int token, int number, int length,

@@ -23,7 +23,6 @@ struct BlockScan {
   MLA_DEVICE int64_t exclusive(int64_t value, int64_t& total) {
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     int64_t inclusive = value;
-#pragma unroll
     for (int apart = 1; apart < Wave::lanes; apart *= 2) {
       const int64_t other = from_lane<Wave>(inclusive, lane >= apart ? lane - apart : lane);
       if (lane >= apart) inclusive += other;

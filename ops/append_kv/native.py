@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +15,24 @@ from mla_suite.core.layouts import layout as declared
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
 
-INSTANCE = "append_kv"
-WAVES = 8  # of a workgroup, which writes one token
+WAVES = 8  # of a workgroup
+MANY = 8  # tokens of a workgroup where there are many; else one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 LONGEST_TILE = 128
 MOST_SLOTS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Config:
+    """How many tokens a workgroup writes: 1 or MANY."""
+
+    arch: Arch
+    tokens: int
+
+    @property
+    def instance(self) -> str:
+        return f"append_kv_tokens-{self.tokens}"
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -31,9 +44,11 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     needed = min(kind.alignment, 4)  # bytes of the widest single store
     if problem.alignment < needed:
         return Refusal(f"kv_cache is aligned to {problem.alignment} bytes; layout {problem.layout} needs {needed}")
-    if not has_kernel(arch, INSTANCE):
-        return Refusal(f"kernel {INSTANCE} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(arch, "one workgroup per token, any layout")
+    # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look.
+    config = Config(arch, MANY if problem.tokens >= 4 * MANY * arch.compute_units else 1)
+    if not has_kernel(arch, config.instance):
+        return Refusal(f"kernel {config.instance} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(config, f"{config.instance} for {problem.tokens} tokens, any layout")
 
 
 @lru_cache(maxsize=256)
@@ -65,7 +80,7 @@ def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int 
 
 
 def run(
-    config: Arch,
+    config: Config,
     outputs: tuple[torch.Tensor, ...],
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
@@ -115,7 +130,9 @@ def run(
                 yield Buffer(name, tensor, "r")
         yield Buffer("kv_cache", _blocks(kv_cache), "rw")
 
-    launch("append_kv", INSTANCE, kv_c, (tokens, 1, 1), WAVES * config.wavefront, 0, params, buffers, overlap=True)
+    grid = (-(-tokens // config.tokens), 1, 1)
+    threads = WAVES * config.arch.wavefront
+    launch("append_kv", config.instance, kv_c, grid, threads, 0, params, buffers, overlap=True)
 
 
 def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""plan on our own kernels: two launches for a balanced plan, one for a uniform one; nothing is read on the host."""
+"""plan on our own kernels: one launch, and nothing is read on the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
-WAVES = {"nvidia": dict(search=8, balanced=16, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
+WAVES = {"nvidia": dict(balanced=16, uniform=8), "amd": dict(balanced=8, uniform=4)}
 _NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
 
 
@@ -24,8 +24,8 @@ def instance(arch: Arch, step: str) -> str:
     return f"plan_step-{step}_waves-{WAVES[arch.vendor][step]}"
 
 
-def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
-    return ("uniform",) if num_splits > 0 or split_size > 0 else ("search", "balanced")
+def _step(num_splits: int, split_size: int) -> str:
+    return "uniform" if num_splits > 0 or split_size > 0 else "balanced"
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -33,11 +33,10 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
     if problem.batch < 1 or problem.batch > MOST_SEQUENCES:
         return Refusal(f"{problem.batch} sequences; it takes 1 to {MOST_SEQUENCES}")
-    steps = _steps(problem.num_splits, problem.split_size)
-    for needed in (instance(arch, step) for step in steps):
-        if not has_kernel(arch, needed):
-            return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(arch, f"{' then '.join(steps)} in {len(steps)} launch{'es' if len(steps) > 1 else ''}")
+    needed = instance(arch, _step(problem.num_splits, problem.split_size))
+    if not has_kernel(arch, needed):
+        return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(arch, f"{needed}, one launch")
 
 
 def run(
@@ -58,34 +57,28 @@ def run(
     header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
     splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
 
-    def enqueue(step: str, workgroups: int, access: str) -> None:
-        threads = WAVES[config.vendor][step] * config.wavefront
-        params = load("plan").pack(
-            seq_lens=seq_lens.data_ptr(),
-            cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-            plan=plan.data_ptr(),
-            item_cost=item_cost(rows),
-            tile_rows=min(rows, ROW_TILE),
-            splits=splits,
-            workgroups=workgroups,
-            **{name: header[word] for word, name in _NAMES.items()},
-        )
+    step = _step(num_splits, split_size)
+    threads = WAVES[config.vendor][step] * config.wavefront
+    workgroups = min(-(-batch * splits // threads), config.compute_units) if splits > 0 else 1
+    params = load("plan").pack(
+        seq_lens=seq_lens.data_ptr(),
+        cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+        plan=plan.data_ptr(),
+        item_cost=item_cost(rows),
+        tile_rows=min(rows, ROW_TILE),
+        splits=splits,
+        workgroups=workgroups,
+        **{name: header[word] for word, name in _NAMES.items()},
+    )
 
-        def buffers() -> Iterator[Buffer]:
-            yield Buffer("seq_lens", seq_lens, "r")
-            if cu_seqlens_q is not None:
-                yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
-            yield Buffer("plan", plan, access)
+    def buffers() -> Iterator[Buffer]:
+        yield Buffer("seq_lens", seq_lens, "r")
+        if cu_seqlens_q is not None:
+            yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
+        yield Buffer("plan", plan, "w")
 
-        grid = (workgroups, 1, 1)
-        launch("plan", instance(config, step), seq_lens, grid, threads, 0, params, buffers, overlap=True)
-
-    if splits > 0:
-        threads = WAVES[config.vendor]["uniform"] * config.wavefront
-        enqueue("uniform", min(-(-batch * splits // threads), config.compute_units), "w")
-    else:
-        enqueue("search", workers, "w")
-        enqueue("balanced", 1, "rw")  # reads what the search left in the words of the items
+    grid = (workgroups, 1, 1)
+    launch("plan", instance(config, step), seq_lens, grid, threads, 0, params, buffers, overlap=True)
 
 
 BACKEND = Backend("native", offer, run)

@@ -19,8 +19,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    if not has_kernel(request.param, native.INSTANCE):
-        pytest.skip(f"append_kv is not built for {request.param}; run `python -m mla_suite build`")
+    for tokens in (1, native.MANY):
+        needed = native.Config(archs.get(request.param), tokens).instance
+        if not has_kernel(request.param, needed):
+            pytest.skip(f"{needed} is not built for {request.param}; run `python -m mla_suite build`")
     with mla_suite.emulate(request.param) as record:
         yield record
 
@@ -123,6 +125,35 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
     with emulator.configured(order="reverse"):
         mine, theirs = both(2, 4, "dsv4", kv_c, k_pe, slots)
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
+def test_several_tokens_to_a_workgroup(arch, name):
+    kind = layout(name)
+    kv_c, k_pe = rows(kind, 45)
+    slots = torch.randint(-2, 24, (45,))
+    config = native.Config(arch, native.MANY)
+    left = []
+    for run in (lambda *call, **given: native.run(config, (), *call, **given), None):
+        cache = filled(kind, 6, 4)
+        call = (kv_c, k_pe, cache, slots, descale_of(kind))
+        if run is None:
+            reference.run(None, (), *call, layout=name)
+        else:
+            run(*call, layout=name)
+        left.append(raw(cache))
+    assert torch.equal(*left)
+
+
+def test_many_tokens_share_workgroups():
+    gfx950 = archs.get("gfx950")
+    for tokens, shared in ((1, 1), (128, 1), (8192, native.MANY)):
+        inputs = torch.empty(tokens, 512, device="meta"), torch.empty(tokens, 64, device="meta")
+        problem = APPEND_KV.problem(*inputs, filled(layout("bf16"), 2, 4), torch.arange(tokens), layout="bf16")
+        answer = native.offer(problem, gfx950)
+        if isinstance(answer, dispatch.Refusal):
+            pytest.skip(answer.reason)
+        assert answer.config.tokens == shared
 
 
 @pytest.mark.parametrize("latent", [1, 127, 512, 700])

@@ -21,7 +21,7 @@ ARCHS = ("gfx942", "gfx950")
 
 def record(name):
     found = archs.get(name)
-    for step in ("search", "balanced", "uniform"):
+    for step in ("balanced", "uniform"):
         if not has_kernel(name, native.instance(found, step)):
             pytest.skip(f"{native.instance(found, step)} is not built for {name}; run `python -m mla_suite build`")
     return found
@@ -94,11 +94,13 @@ def test_balanced_edges(seq_lens):
 
 @pytest.mark.parametrize("batch", [1, 3, 65, 2048])
 def test_uniform(batch):
-    seq_lens = torch.randint(0, 9000, (batch,), dtype=torch.int32)
+    seq_lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,), dtype=torch.int32)
     seq_lens[0] = 0
     for num_splits, split_size in ((1, 0), (2, 0), (33, 0), (0, 64), (0, 100), (0, 4096)):
         for workers in (1, 304):
-            given = arguments(workers=workers, max_kv_len=9000, num_splits=num_splits, split_size=split_size)
+            given = arguments(
+                workers=workers, max_kv_len=9000 if batch < 100 else 500, num_splits=num_splits, split_size=split_size
+            )
             check((seq_lens,), given, names=("gfx942",) if batch > 100 else ARCHS)
 
 
@@ -119,7 +121,7 @@ def test_sequences_without_a_query_token_cost_nothing():
     st.integers(1, 300),
     st.sampled_from(ARCHS),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_lengths(values, workers, rows, name):
     check((lens(*values),), arguments(workers=workers, rows=rows), names=(name,))
 
