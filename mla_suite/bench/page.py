@@ -57,7 +57,12 @@ def write(path: Path, report: Report, comparisons: Sequence[Comparison] = (), ol
 
 def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | None = None) -> str:
     """The page. `comparisons` with `old` add verdicts, a column and bars."""
-    figures = [*plots.ratios(report, comparisons), *plots.latency(report), *plots.roofline(report)]
+    figures = [
+        *plots.ratios(report, comparisons),
+        *plots.latency(report),
+        *plots.roofline(report),
+        *plots.counted(report),
+    ]
     facts = report.environment
     title = f"mla_suite on {facts['device']}, {facts['date']}"
     body = [

@@ -20,6 +20,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
 VERDICTS = {"slower": "#c92a2a", "faster": "#2b8a3e", "same": "#868e96"}
 MOST_NAMES = 5
+MOST_KERNELS = 16
 
 Drawn = tuple[str, str, str]
 """Name, caption and SVG of a figure."""
@@ -115,6 +116,27 @@ def roofline(report: Report) -> Iterator[Drawn]:
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     ceilings = "measured in the same run" if report.floors else "not measured: no GPU"
     yield "roofline", f"Roofline per shape; ceilings {ceilings}.", svg(figure, "roofline")
+
+
+def counted(report: Report) -> Iterator[Drawn]:
+    """What the emulator counted: per kernel and shape the least clocks of a compute unit, by resource."""
+    found = [r for r in report.results if r.counted][:MOST_KERNELS]
+    if not found:
+        return
+    figure, axes = _figure()
+    resources = list(found[0].counted)
+    height = 0.8 / len(resources)
+    for index, resource in enumerate(resources):
+        places = [at + (index - (len(resources) - 1) / 2) * height for at in range(len(found))]
+        clocks = [r.counted[resource] for r in found]
+        axes.barh(places, clocks, height=height, color=COLOURS[index % len(COLOURS)], label=resource)
+    axes.set_yticks(range(len(found)), [f"{r.op} {r.shape}\n{r.backend}" for r in found], fontsize=6.5)
+    axes.invert_yaxis()
+    axes.set_xlabel("least clocks of a compute unit (a bound, not a time)")
+    axes.set_ylabel("kernel and shape")
+    axes.set_title("Bounds counted in the emulator")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    yield "counted", "Bounds of AMD kernels by resource, work spread evenly over the chip.", svg(figure, "counted")
 
 
 def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Drawn]:

@@ -14,7 +14,7 @@ import simulated
 import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import noise, search, sets, store
+from mla_suite.bench import environment, noise, search, sets, store
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.contenders import Contender
 from mla_suite.bench.inputs import Call
@@ -173,6 +173,28 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     for tile in tiles:
         assert (tile.rows + tile.stages * tile.keys) * 576 * 2 <= ARCH.lds_bytes
         assert decode_search.tiles.refuse("portable-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+
+
+def test_the_command_prints_and_stores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = searched({0: 40.0, 2: 30.0})
+    kept = searched({0: 40.0, 3: 39.9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
+    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
+    monkeypatch.setattr(search, "search", lambda case, *rest, **options: found if "b4-" in case.shape else kept)
+    arguments = ["tune", "--op", "combine", "--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user"]
+    path = tmp_path / "user" / "combine" / "sm_90.csv"
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert f"1 rows would be stored in {path}; add --write" in printed
+    assert "within the noise of the present configuration" in printed
+    assert not path.exists()
+    assert main([*arguments, "--write", "--commit", "abcdef1234"]) == 0
+    (row,) = tuning.load(FORM, "sm_90", path)
+    assert row.provenance["commit"] == "abcdef1234"
+    assert f"1 rows stored in {path}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
