@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mla_suite.core import arch as arch_records
 from mla_suite.core import tuning
@@ -34,6 +34,7 @@ class Config:
     vec: int
     waves: int
     slices: int
+    instance: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, value, possible in (
@@ -55,6 +56,11 @@ class Config:
             self._refuse(f"{self.waves} waves hold {self.threads // self.team} rows")
         if self.lds > STATIC_LDS[self.arch.vendor]:
             self._refuse(f"it needs {self.lds} bytes of LDS of {STATIC_LDS[self.arch.vendor]}")
+        point = f"rows-{self.rows}_vec-{self.vec}_waves-{self.waves}_slices-{self.slices}"
+        object.__setattr__(self, "instance", f"combine_dv-{self.head_dim_v}_{point}")
+
+    def __hash__(self) -> int:
+        return hash(self.instance)  # at every launch: a str keeps its hash
 
     def _refuse(self, why: str) -> None:
         point = f"head_dim_v={self.head_dim_v} rows={self.rows} vec={self.vec} waves={self.waves} slices={self.slices}"
@@ -83,10 +89,6 @@ class Config:
     def lds(self) -> int:
         """Static LDS in bytes: a partial row and a pair per part, where there is more than one."""
         return self.rows * self.parts * (self.columns * 4 + 8) if self.parts > 1 else 0
-
-    @property
-    def instance(self) -> str:
-        return f"combine_dv-{self.head_dim_v}_rows-{self.rows}_vec-{self.vec}_waves-{self.waves}_slices-{self.slices}"
 
     def grid(self, rows: int) -> int:
         """Workgroups for so many rows over the whole batch."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
 from mla_suite.runtime import Buffer, current_arch, has_kernel, launch
-from mla_suite.toolchain.params import ParamStruct, load
+from mla_suite.toolchain.params import load
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
 MOST_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
@@ -36,24 +37,72 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     return Offer(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
 
 
-@cache
-def _params() -> ParamStruct:
-    return load("combine")
-
-
-@cache
 def _division(divisor: int) -> tuple[int, int]:
     """(reciprocal, shift) with n // divisor == n * reciprocal >> 31 + shift for 0 <= n < 2^31."""
     shift = (divisor - 1).bit_length()
     return -(-(1 << 31 + shift) // divisor), shift
 
 
-def _in_vectors(rows: torch.Tensor) -> bool:
-    """Whether 16-byte accesses reach every vector of every row."""
-    strides = 0
-    for stride in rows.stride()[:-1]:
-        strides |= stride
-    return (rows.data_ptr() | strides * rows.element_size()) % 16 == 0
+class _Launch(NamedTuple):
+    """What a launch takes beside pointers. It follows from metadata, so equal calls share one."""
+
+    instance: str
+    grid: tuple[int, int, int]
+    threads: int
+    numbers: bytes  # the parameters after the pointers
+
+
+_POINTERS = ("partial_out", "partial_lse", "split_indptr", "cu_seqlens_q", "attn_sink", "out", "lse")
+_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+
+
+@lru_cache(maxsize=4096)
+def _prepare(
+    config: Config,
+    shape: tuple[int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    aligned: bool,
+    out_dtype: torch.dtype,
+    sink_heads: int,
+    num_splits: int,
+    skip: tuple[bool, bool],
+) -> _Launch:
+    """shape is (batch, rows, heads); strides are those of partial_out, partial_lse, out and lse."""
+    batch, rows, heads = shape
+    partial, partial_lse, out, lse = strides
+    # 16-byte accesses must reach every vector of every row.
+    whole = (partial[0] | partial[1]) % 4 == 0 and (out[0] | out[1]) * out_dtype.itemsize % 16 == 0
+    if config.vec > 1 and not (aligned and whole):
+        config = configs.unaligned(config.arch, config.head_dim_v)
+    rows_reciprocal, rows_shift = _division(rows)
+    heads_reciprocal, heads_shift = _division(heads)
+    params = load("combine")
+    packed = params.pack(
+        **dict.fromkeys(_POINTERS, 0),
+        partial_split_stride=partial[0],
+        partial_row_stride=partial[1],
+        partial_lse_split_stride=partial_lse[0],
+        partial_lse_row_stride=partial_lse[1],
+        out_token_stride=out[0],
+        out_head_stride=out[1],
+        lse_token_stride=lse[0],
+        lse_head_stride=lse[1],
+        batch=batch,
+        q_len=rows // heads,
+        heads=heads,
+        sink_heads=sink_heads,
+        num_splits=num_splits,
+        out_type=OUT_TYPES[out_dtype][0],
+        skip_none=int(skip[0]),
+        skip_single=int(skip[1]),
+        rows_reciprocal=rows_reciprocal,
+        rows_shift=rows_shift,
+        heads_reciprocal=heads_reciprocal,
+        heads_shift=heads_shift,
+    )
+    if params.fields[len(_POINTERS) - 1].name != _POINTERS[-1]:
+        raise RuntimeError("combine: the parameter struct must begin with its pointers")
+    return _Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
 
 
 def merge(
@@ -79,38 +128,25 @@ def merge(
     rows, heads = partial_lse.shape[1], out.shape[1]
     if batch == 0 or rows == 0:
         return
-    if config.vec > 1 and not (_in_vectors(partial_out) and _in_vectors(out)):
-        config = configs.unaligned(config.arch, config.head_dim_v)
-    rows_reciprocal, rows_shift = _division(rows)
-    heads_reciprocal, heads_shift = _division(heads)
-    params = _params().pack(
-        partial_out=partial_out.data_ptr(),
-        partial_lse=partial_lse.data_ptr(),
-        split_indptr=0 if split_indptr is None else split_indptr.data_ptr(),
-        cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-        attn_sink=0 if attn_sink is None else attn_sink.data_ptr(),
-        out=out.data_ptr(),
-        lse=lse.data_ptr(),
-        partial_split_stride=partial_out.stride(0),
-        partial_row_stride=partial_out.stride(1),
-        partial_lse_split_stride=partial_lse.stride(0),
-        partial_lse_row_stride=partial_lse.stride(1),
-        out_token_stride=out.stride(0),
-        out_head_stride=out.stride(1),
-        lse_token_stride=lse.stride(0),
-        lse_head_stride=lse.stride(1),
-        batch=batch,
-        q_len=rows // heads,
-        heads=heads,
-        sink_heads=1 if attn_sink is None else attn_sink.shape[0],
-        num_splits=num_splits,
-        out_type=OUT_TYPES[out.dtype][0],
-        skip_none=int(skip_none),
-        skip_single=int(skip_single),
-        rows_reciprocal=rows_reciprocal,
-        rows_shift=rows_shift,
-        heads_reciprocal=heads_reciprocal,
-        heads_shift=heads_shift,
+    partial_at, out_at = partial_out.data_ptr(), out.data_ptr()
+    prepared = _prepare(
+        config,
+        (batch, rows, heads),
+        (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
+        (partial_at | out_at) % 16 == 0,
+        out.dtype,
+        1 if attn_sink is None else attn_sink.shape[0],
+        num_splits,
+        (skip_none, skip_single),
+    )
+    pointers = _pack_pointers(
+        partial_at,
+        partial_lse.data_ptr(),
+        0 if split_indptr is None else split_indptr.data_ptr(),
+        0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+        0 if attn_sink is None else attn_sink.data_ptr(),
+        out_at,
+        lse.data_ptr(),
     )
 
     def buffers() -> Iterator[Buffer]:
@@ -120,8 +156,17 @@ def merge(
         access = "rw" if skip_none or skip_single or cu_seqlens_q is not None else "w"
         yield from (Buffer("out", out, access), Buffer("lse", lse, access))
 
-    grid = (config.grid(batch * rows), 1, 1)
-    launch("combine", config.instance, partial_out, grid, config.threads, 0, params, buffers, overlap=True)
+    launch(
+        "combine",
+        prepared.instance,
+        partial_out,
+        prepared.grid,
+        prepared.threads,
+        0,
+        pointers + prepared.numbers,
+        buffers,
+        overlap=True,
+    )
 
 
 def run(

@@ -498,7 +498,7 @@ def test_another_width_is_refused():
 
 
 def test_a_launch_error_names_operator_and_kernel(arch, monkeypatch):
-    monkeypatch.setattr(native, "_params", lambda: type("Short", (), {"pack": staticmethod(lambda **values: b"")})())
+    monkeypatch.setattr(native, "_pack_pointers", lambda *pointers: b"")
     out, lse = partials(2, 4)
     with pytest.raises(LaunchError, match="combine: kernel combine_dv-512"):
         combine(out, lse, num_splits=2)
