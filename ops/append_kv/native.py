@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -51,7 +52,40 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     return Offer(config, f"{config.instance} for {problem.tokens} tokens, any layout")
 
 
-@lru_cache(maxsize=256)
+_POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")
+_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+
+
+@lru_cache(maxsize=4096)
+def _numbers(
+    layout: str,
+    sizes: tuple[int, int, int, int, int],
+    strides: tuple[int, int, int],
+    block_bytes: int,
+    values: tuple[torch.dtype, torch.dtype | None],
+    indices: tuple[torch.dtype, torch.dtype | None],
+    interleaved: bool,
+) -> bytes:
+    """The parameters after the pointers. sizes: tokens, latent, rope, slots, page; strides: kv_c, k_pe, cos_sin."""
+    tokens, latent, rope, slots, page = sizes
+    packed = load("append_kv").pack(
+        **dict.fromkeys(_POINTERS, 0),
+        kv_c_stride=strides[0],
+        k_pe_stride=strides[1],
+        cos_sin_stride=strides[2],
+        block_bytes=block_bytes,
+        tokens=tokens,
+        slots=slots,
+        in_type=IN_TYPES[values[0]],
+        angle_type=0 if values[1] is None else IN_TYPES[values[1]],
+        wide_slots=int(indices[0] == torch.int64),
+        wide_positions=int(indices[1] == torch.int64),
+        interleaved=int(interleaved),
+        **_of_layout(layout, latent, rope, page),
+    )
+    return packed[8 * len(_POINTERS) :]
+
+
 def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
     """The parameters that follow from the layout and the page size."""
     kind = declared(layout).sized(latent, rope)
@@ -100,26 +134,23 @@ def run(
         return
     if slots > MOST_SLOTS:
         raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MOST_SLOTS}")
-    params = load("append_kv").pack(
-        kv_c=kv_c.data_ptr(),
-        k_pe=k_pe.data_ptr(),
-        kv_cache=kv_cache.data_ptr(),
-        slot_mapping=slot_mapping.data_ptr(),
-        kv_descale=0 if kv_descale is None else kv_descale.data_ptr(),
-        cos_sin=0 if cos_sin is None else cos_sin.data_ptr(),
-        positions=0 if positions is None else positions.data_ptr(),
-        kv_c_stride=kv_c.stride(0),
-        k_pe_stride=k_pe.stride(0),
-        cos_sin_stride=0 if cos_sin is None else cos_sin.stride(0),
-        block_bytes=kv_cache.stride(0) * kv_cache.element_size(),
-        tokens=tokens,
-        slots=slots,
-        in_type=IN_TYPES[kv_c.dtype],
-        angle_type=0 if cos_sin is None else IN_TYPES[cos_sin.dtype],
-        wide_slots=int(slot_mapping.dtype == torch.int64),
-        wide_positions=int(positions is not None and positions.dtype == torch.int64),
-        interleaved=int(interleaved),
-        **_of_layout(layout, latent, k_pe.shape[1], page),
+    numbers = _numbers(
+        layout,
+        (tokens, latent, k_pe.shape[1], slots, page),
+        (kv_c.stride(0), k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),
+        kv_cache.stride(0) * kv_cache.element_size(),
+        (kv_c.dtype, None if cos_sin is None else cos_sin.dtype),
+        (slot_mapping.dtype, None if positions is None else positions.dtype),
+        interleaved,
+    )
+    pointers = _pack_pointers(
+        kv_c.data_ptr(),
+        k_pe.data_ptr(),
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        0 if kv_descale is None else kv_descale.data_ptr(),
+        0 if cos_sin is None else cos_sin.data_ptr(),
+        0 if positions is None else positions.data_ptr(),
     )
 
     def buffers() -> Iterator[Buffer]:
@@ -132,7 +163,7 @@ def run(
 
     grid = (-(-tokens // config.tokens), 1, 1)
     threads = WAVES * config.arch.wavefront
-    launch("append_kv", config.instance, kv_c, grid, threads, 0, params, buffers, overlap=True)
+    launch("append_kv", config.instance, kv_c, grid, threads, 0, pointers + numbers, buffers, overlap=True)
 
 
 def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +41,31 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     return Offer(arch, f"{needed}, one launch")
 
 
+_POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
+_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+
+
+@lru_cache(maxsize=1024)
+def _numbers(
+    arch: Arch, batch: int, rows: int, workers: int, max_kv_len: int, num_splits: int, split_size: int
+) -> tuple[bytes, int]:
+    """The parameters after the pointers, and the number of workgroups."""
+    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
+    splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
+    threads = WAVES[arch.vendor]["uniform"] * arch.wavefront
+    workgroups = min(-(-batch * splits // threads), arch.compute_units) if splits > 0 else 1
+    packed = load("plan").pack(
+        **dict.fromkeys(_POINTERS, 0),
+        item_cost=item_cost(rows),
+        tile_rows=min(rows, ROW_TILE),
+        splits=splits,
+        workgroups=workgroups,
+        **{name: header[word] for word, name in _NAMES.items()},
+    )
+    return packed[8 * len(_POINTERS) :], workgroups
+
+
 def run(
     config: Arch,
     outputs: tuple[torch.Tensor, ...],
@@ -53,22 +80,11 @@ def run(
 ) -> None:
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
-    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
-    splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
-
     step = _step(num_splits, split_size)
     threads = WAVES[config.vendor][step] * config.wavefront
-    workgroups = min(-(-batch * splits // threads), config.compute_units) if splits > 0 else 1
-    params = load("plan").pack(
-        seq_lens=seq_lens.data_ptr(),
-        cu_seqlens_q=0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-        plan=plan.data_ptr(),
-        item_cost=item_cost(rows),
-        tile_rows=min(rows, ROW_TILE),
-        splits=splits,
-        workgroups=workgroups,
-        **{name: header[word] for word, name in _NAMES.items()},
+    numbers, workgroups = _numbers(config, batch, rows, workers, max_kv_len, num_splits, split_size)
+    pointers = _pack_pointers(
+        seq_lens.data_ptr(), 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(), plan.data_ptr()
     )
 
     def buffers() -> Iterator[Buffer]:
@@ -78,7 +94,7 @@ def run(
         yield Buffer("plan", plan, "w")
 
     grid = (workgroups, 1, 1)
-    launch("plan", instance(config, step), seq_lens, grid, threads, 0, params, buffers, overlap=True)
+    launch("plan", instance(config, step), seq_lens, grid, threads, 0, pointers + numbers, buffers, overlap=True)
 
 
 BACKEND = Backend("native", offer, run)
