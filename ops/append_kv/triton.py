@@ -231,6 +231,8 @@ def run(
     pages, page, _ = kv_cache.shape
     if tokens == 0 or pages * page == 0:
         return
+    if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on NVIDIA, and the kernel writes bytes
+        kv_cache = kv_cache.view(torch.uint8)
     append_kv_kernel[(tokens,)](
         kv_c,
         k_pe,
