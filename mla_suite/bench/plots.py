@@ -204,10 +204,17 @@ def _legend(axes: Axes, keys: Sequence[tuple[str, str, str, Any]]) -> None:
 
 
 def _log_axes(axes: Axes, base: int = 10) -> None:
+    from matplotlib.ticker import NullFormatter
+
     axes.set_xscale("log", base=base)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, at: f"{value:g}" if value < 1e5 else f"{value:.0e}")
     axes.yaxis.set_major_formatter(lambda value, at: f"{value:g}")
+    low, high = axes.get_ylim()
+    if high / low > 10:
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:  # less than a decade has no labelled tick of its own
+        axes.yaxis.set_minor_formatter(lambda value, at: f"{value:g}")
 
 
 def _figure() -> tuple[Figure, Axes]:

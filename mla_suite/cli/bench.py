@@ -203,9 +203,11 @@ def _as_json(report: Report, comparisons: Sequence[Comparison]) -> dict[str, obj
 def _summary(comparisons: Sequence[Comparison], lost: int) -> str:
     count = {word: sum(c.verdict.word == word for c in comparisons) for word in ("slower", "faster", "same")}
     verdict = "[red]regression[/]" if count["slower"] or lost else "[green]no regression[/]"
+    noisy = sum(c.verdict.allowed > 0.1 for c in comparisons)
+    blind = f"; {noisy} too noisy to show a change of 10 %" if noisy else ""
     return (
         f"{verdict}: {len(comparisons)} shapes compared, {count['slower']} slower, {count['faster']} faster, "
-        f"{count['same']} within noise, {lost} lost"
+        f"{count['same']} within noise, {lost} lost{blind}"
     )
 
 

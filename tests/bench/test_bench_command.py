@@ -57,6 +57,15 @@ def test_exit_code_of_a_comparison(
     assert ("slower" in {verdict["verdict"] for verdict in verdicts}) == bool(code)
 
 
+def test_a_comparison_says_what_it_could_not_see(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = runs.report(0), runs.report(1)
+    new.results[0].rounds = [us * (1 + 0.1 * index) for index, us in enumerate(new.results[0].rounds)]
+    old.save(tmp_path / "old.json")
+    new.save(tmp_path / "new.json")
+    assert main(["bench", "--load", str(tmp_path / "new.json"), "--compare", str(tmp_path / "old.json")]) == 0
+    assert "1 too noisy to show a change of 10 %" in capsys.readouterr().out
+
+
 def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = runs.report(0), runs.report(1)
     new.results[0].rounds, new.results[0].failure, new.results[0].wrong = [], "tensor 0 is off by 1.0", True
