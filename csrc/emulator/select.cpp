@@ -12,17 +12,27 @@ static void conditional_mask(Wave& wave, const Inst& in) {
 }
 
 // Bit (a << 2 | b << 1 | c) of the modifier is the result of the three input bits.
+static u32 combine_bits(i64 truth, u32 a, u32 b, u32 c) {
+  u32 r = 0;
+  for (int i = 0; i < 8; i++)
+    if (truth >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return r;
+}
 static void bit_function(Wave& wave, const Inst& in) {
   u32 ra[LANES], rb[LANES], rc[LANES], out[LANES];
   const u32 *a = source_row(wave, in, 1, ra), *b = source_row(wave, in, 2, rb), *c = source_row(wave, in, 3, rc);
-  i64 truth = in.mod[mod_bitop3];
-  for (int l = 0; l < LANES; l++) {
-    u32 r = 0;
-    for (int i = 0; i < 8; i++)
-      if (truth >> i & 1) r |= (i & 4 ? a[l] : ~a[l]) & (i & 2 ? b[l] : ~b[l]) & (i & 1 ? c[l] : ~c[l]);
-    out[l] = r;
-  }
+  for (int l = 0; l < LANES; l++) out[l] = combine_bits(in.mod[mod_bitop3], a[l], b[l], c[l]);
   commit_row(wave, in, 0, out, false);
+}
+// Of the halves that op_sel picks.
+static void bit_function_16(Wave& wave, const Inst& in) {
+  u32 ra[LANES], rb[LANES], rc[LANES];
+  u16 out[LANES];
+  const u32 *a = source_row(wave, in, 1, ra), *b = source_row(wave, in, 2, rb), *c = source_row(wave, in, 3, rc);
+  i64 high = in.mod[mod_op_sel];
+  int sa = high & 1 ? 16 : 0, sb = high & 2 ? 16 : 0, sc = high & 4 ? 16 : 0;
+  for (int l = 0; l < LANES; l++) out[l] = u16(combine_bits(in.mod[mod_bitop3], a[l] >> sa, b[l] >> sb, c[l] >> sc));
+  commit_half(wave, in, out);
 }
 
 // v_div_scale_f32 d, vcc, s0, denominator, numerator: s0 is the operand to be scaled by 2^64 so that the refinement of
@@ -116,6 +126,7 @@ static const char* two_destinations(Inst& in) {
 static const Opcode entries[] = {
     {"v_cndmask_b32", conditional_mask, VALU, ANY_ARCH, 0, nullptr},
     {"v_bitop3_b32", bit_function, VALU, GFX950, 0, nullptr},
+    {"v_bitop3_b16", bit_function_16, VALU, GFX950, PRESERVES_HIGH, nullptr},
     {"v_div_scale_f32", divide_scale, VALU, ANY_ARCH, 0, two_destinations},
     {"v_div_fmas_f32", divide_fmas, VALU, ANY_ARCH, 0, nullptr},
     vector("v_div_fixup_f32", [](float q, float d, float n) { return fix_quotient(q, d, n); }),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
-from isa_case import register
+from isa_case import Case, Custom, active, generator, random_mask, register, words
 from isa_vector import Vector
+
+from mla_suite.runtime.emulator import State
 
 U, L = np.uint32, np.uint64
 
@@ -242,3 +246,28 @@ for table in (0x00, 0x27, 0x96, 0xE8, 0xCA, 0xFE):
             without="scalar",
         )
     )
+
+
+def bitop3_half(table: int, selects: tuple[int, int, int, int]):
+    """The 16-bit form: op_sel picks the half of every source; the fourth bit, the half of the destination."""
+
+    def make(arch: str) -> Iterable[Case]:
+        rng = generator("v_bitop3_b16", table, *selects)
+        raw, old, mask = words(rng, 3, 64), words(rng, 64), random_mask(rng)
+        sources = [row >> U(16 * high) & U(0xFFFF) for row, high in zip(raw, selects, strict=False)]
+        value = bitop3(table)(*sources) & U(0xFFFF)
+        merged = old & U(0xFFFF) | value << U(16) if selects[3] else old & U(0xFFFF0000) | value
+        want = np.where(active(mask), merged, old)
+        chosen = f" op_sel:[{','.join(map(str, selects))}]" if any(selects) else ""
+        text = f"v_bitop3_b16 v9, v0, v1, v2 bitop3:{table:#x}{chosen}"
+
+        def check(state: State) -> None:
+            np.testing.assert_array_equal(state.v[9], want, err_msg=text)
+
+        yield Case([text], check, {0: raw[0], 1: raw[1], 2: raw[2], 9: old}, exec_mask=mask)
+
+    return make
+
+
+for table, selects in ((0xEC, (0, 0, 0, 0)), (0x27, (1, 0, 1, 0)), (0x96, (0, 1, 0, 1)), (0xCA, (1, 1, 1, 1))):
+    register(Custom("v_bitop3_b16", bitop3_half(table, selects), ("gfx950",)))

@@ -1,0 +1,236 @@
+"""Another compiler's code for the same machine agrees: Triton's and Gluon's kernels, compiled offline, give numpy's
+numbers with nothing for the sanitizer to find. Their compilers lay out matrix operands for the real units, so a wrong
+layout here would show as wrong numbers; the instructions a case is meant to confirm are looked for in its text.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: its code generator is the other opinion")
+
+import foreign_kernels
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from mla_suite.runtime.emulator import Emulator, Memory, Report
+
+# Pointer types by torch dtype; the FNUZ formats are gfx942's, the OCP ones gfx950's.
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
+    torch.float8_e5m2fnuz: "*fp8e5b16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+
+
+class Done(NamedTuple):
+    text: str
+    report: Report
+
+    def executed(self, pattern: str) -> int:
+        """Wave instructions whose mnemonic matches."""
+        return sum(times for name, times in self.report.mix().items() if re.match(pattern, name))
+
+
+def execute(
+    arch: str, kernel: Any, grid: tuple[int, int, int], arguments: dict[str, Any], constants: dict[str, Any],
+    source: Any = ASTSource, **options: Any
+) -> Done:  # fmt: skip
+    """Compiles for the arch and runs. Tensors become pointers that are multiples of 16, numbers i32 or fp32."""
+    signature, attributes, params = {}, {}, []
+    for place, (name, value) in enumerate(arguments.items()):
+        if isinstance(value, torch.Tensor):
+            assert value.data_ptr() % 16 == 0
+            signature[name] = POINTERS[value.dtype]
+            attributes[place,] = [["tt.divisibility", 16]]
+            params.append(struct.pack("<Q", value.data_ptr()))
+        else:
+            signature[name] = "i32" if isinstance(value, int) else "fp32"
+            params.append(struct.pack("<i" if isinstance(value, int) else "<f", value))
+    signature |= dict.fromkeys(constants, "constexpr")
+    order = list(signature)
+    built = triton.compile(
+        source(
+            fn=kernel,
+            signature=signature,
+            constexprs={(order.index(name),): value for name, value in constants.items()},
+            attrs=attributes,
+        ),
+        target=GPUTarget("hip", arch, 64),
+        options={"num_warps": 4, **options},
+    )
+    text = built.asm["amdgcn"]
+    offsets = [int(at) for at in re.findall(r"^\s+(?:- )?\.offset:\s+(\d+)", text, re.M)]
+    packed = bytearray(max(offsets) + 8)
+    for offset, value in zip(offsets, params, strict=False):  # Triton's own scratch pointers follow and are null
+        packed[offset : offset + len(value)] = value
+    memory = [
+        Memory.of(name, value, "rw" if name in ("c", "out", "lse") else "r")
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    machine = Emulator(arch)
+    program = machine.load_text(text, built.metadata.name)
+    report = machine.launch(program, grid, 64 * built.metadata.num_warps, built.metadata.shared, bytes(packed), memory)
+    assert [str(finding) for finding in report.findings] == []
+    return Done(text, report)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_interpreter():
+    if not isinstance(foreign_kernels.matmul, triton.runtime.JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: there is no compiled code to run")
+
+
+EIGHT_BITS = {
+    "gfx942": {"e4m3": torch.float8_e4m3fnuz, "e5m2": torch.float8_e5m2fnuz},
+    "gfx950": {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2},
+}
+
+
+def numbers(kind: str, arch: str, *shape: int) -> torch.Tensor:
+    x = torch.randn(shape)
+    if kind == "fp16":
+        return x.half()
+    if kind == "bf16":
+        return x.bfloat16()
+    return x if kind == "fp32" else x.to(EIGHT_BITS[arch][kind])
+
+
+def close(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Within f32 rounding of sums of |a b|, whatever their order."""
+    a, b = a.double(), b.double()
+    assert ((got.double() - a @ b).abs() <= 2.0**-18 * (a.abs() @ b.abs()) + 1e-30).all()
+
+
+@pytest.mark.parametrize(("b_rows", "size"), [(True, 16), (False, 32)], ids=["b_by_rows", "b_by_columns"])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "e4m3", "e5m2"])
+def test_matmul(arch, kind, b_rows, size):
+    m, n, k = 72, 80, 256
+    a, b = numbers(kind, arch, m, k), numbers(kind, arch, k, n)
+    stored = b if b_rows else b.view(torch.uint8).t().contiguous().view(b.dtype) if b.element_size() == 1 else b.t()
+    stored = stored.contiguous()
+    c = torch.full((m, n), torch.nan)
+    constants = {"K": k, "stride_bk": n if b_rows else 1, "stride_bn": 1 if b_rows else k, "BM": 64, "BN": 64, "BK": 64}
+    arguments = {"a": a, "b": stored, "c": c, "M": m, "N": n}
+    done = execute(
+        arch, foreign_kernels.matmul, (2, 2, 1), arguments, constants, matrix_instr_nonkdim=size, num_stages=2
+    )
+    close(c, a.float(), b.float())
+    assert done.executed(f"v_mfma_.*_{size}x{size}x") > 0
+    if b_rows and arch == "gfx950":
+        # A transposed operand goes through the transposing LDS load of its element size.
+        assert done.executed("ds_read_b64_tr_b8" if a.element_size() == 1 else "ds_read_b64_tr_b16") > 0
+
+
+# Values of E2M1 by code; bytes hold two, the lower first.
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def narrow(kind: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes [.., K or K / 2] as bytes, and their values [.., K]."""
+    if kind == "e2m1":
+        raw = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8)
+        both = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+        return raw, FP4[both.long()]
+    dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[kind]
+    value = torch.randn(shape).to(dtype)
+    return value.view(torch.uint8), value.float()
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "b_rows", "size"),
+    [
+        ("e4m3", "e4m3", False, 16),
+        ("e5m2", "e4m3", True, 32),
+        ("e2m1", "e2m1", False, 32),
+        ("e4m3", "e2m1", False, 16),
+        ("e2m1", "e5m2", True, 16),
+    ],
+)
+def test_scaled_matmul(left, right, b_rows, size):
+    """gfx950 alone: Triton has no code for these formats on gfx942."""
+    arch = "gfx950"
+    m, n, k = 64, 64, 256
+    a, a_value = narrow(left, m, k)
+    b, b_value = narrow(right, n, k)  # columns of b are its rows here
+    a_scale, b_scale = (torch.randint(120, 134, (rows, k // 32), dtype=torch.uint8) for rows in (m, n))
+    stored = (b.t() if b_rows else b).contiguous()
+    c = torch.full((m, n), torch.nan)
+    constants = {
+        **{
+            "K": k,
+            "FORMAT_A": left,
+            "FORMAT_B": right,
+            "PACK_A": 1 + (left == "e2m1"),
+            "PACK_B": 1 + (right == "e2m1"),
+        },
+        **{"BM": m, "BN": n, "BK": 128, "ROW_MAJOR_B": b_rows},
+    }
+    arguments = {"a": a, "a_scale": a_scale, "b": stored, "b_scale": b_scale, "c": c}
+    done = execute(
+        arch, foreign_kernels.scaled, (1, 1, 1), arguments, constants, matrix_instr_nonkdim=size, num_stages=1
+    )
+    a_full = a_value * torch.exp2(a_scale.float() - 127).repeat_interleave(32, 1)
+    b_full = b_value * torch.exp2(b_scale.float() - 127).repeat_interleave(32, 1)
+    close(c, a_full, b_full.t())
+    assert done.executed(f"v_mfma_scale_f32_{size}x{size}x.*_f8f6f4") > 0
+    if b_rows:
+        assert done.executed("ds_read_b64_tr_b8") > 0
+
+
+@pytest.mark.parametrize(("kind", "length"), [("bf16", 1), ("bf16", 77), ("fp16", 150)])
+def test_attention(arch, kind, length):
+    heads = 16
+    q, kv = numbers(kind, arch, heads, 576), numbers(kind, arch, 400, 576)
+    pages = torch.randperm(400)[:length].to(torch.int32)
+    out, lse = torch.full((heads, 512), torch.nan), torch.full((heads,), torch.nan)
+    arguments = {"q": q, "kv": kv, "pages": pages, "out": out, "lse": lse, "length": length, "scale": 0.0721688}
+    execute(arch, foreign_kernels.attention, (1, 1, 1), arguments, {"H": heads, "BN": 32}, num_stages=1)
+    keys = kv[pages.long()].double()
+    score = q.double() @ keys.t() * 0.0721688
+    p = torch.softmax(score, 1)
+    # Probabilities are rounded to the input's precision before the second product.
+    bound = (p @ keys[:, :512].abs()) * (2.0**-8 if kind == "bf16" else 2.0**-10) + 1e-6
+    assert ((out.double() - p @ keys[:, :512]).abs() <= bound).all()
+    torch.testing.assert_close(lse.double(), torch.logsumexp(score, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_gluon_matmul(arch, size):
+    a, b, c = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.full((64, 64), torch.nan)
+    depth = {"gfx942": {16: 16, 32: 8}, "gfx950": {16: 32, 32: 16}}[arch][size]
+    constants = {
+        "VERSION": 3 if arch == "gfx942" else 4,
+        "SIZE": size,
+        "DEPTH": depth,
+        "WIDTH": 4 if arch == "gfx942" else 8,
+    }
+    done = execute(
+        arch, foreign_kernels.gluon_matmul, (1, 1, 1), {"a": a, "b": b, "c": c}, constants, source=GluonASTSource
+    )
+    close(c, a.float(), b.float())
+    assert done.executed(f"v_mfma_f32_{size}x{size}x{depth}_bf16") > 0
+    assert done.executed("buffer_load") > 0
+    assert np.isfinite(c.numpy()).all()
