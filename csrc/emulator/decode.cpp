@@ -95,8 +95,10 @@ static const char* decode(Inst& in, const Record& record, int pc, int arch) {
   in.loads = memory && !m[mod_lds] && (strstr(opcode->name, "load") || strstr(opcode->name, "read"));
   in.plain = !(m[mod_dpp] || m[mod_sdwa] || m[mod_clamp] || m[mod_mul] || m[mod_div]);
   if (m[mod_gds]) return "the global data share is not modelled";
-  if (m[mod_clamp] && opcode->group == VALU && !strstr(opcode->name, "f32") && !strstr(opcode->name, "fma_mix"))
-    return "clamp is modelled for f32 results only";
+  bool clamps = strstr(opcode->name, "f32") || strstr(opcode->name, "fma_mix") || !strcmp(opcode->name, "v_add_u32") ||
+                !strcmp(opcode->name, "v_sub_u32") || !strcmp(opcode->name, "v_subrev_u32");
+  if (m[mod_clamp] && opcode->group == VALU && !clamps)
+    return "clamp is modelled for f32 results and for v_add_u32, v_sub_u32 and v_subrev_u32 only";
   in.lane_writes = 0;
   for (int lane = 0; lane < LANES; lane++) {
     in.lane_from[lane] = i8(dpp_source(in, lane));

@@ -39,6 +39,32 @@ static u32 dot4_unsigned(u32 a, u32 b, u32 c) {
 }
 static i32 clamp16(i32 x) { return x < -32768 ? -32768 : x > 32767 ? 32767 : x; }
 
+// Unsigned sums and differences with clamp: aux says which.
+enum { SUM, DIFFERENCE, REVERSED };
+static void saturating(Wave& wave, const Inst& in) {
+  u32 ra[LANES], rb[LANES], out[LANES];
+  const u32 *a = source_row(wave, in, 1, ra), *b = source_row(wave, in, 2, rb);
+  for (int l = 0; l < LANES; l++) {
+    u32 x = in.opcode->aux == REVERSED ? b[l] : a[l], y = in.opcode->aux == REVERSED ? a[l] : b[l];
+    if (in.opcode->aux == SUM)
+      out[l] = x + y < x ? ~0u : x + y;
+    else
+      out[l] = x > y ? x - y : 0;
+  }
+  commit_row(wave, in, 0, out, false);
+}
+static const char* saturate_if_clamped(Inst& in) {
+  if (in.mod[mod_clamp]) in.run = saturating;
+  return nullptr;
+}
+template <class F>
+constexpr Opcode may_saturate(const char* name, F function, i64 which) {
+  Opcode opcode = vector(name, function);
+  opcode.aux = which;
+  opcode.prepare = saturate_if_clamped;
+  return opcode;
+}
+
 static const Opcode entries[] = {
     vector("v_mov_b32", [](u32 a) { return a; }),
     vector("v_accvgpr_read_b32", [](u32 a) { return a; }),
@@ -53,9 +79,9 @@ static const Opcode entries[] = {
              u32 x = u32(a < 0 ? ~a : a);
              return x ? u32(__builtin_clz(x)) : ~0u;
            }),
-    vector("v_add_u32", [](u32 a, u32 b) { return a + b; }),
-    vector("v_sub_u32", [](u32 a, u32 b) { return a - b; }),
-    vector("v_subrev_u32", [](u32 a, u32 b) { return b - a; }),
+    may_saturate("v_add_u32", [](u32 a, u32 b) { return a + b; }, SUM),
+    may_saturate("v_sub_u32", [](u32 a, u32 b) { return a - b; }, DIFFERENCE),
+    may_saturate("v_subrev_u32", [](u32 a, u32 b) { return b - a; }, REVERSED),
     vector("v_add_i32", [](u32 a, u32 b) { return a + b; }),
     vector("v_sub_i32", [](u32 a, u32 b) { return a - b; }),
     vector("v_and_b32", [](u32 a, u32 b) { return a & b; }),

@@ -190,12 +190,22 @@ def test_swizzle(arch):
         ("v_add_f32_e32 v0, v1, v2 sideways:3", "'sideways:3' is neither an operand nor a modifier"),
         ("s_branch .Lnowhere", "the branch target is not a label"),
         ("v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:8], 0", "wrong number of registers for B"),
-        ("v_add_u32_e64 v0, v1, v2 clamp", "clamp is modelled for f32"),
+        ("v_add_i32 v0, v1, v2 clamp", "clamp is modelled for f32"),
     ],
 )
 def test_refusals(arch, line, sentence):
     with pytest.raises(AssemblyError, match=sentence):
         run_snippet(arch, line)
+
+
+def test_unsigned_sums_and_differences_saturate_with_clamp(arch):
+    a = np.resize(np.array([0, 1, 7, 2**31, 2**32 - 1], np.uint32), 64)
+    b = np.repeat(np.array([0, 1, 2**31, 2**32 - 1], np.uint32), 16)
+    lines = [f"v_{op}_u32_e64 v{i}, v0, v1 clamp" for i, op in ((2, "add"), (3, "sub"), (4, "subrev"))]
+    state = run_snippet(arch, lines, {"v0": a, "v1": b})
+    wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
+    for register, exact in ((2, wide_a + wide_b), (3, wide_a - wide_b), (4, wide_b - wide_a)):
+        np.testing.assert_array_equal(state.v[register], np.clip(exact, 0, 2**32 - 1))
 
 
 def test_malformed_operands_are_refused(arch):
