@@ -17,21 +17,44 @@ constexpr int BLOCK_COLUMNS = 128;                                 // output col
 constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
 constexpr int BLOCK_TILES = 8;
 
+// Compilers before LLVM 22 give every product an accumulation register as its result and, where two paths meet, choose an
+// ordinary one if either path uses the value otherwise: they then move all of the output at every turn of the loop. Seen
+// from the loop, this value is only ever in an accumulation register. LLVM 22 decides by itself, and worse if told.
+MLA_DEVICE void keep_accumulated(f32x4& x) {
+#if __clang_major__ < 22
+  asm volatile("" : "+a"(x));
+#endif
+}
+// The reverse: 128 rows have 256 registers of output and need a few more for scores.
+MLA_DEVICE void keep_ordinary(f32x4& x) {
+#if __clang_major__ < 22
+  asm("" : "+v"(x));
+#endif
+}
+
 // O^T of 16 rows. tile[b][t]: element r of a lane is column 128 b + 8 * (4 * lane.group + r) + t of row lane.column.
 struct OutputTile {
   f32x4 tile[OUTPUT_BLOCKS][BLOCK_TILES];
 
   MLA_DEVICE void clear() {
+    const float zero = mla::bit_cast<float>(rederived(0));   // a constant would be kept in registers between items
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b)
 #pragma unroll
-      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] = f32x4{zero, zero, zero, zero};
   }
+  // The last `ordinary` tiles are kept in ordinary registers by their owner.
+  template <int ordinary = 0>
   MLA_DEVICE void scale(float factor) {
 #pragma unroll
-    for (int b = 0; b < OUTPUT_BLOCKS; ++b)
-#pragma unroll
-      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] *= factor;
+    for (int n = 0; n < OUTPUT_BLOCKS * BLOCK_TILES; ++n) {
+      f32x4& x = tile[n / BLOCK_TILES][n % BLOCK_TILES];
+      const bool accumulated = n < OUTPUT_BLOCKS * BLOCK_TILES - ordinary;
+      if (accumulated) keep_accumulated(x);
+      x *= factor;
+      if (accumulated) keep_accumulated(x);
+      if (n % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all tiles pass through ordinary registers at once
+    }
   }
 };
 
@@ -39,7 +62,8 @@ struct OutputTile {
 template <class Policy, class Element>
 struct Weights {
   // Scores of keys the row may not see become -inf.
-  MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& lane) {
+  MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& kept) {
+    const Lane lane = kept.rederived();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const float score = scores[r];
@@ -53,8 +77,8 @@ struct Weights {
   }
 
   // A new reference for the row, not below any score; the factor for what was accumulated so far.
-  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& lane) {
-    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale);
+  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& kept) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, kept.rederived()) * scale);
     const float factor = Policy::exp2(row.max - max);
     row.max = max;
     row.sum *= factor;

@@ -56,6 +56,7 @@ class RowSplitWave {
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int tile_keys = StagedTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
+  static constexpr int ordinary = 2;   // of the second tile's accumulators, which make room for two of scores
 
  public:
   MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
@@ -77,8 +78,9 @@ class RowSplitWave {
     Stages stages(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane_);
-      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
+      const Lane lane = lane_.rederived();
+      query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
+      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
     }
     if (tiles > 0) {
       visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
@@ -102,18 +104,24 @@ class RowSplitWave {
     }
   }
 
-  MLA_DEVICE void store(const mla::DecodeParams& p) const {
+  MLA_DEVICE void store(const mla::DecodeParams& p) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
-      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
-      if (lane_.group == 0) sink.store_lse(result.lse);
+      const Lane lane = lane_.rederived();
+      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane));
+      if (lane.group == 0) sink.store_lse(result.lse);
       const float weight = result.weight * value_scale<typename Problem::Format>(p);
       sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
+        __builtin_amdgcn_sched_barrier(0);   // or all pieces are scaled before the first is stored
+        if (e == 0) {
+#pragma unroll
+          for (int t = 0; t < BLOCK_TILES; ++t) keep_accumulated(output_[r].tile[b][t]);
+        }
 #pragma unroll
         for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * weight;
-        return b * BLOCK_COLUMNS + lane_.group * 32 + e * 8;
+        return b * BLOCK_COLUMNS + lane.group * 32 + e * 8;
       });
     }
   }
@@ -185,7 +193,14 @@ class RowSplitWave {
     }
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_));
+      for (int r = 0; r < tiles; ++r) {
+        const float factor = Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_);
+        if (r == 1) {
+          output_[r].template scale<ordinary>(factor);
+        } else {
+          output_[r].scale(factor);
+        }
+      }
     }
   }
 
@@ -210,6 +225,10 @@ class RowSplitWave {
           f32x4& second = output_[r].tile[b][2 * d + 1];
           first = Matrix16x16x16<Element>::multiply(columns.first, weights[r], first);
           second = Matrix16x16x16<Element>::multiply(columns.second, weights[r], second);
+          if (r == 1 && b * BLOCK_TILES + 2 * d >= OUTPUT_BLOCKS * BLOCK_TILES - ordinary) {
+            keep_ordinary(first);
+            keep_ordinary(second);
+          }
         }
       }
     }
