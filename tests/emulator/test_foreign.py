@@ -234,3 +234,27 @@ def test_gluon_matmul(arch, size):
     assert done.executed(f"v_mfma_f32_{size}x{size}x{depth}_bf16") > 0
     assert done.executed("buffer_load") > 0
     assert np.isfinite(c.numpy()).all()
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_gluon_direct_to_lds(size):
+    """gfx950: sixteen bytes per lane go from memory to LDS."""
+    a, b, c = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16(), torch.full((64, 64), torch.nan)
+    constants = {"SIZE": size, "DEPTH": 32 if size == 16 else 16}
+    arguments = {"a": a, "b": b, "c": c}
+    done = execute("gfx950", foreign_kernels.gluon_direct, (1, 1, 1), arguments, constants, source=GluonASTSource)
+    close(c, a.float(), b.float())
+    assert re.search(r"buffer_load_dwordx4 .* lds", done.text)
+
+
+@pytest.mark.parametrize("size", [16, 32])
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_deep_matmul_of_eight_bits(kind, size):
+    """gfx950: blocks of 128 along K take the f8f6f4 instructions without scales."""
+    a, b, c = numbers(kind, "gfx950", 64, 256), numbers(kind, "gfx950", 256, 64), torch.full((64, 64), torch.nan)
+    constants = {"K": 256, "stride_bk": 64, "stride_bn": 1, "BM": 64, "BN": 64, "BK": 128}
+    arguments = {"a": a, "b": b, "c": c, "M": 64, "N": 64}
+    done = execute("gfx950", foreign_kernels.matmul, (1, 1, 1), arguments, constants, matrix_instr_nonkdim=size)
+    close(c, a.float(), b.float())
+    assert done.executed(f"v_mfma_f32_{size}x{size}x.*_f8f6f4") > 0
+    assert done.executed("ds_read_b64_tr_b8") > 0
