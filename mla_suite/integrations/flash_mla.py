@@ -54,8 +54,9 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
 
     With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
     is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
-    [batch + 1]), written from a plan of ours. Passed on as they are they cost nothing per call; a copy of them is read
-    back with some twenty small tensor operations per call, so prefer the holder.
+    [batch + 1]), written from a plan of ours with the columns of that time (`plans.OlderFlashMlaColumn`). Passed on as
+    they are they cost nothing per call; a copy of them is read back with some twenty small tensor operations per call,
+    so prefer the holder.
     """
     return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
 
@@ -79,7 +80,7 @@ def _older(
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
     workers = plans.workers_for(cache_seqlens)
     plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_kv_len=0)
-    made = plans.to_flash_mla(plan, lengths, workers=workers)
+    made = plans.to_flash_mla(plan, lengths, workers=workers, columns=plans.OlderFlashMlaColumn)
     plans.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 
@@ -288,7 +289,7 @@ def _plan_of(
             workers = plans.workers_for(cache_seqlens)
             metadata.tile_scheduler_metadata = mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
         return metadata.tile_scheduler_metadata
-    if metadata.dim() != 2 or metadata.shape[1] != len(plans.FlashMlaColumn) or metadata.dtype != torch.int32:
+    if metadata.dim() != 2 or metadata.shape[1] != plans.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
         given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
         _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
     if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
@@ -296,7 +297,7 @@ def _plan_of(
     if batch == 0:
         return None
     plan = plans.recall(metadata, batch)
-    return plans.from_flash_mla(metadata, batch) if plan is None else plan
+    return plans.from_flash_mla(metadata, batch, columns=plans.OlderFlashMlaColumn) if plan is None else plan
 
 
 def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:

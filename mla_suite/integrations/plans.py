@@ -4,7 +4,8 @@ All of it is tensor code that reads nothing on the host, so it can be captured i
 sequences are cut and who reads which piece; it never changes a result beyond rounding.
 
 FlashMLA (blocks of 64 keys), of every part (a workgroup that persists):
-    tile_scheduler_metadata  [parts, 8]   columns `FlashMlaColumn`; a part without work begins at sequence `batch`
+    tile_scheduler_metadata  [parts, 8]   columns `FlashMlaColumn`, before January 2026 `OlderFlashMlaColumn`; a part
+                                          without work begins at sequence `batch`
     num_splits               [batch + 1]  sequence b owns partial rows num_splits[b]..num_splits[b + 1], one if unsplit
 AITER (pages of the cache), of every cluster:
     work_indptr              [clusters + 1]  works of cluster c: work_indptr[c]..work_indptr[c + 1]
@@ -17,7 +18,7 @@ AITER (pages of the cache), of every cluster:
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -28,6 +29,7 @@ from mla_suite.ops.plan.layout import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
 
 FLASH_MLA_BLOCK = 64
+FLASH_MLA_WORDS = 8
 CPU_WORKERS = 8  # a CPU shares nothing out; this many show how a plan looks
 _SPAN = 2**31  # more than any key, so sequence * _SPAN + key orders places on the line of all sequences
 
@@ -41,6 +43,19 @@ class FlashMlaColumn(IntEnum):
     FIRST_IS_SPLIT = 5
     LAST_IS_SPLIT = 6
     PAD = 7
+
+
+class OlderFlashMlaColumn(IntEnum):
+    """Of the versions whose get_mla_metadata returned the tensors themselves; the last three are not used."""
+
+    BEGIN_SEQUENCE = 0
+    BEGIN_BLOCK = 1
+    END_SEQUENCE = 2  # inclusive
+    END_BLOCK = 3  # exclusive
+    BEGIN_SPLIT = 4
+
+
+FlashMlaColumns: TypeAlias = type[FlashMlaColumn] | type[OlderFlashMlaColumn]
 
 
 class AiterColumn(IntEnum):
@@ -75,7 +90,9 @@ def workers_for(tensor: torch.Tensor) -> int:
     return arch.compute_units if arch is not None else CPU_WORKERS
 
 
-def to_flash_mla(plan: torch.Tensor, seq_lens: torch.Tensor, *, workers: int) -> FlashMlaPlan:
+def to_flash_mla(
+    plan: torch.Tensor, seq_lens: torch.Tensor, *, workers: int, columns: FlashMlaColumns = FlashMlaColumn
+) -> FlashMlaPlan:
     """The plan that `mla_suite.plan(seq_lens, ..., workers=workers)` made, as FlashMLA writes it.
 
     Cuts go down to multiples of 64 keys. A worker's neighbouring items of one sequence become one split. The lengths
@@ -99,27 +116,28 @@ def to_flash_mla(plan: torch.Tensor, seq_lens: torch.Tensor, *, workers: int) ->
     end_key = items[tail, Item.END_KEY]
     end_block = torch.where(end_key == OPEN, blocks[ends], torch.minimum(end_key // FLASH_MLA_BLOCK, blocks[ends]))
     splits, first_part = torch.cat((splits, splits.new_zeros(1))), torch.cat((first_part, first_part.new_zeros(1)))
-    metadata = torch.stack(
-        (
-            torch.where(busy, begins, batch),
-            torch.where(busy, ends, batch - 1),
-            torch.where(busy, begin_block, 0),
-            torch.where(busy, end_block, 0),
-            torch.where(busy, rank - first_part[begins], 0),
-            busy & (splits[begins] > 1),
-            busy & (splits[ends] > 1),
-            torch.zeros_like(rank),
-        ),
-        dim=1,
-    )
-    return FlashMlaPlan(metadata.int(), num_splits.int())
+    values = {
+        "BEGIN_SEQUENCE": torch.where(busy, begins, batch),
+        "END_SEQUENCE": torch.where(busy, ends, batch - 1),
+        "BEGIN_BLOCK": torch.where(busy, begin_block, 0),
+        "END_BLOCK": torch.where(busy, end_block, 0),
+        "BEGIN_SPLIT": torch.where(busy, rank - first_part[begins], 0),
+        "FIRST_IS_SPLIT": busy & (splits[begins] > 1),
+        "LAST_IS_SPLIT": busy & (splits[ends] > 1),
+    }
+    metadata = torch.zeros((workers, FLASH_MLA_WORDS), dtype=torch.int32, device=plan.device)
+    for column in columns:
+        if column.name in values:
+            metadata[:, column] = values[column.name]
+    return FlashMlaPlan(metadata, num_splits.int())
 
 
-def from_flash_mla(tile_scheduler_metadata: torch.Tensor, batch: int) -> torch.Tensor:
+def from_flash_mla(
+    tile_scheduler_metadata: torch.Tensor, batch: int, *, columns: FlashMlaColumns = FlashMlaColumn
+) -> torch.Tensor:
     """A plan of ours that cuts `batch` sequences where FlashMLA's parts begin, one worker per part."""
-    columns = tile_scheduler_metadata.long()
-    begins = columns[:, FlashMlaColumn.BEGIN_SEQUENCE]
-    keys = columns[:, FlashMlaColumn.BEGIN_BLOCK] * FLASH_MLA_BLOCK
+    begins = tile_scheduler_metadata[:, columns.BEGIN_SEQUENCE].long()
+    keys = tile_scheduler_metadata[:, columns.BEGIN_BLOCK].long() * FLASH_MLA_BLOCK
     return _cut_at(torch.where(begins < batch, begins * _SPAN + keys, batch * _SPAN), batch)
 
 

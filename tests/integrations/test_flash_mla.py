@@ -322,7 +322,9 @@ def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     q = torch.randn(2, 1, 16, 576).bfloat16()
     metadata, num_splits = get_mla_metadata(cache_seqlens, 16, 1)
     conversions, convert = [], plans.from_flash_mla
-    monkeypatch.setattr(plans, "from_flash_mla", lambda *args: conversions.append(1) or convert(*args))
+    monkeypatch.setattr(
+        plans, "from_flash_mla", lambda *args, **columns: conversions.append(1) or convert(*args, **columns)
+    )
     flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata, num_splits)
     assert not conversions
     flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata.clone(), num_splits)

@@ -140,6 +140,18 @@ def test_flash_mla_and_back(name, workers, choices):
     torch.testing.assert_close(run_ours(back, toy), expected)
 
 
+def test_columns_of_the_older_format():
+    toy, workers = Toy(LENGTHS["ragged"]), 5
+    plan = toy.plan(workers)
+    now, splits = plans.to_flash_mla(plan, toy.seq_lens, workers=workers)
+    then, same = plans.to_flash_mla(plan, toy.seq_lens, workers=workers, columns=plans.OlderFlashMlaColumn)
+    assert torch.equal(then[:, :5], now[:, [0, 2, 1, 3, 4]])
+    assert torch.equal(splits, same)
+    back = plans.from_flash_mla(then, len(toy.lengths), columns=plans.OlderFlashMlaColumn)
+    torch.testing.assert_close(run_ours(back, toy), toy.expected())
+    assert torch.equal(back, plans.from_flash_mla(now, len(toy.lengths)))
+
+
 @pytest.mark.parametrize("choices", CHOICES, ids=["balanced", "num_splits", "split_size"])
 @pytest.mark.parametrize("page", [1, 16, 61, 256])
 @pytest.mark.parametrize("name", LENGTHS)
