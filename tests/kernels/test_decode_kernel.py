@@ -15,6 +15,7 @@ from mla_suite.ops.decode.config import CdnaConfig, tile_rows
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import exact_decode, ulp
+from mla_suite.toolchain import compilers, manifest
 
 ABSURD = 2**31 - 1
 CPU = torch.device("cpu")
@@ -118,6 +119,17 @@ def test_within_the_rounding_bound(heads):
             check(decode_sample(lengths(start, h, q_len), heads=h, q_len=q_len, page=page, seed=start, **mode))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("q_len", Q_LENS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_whole_product(heads, q_len, page):
+    """Every length in one batch, poisoned, split and unsplit, for each cache type."""
+    for options in ({"num_splits": 1}, {"planned": True, "sink": True}):
+        for cache in ({}, {"layout": "fp16", "dtype": torch.float16}, {"layout": "fp8_fnuz"}):
+            check(decode_sample(LENS, heads=heads, q_len=q_len, page=page, **options, **cache))
+
+
 @pytest.mark.parametrize("length", LENS)
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_every_length(heads, length):
@@ -211,6 +223,12 @@ def test_batch_invariant_bits(heads):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+def counted_by_packaged_compiler():
+    entry = manifest.installed().find("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0")
+    if entry.compiler != compilers.packaged().version:
+        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
+
+
 @pytest.mark.parametrize(
     ("rows", "instructions", "lds", "valu"),
     [(16, 28, 33, 28), (32, 80, 139, 80), (64, 80, 139, 80), (80, 100, 136, 75), (128, 120, 136, 75)],
@@ -218,6 +236,7 @@ def test_batch_invariant_bits(heads):
 def test_counters(rows, instructions, lds, valu):
     """Per KV token and workgroup at kv 1024; matrix FLOP exact, every cached byte read once, bound by memory."""
     kv = 1024
+    counted_by_packaged_compiler()
     args, kwargs = decode_sample((kv,), heads=rows, num_splits=1).make(CPU)
     with emulator.configured(collect=True) as reports:
         decode(args, kwargs)
@@ -241,6 +260,7 @@ def test_counters(rows, instructions, lds, valu):
 def test_counters_of_an_fp8_cache(rows, instructions, valu, limiters):
     """As above at 576 bytes per token; LDS and memory are level at 64 rows, 128 are bound by the bf16 products."""
     kv = 1024
+    counted_by_packaged_compiler()
     args, kwargs = decode_sample((kv,), heads=rows, layout="fp8_fnuz", num_splits=1).make(CPU)
     with emulator.configured(collect=True) as reports:
         decode(args, kwargs)
