@@ -16,17 +16,20 @@ MLA_DEVICE void decode(const DecodeParams& params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
   const Barriers<Policy> barriers(shared);
-  const int thread = thread_id() % 128;
   // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
   const int group = __shfl_sync(~0u, thread_id() / 128, 0);
   if (thread_id() == 0) {
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::SOURCE == Source::tma ? 1 : 128);  // one asks TMA, or all copy
-      barrier_init(barriers.kv_empty(stage), 8);                                       // the warps of the values
+      barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
       barrier_init(barriers.p_empty(slot), 8);  // the warps of the values
+    }
+    for (int slot = 0; slot < Policy::ITEMS; ++slot) {
+      barrier_init(barriers.item_full(slot), 1);   // the loader
+      barrier_init(barriers.item_empty(slot), 4);  // the warps of the scores
     }
     barrier_init_done();
   }
@@ -34,13 +37,13 @@ MLA_DEVICE void decode(const DecodeParams& params) {
   block_sync();
   if (group == 0) {
     give_registers<LOADER_REGISTERS>();
-    Loader<Policy>(params, shared, thread).run();
+    Loader<Policy>(params, shared).run();
   } else if (group == 1) {
     take_registers<SCORES_REGISTERS>();
-    Scores<Policy>(params, shared, thread).run();
+    Scores<Policy>(params, shared).run();
   } else {
     take_registers<VALUES_REGISTERS>();
-    Values<Policy>(params, shared, group - 2, thread).run();
+    Values<Policy>(params, shared, group - 2).run();
   }
 }
 

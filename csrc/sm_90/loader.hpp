@@ -18,32 +18,71 @@ MLA_DEVICE WorkList work_list(const DecodeParams& params) {
 template <class Policy>
 class Loader {
  public:
-  MLA_DEVICE Loader(const DecodeParams& params, uint32_t shared, int thread)
-      : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET), thread_(thread) {}
+  MLA_DEVICE Loader(const DecodeParams& params, uint32_t shared)
+      : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
 
   MLA_DEVICE void run() {
-    if (Policy::SOURCE == Source::tma && thread_ >= 32) return;  // one thread asks the copy engine
+    if (Policy::SOURCE == Source::tma && group_thread() >= 32) return;  // one thread asks the copy engine
     WorkList work = work_list<Policy>(params_);
+    const Heads heads(params_);
     Item item;
     Ring<Policy::STAGES> ring;
-    while (work.next(item)) {
+    Ring<Policy::ITEMS> items;
+    while (work.take(item)) {
+      item.stop = 0;
+      publish(item, items);
       const int32_t* pages = params_.block_table != nullptr
                                  ? params_.block_table + item.sequence * params_.block_table_stride
                                  : params_.kv_indices + __ldg(params_.kv_indptr + item.sequence);
+      if (item.keys() == 0) work.look();
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
         if constexpr (Policy::SOURCE == Source::tma) boxes(pages, first, item.end, ring);
         else gather(pages, first, item.end, ring);
         ring.next();
+        if (first == item.first) {
+          work.look();
+          if (work.ahead() != nullptr && group_thread() < 32) prefetch_q(*work.ahead(), heads);
+        }
       }
     }
+    item.stop = 1;
+    publish(item, items);
   }
 
  private:
+  // Tells the scores warpgroup the next item: they have no registers to walk the list themselves.
+  MLA_DEVICE void publish(const Item& item, Ring<Policy::ITEMS>& items) {
+    if (group_thread() == 0) {
+      barrier_wait(barriers_.item_empty(items.stage), items.parity ^ 1);
+      const uint32_t to = shared_ - Policy::KV_OFFSET + Policy::ITEM_OFFSET + items.stage * 32;
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(item.sequence), "r"(item.length),
+                   "r"(item.first), "r"(item.end)
+                   : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.partial_row), "r"(item.stop) : "memory");
+      barrier_arrive(barriers_.item_full(items.stage));
+    }
+    items.next();
+    __syncwarp();
+  }
+
+  // The next item's queries to L2: the scores warpgroup can only ask for them when it is done with this item's.
+  MLA_DEVICE void prefetch_q(const Item& item, const Heads& heads) {
+    const Queries queries(params_, item.sequence);
+    for (int local = group_thread(); local < ROWS; local += 32) {
+      const Row row(heads, queries, blockIdx.x % params_.row_tiles * ROWS + local);
+      if (row.valid)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(row.query(params_, queries, item)),
+                     "n"(Policy::DEPTH * 2)
+                     : "memory");
+    }
+    __syncwarp();
+  }
+
   // Any page size: every thread copies 16-byte pieces. A warp takes four keys of 128 contiguous bytes each, so memory is
   // read in whole lines, and the swizzle spreads its writes over all banks.
   MLA_DEVICE void gather(const int32_t* pages, int first, int end, const Ring<Policy::STAGES>& ring) {
-    const int piece = thread_ % 8;
-    const int slot = thread_ / 8;  // this thread's keys are slot, slot + 16, ...
+    const int piece = group_thread() % 8;
+    const int slot = group_thread() / 8;  // this thread's keys are slot, slot + 16, ...
     const char* cache = static_cast<const char*>(params_.kv_cache);
     const char* from[Policy::KEYS / 16];
 #pragma unroll
@@ -87,7 +126,7 @@ class Loader {
     const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
     const uint32_t full = barriers_.kv_full(ring.stage);
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
-    if (thread_ != 0) return;
+    if (group_thread() != 0) return;
     barrier_expect(full, count * (Policy::STAGE_BYTES / BOXES));
 #pragma unroll
     for (int i = 0; i < BOXES; ++i)
@@ -101,7 +140,6 @@ class Loader {
   const DecodeParams& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
-  int thread_;
 };
 
 }  // namespace mla::sm90

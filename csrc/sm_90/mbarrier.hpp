@@ -9,6 +9,13 @@ MLA_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// This thread within its warpgroup, read anew at every use: kept in a register, it would be one that the roles lack.
+MLA_DEVICE int group_thread() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread % 128;
+}
+
 MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
@@ -18,15 +25,6 @@ MLA_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.
 
 MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives on the barrier at the same place in block `rank` of the cluster.
-MLA_DEVICE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
 }
 
 MLA_DEVICE void barrier_expect(uint32_t barrier, int bytes) {
@@ -53,32 +51,12 @@ MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// As barrier_wait, when the arrivals come from other blocks of the cluster.
-MLA_DEVICE void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nwaiting:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni arrived;\nbra.uni waiting;\narrived:\n}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.
 MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier of one warpgroup; 0 is the block's own. `group_arrive` counts without waiting.
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 MLA_DEVICE void group_arrive(int id) { asm volatile("bar.arrive %0, 128;" ::"r"(id) : "memory"); }
-
-MLA_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-MLA_DEVICE uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 
 template <int REGISTERS>
 MLA_DEVICE void take_registers() {

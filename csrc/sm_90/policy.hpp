@@ -10,8 +10,8 @@ namespace mla::sm90 {
 constexpr int ROWS = 64;
 constexpr int THREADS = 512;
 // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-constexpr int LOADER_REGISTERS = 32;
-constexpr int SCORES_REGISTERS = 160;
+constexpr int LOADER_REGISTERS = 40;
+constexpr int SCORES_REGISTERS = 152;
 constexpr int VALUES_REGISTERS = 160;
 static_assert(LOADER_REGISTERS + SCORES_REGISTERS + 2 * VALUES_REGISTERS <= 512, "the registers of an SM");
 constexpr int VALUE_COLUMNS = 256;
@@ -44,12 +44,15 @@ struct DecodePolicy {
   static constexpr int P_BYTES = ROWS * KEYS * 2;
   static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P, if ordered
   static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, with an item's last P
-  static constexpr int ORDER = INVERSE + 256;           // int32[4]: an Order for each warp's rows
+  static constexpr int LSE = INVERSE + 256;             // float[64]: lse without the sink, with an item's last P
+  static constexpr int ORDER = LSE + 256;               // int32[4]: an Order for each warp's rows
   static constexpr int ITEM = ORDER + 16;               // int32[2]: sequence and partial row, with an item's last P
   static constexpr int P_SLOT_BYTES = ITEM + 112;
   static constexpr int P_SLOTS = 2;
-  static constexpr int BARRIER_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // uint64: see Barriers
-  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS);
+  static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
+  static constexpr int ITEMS = 4;
+  static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
+  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
@@ -63,11 +66,19 @@ struct Barriers {
   MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
   MLA_DEVICE uint32_t kv_empty(int stage) const { return base + 8 * (Policy::STAGES + stage); }
   MLA_DEVICE uint32_t p_full(int slot) const { return base + 8 * (2 * Policy::STAGES + slot); }
-  MLA_DEVICE uint32_t p_empty(int slot) const { return base + 8 * (2 * Policy::STAGES + Policy::P_SLOTS + slot); }
+  MLA_DEVICE uint32_t p_empty(int slot) const { return p_full(Policy::P_SLOTS + slot); }
+  MLA_DEVICE uint32_t item_full(int slot) const { return p_full(2 * Policy::P_SLOTS + slot); }
+  MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
 };
 
 // What a values warp is to do with a slot.
 enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, STOP = 8 };
+
+// Where a lane stores or loads its row of the four 8 x 8 pieces of its warp's rows of P, from the start of 16 keys.
+MLA_DEVICE uint32_t p_fragment(int thread) {
+  const int matrix = thread % 32 / 8;
+  return (thread / 32 * 2 + matrix % 2) * 256 + matrix / 2 * 128 + thread % 8 * 16;
+}
 
 // Position in a ring of STAGES: the stage, and the parity of the barrier phase that it is in.
 template <int STAGES>

@@ -1,8 +1,7 @@
 // The warpgroup that makes scores and probabilities: S = Q K^T, online softmax, P to shared memory.
 //
-// A warp that issues wgmma is busy until the tensor cores have taken nearly all of it. So Q K^T and softmax of this
-// warpgroup follow each other, and the values' P V should fill the softmax's time and not slow down Q K^T: a P is handed
-// over only once the next Q K^T has been issued.
+// A warp that issues wgmma is busy until the tensor cores have taken nearly all of it. So the softmax of a block is
+// written between the instructions of the next block's Q K^T: its arithmetic runs while they run.
 //
 // The reference maximum of a row moves only when a score passes it by more than 2^8 (in powers of two); until then P may
 // exceed 1, which costs nothing in a floating format, and the 64 x 512 result need not be rescaled.
@@ -24,6 +23,12 @@ MLA_DEVICE float exp2_fast(float x) {
   return y;
 }
 
+MLA_DEVICE uint32_t clock_now() {
+  uint32_t now;
+  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
+  return now;
+}
+
 MLA_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -39,82 +44,101 @@ class Scores {
   static constexpr int REGS = Policy::KEYS / 2;
 
  public:
-  MLA_DEVICE Scores(const DecodeParams& params, uint32_t shared, int thread)
-      : params_(params), barriers_(shared), shared_(shared), thread_(thread), scale_(params.softmax_scale * LOG2E) {}
+  MLA_DEVICE Scores(const DecodeParams& params, uint32_t shared)
+      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), nothing_(params.causal & ~1u) {}
 
   MLA_DEVICE void run() {
-    WorkList work = work_list<Policy>(params_);
-    Item item;
-    while (work.next(item)) one_item(item);
+    while (next_item()) one_item();
     order_only(STOP);
   }
 
  private:
-  MLA_DEVICE void load_q(const Item& item, const Queries& queries) {
-    const auto* q = static_cast<const uint16_t*>(params_.q);
-    const int64_t base = params_.cu_seqlens_q != nullptr ? queries.first_token * params_.q_token_stride
-                                                         : item.sequence * params_.q_batch_stride;
+  MLA_DEVICE bool next_item() {
+    barrier_wait(barriers_.item_full(items_.stage), items_.parity);
+    const uint32_t from = shared_ + Policy::ITEM_OFFSET + items_.stage * 32;
+    int stop;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item_.sequence), "=r"(item_.length), "=r"(item_.first), "=r"(item_.end)
+                 : "r"(from)
+                 : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(item_.partial_row), "=r"(stop) : "r"(from + 16) : "memory");
+    __syncwarp();
+    if (group_thread() % 32 == 0) barrier_arrive(barriers_.item_empty(items_.stage));
+    items_.next();
+    item_.sequence = uniform(item_.sequence);
+    item_.first = uniform(item_.first);
+    item_.end = uniform(item_.end);
+    item_.partial_row = uniform(item_.partial_row);
+    return uniform(stop) == 0;
+  }
+
+  // This item's queries: the first steps of Q K^T read them from shared memory, the others from registers.
+  MLA_DEVICE void load_q(const Queries& queries) {
+    const Heads heads(params_);
+    const int lane = group_thread() % 32;
+    const int warp = group_thread() / 32;
     group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
     constexpr int PIECES = Policy::Q_SHARED_STEPS * 2;  // 16-byte pieces of a row
-    static_assert(ROWS * PIECES % 128 == 0, "");
-#pragma unroll 4
-    for (int i = 0; i < ROWS * PIECES / 128; ++i) {
-      const int index = i * 128 + thread_;
-      const int local = index / PIECES;
-      const int piece = index - local * PIECES;
-      const Row row(params_, queries, first_row() + local);
-      const uint16_t* from = row.valid ? q + base + row.token * params_.q_token_stride + row.head * params_.q_head_stride : q;
-      copy16(shared_ + Policy::Q_OFFSET + piece / 2 * 2048 + local / 8 * 256 + piece % 2 * 128 + local % 8 * 16,
-             from + piece * 8, row.valid);
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      const int local = (warp + 4 * group) * 8 + lane % 8;
+      const Row row(heads, queries, first_row() + local);
+      const uint16_t* from = row.valid ? row.query(params_, queries, item_) : static_cast<const uint16_t*>(params_.q);
+      const uint32_t to = shared_ + Policy::Q_OFFSET + local / 8 * 256 + lane % 8 * 16;
+#pragma unroll
+      for (int i = 0; i < (PIECES + 3) / 4; ++i) {
+        const int piece = i * 4 + lane / 8;
+        if (PIECES % 4 == 0 || piece < PIECES)
+          copy16(to + piece / 2 * 2048 + piece % 2 * 128, from + piece * 8, row.valid);
+      }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Row row(params_, queries, first_row() + thread_ / 32 * 16 + thread_ % 32 / 4 + half * 8);
-      const uint16_t* from = q + base + row.token * params_.q_token_stride + row.head * params_.q_head_stride +
-                             Policy::Q_SHARED_STEPS * 16 + thread_ % 4 * 2;
+      const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
+      // A row past the last takes some other row's queries: its result is never stored. A condition on every load
+      // would make each wait for the one before it.
+      const uint16_t* from = (row.valid ? row.query(params_, queries, item_) : static_cast<const uint16_t*>(params_.q)) +
+                             Policy::Q_SHARED_STEPS * 16 + lane % 4 * 2;
 #pragma unroll
       for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k) {
-        q_[4 * k + half] = row.valid ? __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k)) : 0;
-        q_[4 * k + half + 2] = row.valid ? __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k + 8)) : 0;
+        q_[4 * k + half] = __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k));
+        q_[4 * k + half + 2] = __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k + 8));
       }
-      row_limit_[half] = row.limit(params_, queries, item);
+      row_limit_[half] = row.limit(params_, queries, item_);
     }
     copies_wait();
     fence_async();
     group_sync(SCORES_BARRIER);
   }
 
-  // Starts S = Q K^T for the ring's next stage.
-  MLA_DEVICE void start(float (&s)[REGS]) {
-    if (!ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+  // Starts S = Q K^T for the ring's next stage; `between(k)` is done after step k.
+  template <class Between>
+  MLA_DEVICE void start(float (&s)[REGS], const Between& between) {
+    if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
-    const uint64_t q = operand(shared_ + Policy::Q_OFFSET, 128, 256, Swizzle::none);
+    // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
+    uint32_t q_address = shared_ + Policy::Q_OFFSET;
+    asm volatile("" : "+r"(q_address));
+    const uint64_t q = operand(uniform(q_address), 128, 256, Swizzle::none);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Policy::Q_SHARED_STEPS; ++k)
-      scores_mma<T>(s, advance(q, k * 2048), advance(keys, k / 4 * Policy::BLOCK_BYTES + k % 4 * 32), k > 0);
-#pragma unroll
-    for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k) {
-      constexpr int FIRST = Policy::Q_SHARED_STEPS;
-      scores_mma<T>(s, &q_[4 * k],
-                    advance(keys, (FIRST + k) / 4 * Policy::BLOCK_BYTES + (FIRST + k) % 4 * 32), true);
+    for (int k = 0; k < Policy::Q_STEPS; ++k) {
+      const uint64_t key = advance(keys, k / 4 * Policy::BLOCK_BYTES + k % 4 * 32);
+      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, k * 2048), key, k > 0);
+      else scores_mma<T>(s, &q_[4 * (k - Policy::Q_SHARED_STEPS)], key, true);
+      between(k);
     }
     wgmma_commit();
     ring_.next();
   }
 
-  // Looks at the barriers that the next steps need while Q K^T still runs: an answer takes a hundred clocks.
-  MLA_DEVICE void look_ahead() {
-    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
-    ready_ = barrier_test(barriers_.kv_full(ring_.stage), ring_.parity);
-  }
-
-  // Probabilities of one block to shared memory, with what the values warpgroups need beside them.
-  MLA_DEVICE void finish(float (&s)[REGS], int first, bool last) {
-    const int lane = thread_ % 32;
-    const int warp = thread_ / 32;
+  // Softmax of the block whose scores are in `s`; unless it is the item's last, Q K^T of the next block into `next`. The
+  // two cases are two functions: a wgmma that runs across a condition is serialised by the compiler.
+  template <bool LAST_BLOCK>
+  MLA_DEVICE void step(float (&s)[REGS], float (&next)[REGS], int first) {
+    const int lane = group_thread() % 32;
     if (first + Policy::KEYS > row_limit_[0] || first + Policy::KEYS > row_limit_[1]) {
 #pragma unroll
       for (int i = 0; i < REGS; ++i) {
@@ -122,28 +146,66 @@ class Scores {
         if (key >= row_limit_[i / 2 % 2]) s[i] = -INFINITE;
       }
     }
+    slot_ready_ = barrier_test(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     // Probabilities against the reference maximum as it stands; thrown away in the rare case that it must move.
     uint32_t p[REGS / 2];
-    float sum[2];
-    exponentiate(s, p, sum);
-    int order = MULTIPLY | (last ? LAST : 0);
+    float sum[2] = {0.0f, 0.0f};
+    float top[2] = {-INFINITE, -INFINITE};
+    const float offset[2] = {reference(0), reference(1)};
+    if constexpr (LAST_BLOCK) {
+#pragma unroll
+      for (int i = 0; i < REGS / 2; ++i) exponentiate(s, i, offset, p, sum, top);
+      pass_on<true>(s, first, p, sum, top);
+    } else {
+      // The first steps of Q K^T have a part of the softmax each, and the values can begin before the last has run.
+      constexpr int EVERY = 2;
+      constexpr int DONE = EVERY * (REGS / 2) + 2;
+      static_assert(DONE < Policy::Q_STEPS, "the softmax is shorter than Q K^T");
+      uint32_t now = 0;
+      start(next, [&](int k) {
+        if (k < EVERY * (REGS / 2)) {
+          if (k % EVERY == 0) now = clock_now();
+          if (k % EVERY != EVERY - 1) return;
+          const float here[2] = {not_before(now, offset[0]), not_before(now, offset[1])};
+          exponentiate(s, k / EVERY, here, p, sum, top);
+        } else if (k == DONE) {
+          pass_on<false>(s, first, p, sum, top);
+        }
+      });
+      stage_ready_ = barrier_test(barriers_.kv_full(ring_.stage), ring_.parity);
+      wgmma_wait<0>();
+      pin(next);
+    }
+  }
+
+  // Sums and probabilities are final, or made again if a reference must move; P to shared memory and handed over.
+  template <bool LAST_BLOCK>
+  MLA_DEVICE void pass_on(const float (&s)[REGS], int first, uint32_t (&p)[REGS / 2], float (&sum)[2], float (&top)[2]) {
+    const int lane = group_thread() % 32;
+    const int warp = group_thread() / 32;
+    int order = MULTIPLY | (LAST_BLOCK ? LAST : 0);
     float factor[2] = {1.0f, 1.0f};
-    if (__any_sync(~0u, outgrown(s))) {
+    const bool outgrown =
+        (top[0] - maximum_[0]) * scale_ > MAX_GROWTH || (top[1] - maximum_[1]) * scale_ > MAX_GROWTH;
+    if (__any_sync(~0u, outgrown)) {
       order |= RESCALE;
-      move_maximum(s, factor);
-      exponentiate(s, p, sum);
+      move_maximum(top, factor);
+      const float offset[2] = {reference(0), reference(1)};
+      sum[0] = sum[1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < REGS / 2; ++i) exponentiate(s, i, offset, p, sum, top);
     }
     sum_[0] += sum[0];
     sum_[1] += sum[1];
     float inverse[2] = {0.0f, 0.0f};
-    if (last) {
-      finish_rows(inverse);
+    float lse[2] = {-INFINITE, -INFINITE};
+    if constexpr (LAST_BLOCK) {
+      finish_rows(inverse, lse);
       if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
     }
-
+    if (!slot_ready_) barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     const uint32_t slot = this->slot();
-    const int matrix = lane / 8;
-    const uint32_t to = slot + (2 * warp + matrix % 2) * 256 + matrix / 2 * 128 + lane % 8 * 16;
+    const uint32_t to = slot + p_fragment(group_thread());
 #pragma unroll
     for (int k = 0; k < Policy::KEYS / 16; ++k)
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + k * 2048),
@@ -154,59 +216,40 @@ class Scores {
       store_shared(row + Policy::FACTOR, factor[0]);
       store_shared(row + Policy::FACTOR + 32, factor[1]);
     }
-    if (last && lane % 4 == 0) {
+    if (LAST_BLOCK && lane % 4 == 0) {
       store_shared(row + Policy::INVERSE, inverse[0]);
       store_shared(row + Policy::INVERSE + 32, inverse[1]);
+      store_shared(row + Policy::LSE, lse[0]);
+      store_shared(row + Policy::LSE + 32, lse[1]);
     }
     write_order(order);
+    hand_over();
   }
 
-  // P = exp(s - maximum), packed, and this thread's sums of it. A row that has seen no key yet has no maximum.
-  MLA_DEVICE void exponentiate(const float (&s)[REGS], uint32_t (&p)[REGS / 2], float (&sum)[2]) {
-    const float offset[2] = {maximum_[0] == -INFINITE ? 0.0f : maximum_[0] * scale_,
-                             maximum_[1] == -INFINITE ? 0.0f : maximum_[1] * scale_};
-    float pairs[REGS / 2];
-#pragma unroll
-    for (int i = 0; i < REGS; i += 2) {
-      const float a = exp2_fast(fmaf(s[i], scale_, -offset[i / 2 % 2]));
-      const float b = exp2_fast(fmaf(s[i + 1], scale_, -offset[i / 2 % 2]));
-      pairs[i / 2] = a + b;
-      p[i / 2] = pack<T>(a, b);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float even = pairs[half], odd = pairs[half + 2];
-#pragma unroll
-      for (int i = 2; i < REGS / 4; i += 2) {
-        even += pairs[2 * i + half];
-        odd += pairs[2 * i + 2 + half];
-      }
-      sum[half] = even + odd;
-    }
+  // `value`, but only once the clock has been read: the assembler would gather the softmax before the first wgmma, where
+  // nothing runs beside it. It moves no read of the clock over a wgmma, and does not know that the mask is 0.
+  MLA_DEVICE float not_before(uint32_t now, float value) const {
+    return bit_cast<float>(bit_cast<uint32_t>(value) ^ (now & nothing_));
   }
 
-  // Whether a score of this thread passes its row's reference by more than MAX_GROWTH.
-  MLA_DEVICE bool outgrown(const float (&s)[REGS]) {
-    const float top[2] = {largest<0>(s), largest<1>(s)};
-    return (top[0] - maximum_[0]) * scale_ > MAX_GROWTH || (top[1] - maximum_[1]) * scale_ > MAX_GROWTH;
-  }
+  // What is taken off a row's scores, in powers of two. A row that has seen no key yet has no maximum.
+  MLA_DEVICE float reference(int half) const { return maximum_[half] == -INFINITE ? 0.0f : maximum_[half] * scale_; }
 
-  template <int HALF>
-  MLA_DEVICE float largest(const float (&s)[REGS]) {
-    float top[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) top[i] = s[i / 2 * 4 + HALF * 2 + i % 2];
-#pragma unroll
-    for (int i = 4; i < REGS / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i / 2 * 4 + HALF * 2 + i % 2]);
-    return fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+  // Scores 2i and 2i + 1 to probabilities, packed and summed; `top` is the largest score of each row.
+  MLA_DEVICE void exponentiate(const float (&s)[REGS], int i, const float (&offset)[2], uint32_t (&p)[REGS / 2],
+                               float (&sum)[2], float (&top)[2]) {
+    const float a = exp2_fast(fmaf(s[2 * i], scale_, -offset[i % 2]));
+    const float b = exp2_fast(fmaf(s[2 * i + 1], scale_, -offset[i % 2]));
+    sum[i % 2] += a + b;
+    top[i % 2] = fmaxf(top[i % 2], fmaxf(s[2 * i], s[2 * i + 1]));
+    p[i] = pack<T>(a, b);
   }
 
   // The references of this warp's rows move to their largest scores so far; `factor` is what that is worth.
-  MLA_DEVICE void move_maximum(const float (&s)[REGS], float (&factor)[2]) {
-    const float top[2] = {quad_max(largest<0>(s)), quad_max(largest<1>(s))};
+  MLA_DEVICE void move_maximum(const float (&top)[2], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float higher = fmaxf(maximum_[half], top[half]);
+      const float higher = fmaxf(maximum_[half], quad_max(top[half]));
       if (higher != -INFINITE) factor[half] = exp2_fast((maximum_[half] - higher) * scale_);
       maximum_[half] = higher;
       sum_[half] *= factor[half];
@@ -215,8 +258,8 @@ class Scores {
 
   MLA_DEVICE void write_order(int order) {
     const uint32_t slot = this->slot();
-    if (thread_ % 32 == 0) store_shared(slot + Policy::ORDER + thread_ / 32 * 4, order);
-    if (thread_ == 0 && (order & LAST)) {
+    if (group_thread() % 32 == 0) store_shared(slot + Policy::ORDER + group_thread() / 32 * 4, order);
+    if (group_thread() == 0 && (order & LAST)) {
       store_shared(slot + Policy::ITEM, item_.sequence);
       store_shared(slot + Policy::ITEM + 4, item_.partial_row);
     }
@@ -224,9 +267,8 @@ class Scores {
 
   // The slot is the values warpgroups' from here on.
   MLA_DEVICE void hand_over() {
-    fence_async();
     __syncwarp();
-    if (thread_ % 32 == 0) barrier_arrive(barriers_.p_full(slots_.stage));
+    if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
 
@@ -243,57 +285,57 @@ class Scores {
   MLA_DEVICE void clear_from(int used) {
     const int stage = (ring_.stage == 0 ? Policy::STAGES : ring_.stage) - 1;
     const uint32_t base = shared_ + Policy::KV_OFFSET + stage * Policy::STAGE_BYTES;
-    for (int i = used * 64 + thread_; i < Policy::KEYS * 64; i += 128) {
+    for (int i = used * 64 + group_thread(); i < Policy::KEYS * 64; i += 128) {
       const uint32_t to = base + i % 64 / 8 * Policy::BLOCK_BYTES + i / 64 * 128 + i % 8 * 16;
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
     }
+    fence_async();
   }
 
-  // 1 / denominator of this thread's rows, and their lse to memory.
-  MLA_DEVICE void finish_rows(float (&inverse)[2]) {
-    const Queries queries(params_, item_.sequence);
+  // 1 / denominator of this thread's rows; `lse` is theirs without the sink.
+  MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Row row(params_, queries, first_row() + thread_ / 32 * 16 + thread_ % 32 / 4 + half * 8);
       const float sum = quad_sum(sum_[half]);
       const bool any = sum > 0.0f;
       float denominator = sum;
-      const bool whole = item_.partial_row < 0;
-      if (any && whole && params_.attn_sink != nullptr && row.valid)
-        denominator += exp2_fast(__ldg(params_.attn_sink + row.head) * LOG2E - maximum_[half] * scale_);
-      inverse[half] = any ? 1.0f / denominator : 0.0f;
-      if (row.valid && thread_ % 4 == 0) {
-        const float lse = any ? (maximum_[half] * scale_ + __log2f(sum)) * LN2 : -INFINITE;
-        if (whole) params_.lse[(queries.first_token + row.token) * params_.heads + row.head] = lse;
-        else params_.partial_lse[static_cast<int64_t>(item_.partial_row) * params_.rows + row.index] = lse;
+      if (any && item_.partial_row < 0 && params_.attn_sink != nullptr) {
+        const int row = first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8;
+        const float sink = __ldg(params_.attn_sink + row % params_.heads);
+        denominator += exp2_fast(sink * LOG2E - maximum_[half] * scale_);
       }
+      inverse[half] = any ? __fdividef(1.0f, denominator) : 0.0f;
+      lse[half] = any ? (maximum_[half] * scale_ + __log2f(sum)) * LN2 : -INFINITE;
     }
   }
 
-  MLA_DEVICE void one_item(const Item& item) {
-    item_ = item;
+  MLA_DEVICE void one_item() {
     maximum_[0] = maximum_[1] = -INFINITE;
     sum_[0] = sum_[1] = 0.0f;
-    if (item.keys() == 0) {
-      float unused[2];
-      finish_rows(unused);
+    if (item_.keys() == 0) {
       order_only(LAST);
       return;
     }
-    load_q(item, Queries(params_, item.sequence));
-    float s[REGS];
-    start(s);
-    for (int first = item.first;; first += Policy::KEYS) {
-      look_ahead();
-      wgmma_wait<0>();
-      pin(s);
-      const bool last = first + Policy::KEYS >= item.end;
-      finish(s, first, last);
-      if (last) break;
-      start(s);
-      hand_over();
+    load_q(Queries(params_, item_.sequence));
+    float even[REGS], odd[REGS];
+    start(even, [](int) {});
+    wgmma_wait<0>();
+    pin(even);
+    for (int first = item_.first;;) {
+      if (first + Policy::KEYS >= item_.end) {
+        step<true>(even, odd, first);
+        break;
+      }
+      step<false>(even, odd, first);
+      first += Policy::KEYS;
+      if (first + Policy::KEYS >= item_.end) {
+        step<true>(odd, even, first);
+        break;
+      }
+      step<false>(odd, even, first);
+      first += Policy::KEYS;
     }
-    hand_over();
+    stage_ready_ = false;
   }
 
   MLA_DEVICE int first_row() const { return blockIdx.x % params_.row_tiles * ROWS; }
@@ -306,11 +348,13 @@ class Scores {
   const DecodeParams& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
-  int thread_;
   float scale_;
-  bool ready_ = false;  // the next stage was seen to be full
+  uint32_t nothing_;            // 0
+  bool stage_ready_ = false;  // the next stage was seen to be full
+  bool slot_ready_ = false;   // the next slot was seen to be empty
   Ring<Policy::STAGES> ring_;
   Ring<Policy::P_SLOTS> slots_;
+  Ring<Policy::ITEMS> items_;
   Item item_;
   int row_limit_[2];
   float maximum_[2];

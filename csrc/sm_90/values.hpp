@@ -28,9 +28,9 @@ class Values {
   using T = typename Policy::Type;
 
  public:
-  // `side` 0 holds columns 0..255, side 1 the others; `thread` counts within the warpgroup.
-  MLA_DEVICE Values(const DecodeParams& params, uint32_t shared, int side, int thread)
-      : params_(params), barriers_(shared), shared_(shared), side_(side), thread_(thread) {}
+  // `side` 0 holds columns 0..255, side 1 the others.
+  MLA_DEVICE Values(const DecodeParams& params, uint32_t shared, int side)
+      : params_(params), barriers_(shared), shared_(shared), side_(side) {}
 
   // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a whole
   // Q K^T later, and a stage given back early is worth more than a P V queued early.
@@ -38,19 +38,23 @@ class Values {
     for (;;) {
       int order = next_order();
       if (order & STOP) return;
+      // Said for both cases: otherwise the registers count as in use since the last item.
+#pragma unroll
+      for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
       if (order & MULTIPLY) {
-        multiply(false, false);
+        multiply(false);
         while (!(order & LAST)) {
           give_back();
           order = next_order();
-          multiply(true, order & RESCALE);
+          multiply(order & RESCALE);
         }
         inverse_[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
         inverse_[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
+        lse_[0] = load_shared<float>(slot() + Policy::LSE + row() * 4);
+        lse_[1] = load_shared<float>(slot() + Policy::LSE + row() * 4 + 32);
       } else {
         inverse_[0] = inverse_[1] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
+        lse_[0] = lse_[1] = -__builtin_huge_valf();
       }
       const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
       const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
@@ -58,7 +62,7 @@ class Values {
         give_back();
       } else {
         __syncwarp();
-        if (thread_ % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
+        if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
         slots_.next();
       }
       const Queries queries(params_, sequence);
@@ -69,17 +73,17 @@ class Values {
 
  private:
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
-  MLA_DEVICE int row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+  MLA_DEVICE int row() const { return group_thread() / 32 * 16 + group_thread() % 32 / 4; }
 
   MLA_DEVICE int next_order() {
     barrier_wait(barriers_.p_full(slots_.stage), slots_.parity);
-    return uniform(load_shared<int>(slot() + Policy::ORDER + thread_ / 32 * 4));
+    return uniform(load_shared<int>(slot() + Policy::ORDER + group_thread() / 32 * 4));
   }
 
   // This warp has read the slot and the stage.
   MLA_DEVICE void give_back() {
     __syncwarp();
-    if (thread_ % 32 == 0) {
+    if (group_thread() % 32 == 0) {
       barrier_arrive(barriers_.kv_empty(stages_.stage));
       barrier_arrive(barriers_.p_empty(slots_.stage));
     }
@@ -87,10 +91,10 @@ class Values {
     slots_.next();
   }
 
-  // O = (add ? O * factor : 0) + P V.
-  MLA_DEVICE void multiply(bool add, bool rescale) {
+  // O = O * factor + P V.
+  MLA_DEVICE void multiply(bool rescale) {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
-    if constexpr (Policy::SOURCE == Source::gather) fence_async();
+    fence_async();  // P, and keys that ordinary copies brought; here and not where P is made, whose time is scarcer
     if (rescale) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
@@ -112,7 +116,7 @@ class Values {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048),
-                      add || k > 0);
+                      true);
     wgmma_commit();
     wgmma_wait<0>();
     pin(o_[0]);
@@ -123,11 +127,17 @@ class Values {
   template <int HALF>
   MLA_DEVICE void store(int partial_row, const Queries& queries) {
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    const Row mine(params_, queries, first_row + row() + HALF * 8);
+    const Row mine(Heads(params_), queries, first_row + row() + HALF * 8);
+    if (side_ == 0 && group_thread() % 4 == 0 && mine.valid) {
+      if (partial_row < 0)
+        params_.lse[(queries.first_token + mine.token) * params_.heads + mine.head] = lse_[HALF];
+      else
+        params_.partial_lse[static_cast<int64_t>(partial_row) * params_.rows + mine.index] = lse_[HALF];
+    }
     if (partial_row < 0) {
       uint16_t* out = static_cast<uint16_t*>(params_.out) +
                       (queries.first_token + mine.token) * params_.out_token_stride +
-                      mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS + thread_ % 4 * 8;
+                      mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS + group_thread() % 4 * 8;
 #pragma unroll
       for (int group = 0; group < 8; ++group) {
         uint32_t v[4];
@@ -136,12 +146,12 @@ class Values {
           const int at = group % 4 * 16 + i * 4 + HALF * 2;
           v[i] = pack<T>(o_[group / 4][at] * inverse_[HALF], o_[group / 4][at + 1] * inverse_[HALF]);
         }
-        transpose_quad(v, thread_);
+        transpose_quad(v, group_thread());
         if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     } else if (mine.valid) {
       float* out = params_.partial_out + (static_cast<int64_t>(partial_row) * params_.rows + mine.index) * D_V +
-                   side_ * VALUE_COLUMNS + thread_ % 4 * 2;
+                   side_ * VALUE_COLUMNS + group_thread() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int at = i % 16 * 4 + HALF * 2;
@@ -162,10 +172,10 @@ class Values {
   Barriers<Policy> barriers_;
   uint32_t shared_;
   int side_;
-  int thread_;
   Ring<Policy::STAGES> stages_;
   Ring<Policy::P_SLOTS> slots_;
   float inverse_[2];
+  float lse_[2];
   float o_[2][64];  // columns 0..127 and 128..255 of this side
 };
 

@@ -62,7 +62,7 @@ MLA_DEVICE void pin(float (&acc)[N]) {
              "%56,%57,%58,%59,%60,%61,%62,%63"
 
 // acc = (add ? acc : 0) + a b, 16 deep. SS: both operands in shared memory; RS: `a` in registers.
-// The scores' b is contiguous along K, the values' b along N (the last 1 of MLA_WGMMA_SS).
+// The scores' b is contiguous along K, the values' b along N: TRANSPOSE_B.
 #define MLA_WGMMA_SS(N, TYPE, LIST, ACC, A, B, P, TRANSPOSE_B)                                                         \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                                        \
                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" LIST "}, %" A ", %" B              \

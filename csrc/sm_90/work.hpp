@@ -5,12 +5,18 @@
 
 namespace mla::sm90 {
 
+// Words of a plan's header (ops/plan/layout.py declares them all); all but the first are where a part begins.
+constexpr int PLAN_WORKERS = 3;
+constexpr int PLAN_WORK_INDPTR = 6;
+constexpr int PLAN_ITEMS = 8;
+
 struct Item {
   int sequence;
   int length;       // keys of the sequence, as read now
   int first;        // first key of this item
   int end;          // one past its last key; not above first when the item is empty
   int partial_row;  // row of partial_out, or -1: the item is the whole sequence
+  int stop;         // not an item: the list is over
   MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
 };
 
@@ -35,7 +41,6 @@ struct Queries {
 };
 
 // A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits.
-// Words 1, 2, 5 and 7 of a plan are its batch, its workers, and where work_indptr and the items begin.
 class WorkList {
  public:
   // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.
@@ -43,30 +48,38 @@ class WorkList {
   MLA_DEVICE WorkList(const DecodeParams& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
-      plan_workers_ = uniform(__ldg(params.plan + 2));
+      plan_workers_ = uniform(__ldg(params.plan + PLAN_WORKERS));
       load_worker();
     } else {
       cursor_ = worker;
       limit_ = params.batch * params.num_splits;
     }
+    look();
   }
 
-  // The next item that has rows for this block.
-  MLA_DEVICE bool next(Item& item) {
-    while (any_next(item))
-      if (params_.cu_seqlens_q == nullptr || first_row_ < Queries(params_, item.sequence).count * params_.heads) return true;
-    return false;
+  // The item that was looked up last; false at the end of the list. `look` finds the one after it: two or three loads
+  // that depend on each other, so whoever walks the list calls it where there is something to wait for anyway.
+  MLA_DEVICE bool take(Item& item) const {
+    item = ahead_;
+    return more_;
+  }
+  MLA_DEVICE const Item* ahead() const { return more_ ? &ahead_ : nullptr; }
+
+  MLA_DEVICE void look() {
+    do more_ = next(ahead_);
+    while (more_ && params_.cu_seqlens_q != nullptr &&
+           first_row_ >= Queries(params_, ahead_.sequence).count * params_.heads);  // no rows for this block
   }
 
  private:
-  MLA_DEVICE bool any_next(Item& item) {
+  MLA_DEVICE bool next(Item& item) {
     if (params_.plan != nullptr) {
       while (cursor_ >= limit_) {
         worker_ += params_.workers;
         if (worker_ >= plan_workers_) return false;
         load_worker();
       }
-      const int32_t* words = params_.plan + uniform(__ldg(params_.plan + 7)) + 4 * cursor_++;
+      const int32_t* words = params_.plan + uniform(__ldg(params_.plan + PLAN_ITEMS)) + 4 * cursor_++;
       item.sequence = uniform(__ldg(words));
       item.first = uniform(__ldg(words + 1)) / granule_ * granule_;
       const int end = uniform(__ldg(words + 2));
@@ -96,7 +109,7 @@ class WorkList {
   }
 
   MLA_DEVICE void load_worker() {
-    const int32_t* bounds = params_.plan + __ldg(params_.plan + 5) + worker_;
+    const int32_t* bounds = params_.plan + __ldg(params_.plan + PLAN_WORK_INDPTR) + worker_;
     cursor_ = worker_ < plan_workers_ ? uniform(__ldg(bounds)) : 0;
     limit_ = worker_ < plan_workers_ ? uniform(__ldg(bounds + 1)) : 0;
   }
@@ -109,6 +122,20 @@ class WorkList {
   int cursor_ = 0;
   int limit_ = 0;
   int plan_workers_ = 0;
+  Item ahead_;
+  bool more_;
+};
+
+// Rows to tokens and heads: row / heads by one multiplication, exact below 2^32 / heads.
+class Heads {
+ public:
+  MLA_DEVICE explicit Heads(const DecodeParams& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
+  MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
+  MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
+
+ private:
+  int heads_;
+  uint32_t magic_;
 };
 
 // One row of a block: its token and head, and how many keys it sees.
@@ -117,14 +144,17 @@ struct Row {
   int token;  // within the sequence
   int head;
   bool valid;
-  MLA_DEVICE Row(const DecodeParams& params, const Queries& queries, int index_) : index(index_) {
-    token = index / params.heads;
-    head = index - token * params.heads;
-    valid = token < queries.count;
-  }
+  MLA_DEVICE Row(const Heads& heads, const Queries& queries, int index_)
+      : index(index_), token(heads.token(index_)), head(heads.head(index_, token)), valid(token < queries.count) {}
   MLA_DEVICE int limit(const DecodeParams& params, const Queries& queries, const Item& item) const {
     const int seen = params.causal ? item.length - queries.count + token + 1 : item.length;
     return seen < item.end ? seen : item.end;
+  }
+  // The first element of the row's query.
+  MLA_DEVICE const uint16_t* query(const DecodeParams& params, const Queries& queries, const Item& item) const {
+    const int64_t base = params.cu_seqlens_q != nullptr ? queries.first_token * params.q_token_stride
+                                                        : item.sequence * params.q_batch_stride;
+    return static_cast<const uint16_t*>(params.q) + base + token * params.q_token_stride + head * params.q_head_stride;
   }
 };
 
