@@ -1,4 +1,4 @@
-// plan on this arch: STEP is balanced or uniform.
+// plan on this arch: STEP is search, balanced or uniform.
 #include "cdna/wave.hpp"
 #include "mla/plan.hpp"
 

@@ -1,12 +1,14 @@
 // plan: shares the keys of ragged sequences among workers. The same integer steps as ops/plan/cost.py and
 // ops/plan/reference.py, so the same words. One source for every arch.
 //
-//   balanced  one workgroup: the cuts of the cheapest candidate, then the plan
+//   search    one workgroup per candidate number of workers: the cost of both its families -> two words of the items
+//   balanced  one workgroup: the cheapest candidate's cuts, then the plan
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
-// A candidate is priced only if a bound from below on its cost leaves it a chance against the one that promises most,
-// and few have one: 17 of 264 for one sequence of 8192 keys and 132 workers, one for 128 equal sequences.
-// Loops stay rolled: a workgroup runs each a few times, and its time goes into fetching instructions.
+// Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
+// Loops stay rolled: a workgroup runs each a few times, and fetching instructions is what it waits for. One workgroup
+// that prices only candidates with a chance needs no second launch, but took 11 to 72 us on an H200 where this takes
+// 6.5 to 10: its few waves divide 64-bit numbers one after the other.
 #pragma once
 
 #include "mla/block_scan.hpp"
@@ -29,42 +31,16 @@ struct Plan {
     int64_t at[most_sequences + 1];  // where each sequence begins, and the end
     int64_t longest;                 // keys of the longest sequence, in whole granules
   };
-  // Cut j lies before key `key` of a sequence.
+  // A cut before key `key` of a sequence, in each family: family 0 cuts at boundaries only, so its key is 0.
   struct Cuts {
-    int sequence[most_workers + 1];
+    int whole[most_workers + 1];     // sequence in family 0
+    int sequence[most_workers + 1];  // in family 1
     int key[most_workers + 1];
-  };
-  // Each new cut inside a sequence, in order: where an item begins other than at its sequence's start.
-  struct Entries {
-    int sequence[most_workers + 1];
-    int key[most_workers + 1];
-    int distinct[most_workers + 1];  // sequences among the entries up to each
   };
   struct Shared {
     Line line;
+    Cuts cuts;
     BlockScan<Wave, waves_> scan;
-    int64_t best_cost[waves_];
-    int best_index[waves_];
-    union {
-      int64_t bounds[2 * most_workers];  // of each candidate's cost, while the cheapest is sought
-      struct {
-        Cuts cuts;
-        Entries entries;
-      };
-    };
-  };
-  // A cut in each family: family 0 cuts at boundaries only, before sequence `whole`.
-  struct Cut {
-    int whole, sequence, key;
-  };
-  // Candidate index: family x workers + used - 1.
-  struct Price {
-    int64_t cost;
-    int index;
-
-    MLA_DEVICE bool beats(const Price& other) const {
-      return cost < other.cost || (cost == other.cost && index < other.index);
-    }
   };
 
   MLA_DEVICE static int64_t round_up(int64_t keys) { return (keys + granule - 1) / granule * granule; }
@@ -118,18 +94,23 @@ struct Plan {
     return low;
   }
 
-  // Cut j of the candidates that use `used` workers.
-  MLA_DEVICE static Cut cut_at(const PlanParams& p, const Line& line, int used, int j) {
-    const int64_t fixed = p.item_cost;
+  // Cuts 0..workers of the candidate that uses `used` workers.
+  MLA_DEVICE static void place_cuts(const PlanParams& p, Shared& s, int used) {
+    const int64_t total = s.line.at[p.batch], fixed = p.item_cost;
     const int64_t crumb = round_up(fixed / 2);
-    const int64_t place = divide(line.at[p.batch] * (j < used ? j : used), used);
-    const int b = sequence_at(p, line, place);
-    const int64_t offset = place - line.at[b];
-    const int64_t length = b < p.batch ? line.at[b + 1] - line.at[b] - fixed : 0;
-    const int64_t near = (divide(offset * length, length + fixed) + granule / 2) / granule * granule;
-    const bool crumbs = near < crumb || length - near < crumb;
-    return Cut{b + (2 * offset > length + fixed ? 1 : 0), b + (crumbs && 2 * near > length ? 1 : 0),
-               crumbs ? 0 : static_cast<int>(near)};
+#pragma unroll 1
+    for (int j = thread_id(); j <= p.workers; j += threads) {
+      const int64_t place = divide(total * (j < used ? j : used), used);
+      const int b = sequence_at(p, s.line, place);
+      const int64_t offset = place - s.line.at[b];
+      const int64_t length = b < p.batch ? s.line.at[b + 1] - s.line.at[b] - fixed : 0;
+      const int64_t near = (divide(offset * length, length + fixed) + granule / 2) / granule * granule;
+      const bool crumbs = near < crumb || length - near < crumb;
+      s.cuts.whole[j] = b + (2 * offset > length + fixed ? 1 : 0);
+      s.cuts.sequence[j] = b + (crumbs && 2 * near > length ? 1 : 0);
+      s.cuts.key[j] = crumbs ? 0 : static_cast<int>(near);
+    }
+    block_sync();
   }
 
   // What the worker between cut j and the next costs.
@@ -142,103 +123,85 @@ struct Plan {
     return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
   }
 
-  MLA_DEVICE static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-  MLA_DEVICE static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-  // How far apart a candidate's cuts are.
-  MLA_DEVICE static int64_t spacing_of(const PlanParams& p, const Line& line, int index) {
-    const int used = index % p.workers + 1;
-    return larger(divide(line.at[p.batch] + used - 1, used), 1);
-  }
-
-  // What the last arriver of a split sequence adds.
-  MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const Line& line, int64_t spacing) {
-    return p.tile_rows * (1 + divide(line.longest + spacing - 1, spacing));
-  }
-
-  // No candidate costs less: its dearest worker has at least an equal share of the line, and at least the longest
-  // sequence unless one is split, which costs a merge.
-  MLA_DEVICE static int64_t bound(const PlanParams& p, const Line& line, int index) {
-    const int64_t spacing = spacing_of(p, line, index);
-    const int64_t unsplit = larger(spacing, line.longest + p.item_cost);
-    return index < p.workers ? unsplit : smaller(unsplit, spacing + merge_cost(p, line, spacing));
-  }
-
-  // The cost of a candidate, of which this wave looks at every `share`-th stretch of cuts from `first` on.
-  struct Part {
-    int64_t cost;
-    int any;  // 1: something is split
-  };
-  MLA_DEVICE static Part price(const PlanParams& p, const Line& line, int index, int first, int share) {
-    const int lane = thread_id() % Wave::lanes;
-    const int used = index % p.workers + 1;
-    const bool family = index >= p.workers;
-    Part part{0, 0};
-    // The last lane of a stretch only brings the cut at which the one before ends.
+  // The costs of both families with as many workers as this workgroup's number, among those of all: into the items.
+  MLA_DEVICE static void search(const PlanParams& p) {
+    MLA_SHARED Shared s;
+    MLA_SHARED int64_t costs[2][waves_];
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    const int used = block_id_x() + 1;
+    place_cuts(p, s, used);
+    int64_t whole = 0, split = 0;
+    int any = 0;
 #pragma unroll 1
-    for (int base = first * (Wave::lanes - 1); base < used; base += share * (Wave::lanes - 1)) {
-      const Cut cut = cut_at(p, line, used, base + lane);
-      const int sequence = family ? cut.sequence : cut.whole;
-      const int key = family ? cut.key : 0;
-      const int next = Wave::from_lane(sequence, lane + 1 < Wave::lanes ? lane + 1 : lane);
-      const int next_key = Wave::from_lane(key, lane + 1 < Wave::lanes ? lane + 1 : lane);
-      if (lane + 1 < Wave::lanes && base + lane < used)
-        part.cost = larger(part.cost, load(p, line, sequence, key, next, next_key));
-      part.any |= key > 0 ? 1 : 0;
+    for (int j = thread_id(); j < p.workers; j += threads) {
+      whole = larger(whole, load(p, s.line, s.cuts.whole[j], 0, s.cuts.whole[j + 1], 0));
+      const int key = s.cuts.key[j], next_key = s.cuts.key[j + 1];
+      split = larger(split, load(p, s.line, s.cuts.sequence[j], key, s.cuts.sequence[j + 1], next_key));
+      any |= key > 0 ? 1 : 0;
     }
-    for (int apart = 1; apart < Wave::lanes; apart *= 2)
-      part.cost = larger(part.cost, from_lane<Wave>(part.cost, lane ^ apart));
-    part.any = Wave::any(part.any != 0) ? 1 : 0;
-    return part;
+    any = s.scan.largest(any);
+    whole = wave_largest(whole);
+    split = wave_largest(split);
+    const int wave = thread_id() / Wave::lanes;
+    if (thread_id() % Wave::lanes == 0) {
+      costs[0][wave] = whole;
+      costs[1][wave] = split;
+    }
+    block_sync();
+    if (thread_id() >= 2) return;
+    int64_t cost = 0;
+    for (int w = 0; w < waves_; ++w) cost = larger(cost, costs[thread_id()][w]);
+    const int64_t spacing = larger(divide(s.line.at[p.batch] + used - 1, used), 1);
+    if (thread_id() == 1 && any != 0) cost += p.tile_rows * (1 + divide(s.line.longest + spacing - 1, spacing));
+    found_costs(p)[thread_id() * p.workers + used - 1] = cost;
   }
-  // The best of what the threads of the workgroup hold.
-  MLA_DEVICE static Price best_of(Shared& s, Price mine) {
-    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
-    for (int apart = 1; apart < Wave::lanes; apart *= 2) {
-      const Price other{from_lane<Wave>(mine.cost, lane ^ apart), Wave::from_lane(mine.index, lane ^ apart)};
-      if (other.beats(mine)) mine = other;
-    }
-    if (lane == 0) {
-      s.best_cost[wave] = mine.cost;
-      s.best_index[wave] = mine.index;
-    }
-    block_sync();
-    for (int w = 0; w < waves_; ++w) {
-      const Price other{s.best_cost[w], s.best_index[w]};
-      if (other.beats(mine)) mine = other;
-    }
-    block_sync();
-    return mine;
+
+  // [2][workers] costs lie where the items will: 4 words each, and there are at least as many items as workers.
+  MLA_DEVICE static int64_t* found_costs(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
+
+  MLA_DEVICE static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+  MLA_DEVICE static int64_t wave_largest(int64_t x) {
+    const int lane = thread_id() % Wave::lanes;
+    for (int apart = 1; apart < Wave::lanes; apart *= 2) x = larger(x, from_lane<Wave>(x, lane ^ apart));
+    return x;
   }
 
   // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
   MLA_DEVICE static int cheapest(const PlanParams& p, Shared& s) {
-    const int candidates = 2 * p.workers, wave = Wave::uniform(thread_id() / Wave::lanes);
-    Price hopeful{MOST, candidates};
+    MLA_SHARED int64_t best_cost[waves_];
+    MLA_SHARED int best_index[waves_];
+    int64_t cost = MOST;
+    int index = 2 * p.workers;
 #pragma unroll 1
-    for (int i = thread_id(); i < candidates; i += threads) {
-      s.bounds[i] = bound(p, s.line, i);
-      const Price other{s.bounds[i], i};
-      if (other.beats(hopeful)) hopeful = other;
-    }
-    hopeful = best_of(s, hopeful);
-    // All waves price the one that promises most together, then each those of its own that may beat the best it knows.
-    Price best{MOST, candidates};
-#pragma unroll 1
-    for (int i = wave - waves_; i < candidates; i += waves_) {
-      const bool together = i < 0;
-      const int index = together ? hopeful.index : i;
-      if (!together && (i == hopeful.index || !Price{s.bounds[i], i}.beats(best))) continue;
-      Part part = price(p, s.line, index, together ? wave : 0, together ? waves_ : 1);
-      if (together) {
-        part.any = s.scan.largest(part.any);
-        part.cost = -best_of(s, Price{-part.cost, 0}).cost;  // the largest of all waves
+    for (int i = thread_id(); i < 2 * p.workers; i += threads) {
+      const int64_t other = found_costs(p)[i];
+      if (other < cost) {
+        cost = other;
+        index = i;
       }
-      if (part.any != 0) part.cost += merge_cost(p, s.line, spacing_of(p, s.line, index));
-      const Price other{part.cost, index};
-      if (other.beats(best)) best = other;
     }
-    return best_of(s, best).index;
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    for (int apart = 1; apart < Wave::lanes; apart *= 2) {
+      const int64_t other = from_lane<Wave>(cost, lane ^ apart);
+      const int other_index = Wave::from_lane(index, lane ^ apart);
+      if (other < cost || (other == cost && other_index < index)) {
+        cost = other;
+        index = other_index;
+      }
+    }
+    if (lane == 0) {
+      best_cost[wave] = cost;
+      best_index[wave] = index;
+    }
+    block_sync();
+    for (int w = 0; w < waves_; ++w)
+      if (best_cost[w] < cost || (best_cost[w] == cost && best_index[w] < index)) {
+        cost = best_cost[w];
+        index = best_index[w];
+      }
+    return index;
   }
 
   MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
@@ -262,65 +225,69 @@ struct Plan {
     for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
   }
 
-  // Each new cut inside a sequence begins an item, and so does each sequence. Everything else follows from how many
-  // entries belong to earlier sequences.
+  // Cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an item; so does each
+  // sequence. Everything else follows from how many entries belong to earlier sequences.
   MLA_DEVICE static void balanced(const PlanParams& p) {
     MLA_SHARED Shared s;
+    MLA_SHARED int item_sequence[most_workers + 1];
+    MLA_SHARED int item_key[most_workers + 1];
+    MLA_SHARED int split_sequences[most_workers + 1];  // distinct sequences up to each of the list
+    // The lengths are as old as the costs' producer, which has waited for theirs.
+    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     Wave::wait_for_producer();
     Wave::release_consumer();
-    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     const int best = cheapest(p, s);
     const bool splits = best >= p.workers;
-#pragma unroll 1
-    for (int j = thread_id(); j <= p.workers; j += threads) {
-      const Cut cut = cut_at(p, s.line, splits ? best - p.workers + 1 : best + 1, j);
-      s.cuts.sequence[j] = splits ? cut.sequence : cut.whole;
-      s.cuts.key[j] = splits ? cut.key : 0;
-    }
-    block_sync();
+    place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
+    const int* sequences = splits ? s.cuts.sequence : s.cuts.whole;
 
-    Entries& list = s.entries;
-    int count = 0, distinct = 0;
+    int count = 0;
 #pragma unroll 1
     for (int base = 0; base <= p.workers; base += threads) {
       const int j = base + thread_id();
       const bool exists = j <= p.workers;
-      const int key = exists ? s.cuts.key[j] : 0;
-      const int sequence = exists ? s.cuts.sequence[j] : 0;
-      const bool same = j > 0 && exists && s.cuts.sequence[j - 1] == sequence && s.cuts.key[j - 1] > 0;
-      const bool fresh = key > 0 && !(same && s.cuts.key[j - 1] == key);
-      // Two counts in one sum: entries, and sequences that have one.
+      const int key = exists && splits ? s.cuts.key[j] : 0;
+      const int sequence = exists ? sequences[j] : 0;
+      const bool fresh = j > 0 && key > 0 && !(sequences[j - 1] == sequence && s.cuts.key[j - 1] == key);
       int64_t all;
-      const int64_t before = s.scan.exclusive(fresh ? (same ? 1 : (int64_t(1) << 32) + 1) : 0, all);
-      const int at = count + static_cast<int>(before & 0xffffffff);
+      const int before = count + static_cast<int>(s.scan.exclusive(fresh ? 1 : 0, all));
       if (fresh) {
-        list.sequence[at] = sequence;
-        list.key[at] = key;
-        list.distinct[at] = distinct + static_cast<int>(before >> 32) + (same ? 0 : 1);
+        item_sequence[before] = sequence;
+        item_key[before] = key;
       }
-      if (exists) p.plan[p.work_indptr + j] = sequence + at + (fresh ? 1 : 0);
-      count += static_cast<int>(all & 0xffffffff);
-      distinct += static_cast<int>(all >> 32);
+      if (exists) p.plan[p.work_indptr + j] = sequence + before + (fresh ? 1 : 0);
+      count += static_cast<int>(all);
+    }
+    block_sync();
+    int distinct = 0;
+#pragma unroll 1
+    for (int base = 0; base < count; base += threads) {
+      const int c = base + thread_id();
+      const bool leads = c < count && (c == 0 || item_sequence[c - 1] != item_sequence[c]);
+      int64_t all;
+      const int before = distinct + static_cast<int>(s.scan.exclusive(leads ? 1 : 0, all));
+      if (c < count) split_sequences[c] = before + (leads ? 1 : 0);
+      distinct += static_cast<int>(all);
     }
     block_sync();
 
-    // Where the partial rows of a sequence begin, given the number of entries of earlier ones.
-    const auto rows_before = [&](int entries) { return entries + (entries > 0 ? list.distinct[entries - 1] : 0); };
+    // Where the partial rows of sequence b begin, given the number of list entries of earlier sequences.
+    const auto rows_before = [&](int entries) { return entries + (entries > 0 ? split_sequences[entries - 1] : 0); };
 #pragma unroll 1
     for (int b = thread_id(); b <= p.batch; b += threads) {
-      const int entries = entries_before(list.sequence, count, b);
+      const int entries = entries_before(item_sequence, count, b);
       const int row = rows_before(entries);
       p.plan[p.split_indptr + b] = row;
       if (b == p.batch) break;
-      const bool split = entries < count && list.sequence[entries] == b;
-      write_item(p, b + entries, b, 0, split ? list.key[entries] : open, split ? row : -1);
+      const bool split = entries < count && item_sequence[entries] == b;
+      write_item(p, b + entries, b, 0, split ? item_key[entries] : open, split ? row : -1);
     }
 #pragma unroll 1
     for (int c = thread_id(); c < count; c += threads) {
-      const int b = list.sequence[c];
-      const int entries = entries_before(list.sequence, count, b);
-      const bool more = c + 1 < count && list.sequence[c + 1] == b;
-      write_item(p, b + c + 1, b, list.key[c], more ? list.key[c + 1] : open, rows_before(entries) + c + 1 - entries);
+      const int b = item_sequence[c];
+      const int entries = entries_before(item_sequence, count, b);
+      const bool more = c + 1 < count && item_sequence[c + 1] == b;
+      write_item(p, b + c + 1, b, item_key[c], more ? item_key[c + 1] : open, rows_before(entries) + c + 1 - entries);
     }
     const int used = p.batch + count;
 #pragma unroll 1

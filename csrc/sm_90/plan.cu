@@ -1,4 +1,4 @@
-// plan on this arch: STEP is balanced or uniform.
+// plan on this arch: STEP is search, balanced or uniform.
 #include "sm_90/wave.hpp"
 #include "mla/plan.hpp"
 

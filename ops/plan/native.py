@@ -1,4 +1,4 @@
-"""plan on our own kernels: one launch, and nothing is read on the host."""
+"""plan on our own kernels: two launches for a balanced plan, one for a uniform one; nothing is read on the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
-WAVES = {"nvidia": dict(balanced=16, uniform=8), "amd": dict(balanced=8, uniform=4)}
+WAVES = {"nvidia": dict(search=8, balanced=16, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
 _NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
 
 
@@ -26,8 +26,8 @@ def instance(arch: Arch, step: str) -> str:
     return f"plan_step-{step}_waves-{WAVES[arch.vendor][step]}"
 
 
-def _step(num_splits: int, split_size: int) -> str:
-    return "uniform" if num_splits > 0 or split_size > 0 else "balanced"
+def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
+    return ("uniform",) if num_splits > 0 or split_size > 0 else ("search", "balanced")
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -35,10 +35,11 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
     if problem.batch < 1 or problem.batch > MOST_SEQUENCES:
         return Refusal(f"{problem.batch} sequences; it takes 1 to {MOST_SEQUENCES}")
-    needed = instance(arch, _step(problem.num_splits, problem.split_size))
-    if not has_kernel(arch, needed):
-        return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(arch, f"{needed}, one launch")
+    steps = _steps(problem.num_splits, problem.split_size)
+    for needed in (instance(arch, step) for step in steps):
+        if not has_kernel(arch, needed):
+            return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Offer(arch, f"{' then '.join(steps)}, {len(steps)} launch{'es' if len(steps) > 1 else ''}")
 
 
 _POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
@@ -80,8 +81,6 @@ def run(
 ) -> None:
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    step = _step(num_splits, split_size)
-    threads = WAVES[config.vendor][step] * config.wavefront
     numbers, workgroups = _numbers(config, batch, rows, workers, max_kv_len, num_splits, split_size)
     pointers = _pack_pointers(
         seq_lens.data_ptr(), 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(), plan.data_ptr()
@@ -91,10 +90,13 @@ def run(
         yield Buffer("seq_lens", seq_lens, "r")
         if cu_seqlens_q is not None:
             yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
-        yield Buffer("plan", plan, "w")
+        # The second step reads what the first left in the words of the items.
+        yield Buffer("plan", plan, "rw" if step == "balanced" else "w")
 
-    grid = (workgroups, 1, 1)
-    launch("plan", instance(config, step), seq_lens, grid, threads, 0, pointers + numbers, buffers, overlap=True)
+    for step in _steps(num_splits, split_size):
+        threads = WAVES[config.vendor][step] * config.wavefront
+        grid = (workgroups if step == "uniform" else workers if step == "search" else 1, 1, 1)
+        launch("plan", instance(config, step), seq_lens, grid, threads, 0, pointers + numbers, buffers, overlap=True)
 
 
 BACKEND = Backend("native", offer, run)
