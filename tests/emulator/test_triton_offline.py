@@ -1,0 +1,147 @@
+"""The portable backends' machine code for gfx942 and gfx950, run in the emulator, gives the reference's results.
+
+bf16 is covered here alone among tests without a GPU: the dot of Triton's interpreter is wrong in it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed; the `test` extra brings it")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("Triton's interpreter is on, and with it Triton compiles nothing", allow_module_level=True)
+
+from triton_offline import Launch, launches
+
+from mla_suite import testing
+from mla_suite.core import arch as archs
+from mla_suite.core import library
+from mla_suite.core.dispatch import Offer
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout
+from mla_suite.core.library import Sample
+from mla_suite.ops.append_kv.samples import sample as append_sample
+from mla_suite.ops.combine.samples import sample as combine_sample
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.samples import sample as plan_sample
+from mla_suite.ops.sparse_decode.samples import PoolShape
+from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
+
+CPU = torch.device("cpu")
+# What bf16 weights may add to the error: each is rounded by half an ulp, 2^-9 of itself, and their sum is not.
+WEIGHTS = 2.0**-8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        yield
+
+
+def run(
+    op: str, arch: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[torch.Tensor, ...], list[Launch]]:
+    """The portable backend's outputs, poisoned before it runs, and its launches."""
+    module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), library.get(op)
+    offer = module.offer(record.problem(*args, **kwargs), archs.get(arch))
+    assert isinstance(offer, Offer), offer
+    outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
+    with launches(arch) as done:
+        module.run(offer.config, outputs, *args, **kwargs)
+    return outputs, done
+
+
+def assert_exact(out: torch.Tensor, lse: torch.Tensor, exact: testing.Exact) -> None:
+    """Within an ulp of out, and what rounded weights may do, of the exact result."""
+    error = (out.double() - exact.out).abs()
+    allowed = testing.ulp(out, out.dtype) + WEIGHTS * exact.magnitude
+    assert bool((error <= allowed).all()), f"{(error / allowed).max().item():.3g} times the bound"
+    torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_combine(arch: str) -> None:
+    args, kwargs = combine_sample(2, 4, 3, ragged=True, sink=True).make(CPU)
+    got, _ = run("combine", arch, args, kwargs)
+    for mine, expected in zip(got, torch.ops.mla_suite.combine(*args, **kwargs), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        plan_sample([4096, 0, 1, 700, 12000], rows=16, workers=12, max_kv_len=16384, varlen=True),
+        plan_sample([5000, 64, 900], rows=64, workers=4, max_kv_len=8192, split_size=1024),
+    ],
+    ids=lambda s: s.name,
+)
+def test_plan(arch: str, case: Sample) -> None:
+    args, kwargs = case.make(CPU)
+    (got,), _ = run("plan", arch, args, kwargs)
+    assert torch.equal(got, torch.ops.mla_suite.plan(*args, **kwargs))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "v32", "dsv4", "dsv4_fnuz"])
+def test_append_kv(arch: str, name: str) -> None:
+    args, kwargs = append_sample(5, name, page=3, rope=True, skip=True).make(CPU)
+    mine = args[2].clone(memory_format=torch.preserve_format)
+    torch.ops.mla_suite.append_kv(*args, **kwargs)
+    run("append_kv", arch, (*args[:2], mine, *args[3:]), kwargs)
+    assert torch.equal(mine.view(torch.uint8), args[2].view(torch.uint8))
+
+
+DECODE = [
+    decode_sample([130, 0, 7], planned=True),
+    decode_sample([70, 33], heads=24, q_len=2, num_splits=2, page=16, sink=True, varlen=True),
+    decode_sample([65, 40], heads=8, layout="fp8", page=1),
+]
+
+
+@pytest.mark.parametrize("case", DECODE, ids=lambda s: s.name)
+def test_decode(arch: str, case: Sample) -> None:
+    args, kwargs = case.make(CPU)
+    (out, lse), done = run("decode", arch, args, kwargs)
+    assert_exact(out, lse, testing.exact_decode(*args, **kwargs))
+    assert "v_mfma" in done[0].compiled.asm["amdgcn"]
+
+
+# Layouts whose values are exact in bf16: what is left is the rounding of weights.
+V4_POOLS = [PoolShape("dsv4", 2, 64, 40), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)]
+SPARSE = [
+    (sparse_sample(2, 1, 16, [PoolShape("v32_pow2", 3, 64, 48)]), 1),
+    (sparse_sample(2, 1, 24, V4_POOLS, sink=True), 1),
+    (sparse_sample(2, 2, 8, [PoolShape("bf16", 4, 16, 70)], lengths=True), 2),
+]
+
+
+@pytest.mark.parametrize(("case", "num_splits"), SPARSE, ids=[case.name for case, _ in SPARSE])
+def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
+    args, kwargs = case.make(CPU)
+    kwargs["num_splits"] = num_splits
+    (out, lse), _ = run("sparse_decode", arch, args, kwargs)
+    assert_exact(out.flatten(0, 1), lse.flatten(0, 1), exact_sparse(*args, **kwargs))
+
+
+def exact_sparse(
+    q: torch.Tensor, kv_caches: Any, indices: Any, indptrs: Any, topk_lengths: Any, sink: Any, *, layouts: Any,
+    softmax_scale: float, **choices: int,
+) -> testing.Exact:  # fmt: skip
+    """Each query token of q [batch, q_len, heads, D] over the keys that its valid indices select."""
+    found = []
+    no_sink = torch.full((q.shape[2],), -torch.inf)
+    for t, query in enumerate(q.flatten(0, 1)):
+        keys = []
+        for name, cache, index, indptr, lengths in zip(layouts, kv_caches, indices, indptrs, topk_lengths, strict=True):
+            chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, 1)[t]
+            chosen = chosen if lengths is None else chosen[: lengths[t // q.shape[1]]]
+            rows = caches.unpack(layout(name), cache).flatten(0, 1)
+            keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))].long()])
+        every = torch.cat(keys)
+        visible = torch.full((query.shape[0],), len(every))
+        found.append(testing.attention(query, every, visible, softmax_scale, 512, no_sink if sink is None else sink))
+    return testing.Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
