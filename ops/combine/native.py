@@ -202,9 +202,16 @@ def merge_config(place: torch.Tensor, out: torch.Tensor, rows: int, batch: int, 
     arch = current_arch(place)
     if arch is None:
         raise RuntimeError(f"combine: {place.device} has no native kernels")
+    return _merge_config(arch, out.shape[-1], OUT_TYPES[out.dtype][1], rows, batch, splits, fixed)
+
+
+@lru_cache(maxsize=4096)
+def _merge_config(
+    arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int, fixed: bool
+) -> Config:
     if fixed:
-        return configs.invariant(arch, out.shape[-1])
-    return configs.choose(arch, out.shape[-1], OUT_TYPES[out.dtype][1], rows, batch, splits)[0]
+        return configs.invariant(arch, head_dim_v)
+    return configs.choose(arch, head_dim_v, out_dtype, rows, batch, splits)[0]
 
 
 BACKEND = Backend("native", offer, run)
