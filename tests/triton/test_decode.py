@@ -12,7 +12,7 @@ from backend import CPU, run
 import mla_suite
 from mla_suite import testing
 from mla_suite.core import library
-from mla_suite.core.dispatch import Refusal
+from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.library import Sample
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
@@ -61,6 +61,19 @@ def test_decode_in_half_precision() -> None:
     allowed = testing.ulp(out, torch.float16) + 2.0**-11 * exact.magnitude
     assert bool(((out.double() - exact.out).abs() <= allowed).all())
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-4, rtol=1e-4)
+
+
+def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
+    args, kwargs = decode_sample([130, 40], heads=8, q_len=2, **FP32).make(CPU)
+    expected = mla_suite.decode(*args, **kwargs)
+    room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
+    offer = decode.offer(library.get("decode").problem(*args, **kwargs), None)
+    assert isinstance(offer, Offer)
+    decode.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
+    torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
+    assert room[:, 2].eq(7).all()
+    assert room[..., 512:].eq(7).all()
 
 
 def test_refusals_are_sentences() -> None:
