@@ -4,7 +4,7 @@
 
 namespace mla::sm90 {
 
-using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, KEY_BLOCK, STAGE_COUNT, Q_REGS>;
+using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE>;
 
 // TMA reads its map in the launch parameters, where it must lie on 64 bytes. So the driver copies the parameters rounded
 // up to 64 bytes: the host pads them.

@@ -82,6 +82,13 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int 
       : "memory");
 }
 
+// `bytes` in a row, a multiple of 16 as are both addresses; they count on the barrier.
+MLA_DEVICE void copy_row(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits
@@ -89,7 +96,5 @@ MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap
 MLA_DEVICE void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
-
-MLA_DEVICE void copies_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace mla::sm90

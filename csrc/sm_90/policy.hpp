@@ -10,8 +10,8 @@ namespace mla::sm90 {
 constexpr int ROWS = 64;
 constexpr int THREADS = 512;
 // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-constexpr int LOADER_REGISTERS = 40;
-constexpr int SCORES_REGISTERS = 152;
+constexpr int LOADER_REGISTERS = 48;
+constexpr int SCORES_REGISTERS = 144;
 constexpr int VALUES_REGISTERS = 160;
 static_assert(LOADER_REGISTERS + SCORES_REGISTERS + 2 * VALUES_REGISTERS <= 512, "the registers of an SM");
 constexpr int VALUE_COLUMNS = 256;
@@ -20,22 +20,23 @@ constexpr int D_V = 512;
 // How keys come: by 16-byte copies from pages of any size, or by the copy engine from pages that are multiples of a box.
 enum class Source { gather, tma };
 
-template <class T, int DEPTH_, Source SOURCE_, int KEYS_, int STAGES_, int Q_REGISTER_STEPS_>
+template <class T, int DEPTH_, Source SOURCE_>
 struct DecodePolicy {
   using Type = T;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
-  static constexpr int KEYS = KEYS_;                     // keys of a stage, and of one Q K^T and one P V
-  static constexpr int BOX = KEYS % 32 == 0 ? KEYS : 16;  // keys that TMA brings at once: pages are multiples of it
-  static constexpr int GRANULE = SOURCE == Source::tma ? BOX : 1;  // a plan's cuts are moved down to multiples of it
+  static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
+  static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
-  static constexpr int STAGES = STAGES_;
+  static constexpr int STAGES = 5;
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
-  static constexpr int Q_REGISTER_STEPS = Q_REGISTER_STEPS_;
-  static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
+  static constexpr int Q_REGISTER_STEPS = Q_STEPS / 2;
+  static constexpr int Q_SHARED_STEPS = Q_STEPS / 2;
+  static constexpr int Q_HALF_BYTES = DEPTH;             // of a row; an item's queries come through two stages of the ring
+  static_assert(ROWS * Q_HALF_BYTES == STAGE_BYTES, "half of the queries fill a stage");
 
   static constexpr int KV_OFFSET = 0;
   static constexpr int Q_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;

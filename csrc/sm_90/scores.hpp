@@ -72,43 +72,60 @@ class Scores {
     return uniform(stop) == 0;
   }
 
-  // This item's queries: the first steps of Q K^T read them from shared memory, the others from registers.
-  MLA_DEVICE void load_q(const Queries& queries) {
-    const Heads heads(params_);
+  // This item's queries from their two stages: the first half of the steps of Q K^T read them from shared memory, laid out
+  // for wgmma, the second half from registers.
+  MLA_DEVICE void load_q() {
     const int lane = group_thread() % 32;
     const int warp = group_thread() / 32;
+    const Queries queries(params_, item_.sequence);
+    const Heads heads(params_);
     group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
-    constexpr int PIECES = Policy::Q_SHARED_STEPS * 2;  // 16-byte pieces of a row
+    uint32_t stage = next_q_stage();
+    // Eight rows and four pieces of 16 bytes at a time: what a warp writes at once is four cores of wgmma's layout.
+#pragma unroll 1
+    for (int group = warp; group < ROWS / 8; group += 4) {
+      const uint32_t from = stage + (group * 8 + lane % 8) * Policy::Q_HALF_BYTES + lane / 8 * 16;
+      const uint32_t to = shared_ + Policy::Q_OFFSET + group * 256 + lane % 8 * 16 + lane / 16 * 2048 + lane / 8 % 2 * 128;
 #pragma unroll
-    for (int group = 0; group < 2; ++group) {
-      const int local = (warp + 4 * group) * 8 + lane % 8;
-      const Row row(heads, queries, first_row() + local);
-      const uint16_t* from = row.valid ? row.query(params_, queries, item_) : static_cast<const uint16_t*>(params_.q);
-      const uint32_t to = shared_ + Policy::Q_OFFSET + local / 8 * 256 + lane % 8 * 16;
-#pragma unroll
-      for (int i = 0; i < (PIECES + 3) / 4; ++i) {
-        const int piece = i * 4 + lane / 8;
-        if (PIECES % 4 == 0 || piece < PIECES)
-          copy16(to + piece / 2 * 2048 + piece % 2 * 128, from + piece * 8, row.valid);
+      for (int i = 0; i < Policy::Q_SHARED_STEPS / 2; ++i) {
+        uint32_t a, b, c, d;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from + i * 64));
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 4096), "r"(a), "r"(b), "r"(c), "r"(d)
+                     : "memory");
       }
     }
+    release_q_stage();
+    stage = next_q_stage();
+    const uint32_t from =
+        stage + (warp * 16 + lane % 16) * Policy::Q_HALF_BYTES + lane / 16 * 16;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
-      // A row past the last takes some other row's queries: its result is never stored. A condition on every load
-      // would make each wait for the one before it.
-      const uint16_t* from = (row.valid ? row.query(params_, queries, item_) : static_cast<const uint16_t*>(params_.q)) +
-                             Policy::Q_SHARED_STEPS * 16 + lane % 4 * 2;
+    for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
+                   : "r"(from + k * 32)
+                   : "memory");
+    release_q_stage();
 #pragma unroll
-      for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k) {
-        q_[4 * k + half] = __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k));
-        q_[4 * k + half + 2] = __ldg(reinterpret_cast<const uint32_t*>(from + 16 * k + 8));
-      }
-      row_limit_[half] = row.limit(params_, queries, item_);
-    }
-    copies_wait();
+    for (int half = 0; half < 2; ++half)
+      row_limit_[half] =
+          Row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8).limit(params_, queries, item_);
     fence_async();
     group_sync(SCORES_BARRIER);
+  }
+
+  MLA_DEVICE uint32_t next_q_stage() {
+    barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+    return shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES;
+  }
+
+  // In place of the eight values warps, which do not read this stage.
+  MLA_DEVICE void release_q_stage() {
+    __syncwarp();
+    if (group_thread() % 32 == 0) {
+      barrier_arrive(barriers_.kv_empty(ring_.stage));
+      barrier_arrive(barriers_.kv_empty(ring_.stage));
+    }
+    ring_.next();
   }
 
   // Starts S = Q K^T for the ring's next stage; `between(k)` is done after step k.
@@ -272,8 +289,14 @@ class Scores {
     slots_.next();
   }
 
+  // An order without P. An item without keys has out 0 and lse -inf.
   MLA_DEVICE void order_only(int order) {
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    if (group_thread() < ROWS) {
+      store_shared(slot() + Policy::INVERSE + group_thread() * 4, 0.0f);
+      store_shared(slot() + Policy::LSE + group_thread() * 4, -INFINITE);
+    }
+    group_sync(SCORES_BARRIER);  // a values warp waits for all four, but reads rows that another one wrote
     write_order(order);
     hand_over();
   }
@@ -316,7 +339,7 @@ class Scores {
       order_only(LAST);
       return;
     }
-    load_q(Queries(params_, item_.sequence));
+    load_q();
     float even[REGS], odd[REGS];
     start(even, [](int) {});
     wgmma_wait<0>();

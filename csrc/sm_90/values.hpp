@@ -42,32 +42,23 @@ class Values {
 #pragma unroll
       for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
       if (order & MULTIPLY) {
+        stages_.next();  // two stages of queries
+        stages_.next();
         multiply(false);
         while (!(order & LAST)) {
           give_back();
           order = next_order();
           multiply(order & RESCALE);
         }
-        inverse_[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
-        inverse_[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
-        lse_[0] = load_shared<float>(slot() + Policy::LSE + row() * 4);
-        lse_[1] = load_shared<float>(slot() + Policy::LSE + row() * 4 + 32);
-      } else {
-        inverse_[0] = inverse_[1] = 0.0f;
-        lse_[0] = lse_[1] = -__builtin_huge_valf();
+        if (group_thread() % 32 == 0) barrier_arrive(barriers_.kv_empty(stages_.stage));
+        stages_.next();
       }
-      const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
-      const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
-      if (order & MULTIPLY) {
-        give_back();
-      } else {
-        __syncwarp();
-        if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
-        slots_.next();
-      }
-      const Queries queries(params_, sequence);
-      store<0>(partial_row, queries);
-      store<1>(partial_row, queries);
+      // The slot is given back after its last numbers were read, at the end: the next item's P V cannot begin before.
+      store<0>();
+      store<1>();
+      __syncwarp();
+      if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
+      slots_.next();
     }
   }
 
@@ -125,14 +116,18 @@ class Values {
 
   // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on validity.
   template <int HALF>
-  MLA_DEVICE void store(int partial_row, const Queries& queries) {
+  MLA_DEVICE void store() {
+    const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
+    const Queries queries(params_, uniform(load_shared<int>(slot() + Policy::ITEM)));
+    const float inverse = load_shared<float>(slot() + Policy::INVERSE + (row() + HALF * 8) * 4);
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
     const Row mine(Heads(params_), queries, first_row + row() + HALF * 8);
     if (side_ == 0 && group_thread() % 4 == 0 && mine.valid) {
+      const float lse = load_shared<float>(slot() + Policy::LSE + (row() + HALF * 8) * 4);
       if (partial_row < 0)
-        params_.lse[(queries.first_token + mine.token) * params_.heads + mine.head] = lse_[HALF];
+        params_.lse[(queries.first_token + mine.token) * params_.heads + mine.head] = lse;
       else
-        params_.partial_lse[static_cast<int64_t>(partial_row) * params_.rows + mine.index] = lse_[HALF];
+        params_.partial_lse[static_cast<int64_t>(partial_row) * params_.rows + mine.index] = lse;
     }
     if (partial_row < 0) {
       uint16_t* out = static_cast<uint16_t*>(params_.out) +
@@ -144,7 +139,7 @@ class Values {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = group % 4 * 16 + i * 4 + HALF * 2;
-          v[i] = pack<T>(o_[group / 4][at] * inverse_[HALF], o_[group / 4][at + 1] * inverse_[HALF]);
+          v[i] = pack<T>(o_[group / 4][at] * inverse, o_[group / 4][at + 1] * inverse);
         }
         transpose_quad(v, group_thread());
         if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
@@ -156,7 +151,7 @@ class Values {
       for (int i = 0; i < 32; ++i) {
         const int at = i % 16 * 4 + HALF * 2;
         *reinterpret_cast<float2*>(out + i * 8) =
-            make_float2(o_[i / 16][at] * inverse_[HALF], o_[i / 16][at + 1] * inverse_[HALF]);
+            make_float2(o_[i / 16][at] * inverse, o_[i / 16][at + 1] * inverse);
       }
     }
   }
@@ -174,8 +169,6 @@ class Values {
   int side_;
   Ring<Policy::STAGES> stages_;
   Ring<Policy::P_SLOTS> slots_;
-  float inverse_[2];
-  float lse_[2];
   float o_[2][64];  // columns 0..127 and 128..255 of this side
 };
 
