@@ -1,0 +1,171 @@
+"""torch.export and AOTInductor in this process, on the CPU.
+
+The operators are Python: an exported program or a compiled package calls them through torch's dispatcher, so it runs
+wherever Python has imported mla_suite, and not in a loader of C++ alone.
+"""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import mla_suite  # noqa: F401  registers the operators
+from mla_suite.core import library
+from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
+
+CPU = torch.device("cpu")
+OPERATORS = library.registry().values()
+# Packages here are small: the compiler's time is the test's, and precompiled headers cost more than they save.
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
+PAGE = 16
+CONFIG = MLAConfig.tiny()
+
+
+def packaged(program, folder):
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(folder / "model.pt2"), inductor_configs=QUICK
+    )
+    return torch._inductor.aoti_load_package(path)
+
+
+class Call(torch.nn.Module):
+    """One operator as a module; where it writes in place, the written tensors are returned too."""
+
+    def __init__(self, op, kwargs):
+        super().__init__()
+        self.packet, self.kwargs = getattr(torch.ops.mla_suite, op.name), kwargs
+
+    def forward(self, *args):
+        return self.packet(*args, **self.kwargs)
+
+
+def equal(one, other):
+    pairs = list(zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True))
+    assert pairs
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a is not None else b is None for a, b in pairs)
+
+
+@pytest.mark.parametrize("op", OPERATORS, ids=lambda op: op.name)
+def test_an_operator_is_exported_as_one_node(op):
+    sample = op.samples()[0]
+    args, kwargs = sample.make(CPU)
+    program = torch.export.export(Call(op, kwargs), args)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    named = [node for node in calls if "mla_suite" in str(node.target)]
+    assert len(named) == 1, program.graph
+    (own, _), (other, _) = sample.make(CPU), sample.make(CPU)
+    result = program.module()(*own)
+    wanted = Call(op, kwargs)(*other)
+    assert equal((result, own), (wanted, other)), "results, and what was written in place"
+
+
+class Step5(torch.nn.Module):
+    """All five operators in one graph: cache two tokens, plan, attend densely and sparsely, merge the two halves."""
+
+    def forward(self, q, kv_c, k_pe, kv_cache, slot_mapping, block_table, seq_lens, indices):
+        ops = torch.ops.mla_suite
+        ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, layout="bf16")
+        plan = ops.plan(seq_lens, rows=q.shape[1] * q.shape[2], workers=4, max_kv_len=0)
+        dense, lse = ops.decode(q, kv_cache, seq_lens, block_table, plan=plan, softmax_scale=0.05)
+        chosen, chosen_lse = ops.sparse_decode(
+            q, [kv_cache], [indices], [None], [None], layouts=["bf16"], softmax_scale=0.05
+        )
+        halves = torch.stack((dense, chosen), 1).float().flatten(0, 1).flatten(1, 2)
+        lses = torch.stack((lse, chosen_lse), 1).flatten(0, 1).flatten(1, 2)
+        out, total = ops.combine(halves, lses, num_splits=2, out_dtype=torch.float32)
+        return out, total
+
+
+def step5_inputs(batch, width):
+    generator = torch.Generator().manual_seed(batch)
+    pages = batch * width + 1
+    return (
+        torch.randn(batch, 1, 8, 576, generator=generator).bfloat16(),
+        torch.randn(batch, 512, generator=generator).bfloat16(),
+        torch.randn(batch, 64, generator=generator).bfloat16(),
+        torch.randn(64, PAGE, 576, generator=generator).bfloat16(),
+        torch.arange(batch) * PAGE,
+        torch.randperm(pages, generator=generator)[: batch * width].int().view(batch, width),
+        torch.randint(1, width * PAGE, (batch,), generator=generator, dtype=torch.int32),
+        torch.randint(-1, 64 * PAGE, (batch, 1, 24), generator=generator, dtype=torch.int32),
+    )
+
+
+def test_all_operators_in_a_package_at_another_batch(tmp_path):
+    batch, width = torch.export.Dim("batch", min=2, max=32), torch.export.Dim("width", min=2, max=64)
+    one = {0: batch}
+    dims = (one, one, one, None, one, {0: batch, 1: width}, one, one)
+    # A plan's size has a rounding in it; that decode's plan is long enough is then asserted when the program runs.
+    program = torch.export.export(
+        Step5(), step5_inputs(3, 4), dynamic_shapes=dims, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    compiled = packaged(program, tmp_path)
+    for batch, width in ((3, 4), (7, 5)):
+        own, other = step5_inputs(batch, width), step5_inputs(batch, width)
+        assert equal((compiled(*own), own[3]), (Step5()(*other), other[3]))
+
+
+class Layer(torch.nn.Module):
+    """A decode step of one MLA layer, positions and slots found on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = MLA(CONFIG, layout="bf16", dtype=torch.bfloat16).requires_grad_(False)
+        for parameter in self.attention.parameters():
+            parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
+        self.register_buffer("cos_sin", cos_sin_table(CONFIG, 256), persistent=False)
+
+    def forward(self, x, kv_cache, block_table, seq_lens):
+        positions = seq_lens.long()[:, None]
+        step = Step(block_table, seq_lens + 1, slots(block_table, positions, PAGE).flatten(), positions.flatten())
+        return self.attention(x, kv_cache, step, self.cos_sin)
+
+
+def layer_inputs(batch):
+    generator = torch.Generator().manual_seed(batch)
+    cache = PagedLatentCache(1, 24, PAGE)
+    cache.layers[0].copy_(torch.randn(cache.layers[0].shape, generator=generator))
+    x = torch.randn(batch, 1, CONFIG.hidden_size, generator=generator).bfloat16()
+    table = torch.randperm(24, generator=generator)[: batch * 3].int().view(batch, 3)
+    lens = torch.randint(3 * PAGE - 1, (batch,), generator=generator, dtype=torch.int32)
+    return x, cache.layers[0], table, lens
+
+
+def test_a_decode_step_of_mla(tmp_path):
+    """Exported with a dynamic batch; the package writes the caller's cache in place, as the layer does."""
+    batch, layer = torch.export.Dim("batch", min=2, max=8), Layer()
+    dims = {"x": {0: batch}, "kv_cache": None, "block_table": {0: batch}, "seq_lens": {0: batch}}
+    program = torch.export.export(layer, layer_inputs(3), dynamic_shapes=dims)
+    compiled = packaged(program, tmp_path)
+    for size in (3, 5):
+        own, other, third = layer_inputs(size), layer_inputs(size), layer_inputs(size)
+        wanted = layer(*other)
+        # bf16 projections may round once more or less when fused
+        torch.testing.assert_close(program.module()(*third), wanted, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(compiled(*own), wanted, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(own[1], other[1], rtol=2**-6, atol=2**-6)
+        changed = (own[1] != layer_inputs(size)[1]).any(-1).sum()
+        assert changed == size, "one new token per sequence"
+
+    without = "import sys, torch; torch._inductor.aoti_load_package(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", without, str(tmp_path / "model.pt2")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0, "a process that has not imported mla_suite has no kernels to call"
+    assert "mla_suite" in done.stderr, done.stderr
+
+
+def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):
+    """What a loader of C++ alone would lack: the kernels are calls to torch's dispatcher, filled by Python."""
+    program = torch.export.export(Step5(), step5_inputs(3, 4))
+    torch.export.save(program, tmp_path / "step.pt2")
+    loaded = torch.export.load(tmp_path / "step.pt2")
+    targets = {str(node.target) for node in loaded.graph.nodes if "mla_suite" in str(node.target)}
+    assert {target.split(".")[1] for target in targets} == set(library.registry()), targets
+    own, other = step5_inputs(3, 4), step5_inputs(3, 4)
+    assert equal(loaded.module()(*own), Step5()(*other))
