@@ -56,6 +56,8 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     portable = Backend("portable", lambda problem, arch: Offer(8, "rule"), run)
     monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, portable, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
+    tuning.forget()
     yield
     dispatch.forget()
     tuning.forget()
