@@ -18,7 +18,7 @@ from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
-WAVES = {"nvidia": dict(search=8, balanced=16, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
+WAVES = {"nvidia": dict(search=8, balanced=8, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
 _NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
 
 
