@@ -12,6 +12,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine.native import merge, merge_config
+from mla_suite.ops.decode.cdna4 import cdna4_config
 from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
 from mla_suite.runtime import Buffer, has_kernel, launch
@@ -20,18 +21,19 @@ from mla_suite.toolchain.params import ParamStruct, load
 
 MOST_ROW_TILES = 65535  # of a grid's second dimension
 SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
+RULES = {"gfx942": cdna_config, "gfx950": cdna4_config}
 SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if arch is None:
-        return Refusal("no arch of ours runs these tensors: it takes gfx942, on the GPU or emulated")
-    if arch.name != "gfx942":
-        return Refusal(f"decode has no kernel for {arch.name} yet; it takes gfx942")
+        return Refusal(f"no arch of ours runs these tensors: it takes {' or '.join(RULES)}, on the GPU or emulated")
+    if arch.name not in RULES:
+        return Refusal(f"decode has no kernel for {arch.name} yet; it takes {' or '.join(RULES)}")
     why = _unsupported(problem, arch)
     if why is not None:
         return Refusal(why)
-    config = cdna_config(problem, arch)
+    config = RULES[arch.name](problem, arch)
     for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
         if not has_kernel(arch, needed):
             return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")

@@ -1,0 +1,276 @@
+// Decode of 32 to 128 rows with transposed LDS reads: the waves share tiles of keys in LDS and split the query rows, wave
+// w taking the 16-row tiles w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage
+// over and frees the one before it.
+#pragma once
+
+#include "cdna/kernel_params.hpp"
+#include "cdna/slot_ring.hpp"
+#include "cdna/wide_products.hpp"
+#include "mla/epilogue.hpp"
+
+namespace cdna {
+
+template <class Policy, class Problem, class Arithmetic>
+class WideRowSplit {
+  using Ring = SlotRing<Policy, Problem, Arithmetic::keys>;
+  static constexpr int waves = Policy::waves;
+
+ public:
+  static constexpr int threads = waves * WAVE;
+  static constexpr int lds_bytes = Ring::bytes;
+
+  MLA_DEVICE static void run(LdsBytes lds) {
+    const int wave = wave_id();
+    constexpr int most = (Problem::row_tiles + waves - 1) / waves;
+    constexpr int full_waves = Problem::row_tiles - (most - 1) * waves;   // waves with `most` tiles; the others have one less
+    if (full_waves == waves || wave < full_waves) {
+      run_wave<most>(lds, wave);
+    } else {
+      run_wave<most - 1>(lds, wave);
+    }
+  }
+
+ private:
+  template <int tiles>
+  MLA_DEVICE static void run_wave(LdsBytes lds, int wave);
+};
+
+// One wave's part: `tiles` 16-row tiles against every key of an item. A wave without rows still copies its keys.
+template <class Policy, class Problem, class Arithmetic, int tiles>
+class WideRowSplitWave {
+  using Element = typename Problem::Element;
+  using Scores = typename Arithmetic::Scores;
+  using Values = typename Arithmetic::Values;
+  using Query = typename Scores::Query;
+  using Ring = SlotRing<Policy, Problem, Arithmetic::keys>;
+  using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::keys>;
+  static constexpr int tile_keys = Arithmetic::keys;
+  static constexpr int score_tiles = tile_keys / 16;
+  static constexpr int sums = tile_keys / Values::keys;   // products of the values per column tile
+  static constexpr int array = tiles > 0 ? tiles : 1;
+  using Softmax = WideSoftmax<Policy, score_tiles>;
+
+ public:
+  MLA_DEVICE WideRowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
+                              LdsBytes lds, int wave)
+      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
+        pieces_(lane_), columns_(lane_), scale_(score_scale<typename Problem::Format>(p)) {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
+      softmax_[r] = mla::RowSoftmax::empty();
+      output_[r].clear();
+    }
+  }
+
+  MLA_DEVICE void attend(const mla::DecodeParams& p) {
+    const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
+    if (count <= 0) return;
+    const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
+    Ring ring(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      query_[r] = Query::load(p, rows_, first_row_[r], lane_);
+      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
+    }
+    if (tiles > 0) {
+      visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+    }
+    wait_loads();
+
+    uint32_t filled = 0, used = 0;   // stages that the next tile is copied to and read from
+    for (int n = 0; n < smaller(Ring::ahead, count); ++n) {
+      ring.copy(n, filled);
+      filled = Ring::stage_after(filled);
+    }
+    int first = item_.first_key;
+    for (int n = 0; n < count; ++n) {
+      ring.wait(n, used);
+      mla::block_sync();
+      if (n + Ring::ahead < count) ring.copy(n + Ring::ahead, filled);
+      filled = Ring::stage_after(filled);
+      accumulate(lds_ + used, first);
+      used = Ring::stage_after(used);
+      first += tile_keys;
+    }
+  }
+
+  MLA_DEVICE void store(const mla::DecodeParams& p) const {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
+      if (lane_.group == 0) sink.store_lse(result.lse);
+      const float weight = result.weight * value_scale<typename Problem::Format>(p);
+      sink.template store<4, WideOutput::tiles>([&](int t, mla::Vec<float, 4>& values) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * weight;
+        return 16 * t + 4 * lane_.group;
+      });
+    }
+  }
+
+ private:
+  MLA_DEVICE void accumulate(uint32_t tile, int first) {
+    if (tiles == 0) return;
+    f32x4 t[array][score_tiles];
+    scores(tile, t);
+    u32x2 values[column_group][reads];
+    read_values(tile, 0, values);
+    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) Softmax::mask(t[r], first, visible_[r], lane_.rederived());
+    }
+    rescale(t);
+    typename Values::Rows weights[array][sums];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      Softmax::weigh(t[r], scale_, softmax_[r]);
+#pragma unroll
+      for (int n = 0; n < sums; ++n) weights[r][n] = Values::pack(t[r] + n * (Values::keys / 16));
+    }
+    add_values(tile, values, weights);
+  }
+
+  // A step is one 128-byte block of 32 keys' rows, or their tails; keys are read a step ahead of the products.
+  static constexpr int steps_of_rows = Tile::blocks + (Tile::has_tail ? 1 : 0) + (Problem::rotate ? 1 : 0);
+  static constexpr int steps = steps_of_rows * (score_tiles / 2);
+
+  MLA_DEVICE void scores(uint32_t tile, f32x4 (&t)[array][score_tiles]) {
+#pragma unroll
+    for (int r = 0; r < tiles; ++r)
+#pragma unroll
+      for (int T = 0; T < score_tiles; ++T) t[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    u32x4 keys[2][2][2];   // [step][key tile][piece]
+    read_keys(tile, 0, keys[0]);
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      if (s + 1 < steps) {
+        read_keys(tile, s + 1, keys[(s + 1) % 2]);
+        wait_lds<4>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32x4(&now)[2] = keys[s % 2][half];
+        const int T = s / steps_of_rows * 2 + half, n = s % steps_of_rows;
+        const int block = n < Tile::blocks ? n : Tile::blocks - 1;   // the rests meet the query's rope part again
+#pragma unroll
+        for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply_block(now[0], now[1], query_[r], block, t[r][T]);
+      }
+    }
+  }
+
+  MLA_DEVICE void read_keys(uint32_t tile, int s, u32x4 (&keys)[2][2]) const {
+    const int n = s % steps_of_rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int T = s / steps_of_rows * 2 + half;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        if (n < Tile::blocks) {
+          keys[half][part] = lds_read16(pieces_.of(tile, T, 2 * n + part));
+        } else {
+          keys[half][part] = lds_read16(lds_place(((tile + Ring::rests + lane_rest()) ^ (part * 64)) + T * 2048));
+        }
+      }
+    }
+  }
+  // Rests of turned keys lie like a block of the tile.
+  MLA_DEVICE uint32_t lane_rest() const {
+    return static_cast<uint32_t>(lane_.column / 8 * 1024 + lane_.column % 8 * 128 + (lane_.group ^ Tile::swizzle(lane_.column)) * 16);
+  }
+
+  MLA_DEVICE void rescale(const f32x4 (&t)[array][score_tiles]) {
+    bool exceeded = false;
+    float largest[array];
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      largest[r] = Softmax::largest(t[r]);
+      exceeded |= softmax_[r].exceeded_by(largest[r] * scale_);
+    }
+    if (__builtin_expect(any_lane(exceeded), false)) {
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) {
+        output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_.rederived()));
+      }
+    }
+  }
+
+  static constexpr int reads = sums * Values::reads;   // per column tile
+  static constexpr int column_group = 8 / reads;       // column tiles that are read at once
+  static constexpr int column_groups = WideOutput::tiles / column_group;
+
+  MLA_DEVICE void read_values(uint32_t tile, int g, u32x2 (&values)[column_group][reads]) const {
+#pragma unroll
+    for (int c = 0; c < column_group; ++c)
+#pragma unroll
+      for (int n = 0; n < reads; ++n) values[c][n] = columns_.read(tile, g * column_group + c, n);
+  }
+
+  // `values` holds, or will, the first group of columns; each group is read while the one before is multiplied.
+  MLA_DEVICE void add_values(uint32_t tile, u32x2 (&values)[column_group][reads], const typename Values::Rows (&weights)[array][sums]) {
+    u32x2 next[column_group][reads];
+#pragma unroll
+    for (int g = 0; g < column_groups; ++g) {
+      u32x2(&now)[column_group][reads] = g % 2 ? next : values;
+      if (g + 1 < column_groups) {
+        read_values(tile, g + 1, g % 2 ? values : next);
+        wait_lds<column_group * reads>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int c = 0; c < column_group; ++c) {
+#pragma unroll
+        for (int n = 0; n < sums; ++n) {
+          u32x2 read[Values::reads];
+#pragma unroll
+          for (int i = 0; i < Values::reads; ++i) read[i] = now[c][n * Values::reads + i];
+          const typename Values::Columns columns = Values::columns(read);
+#pragma unroll
+          for (int r = 0; r < tiles; ++r) {
+            f32x4& sum = output_[r].tile[g * column_group + c];
+            sum = Values::multiply(columns, weights[r][n], sum);
+          }
+        }
+      }
+    }
+  }
+
+  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+
+  const mla::WorkItem item_;
+  const mla::SequenceRows rows_;
+  const Lane lane_;
+  const int wave_;
+  const uint32_t lds_;
+  const PiecePlaces<Tile> pieces_;
+  const ColumnPieces<Tile> columns_;
+  const float scale_;
+  int visible_to_all_;
+  int first_row_[array];
+  int visible_[array];
+  mla::RowSoftmax softmax_[array];
+  Query query_[array];
+  WideOutput output_[array];
+};
+
+template <class Policy, class Problem, class Arithmetic>
+template <int tiles>
+MLA_DEVICE void WideRowSplit<Policy, Problem, Arithmetic>::run_wave(LdsBytes lds, int wave) {
+  const int first_row = mla::block_id_y() * Problem::rows;
+  for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
+    mla::WorkItem item = work.take(p);
+    const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
+    if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
+    WideRowSplitWave<Policy, Problem, Arithmetic, tiles> part(p, item, rows, first_row, lds, wave);
+    part.attend(p);
+    part.store(reread_params<mla::DecodeParams>());
+    mla::block_sync();
+  }
+}
+
+}  // namespace cdna

@@ -1,0 +1,51 @@
+// Everything in which gfx950 (CDNA4) differs from its siblings, for the shared pipelines.
+#pragma once
+
+#include "cdna/types.hpp"
+#include "mla/kv_format.hpp"
+
+namespace gfx950 {
+
+struct Policy {
+  static constexpr int waves = 4;          // one per SIMD: a wave may use all 512 registers of its lanes
+  static constexpr int lds_bytes = 163840;
+
+  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
+  MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
+  MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
+
+  // Two values rounded to Element, nearest even, the first in the low half.
+  template <class Element>
+  MLA_DEVICE static uint32_t pack(float low, float high);
+  template <class Element>
+  MLA_DEVICE static uint32_t pack_weights(float low, float high) {
+    return pack<Element>(low, high);
+  }
+
+  // Two of four fp8 values (OCP e4m3) as bf16, exactly.
+  template <bool upper>
+  MLA_DEVICE static uint32_t fp8_pair_to_bf16(uint32_t four) {
+    return __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.0f, upper));
+  }
+
+  // Two values rounded to fp8, nearest even, into one half of `four`.
+  template <bool upper>
+  MLA_DEVICE static uint32_t pack_fp8(float low, float high, uint32_t four) {
+    return static_cast<uint32_t>(__builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(four), upper));
+  }
+};
+
+template <>
+MLA_DEVICE uint32_t Policy::pack<mla::bf16>(float low, float high) {
+  typedef float Pair __attribute__((ext_vector_type(2)));
+  typedef __bf16 Rounded __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, __builtin_convertvector(Pair{low, high}, Rounded));
+}
+template <>
+MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
+  typedef float Pair __attribute__((ext_vector_type(2)));
+  typedef _Float16 Rounded __attribute__((ext_vector_type(2)));
+  return __builtin_bit_cast(uint32_t, __builtin_convertvector(Pair{low, high}, Rounded));
+}
+
+}  // namespace gfx950

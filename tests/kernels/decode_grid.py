@@ -1,0 +1,109 @@
+"""Hostile decode problems for one arch's machine code, run in the emulator with every check on, against fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch
+from mla_suite.core.library import Sample
+from mla_suite.ops.decode import DECODE
+from mla_suite.runtime import emulator
+from mla_suite.testing import Exact, exact_decode, ulp
+
+ABSURD = 2**31 - 1
+CPU = torch.device("cpu")
+FP8_NAN = {"fnuz": 0x80, "ocp": 0x7F}
+
+HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
+Q_LENS = (1, 2, 3, 4, 8)
+PAGES = (1, 16, 61, 64)
+LENS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 300, 1000)
+
+
+def hostile(sample: Sample, arch: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The sample with NaN in every row no sequence owns, and absurd page numbers behind the used ones."""
+    args, kwargs = sample.make(CPU)
+    q, cache, lens, table, indptr, indices = (args[i].clone() if args[i] is not None else None for i in range(6))
+    page = cache.shape[1]
+    owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(lens.tolist()):
+        used = -(-length // page)
+        pages = table[b, :used] if table is not None else indices[indptr[b] : indptr[b] + used]
+        keys = torch.arange(length)
+        owned[pages.long()[keys // page], keys % page] = True
+        if table is not None:
+            table[b, used:] = ABSURD
+    cache[~owned] = torch.nan if cache.dtype != torch.uint8 else FP8_NAN[archs.get(arch).fp8]
+    return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
+
+
+def decode(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the arch's native kernels and nothing else."""
+    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), archs.get(arch), "cpu")
+    assert choice.backend.name == "native", str(choice)
+    out, lse = torch.ops.mla_suite.decode(*args, **kwargs)
+    return out, lse
+
+
+def counted(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The counters of the only launch, which found nothing."""
+    with emulator.configured(collect=True) as reports:
+        decode(arch, args, kwargs)
+    (report,) = reports
+    assert not report.findings
+    return report
+
+
+def assert_within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact, rounding: float = 2.0**-8) -> None:
+    """|out - exact| <= rounding * sum(p |v|) + 1 ulp of out, P being rounded to 16 bits (or 8). lse within 1e-4."""
+    error, allowed = (out.double() - exact.out).abs(), rounding * exact.magnitude + ulp(exact.out, out.dtype)
+    worst = float((error / allowed).max()) if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
+    empty = exact.lse.isinf()
+    assert torch.equal(lse[empty].double(), exact.lse[empty])
+    assert not bool(out[empty].any()), "a row that sees nothing must be 0"
+    off = (lse.double() - exact.lse)[~empty].abs()
+    assert bool((off <= 1e-4 * exact.lse[~empty].abs().clamp(min=1.0)).all()), f"lse is off by {float(off.max()):.3g}"
+
+
+def check(arch: str, sample: Sample, rounding: float = 2.0**-8) -> None:
+    args, kwargs = hostile(sample, arch)
+    out, lse = decode(arch, args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs), rounding)
+
+
+def cover(modes: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int, int, int, dict[str, Any]]]:
+    """Shapes in which any two of heads, q_len, page and mode meet at least once."""
+    # Strides that are prime to the number of choices walk through all pairs.
+    for i, heads in enumerate(HEADS):
+        for j, mode in enumerate(modes):
+            yield heads, Q_LENS[(i + j) % len(Q_LENS)], PAGES[(i + 3 * j) % len(PAGES)], (3 * i + j) % len(LENS), mode
+
+
+def lengths(start: int, heads: int, q_len: int) -> tuple[int, ...]:
+    """Lengths of a batch: several of LENS for few rows, fewer and shorter ones for many (the emulator's time)."""
+    rotated = LENS[start:] + LENS[:start]
+    if heads * q_len <= 64:
+        return rotated[:4]
+    return tuple(length for length in rotated if length <= (300 if heads * q_len <= 256 else 65))[:2]
+
+
+def hard_scores(kind: str, args: Sequence[Any]) -> None:
+    """Rewrites a sample of one 300-key sequence in pages of 64, in place: logits to +-200, rows that are all equal, one
+    key above all others, and references that rise or never do."""
+    q, cache, table = args[0], args[1], args[3]
+    if kind == "equal":
+        cache[:] = cache[0, 0]
+    elif kind == "dominating":
+        cache[table[0, 4].item(), 10] = (q[0, 0, 0] * 4).to(cache.dtype)
+    else:
+        slope = {"large": torch.randn(300) * 8, "rising": torch.arange(300) / 4, "falling": -torch.arange(300) / 4}
+        direction = torch.randn(576)
+        q[:] = direction.bfloat16()
+        keys = torch.arange(300)
+        rows = slope[kind][:, None] * direction / direction.norm() + torch.randn(300, 576) / 4
+        cache[table[0].long()[keys // 64], keys % 64] = rows.bfloat16()
