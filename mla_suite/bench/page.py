@@ -13,21 +13,22 @@ from mla_suite.bench.table import Table
 
 STYLE = """
 :root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #fff; margin: 0 auto; max-width: 94rem;
+body { font: 15px/1.5 system-ui, sans-serif; color: #212529; background: #fff; margin: 0 auto; max-width: 100rem;
   padding: 1.5rem; }
 h1 { font-size: 1.6rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
 p.lead { margin: 0 0 1rem; color: #495057; }
 dl.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(13rem, 1fr)); gap: .4rem 1.2rem; margin: 0; }
 dl.facts div { border-top: 2px solid #e9ecef; padding-top: .25rem; overflow-wrap: anywhere; }
+dl.facts div.wide { grid-column: 1 / -1; }
 dt { font-size: .75rem; color: #6c757d; } dd { margin: 0; font-variant-numeric: tabular-nums; }
 .verdict { font-weight: 600; } .verdict.bad { color: #c92a2a; } .verdict.good { color: #2b8a3e; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .82rem; width: 100%; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .78rem; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .3rem 0; font-size: .95rem; }
-th, td { padding: .2rem .45rem; border-bottom: 1px solid #e9ecef; text-align: left; vertical-align: top; }
+th, td { padding: .2rem .35rem; border-bottom: 1px solid #e9ecef; text-align: left; vertical-align: top; }
 thead th { border-bottom: 2px solid #868e96; white-space: nowrap; }
 td.n, th.n { text-align: right; } td.n, td.error, td.change { white-space: nowrap; }
-td.shape { font-family: ui-monospace, monospace; font-size: .76rem; white-space: nowrap; }
+td.shape { font-family: ui-monospace, monospace; font-size: .72rem; white-space: nowrap; }
 tr.slower td, tr.failed td { background: #fff0f0; } tr.faster td { background: #f0fbf2; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1.2rem; }
 figure { margin: 0; break-inside: avoid; } figure svg { width: 100%; height: auto; display: block; }
@@ -40,7 +41,7 @@ code { font-size: .85em; background: #f1f3f5; padding: .1rem .3rem; border-radiu
   table { font-size: 7.2pt; } th, td { padding: 1pt 4pt; } td.shape { font-size: 6.6pt; }
   thead { display: table-header-group; } tr { break-inside: avoid; }
   h2, caption { break-after: avoid; } h2.numbers { break-before: page; }
-  tr.slower td:first-child::before { content: "slower "; } tr.failed td:first-child::before { content: "wrong "; }
+  tr.failed td:first-child::before { content: "wrong "; }
 }
 """
 
@@ -116,7 +117,7 @@ def _facts(report: Report) -> Iterator[str]:
     for name, value in facts.items():
         if value != "":
             yield f"<div><dt>{escape(name.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
-    yield f"<div><dt>command</dt><dd><code>{escape(report.command)}</code></dd></div></dl>"
+    yield f'<div class="wide"><dt>command</dt><dd><code>{escape(report.command)}</code></dd></div></dl>'
 
 
 def _verdict(comparisons: Sequence[Comparison], old: Report | None) -> Iterator[str]:

@@ -123,14 +123,14 @@ def counted(report: Report) -> Iterator[Drawn]:
     found = [r for r in report.results if r.counted][:MOST_KERNELS]
     if not found:
         return
-    figure, axes = _figure()
+    figure, axes = _figure(height=max(4.4, 1 + 0.45 * len(found)))
     resources = list(found[0].counted)
     height = 0.8 / len(resources)
     for index, resource in enumerate(resources):
         places = [at + (index - (len(resources) - 1) / 2) * height for at in range(len(found))]
         clocks = [r.counted[resource] for r in found]
         axes.barh(places, clocks, height=height, color=COLOURS[index % len(COLOURS)], label=resource)
-    axes.set_yticks(range(len(found)), [f"{r.op} {r.shape}\n{r.backend}" for r in found], fontsize=6.5)
+    axes.set_yticks(range(len(found)), [f"{r.op} {r.shape}\n{r.backend}" for r in found], fontsize=7.5)
     axes.invert_yaxis()
     axes.set_xlabel("least clocks of a compute unit (a bound, not a time)")
     axes.set_ylabel("kernel and shape")
@@ -210,18 +210,18 @@ def _log_axes(axes: Axes, base: int = 10) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(lambda value, at: f"{value:g}" if value < 1e5 else f"{value:.0e}")
     axes.yaxis.set_major_formatter(lambda value, at: f"{value:g}")
-    low, high = axes.get_ylim()
-    if high / low > 10:
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:  # less than a decade has no labelled tick of its own
-        axes.yaxis.set_minor_formatter(lambda value, at: f"{value:g}")
+    for axis, (low, high) in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        if high / low > 10:
+            axis.set_minor_formatter(NullFormatter())
+        else:  # less than a decade may have no labelled tick of its own
+            axis.set_minor_formatter(lambda value, at: f"{value:g}")
 
 
-def _figure() -> tuple[Figure, Axes]:
+def _figure(height: float = 4.4) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     # Figure itself, not pyplot: no window system, no state that outlives the plot
-    figure: Any = Figure(figsize=(8.6, 4.4), layout="constrained")
+    figure: Any = Figure(figsize=(8.6, height), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(True, which="major", color="#dee2e6", linewidth=0.6)
     axes.set_axisbelow(True)

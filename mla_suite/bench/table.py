@@ -29,15 +29,17 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     judged: Mapping[tuple[str, str, str], Comparison] = {entry.new.key: entry for entry in comparisons}
     gpu = report.on_gpu
     header = ["operator", "shape", "backend", "time us", "spread %"]
+    header += ["change"] if judged else []
     header += ["host us"] if gpu else []
     header += ["GB/s", "TFLOP/s"]
     header += ["floor us", "x floor", "bound"] if report.floors else []
     header += ["error"]
     header += [part for name in peers for part in (f"{name} us", f"x {name}")]
-    header += ["change"] if judged else []
     rows, marks = [], []
     for result in own:
+        entry = judged.get(result.key)
         row = [result.op, result.shape, result.backend, _us(result.us), f"{result.spread_percent:.1f}"]
+        row += [str(entry.verdict) if entry else "new"] if judged else []
         row += [_us(result.host_us)] if gpu else []
         row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", _rate(result.tflops)]
         row += [_us(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
@@ -45,8 +47,6 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
         for name in peers:
             peer = by_key.get((result.op, result.shape, name))
             row += [_us(peer.us), f"{result.us / peer.us:.2f}"] if peer and peer.rounds else ["", ""]
-        entry = judged.get(result.key)
-        row += [str(entry.verdict) if entry else "new"] if judged else []
         rows.append(tuple(row))
         marks.append(entry.verdict.word if entry and entry.verdict.word != "same" else "")
     words = {"operator", "shape", "backend", "bound", "change", "error"}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -166,6 +169,39 @@ def test_a_browser_shows_it_without_console_errors(tmp_path: Path) -> None:
     assert console(run) == []
     assert run.stdout.count("<svg") == full_page().count("<svg")
     assert "achieved rate (TFLOP/s)" in run.stdout
+
+
+MEASURE = """<script>
+const seen = [...document.querySelectorAll("figure")].map(figure => {
+  const box = element => { const r = element.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+  const texts = [...figure.querySelectorAll("svg text")].map(text => [text.textContent.trim(), box(text)]);
+  return [figure.id, box(figure.querySelector("svg")), texts];
+});
+document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(seen)}));
+</script>"""
+
+
+@pytest.mark.parametrize("made", [full_page, cpu_page], ids=["on a GPU", "on a CPU"])
+def test_every_plot_is_seen_with_its_labels(made: Callable[[], str], tmp_path: Path) -> None:
+    """Laid out by the browser: no text of a plot is cut off or drawn over another, and both axes say what they are."""
+    path = tmp_path / "page.html"
+    path.write_text(made().replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    run = opened(path, tmp_path / "profile", "--dump-dom", "--window-size=1400,1000")
+    figures = json.loads(unescape(run.stdout.partition('<pre id="seen">')[2].partition("</pre>")[0]))
+    assert len(figures) == made().count("<figure ")
+    for name, (left, top, right, bottom), texts in figures:
+        assert right - left > 400, name
+        assert bottom - top > 200, name
+        assert sum("(" in text or text == "kernel and shape" for text, _ in texts) >= 2, name
+        for index, (text, box) in enumerate(texts):
+            assert box[0] >= left - 1, (name, text)
+            assert box[1] >= top - 1, (name, text)
+            assert box[2] <= right + 1, (name, text)
+            assert box[3] <= bottom + 1, (name, text)
+            for other, at in texts[:index]:
+                wide, high = min(box[2], at[2]) - max(box[0], at[0]), min(box[3], at[3]) - max(box[1], at[1])
+                # boxes of lines have a little air above and below their letters
+                assert wide <= 1 or high <= 2.5, (name, text, other)
 
 
 def test_the_console_would_be_heard(tmp_path: Path) -> None:
