@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from mla_suite.__main__ import main
-from mla_suite.cli import COMMANDS
+from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import native as decode_native
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -38,6 +41,50 @@ def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     # bf16 weights and activations against fp32: 8 bits of mantissa through one layer, logits of order 1
     assert report["largest_logit_difference"] < 0.05 * report["largest_logit"]
     assert report["backends"]["decode"].startswith("decode on cpu -> reference")
+
+
+def test_demo_runs_a_whole_layer_on_emulated_gfx942(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--emulate", "gfx942", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    assert len(report["parts"]) == 4
+    for part in report["parts"]:
+        assert {op: told["backend"] for op, told in part["backends"].items()} == dict.fromkeys(
+            ("plan", "append_kv", "decode", "combine"), "native"
+        )
+        assert part["largest_difference"]["cache"] == 0
+        assert 0 < part["largest_difference"]["y"] < 8e-3 + 2e-2 * part["largest_y"]
+        decode = next(launch for launch in part["launches"] if launch["kernel"].startswith("decode"))
+        assert decode["bound"] == "memory"
+
+
+def test_demo_fails_where_a_kernel_did_not_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without decode's kernels its reference runs: the numbers agree, and the demo says what is wrong."""
+    monkeypatch.setattr(demo_layers, "GPU_MODE_BATCHES", (1,))
+    monkeypatch.setattr(demo_layers, "GPU_MODE_PREFILLS", (16,))
+    monkeypatch.setattr(decode_native, "has_kernel", lambda arch, instance: False)
+    dispatch.forget()
+    try:
+        assert main(["demo", "--emulate", "gfx942"]) == 1
+    finally:
+        dispatch.forget()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "decode must run native on gfx942, and reference ran it" in printed
+    assert "is not built for gfx942; run `python -m mla_suite build`" in printed
+    assert "combine must run native on gfx942, and nothing ran it" in printed
+
+
+def test_demo_compares_values_and_bytes() -> None:
+    exact = torch.tensor([1.0, -2.0])
+    assert demo_emulated._compared("y", exact, exact + torch.tensor([0.027, 0]))[1] == ""
+    assert (
+        "1 values differ by up to 2.90e-02" in demo_emulated._compared("y", exact, exact + torch.tensor([0.029, 0]))[1]
+    )
+    assert demo_emulated._compared("y", exact, exact * torch.nan)[1] != ""
+    stored = torch.tensor([3, 4], dtype=torch.uint8)
+    assert demo_emulated._compared("cache", stored, stored + 1) == (2.0, "cache: 2 bytes differ from the reference's")
 
 
 def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFixture[str]) -> None:

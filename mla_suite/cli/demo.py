@@ -8,6 +8,12 @@ cache nor absorption nor any operator of this package.
   python -m mla_suite demo                      64 tokens on whatever this machine offers
   python -m mla_suite demo --layout fp16        another cache layout
   python -m mla_suite demo --json               the numbers, for a machine
+  python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
+
+With --emulate, single layers at their published sizes run one decode step twice: on the reference, and with `plan`,
+`append_kv`, attention and `combine` as that GPU's machine code in the emulator. It prints which backend ran each
+operator and why, what every launch counted and its bound, what the sanitizer found, and the largest differences; it
+fails if an operator that has kernels for the GPU ran otherwise.
 """
 
 from __future__ import annotations
@@ -27,16 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=2, help="decoder layers (default 2)")
     parser.add_argument("--layout", default="bf16", help="KV cache layout: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
+    parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.emulate:
+        return _emulated(args.emulate, as_json=args.json)
     report = decode(args.tokens, args.layers, args.layout, args.seed, quiet=args.json)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
         _print(report)
     return 0
+
+
+def _emulated(arch: str, *, as_json: bool) -> int:
+    from rich.console import Console
+
+    from mla_suite.cli import demo_emulated
+
+    report = demo_emulated.report(arch, quiet=as_json)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        demo_emulated.show(report, Console())
+    return 1 if report["problems"] else 0
 
 
 def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
         "explanation": str(explanation),
         "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
         "keys": keys,
-        "launches": [_launch(report, record, keys) for report in reports],
+        "launches": [launch_record(report, record, keys) for report in reports],
     }
 
 
@@ -116,7 +116,8 @@ def _difference(expected: Any, got: Any) -> float:
     return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
 
 
-def _launch(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
+def launch_record(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
+    """One launch as plain values; per key too where `keys` says how many keys it read."""
     bound = report.bound(arch)
     clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}
     return {

@@ -27,17 +27,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def serving(op: str, arch: str) -> str:
+    """The implementation that serves an operator on an arch: native, portable or reference."""
+    from mla_suite.core import library
+    from mla_suite.toolchain.instances import instances
+
+    backends = {backend.name for backend in library.get(op).backends}
+    if "native" in backends and any(instance.kernel == op for instance in instances(arch)):
+        return "native"
+    return "portable" if "portable" in backends else "reference"
+
+
 def table() -> str:
     """The support table, derived from the operators' backends and the kernels that each arch declares."""
     from mla_suite.core import arch, library
-    from mla_suite.toolchain.instances import instances
 
     columns = arch.names()
-    built = {name: {instance.kernel for instance in instances(name)} for name in columns}
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
     for op in library.registry().values():
-        backends = {backend.name for backend in op.backends}
-        other = "portable" if "portable" in backends else "reference"
-        cells = ["native" if "native" in backends and op.name in built[name] else other for name in columns]
+        other = "portable" if any(backend.name == "portable" for backend in op.backends) else "reference"
+        cells = [serving(op.name, name) for name in columns]
         lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")
     return "\n".join(lines)

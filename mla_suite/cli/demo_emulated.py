@@ -1,0 +1,194 @@
+"""Whole attention layers on an emulated AMD GPU, beside the same layers on the reference.
+
+GEMMs are torch's; `plan`, `append_kv`, `decode` or `sparse_decode` and `combine` are the machine code that this package
+builds for that GPU, executed and checked instruction by instruction. Every part runs twice from the same state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite.cli.demo_layers import Part, parts
+from mla_suite.cli.emulate import launch_record
+from mla_suite.cli.support import serving
+from mla_suite.core import library
+from mla_suite.core.arch import Arch
+from mla_suite.core.explain import Explanation
+from mla_suite.runtime import emulator
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RTOL, ATOL = 2e-2, 8e-3
+"""Of GPU MODE's amd-mla-decode task, which compares the output and the whole cache."""
+
+
+class Witness(TorchDispatchMode):
+    """Asks `explain` about every call of this package's operators that passes, with that call's own arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Explanation] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "mla_suite":
+            self.answers.append(mla_suite.explain(func._schema.name.split("::")[1], *args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def report(arch: str, *, quiet: bool) -> dict[str, Any]:
+    """Run every part of an arch on the reference and in the emulator; -> what is printed.
+
+    `problems` holds a sentence for everything that is not as it must be, and is empty when all is well.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    started = time.perf_counter()
+    with mla_suite.emulate(arch) as record:
+        made = list(parts(record))
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    shown = []
+    with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=quiet)) as progress:
+        task = progress.add_task("", total=0)
+        for making, make in made:
+            progress.update(task, description=making)
+            here = make()
+            progress.update(task, total=(progress.tasks[0].total or 0) + 2 * len(here))
+            for part in here:
+
+                def tell(what: str, part: Part = part) -> None:
+                    progress.update(task, description=f"{what}: {part.title}")
+
+                shown.append(_shown(part, record, tell, lambda: progress.advance(task)))
+        progress.update(task, description="done")
+    return {
+        "arch": arch,
+        "rtol": RTOL,
+        "atol": ATOL,
+        "seconds": round(time.perf_counter() - started, 1),
+        "parts": shown,
+        "problems": [f"{part['title']}: {problem}" for part in shown for problem in part["problems"]],
+    }
+
+
+def _shown(part: Part, arch: Arch, tell: Callable[[str], None], done: Callable[[], None]) -> dict[str, Any]:
+    tell("reference")
+    with Witness() as plain:
+        expected = part.step()
+    done()
+    tell("emulator ")
+    with mla_suite.emulate(arch.name), emulator.configured(collect=True) as reports, Witness() as witness:
+        got = part.step()
+    done()
+    launches = [launch_record(report, arch, 0) for report in reports]
+    backends = _backends(witness.answers, launches)
+    problems = [
+        f"{answer.op} ran {answer.backend} where the reference was asked for: unset MLA_SUITE_EMULATE"
+        for answer in plain.answers
+        if answer.backend != "reference"
+    ]
+    problems += _not_native(part.operators, arch, backends, launches)
+    problems += [f"{launch['kernel']}: {finding}" for launch in launches for finding in launch["findings"]]
+    differences = {}
+    for name, exact in expected.items():
+        differences[name], sentence = _compared(name, exact, got[name])
+        problems += [sentence] if sentence else []
+    return {
+        "title": part.title,
+        "backends": backends,
+        "launches": launches,
+        "largest_difference": differences,
+        "largest_y": expected["y"].abs().max().item(),
+        "problems": problems,
+    }
+
+
+def _backends(answers: Sequence[Explanation], launches: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Per operator the backend and why. `combine` is no call of the layer: the attention operator launches it."""
+    told = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
+    if "combine" not in told and any(_operator(launch["kernel"]) == "combine" for launch in launches):
+        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to merge what plan cut"
+        told["combine"] = {"backend": "native", "why": why}
+    return told
+
+
+def _why(answer: Explanation) -> str:
+    lines = [f"{answer.op} on {answer.arch} -> {answer.backend}: {answer.reason}"]
+    return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in answer.refused])
+
+
+def _not_native(
+    operators: Sequence[str], arch: Arch, backends: dict[str, dict[str, str]], launches: Sequence[dict[str, Any]]
+) -> list[str]:
+    """A sentence per operator that ran otherwise than the support table promises."""
+    started = {_operator(launch["kernel"]) for launch in launches}
+    problems = []
+    for op in operators:
+        backend = backends[op]["backend"] if op in backends else "nothing"
+        if serving(op, arch.name) == "native" and backend != "native":
+            why = f" ({backends[op]['why']})" if op in backends else ""
+            problems.append(f"{op} must run native on {arch.name}, and {backend} ran it{why}")
+        if backend == "native" and op not in started:
+            problems.append(f"{op} is called native, and none of its kernels was launched")
+    return problems
+
+
+def _compared(name: str, expected: torch.Tensor, got: torch.Tensor) -> tuple[float, str]:
+    """The largest difference, and a sentence if it is too large. Quantised caches must have equal bytes."""
+    if expected.element_size() == 1:
+        wrong = int((expected.view(torch.uint8) != got.view(torch.uint8)).sum())
+        return float(wrong), f"{name}: {wrong} bytes differ from the reference's" if wrong else ""
+    distance = (got.float() - expected.float()).abs()
+    beyond = ~(distance <= ATOL + RTOL * expected.float().abs())
+    largest = distance.max().item()
+    return largest, f"{name}: {int(beyond.sum())} values differ by up to {largest:.2e}" if beyond.any() else ""
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    """Print a report for people."""
+    from rich import box
+    from rich.table import Table
+
+    for part in record["parts"]:
+        console.rule(part["title"], align="left")
+        for op, told in part["backends"].items():
+            console.print(told["why"], highlight=False, soft_wrap=True)
+            for launch in part["launches"]:
+                if _operator(launch["kernel"]) == op:
+                    console.print(f"  kernel {launch['kernel']}", highlight=False, soft_wrap=True)
+        table = Table(
+            "launch", "wave instr.", "KB read", "KB written", "bound by", "clocks", "findings", box=box.SIMPLE
+        )
+        for launch in part["launches"]:
+            table.add_row(
+                _operator(launch["kernel"]),
+                f"{launch['instructions']:,}",
+                f"{sum(launch['bytes_loaded'].values()) / 1024:,.0f}",
+                f"{sum(launch['bytes_stored'].values()) / 1024:,.0f}",
+                launch["bound"].replace("valu", "vector ALU"),
+                f"{max(launch['bound_clocks'].values()):,.0f}",
+                str(len(launch["findings"])),
+            )
+        console.print(table)
+        said = ", ".join(f"{name} {value:.2e}" for name, value in part["largest_difference"].items())
+        console.print(f"largest differences from the reference: {said}; y reaches {part['largest_y']:.2f}\n")
+    console.print("clocks: what one compute unit would need at least for all of a launch. A bound, not a time.")
+    for problem in record["problems"]:
+        console.print(f"[red]{problem}", highlight=False, soft_wrap=True)
+    verdict = f"every value within rtol {record['rtol']}, atol {record['atol']}; sanitizer: no findings"
+    console.print(verdict if not record["problems"] else f"{len(record['problems'])} problems")
+    console.print(f"{record['arch']} emulated on this CPU in {record['seconds']} s; nothing here ran on an AMD GPU")
+
+
+def _operator(kernel: str) -> str:
+    """The operator that a kernel belongs to, by its name."""
+    return max((op for op in library.registry() if kernel.startswith(op)), key=len)

@@ -1,0 +1,66 @@
+"""The GPU MODE layer with its operators as gfx942's machine code: the contest's numbers, every kernel really run.
+
+GEMMs are torch's. Everything is at the task's sizes but the batch; the `full` run has all its prefills.
+"""
+
+import pytest
+import torch
+from contest import HEADS, compare, drawn_weights, our_layer, problem
+
+import mla_suite
+from mla_suite.cli.demo_emulated import Witness
+from mla_suite.runtime import emulator
+
+ARCH = "gfx942"
+
+
+def emulated(weights, batch, prefill):
+    """One step of `MLA` in the emulator, its plan included -> (reports, explanations), after comparing both outputs."""
+    task = problem(weights, batch, prefill, prefill + 8)
+    layer = our_layer(weights)
+    with mla_suite.emulate(ARCH) as arch, emulator.configured(collect=True) as reports, Witness() as witness:
+        plan = mla_suite.plan(task.step.seq_lens, rows=HEADS, workers=arch.compute_units, max_kv_len=0)
+        y = layer.decode(task.x, task.kv_cache, task.step, task.cos_sin, plan=plan)
+    compare(y, task.kv_cache, task, prefill)
+    return reports, witness.answers
+
+
+def check_all_native(reports, answers):
+    assert [answer.op for answer in answers] == ["plan", "append_kv", "decode"]
+    assert [answer.backend for answer in answers] == ["native"] * 3
+    launched = [report.kernel for report in reports]
+    for kernel in ("plan_step_search", "plan_step_balanced", "append_kv", "decode_rotated", "combine"):
+        assert sum(name.startswith(kernel) for name in launched) == 1, launched
+    assert [finding for report in reports for finding in report.findings] == []
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return drawn_weights()
+
+
+@pytest.mark.parametrize(("batch", "prefill"), [(1, 128), (2, 512)])
+@torch.no_grad()
+def test_contest_layer_on_gfx942(weights, batch, prefill):
+    check_all_native(*emulated(weights, batch, prefill))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("prefill", [128, 512, 1024, 2048])
+@torch.no_grad()
+def test_contest_layer_on_gfx942_at_every_prefill(weights, batch, prefill):
+    check_all_native(*emulated(weights, batch, prefill))
+
+
+@torch.no_grad()
+def test_decode_reads_every_key_once():
+    """Work that the emulator counted, against the shape: 513 keys of 576 bf16 values and 128 rows, per sequence."""
+    batch, prefill = 2, 512
+    reports, _ = emulated(drawn_weights(dim=256), batch, prefill)
+    decode = next(report for report in reports if report.kernel.startswith("decode"))
+    keys, row_bytes = batch * (prefill + 1), 1152
+    # Items are cut at any key and read in tiles of 16, so tiles at a cut are filled up with other keys or none.
+    assert keys * row_bytes <= decode.loaded["kv_cache"] < 1.25 * keys * row_bytes
+    least = keys * 2 * HEADS * (576 + 512) / 2048  # FLOP over a compute unit's 2048 per clock
+    assert least <= decode.bound(mla_suite.core.arch.get(ARCH)).matrix < 1.25 * least
