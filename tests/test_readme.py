@@ -1,11 +1,12 @@
-"""The README's code runs as it stands, and its generated table is the one the tree gives."""
+"""The README's code runs as it stands, and its generated tables are those the tree gives."""
 
 import re
 from pathlib import Path
 
-from mla_suite.cli import support
+from mla_suite.cli import latency, support
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_python_blocks_run() -> None:
@@ -19,3 +20,10 @@ def test_support_table_is_current() -> None:
     shown = re.search(r"<!-- support:begin.*?-->\n(.*?)<!-- support:end -->", README, re.S)
     assert shown is not None
     assert shown[1].strip() == support.table(), "run `python -m mla_suite support --write README.md`"
+
+
+def test_latency_tables_are_current() -> None:
+    shown = latency.MARKED.search(README)
+    assert shown is not None
+    made = latency.section(sorted((ROOT / latency.RESULTS).glob("*.json")))
+    assert shown[0] == f"{shown[1]}{made}\n{shown[2]}", "run `python -m mla_suite latency --write README.md`"

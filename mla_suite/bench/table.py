@@ -38,15 +38,15 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     rows, marks = [], []
     for result in own:
         entry = judged.get(result.key)
-        row = [result.op, result.shape, result.backend, _us(result.us), f"{result.spread_percent:.1f}"]
+        row = [result.op, result.shape, result.backend, microseconds(result.us), f"{result.spread_percent:.1f}"]
         row += [str(entry.verdict) if entry else "new"] if judged else []
-        row += [_us(result.host_us)] if gpu else []
-        row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", _rate(result.tflops)]
-        row += [_us(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
+        row += [microseconds(result.host_us)] if gpu else []
+        row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", teraflops(result.tflops)]
+        row += [microseconds(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
         row += [_error(result)]
         for name in peers:
             peer = by_key.get((result.op, result.shape, name))
-            row += [_us(peer.us), f"{result.us / peer.us:.2f}"] if peer and peer.rounds else ["", ""]
+            row += [microseconds(peer.us), f"{result.us / peer.us:.2f}"] if peer and peer.rounds else ["", ""]
         rows.append(tuple(row))
         marks.append(entry.verdict.word if entry and entry.verdict.word != "same" else "")
     words = {"operator", "shape", "backend", "bound", "change", "error"}
@@ -85,11 +85,11 @@ def failures(results: Iterable[Result]) -> Table:
     return Table("Not timed", ("operator", "shape", "backend", "reason"), rows, marks, frozenset())
 
 
-def _us(us: float) -> str:
+def microseconds(us: float) -> str:
     return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
-def _rate(tflops: float) -> str:
+def teraflops(tflops: float) -> str:
     return f"{tflops:.3f}" if tflops < 1 else f"{tflops:.1f}" if tflops < 100 else f"{tflops:.0f}"
 
 
