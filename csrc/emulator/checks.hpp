@@ -14,7 +14,7 @@ namespace emulator {
   X(lds_uninitialised)                                                                                         \
   X(global_out_of_bounds) X(global_misaligned) X(global_uninitialised) X(global_read_only) X(global_unordered) \
       X(divergent_barrier) X(partial_exec_matrix) X(uninitialised_address) X(spin) X(instruction_limit)        \
-          X(bad_resource) X(rounding_mode) X(scratch_out_of_bounds)
+          X(bad_resource) X(rounding_mode) X(scratch_out_of_bounds) X(global_unwritten)
 enum FindingKind {
 #define X(name) found_##name,
   EMULATOR_FINDINGS(X)
@@ -23,7 +23,7 @@ enum FindingKind {
 };
 
 // The first occurrence at (kind, pc), and how many there were. `detail` is the other party: a wave, a workgroup, a
-// register or a size.
+// register or a size. A finding about the launch as a whole has pc -1 - view, so that each buffer has its own.
 struct Finding {
   i32 kind, pc, wave, other;
   i64 workgroup, detail;

@@ -138,6 +138,14 @@ EXPORT void emulator_launch(EmulatorLaunch* request) {
     free(worker.stored);
     worker.lds.release();
   }
+  for (u32 v = 0; r.checks && v < r.views; v++) {
+    Finding f = {};
+    if (!(r.view[v].access & COMPLETE) || !(f.detail = i64(launch.memory.unwritten(r.view[v], &f.address)))) continue;
+    f.kind = found_global_unwritten;
+    f.pc = -1 - i32(v);
+    f.count = 1;
+    findings.add(f);
+  }
   memcpy(r.finding, findings.at, sizeof(Finding) * u32(findings.size));
   r.findings = u32(findings.size);
   free(launch.workers);

@@ -77,9 +77,26 @@ int Memory::view_of(const Region& region, u64 address, u32 bytes, int access, bo
 bool Memory::starts_initialised(const Region& region, u64 address) const {
   for (u32 i = 0; i < region.count; i++) {
     const View& view = views[order[region.first + i]];
-    if (view.access != WRITE && holds(view, address, 1)) return true;
+    if ((view.access & READ) && holds(view, address, 1)) return true;
   }
   return false;
+}
+
+u64 Memory::unwritten(const View& view, u64* first) const {
+  const Region& region = *region_of(view.base);
+  const int inner = view.dimensions - 1;  // the bytes of the innermost dimension follow each other
+  const u64 run = view.dimensions ? u64(view.size[inner]) : view.span;
+  i64 index[MAX_DIMENSIONS] = {};
+  u64 missing = 0;
+  while (true) {
+    u64 at = view.base;
+    for (int d = 0; d < inner; d++) at += u64(index[d] * view.stride[d]);
+    for (u64 i = 0; i < run; i++)
+      if (!region.tags[at + i - region.low] && !missing++) *first = at + i;
+    int d = inner - 1;
+    while (d >= 0 && ++index[d] == view.size[d]) index[d--] = 0;
+    if (d < 0) return missing;
+  }
 }
 
 }  // namespace emulator

@@ -1,12 +1,12 @@
 // Global memory: host memory seen through declared views. A view is one buffer of the launch, a region the union of
-// views that overlap. A byte's tag says which workgroup wrote it last in this launch; a byte of a write-only view with
-// no tag is uninitialised.
+// views that overlap. A byte's tag says which workgroup wrote it last in this launch; a byte with no tag that only
+// write-only views hold is uninitialised.
 #pragma once
 #include "base.hpp"
 
 namespace emulator {
 
-enum Access { READ = 1, WRITE = 2 };
+enum Access { READ = 1, WRITE = 2, COMPLETE = 4 };  // COMPLETE: the launch must write every element
 
 constexpr int MAX_DIMENSIONS = 6;
 struct View {
@@ -37,6 +37,8 @@ struct Memory {
   int view_of(const Region& region, u64 address, u32 bytes, int access, bool* inside) const;
   // Does a view that starts initialised hold this byte?
   bool starts_initialised(const Region& region, u64 address) const;
+  // Bytes of the view's elements that have no tag, and the address of the first.
+  u64 unwritten(const View& view, u64* first) const;
 };
 
 }  // namespace emulator

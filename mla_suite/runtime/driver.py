@@ -25,7 +25,8 @@ class LaunchError(RuntimeError):
 
 
 class Buffer(NamedTuple):
-    """A tensor that a kernel touches: access is 'r', 'w' (starts uninitialised) or 'rw'."""
+    """A tensor that a kernel touches: access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every
+    element must be written)."""
 
     name: str
     tensor: torch.Tensor

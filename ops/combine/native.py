@@ -153,7 +153,7 @@ def merge(
         read = dict(partial_out=partial_out, partial_lse=partial_lse, split_indptr=split_indptr)
         read |= dict(cu_seqlens_q=cu_seqlens_q, attn_sink=attn_sink)
         yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
-        access = "rw" if skip_none or skip_single or cu_seqlens_q is not None else "w"
+        access = "rw" if skip_none or skip_single or cu_seqlens_q is not None else "all"
         yield from (Buffer("out", out, access), Buffer("lse", lse, access))
 
     launch(

@@ -63,6 +63,22 @@ def test_holes_of_a_strided_buffer(launch):
     assert not wide[:, 2:].any()
 
 
+@pytest.mark.parametrize(
+    ("strided", "missing"), [(False, "40 bytes of the output, the first at out + 0xf78"), (True, "2016 bytes")]
+)
+def test_an_output_that_is_not_written_whole(launch, strided, missing):
+    """990 of 1000 values; into [500, 2] with rows 16 bytes apart they fill 248 rows, and the holes are nobody's."""
+    arrays = add_arrays()
+    wide = np.zeros((500, 4), np.float32)
+    arrays["out"] = (wide[:, :2] if strided else wide.reshape(-1)[:1000], "all")
+    report = launch("add", 4, 256, arrays, 990)
+    finding = next(item for item in report.findings if item.kind == "global_unwritten")
+    assert finding.explanation.startswith(missing)
+    assert finding.instruction == finding.source == ""
+    if not strided:
+        assert launch("add", 4, 256, arrays, 1000).findings == ()
+
+
 def test_wait_before_use(launch):
     text = without(launch.text, "add", "s_waitcnt", -1)
     assert kinds(launch("add", 4, 256, add_arrays(), 1000, text=text)) == {"register_before_wait"}

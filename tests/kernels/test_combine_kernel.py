@@ -18,7 +18,7 @@ from mla_suite.ops.combine.config import Config
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.runtime.driver import LaunchError
 from mla_suite.testing import Exact, assert_close, poison
-from mla_suite.toolchain import compilers, manifest
+from mla_suite.toolchain import compilers
 
 ARCHS = ("gfx942", "gfx950")
 INF, NAN = torch.inf, torch.nan
@@ -371,51 +371,6 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
             num_splits=0,
         )
         assert_close(merged, total, exact(out, lse, bounds))
-
-
-# The checks that these tests rest on
-
-
-def without_line(text, number):
-    lines = text.split("\n")
-    return "\n".join(lines[:number] + lines[number + 1 :])
-
-
-@pytest.mark.parametrize("mnemonic", ["s_barrier", "s_waitcnt"])
-def test_a_missing_barrier_or_wait_is_noticed(arch, mnemonic, monkeypatch):
-    """Each one removed in turn: what the sanitizer does not report must have changed nothing."""
-    point = config.invariant(arch, 512)
-    entry = manifest.installed().find(arch.name, point.instance)
-    text = entry.read_text()
-    places = [n for n, line in enumerate(text.split("\n")) if line.strip().split(" ")[0] == mnemonic][:20]
-    assert len(places) >= 2
-    machine = emulator.Emulator(arch.name)
-    out, lse = partials(2 * 33, 3)
-    sink = torch.randn(3)
-    reports = []
-
-    def merged(program_text):
-        program = machine.load_text(program_text, entry.symbol)
-
-        def run(op, instance, place, grid, block, lds, params, buffers, overlap):
-            memories = [emulator.Memory.of(*buffer) for buffer in buffers()]
-            reports.append(machine.launch(program, grid, block, lds, params, memories))
-
-        monkeypatch.setattr(native, "launch", run)
-        results = torch.zeros(2, 3, 512), torch.zeros(2, 3)
-        native.merge(out, lse, None, None, sink, *results, config=point, batch=2, num_splits=33)
-        return results
-
-    right = merged(text)
-    assert not reports[-1].findings
-    noticed = 0
-    for place in places:
-        results = merged(without_line(text, place))
-        if reports[-1].findings:
-            noticed += 1
-        else:
-            assert all(map(torch.equal, right, results)), f"line {place + 1}: wrong, and nothing was reported"
-    assert noticed >= (len(places) if mnemonic == "s_barrier" else 2)
 
 
 # Choosing

@@ -17,7 +17,8 @@ from mla_suite.runtime.emulator import core
 from mla_suite.runtime.emulator.program import Program, decode
 from mla_suite.runtime.emulator.report import Finding, Report, explain
 
-_ACCESS = {"r": 1, "w": 2, "rw": 3}
+_ACCESS = {"r": 1, "w": 2, "rw": 3, "all": 6}
+_COMPLETE = 4
 _LDS_BYTES = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 SPIN_LIMIT = 4096
 INSTRUCTION_LIMIT = 50_000_000
@@ -26,7 +27,8 @@ THREADS = min(2, os.cpu_count() or 1)
 
 class Memory(NamedTuple):
     """A range of host memory a kernel may touch. `shape` and `strides` (in elements, none negative) say which bytes of
-    it are elements; access is 'r', 'w' (starts uninitialised) or 'rw'."""
+    it are elements; access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every element must be
+    written)."""
 
     name: str
     address: int
@@ -47,7 +49,7 @@ class Memory(NamedTuple):
 def _view(memory: Memory) -> core.View | None:
     """What the core sees of it; None if it has no bytes."""
     if memory.access not in _ACCESS:
-        raise LaunchError(f"buffer {memory.name}: access {memory.access!r}; possible are 'r', 'w' and 'rw'")
+        raise LaunchError(f"buffer {memory.name}: access {memory.access!r}; possible are 'r', 'w', 'rw' and 'all'")
     if 0 in memory.shape:
         return None
     pairs = zip(memory.shape, memory.strides, strict=True)
@@ -68,6 +70,8 @@ def _view(memory: Memory) -> core.View | None:
         view.dimensions = len(merged)
         for i, (step, size) in enumerate(merged):
             view.size[i], view.stride[i] = size, step
+    elif len(merged) > 1:
+        view.access &= ~_COMPLETE  # elements that overlap, or too many dimensions: the span has holes nobody owns
     return view
 
 
@@ -184,13 +188,14 @@ def run(
 
 def _finding(program: Program, raw: core.RawFinding, memories: Sequence[Memory]) -> Finding:
     kind = program.core.findings[raw.kind]
-    line = program.lines[raw.pc]
+    launched = raw.pc < 0  # about the launch as a whole, at no instruction
+    line = program.lines[0 if launched else raw.pc]
     address = _locate(raw.address, memories) if kind.startswith(("global", "spin", "bad")) else hex(raw.address)
     return Finding(
         kind=kind,
         kernel=program.kernel.name,
-        instruction=line.text,
-        source=line.source,
+        instruction="" if launched else line.text,
+        source="" if launched else line.source,
         workgroup=raw.workgroup,
         wave=raw.wave,
         lanes=raw.lanes,

@@ -21,6 +21,7 @@ _EXPLANATIONS = {
     "global_out_of_bounds": "{detail} bytes at {address} lie in no buffer",
     "global_misaligned": "address {address} is not a multiple of {detail}",
     "global_uninitialised": "{address} holds nothing yet",
+    "global_unwritten": "{detail} bytes of the output, the first at {address}, were written by nobody",
     "global_read_only": "{address} may not be written",
     "global_unordered": "workgroup {detail} wrote {address} in this launch, and nothing orders this access after it",
     "divergent_barrier": "waits at a barrier that {detail} waves of its workgroup will never reach",
@@ -38,7 +39,7 @@ _EXPLANATIONS = {
 class Finding:
     """One broken rule at one instruction: the first time, and how often (`count`, over lanes and executions).
 
-    `lanes` is a mask; `workgroup` a linear index.
+    `lanes` is a mask; `workgroup` a linear index; `instruction` is empty where the whole launch broke the rule.
     """
 
     kind: str
@@ -53,6 +54,8 @@ class Finding:
     explanation: str
 
     def __str__(self) -> str:
+        if not self.instruction:
+            return f"{self.kind}: {self.kernel}: {self.explanation}"
         where = f" at {self.source}" if self.source else ""
         lanes = "all lanes" if self.lanes == (1 << 64) - 1 else f"lanes {_lane_list(self.lanes)}"
         times = f", {self.count} times" if self.count > 1 else ""

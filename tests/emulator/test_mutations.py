@@ -1,0 +1,211 @@
+"""A kernel with one instruction deleted gives a finding of the sanitizer, or the same bytes as before.
+
+Every executed barrier, wait, write-back, invalidate, atomic and store of the kernels in kernels/mutated.hip is deleted
+in turn, then those of combine's and decode's own machine code; outputs are shrunk, and memory is left uninitialised.
+
+Two exceptions, and no other: a wait changes nothing where the text waits for the same again on every way from there
+(`why_redundant` finds that, or the test fails); and what a kernel leaves in memory for the next launch, as the reset of
+an arrival counter, is noticed in the next launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mutations import KINDS, Launch, deletions, instruction, mutate, table, why_redundant
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core.arch import CSRC
+from mla_suite.ops.combine import config as combine_config
+from mla_suite.ops.combine import native as combine_native
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.runtime import has_kernel
+from mla_suite.runtime.emulator import Emulator, Memory
+from mla_suite.runtime.emulator.driver import EmulatorDriver
+from mla_suite.toolchain import compilers
+
+WIDTH = {"gfx942": 4, "gfx950": 16}
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Assembly of kernels/mutated.hip by arch."""
+    folder = tmp_path_factory.mktemp("mutated")
+    source = str(Path(__file__).parent / "kernels" / "mutated.hip")
+    for arch, width in WIDTH.items():
+        flags = [f"-DWIDTH={width}", f"-I{CSRC}", "-S", source, "-o", str(folder / arch)]
+        subprocess.run([*compilers.packaged().to_assembly(arch), *flags], check=True)
+    return {arch: (folder / arch).read_text() for arch in WIDTH}
+
+
+def pipeline(
+    rng: np.random.Generator, arch: str
+) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+    tiles = rng.standard_normal((3, 32, 32)).astype(np.float32)
+    return (1, 1, 1), {"in": (tiles, "r"), "out": (np.zeros_like(tiles[0]), "all")}, 3
+
+
+def split(rng: np.random.Generator, arch: str) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+    x = rng.standard_normal((2, 3, 256)).astype(np.float32)
+    arrays = {"in": (x, "r"), "partial": (np.zeros_like(x), "all"), "out": (np.zeros((2, 256), np.float32), "all")}
+    return (3, 2, 1), {**arrays, "arrived": (np.zeros(2, np.uint32), "rw")}, 3
+
+
+def stream(rng: np.random.Generator, arch: str) -> tuple[tuple[int, int, int], dict[str, tuple[np.ndarray, str]], int]:
+    tiles = rng.integers(0, 256, (5, 256 * WIDTH[arch])).astype(np.uint8)
+    return (1, 1, 1), {"in": (tiles, "r"), "out": (np.zeros_like(tiles), "all")}, 5
+
+
+PROBLEMS = {problem.__name__: problem for problem in (pipeline, split, stream)}
+
+
+def launch_of(kernel: str, arch: str, text: str) -> Launch:
+    """One of the kernels of mutated.hip with its data; every output must be written whole."""
+    grid, arrays, count = PROBLEMS[kernel](np.random.default_rng(3), arch)
+    params = struct.pack(f"<{len(arrays)}Qi", *(array.ctypes.data for array, _ in arrays.values()), count)
+    memory = [Memory.of(name, array, access) for name, (array, access) in arrays.items()]
+    return Launch(Emulator(arch), text, kernel, grid, 256, 0, params, memory, list(arrays.values()))
+
+
+@pytest.fixture(params=PROBLEMS)
+def launch(request: pytest.FixtureRequest, arch: str, texts: dict[str, str]) -> Launch:
+    return launch_of(request.param, arch, texts[arch])
+
+
+def judge(launch: Launch, kinds: tuple[str, ...], most: int) -> dict[str, int]:
+    """Deletes and asserts. The number of deletions of each kind, all of them reported; of waits, those reported."""
+    done = mutate(launch, kinds, lambda kind: most)
+    print(table(launch.kernel, done))
+    for mutation in done:
+        place = f"{launch.kernel}, line {mutation.line + 1}: `{mutation.removed}`"
+        assert mutation.outcome != "missed", f"{place}: another result, and no finding"
+        if mutation.outcome == "without effect":
+            assert mutation.kind == "wait", f"{place}: neither a finding nor another result"
+            assert why_redundant(launch.text, launch.kernel, mutation.line), f"{place}: nothing says why it can go"
+    return {kind: sum(m.kind == kind and m.outcome == "reported" for m in done) for kind in kinds}
+
+
+# What each kernel has, so that a compiler that leaves nothing to delete is noticed; of waits, how many at least.
+HAS = {
+    "pipeline": {"barrier": 1, "write-back": 0, "invalidate": 0, "atomic": 0, "wait": 5},
+    "split": {"barrier": 2, "write-back": 1, "invalidate": 1, "atomic": 1, "wait": 6},
+    "stream": {"barrier": 1, "write-back": 0, "invalidate": 0, "atomic": 0, "wait": 3},
+}
+
+
+def test_each_instruction_of_synchronisation(launch):
+    expected = dict(HAS[launch.kernel])
+    found = judge(launch, tuple(expected), 20)
+    assert found.pop("wait") >= expected.pop("wait")
+    assert found == expected
+
+
+def test_each_store(launch):
+    """Outputs that nobody writes, or memory that is read and was never written."""
+    done = mutate(launch, ("store",))
+    assert len(done) >= {"pipeline": 3, "split": 3, "stream": 1}[launch.kernel]
+    for mutation in done:
+        if launch.kernel == "split" and mutation.line == done[-1].line:
+            # The reset of the arrival counter, whose test is below.
+            assert mutation.outcome == "missed"
+        else:
+            assert mutation.kinds & {"global_unwritten", "global_uninitialised", "lds_uninitialised"}, mutation.removed
+
+
+def test_a_counter_that_was_not_reset_is_noticed_by_the_next_launch(texts, arch):
+    launch = launch_of("split", arch, texts[arch])
+    ctypes.memset(launch.memory[-1].address, 1, 8)  # as the launch without the reset leaves it: not zero
+    report, _ = launch.run(launch.text, "forward")
+    assert [finding.kind for finding in report.findings] == ["global_unwritten"]
+    assert str(report.findings[0]).startswith(
+        "global_unwritten: split: 2048 bytes of the output, the first at out + 0x0"
+    )
+
+
+@pytest.mark.parametrize("how", ["shrink an output", "shrink an input", "initialise nothing"])
+def test_memory_that_is_not_there(launch, how):
+    """Each buffer in turn a row short, or holding nothing."""
+    expected = {"shrink": "global_out_of_bounds", "initialise": "global_uninitialised"}[how.split()[0]]
+    for i, memory in enumerate(launch.memory):
+        output = memory.access == "all"
+        if output != (how == "shrink an output"):
+            continue
+        changed = memory._replace(access="w")
+        if how.startswith("shrink"):
+            changed = memory._replace(shape=(memory.shape[0] - 1, *memory.shape[1:]))
+        short = launch._replace(memory=[*launch.memory[:i], changed, *launch.memory[i + 1 :]])
+        for order in ("forward", "reverse"):
+            report, _ = short.run(launch.text, order)
+            assert expected in {finding.kind for finding in report.findings}, memory.name
+
+
+# Our own kernels
+
+
+@contextmanager
+def first_launch() -> Iterator[list[Launch]]:
+    """Fills the list with the first launch done inside, to be done again."""
+    found: list[Launch] = []
+    usual = EmulatorDriver.launch
+
+    def recorded(self, kernel, grid, block, dynamic_lds, params, buffers, overlap=False):
+        usual(self, kernel, grid, block, dynamic_lds, params, buffers, overlap)
+        if not found:
+            owners = list(buffers())
+            memory = [Memory.of(*buffer) for buffer in owners]
+            text, symbol = kernel.entry.read_text(), kernel.entry.symbol
+            machine = Emulator(self.arch.name)
+            found.append(Launch(machine, text, symbol, grid, block, dynamic_lds, params, memory, owners))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatorDriver, "launch", recorded)
+        yield found
+
+
+def test_combine(arch):
+    point = combine_config.invariant(archs.get(arch), 512)
+    if not has_kernel(arch, point.instance):
+        pytest.skip(f"{point.instance} is not built for {arch}; run `python -m mla_suite build`")
+    out, lse, sink = torch.randn(2 * 33, 3, 512), torch.randn(2 * 33, 3), torch.randn(3)
+    results = torch.zeros(2, 3, 512), torch.zeros(2, 3)
+    with mla_suite.emulate(arch), first_launch() as found:
+        combine_native.merge(out, lse, None, None, sink, *results, config=point, batch=2, num_splits=33)
+    reported = judge(found[0], ("barrier", "wait", "store"), 20)
+    assert reported["barrier"] == 2
+    assert reported["wait"] == 20
+    assert reported["store"] >= 2
+
+
+@pytest.mark.parametrize(("rows", "lengths", "barriers"), [(16, (130, 40), 7), (64, (80, 40), 2)])
+def test_decode(rows, lengths, barriers):
+    """Several items for one workgroup, so that the barrier between two items counts; 20 of the waits."""
+    instance = f"decode_dtype-bf16_rows-{rows}_width-576_rotate-0"
+    if not has_kernel("gfx942", instance):
+        pytest.skip(f"{instance} is not built for gfx942; run `python -m mla_suite build`")
+    args, kwargs = decode_sample(lengths, heads=rows, planned=True).make(CPU)
+    plan = mla_suite.plan(args[2], rows=rows, workers=1, max_kv_len=max(lengths))
+    with mla_suite.emulate("gfx942"), first_launch() as found:
+        mla_suite.decode(*args[:11], plan, **kwargs)
+    (launch,) = found
+    reported = judge(launch, ("barrier", "wait"), 20)
+    assert reported["barrier"] == barriers == len(list(deletions(launch.text, launch.kernel, "barrier")))
+    assert reported["wait"] == 20
+
+
+def test_the_kinds_match_what_they_name():
+    texts = {"s_waitcnt vmcnt(0)": "wait", "buffer_wbl2 sc1": "write-back", "ds_write_b64 v1, v[2:3]": "store"}
+    texts |= {"global_atomic_add v2, v2, v3, s[20:21] sc0": "atomic", "buffer_inv sc1": "invalidate"}
+    for line, kind in texts.items():
+        body = "\n".join(["k:", f"\t{line} ; {line}", ".Lfunc_end0:"])
+        assert [name for name in KINDS if list(deletions(body, "k", name))] == [kind]
+        assert instruction(f"\t{line} // comment") == line
