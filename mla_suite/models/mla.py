@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import mla_suite
 from mla_suite.models import prefill
@@ -41,8 +43,11 @@ class MLA(nn.Module):
     - `forward`: decode.
 
     With heads split over ranks the result is this rank's share of the sum that an all-reduce completes.
-    Inference only: the operators refuse gradients.
+    Inference only: the operators refuse gradients. `fuse()` makes one product of the two down-projections.
     """
+
+    down_weight: torch.Tensor | None
+    down_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -75,6 +80,39 @@ class MLA(nn.Module):
         self.kv_a_layernorm = norm(config.kv_lora_rank)
         self.kv_b_proj = linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = linear(heads * config.v_head_dim, config.hidden_size, bias)
+        self.register_buffer("down_weight", None, persistent=False)
+        self.register_buffer("down_bias", None, persistent=False)
+        self.register_load_state_dict_post_hook(_fused_again)  # with assign=True the parameters are other tensors
+
+    def fuse(self) -> MLA:
+        """Multiply x by both down-projections at once: queries' and latents', or q_proj where q has no low rank.
+
+        Their weights become views of one matrix, under the names they had: state dicts stay as they are, and loading
+        one, `.to()`, copying in place and deepcopy keep the two in step. Call it again after giving either projection
+        another tensor. Returns the layer.
+        """
+        with torch.no_grad():
+            first, second = self._down_projections()
+            sizes = [first.out_features, second.out_features]
+            self.down_weight = torch.cat((first.weight, second.weight))
+            first.weight.data, second.weight.data = self.down_weight.split(sizes)
+            if second.bias is not None:
+                own = second.bias.new_zeros(sizes[0]) if first.bias is None else first.bias
+                self.down_bias = torch.cat((own, second.bias))
+                parts = self.down_bias.split(sizes)
+                second.bias.data = parts[1]
+                if first.bias is not None:
+                    first.bias.data = parts[0]
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MLA:
+        super()._apply(fn, recurse)  # .to(), .float() and their like give every tensor a storage of its own
+        _fused_again(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # so does deepcopy
+        _fused_again(self)
 
     def forward(self, x: torch.Tensor, kv_cache: torch.Tensor, step: Step, cos_sin: torch.Tensor) -> torch.Tensor:
         return self.decode(x, kv_cache, step, cos_sin)
@@ -108,9 +146,9 @@ class MLA(nn.Module):
                 "MLA.decode: topk_indices with kv_descale or an un-rotated cache; sparse attention reads bf16, fp16, "
                 "fp32 and v32 caches with rotated keys: use one of those"
             )
-        q_nope, q_pe = self._queries(x)
+        q_nope, q_pe, kv_c, k_pe = self._projected(x)
         q_pe = rotate(q_pe, _rows(cos_sin, step, x)[..., None, :], interleaved=self.config.rope_interleaved)
-        self._append(*self._latents(x), kv_cache, step, cos_sin, kv_descale)
+        self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)
         q = self._absorbed(q_nope, q_pe)
         scale = self.config.softmax_scale
         if topk_indices is None:
@@ -165,8 +203,7 @@ class MLA(nn.Module):
         where = step.positions if step is not None else positions
         assert where is not None
         rows = cos_sin[where].view(*x.shape[:-1], cos_sin.shape[-1])
-        q_nope, q_pe = self._queries(x)
-        kv_c, k_pe = self._latents(x)
+        q_nope, q_pe, kv_c, k_pe = self._projected(x)
         q_pe = rotate(q_pe, rows[..., None, :], interleaved=self.config.rope_interleaved)
         rotated_k_pe = rotate(k_pe, rows, interleaved=self.config.rope_interleaved)
         if kv_cache is not None and step is not None:
@@ -191,7 +228,7 @@ class MLA(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), cut to this rank's heads.
+        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), cut to this rank's heads; fuse.
 
         The o_proj bias, if any, goes to rank 0 alone, so that the ranks' sum has it once.
         """
@@ -213,19 +250,28 @@ class MLA(nn.Module):
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(cut[name])
+        self.fuse()
 
-    def _queries(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        direct = self.config.q_lora_rank is None
-        q = self.q_proj(x) if direct else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        q = q.view(*x.shape[:-1], self.config.num_heads, self.config.qk_head_dim)
-        q_nope, q_pe = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
-        return q_nope, q_pe
+    def _down_projections(self) -> tuple[nn.Linear, nn.Linear]:
+        """The two products of x: what queries are made of, and the latents with k_pe."""
+        first = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
+        return first, self.kv_a_proj_with_mqa
 
-    def _latents(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c [..., 512] normalised, k_pe [..., 64] not yet rotated."""
-        down = self.kv_a_proj_with_mqa(x)
-        kv_c, k_pe = down.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
-        return self.kv_a_layernorm(kv_c), k_pe
+    def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q_nope and q_pe [..., heads, dim], kv_c [..., 512] normalised, k_pe [..., 64]; neither pe is rotated yet."""
+        c = self.config
+        first, second = self._down_projections()
+        if self.down_weight is None:
+            q, kv = first(x), second(x)
+        else:
+            both = functional.linear(x, self.down_weight, self.down_bias)
+            q, kv = both.split([first.out_features, second.out_features], dim=-1)
+        if c.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
+        heads = q.view(*x.shape[:-1], c.num_heads, c.qk_head_dim)
+        q_nope, q_pe = heads.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        kv_c, k_pe = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return q_nope, q_pe, self.kv_a_layernorm(kv_c), k_pe
 
     def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512] of kv_b_proj."""
@@ -338,6 +384,11 @@ class MLA(nn.Module):
 
 # Output rows of these are grouped by head; o_proj's input columns are.
 _HEAD_ROWS = ("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
+
+
+def _fused_again(layer: MLA, _: Any = None) -> None:
+    if layer.down_weight is not None:
+        layer.fuse()
 
 
 def _rank_share(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:

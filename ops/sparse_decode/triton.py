@@ -291,14 +291,16 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
 
 
 def tile_for(heads: int, dtype: torch.dtype, layouts: Sequence[str], arch: Arch | None) -> Tile:
-    """The best measured tile on sm_90; elsewhere what 64 KiB of LDS hold.
+    """The best measured tile on sm_90; on gfx942 and gfx950 what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
     and 442 with 32 keys.
     """
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
-    if arch is None or arch.vendor == "amd" or (heads <= 16 and "fp32" in layouts):
+    if arch is None:  # any other GPU: the least shared memory beside bf16 matrix units is 99 KiB
+        return Tile(16, 16 if "fp32" in layouts else 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
+    if arch.vendor == "amd" or (heads <= 16 and "fp32" in layouts):
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit

@@ -1,0 +1,86 @@
+"""Every tile that Triton's decode kernels choose fits the shared memory of the GPU it is chosen for.
+
+Compiled for NVIDIA GPUs by Triton on this machine; on AMD the emulator's tests run the code itself.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from mla_suite.core import arch, library, tuning
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Offer
+from mla_suite.core.library import Sample
+from mla_suite.ops.decode import tiles
+from mla_suite.ops.decode import triton as decode
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.sparse_decode import triton as sparse_decode
+from mla_suite.ops.sparse_decode.samples import PoolShape
+from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; the process around it does"
+)
+SM_90 = arch.get("sm_90")
+OTHERS = 101376  # bytes: sm_86, sm_89 and sm_120 have the least beside bf16 matrix units
+GPUS = {"sm_90": (90, SM_90, SM_90.lds_bytes), "another": (89, None, OTHERS)}
+FP8 = torch.float8_e4m3fn
+DECODE = [
+    decode_sample([130], heads=32, page=1),
+    decode_sample([130], heads=128, q_len=2),
+    *(decode_sample([130], heads=heads, page=1, rotate=True) for heads in (32, 64)),  # keys turned as they are read
+    decode_sample([130], heads=64, layout="fp16", dtype=torch.float16, rope=0, page=61),
+    decode_sample([130], heads=64, layout="fp8", dtype=FP8, page=1),
+]
+SPARSE = [
+    sparse_sample(2, 1, heads, [PoolShape(layout, 3, 64, 48) for layout in layouts])
+    for heads, layouts in (
+        (16, ["v32"]),
+        (16, ["dsv4", "dsv4_fnuz"]),
+        (16, ["bf16", "fp32"]),
+        (64, ["bf16", "fp32"]),
+        (64, ["dsv4"]),
+    )
+]
+MODULES: dict[str, Any] = {"decode": decode, "sparse_decode": sparse_decode}
+CASES = [("decode", sample) for sample in DECODE] + [("sparse_decode", sample) for sample in SPARSE]
+
+
+def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
+    """Bytes that the kernel of a sample needs with a tile, or with the one chosen for an arch."""
+    from nvidia_offline import first_launch, shared_bytes
+
+    op = library.get(name)
+    args, kwargs = sample.make(torch.device("cpu"))
+    if chosen is None or isinstance(chosen, Arch):
+        offer = MODULES[name].offer(op.problem(*args, **kwargs), chosen)
+        assert isinstance(offer, Offer), offer
+        chosen = offer.config
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))
+    launch = first_launch(lambda: MODULES[name].run(chosen, outputs, *args, **kwargs))
+    return shared_bytes(*launch, capability)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
+def test_the_chosen_tile_fits(name: str, sample: Sample, gpu: str) -> None:
+    capability, record, limit = GPUS[gpu]
+    assert shared_of(name, sample, capability, record) <= limit
+
+
+def test_a_tile_that_does_not_fit_is_seen() -> None:
+    """64 keys, turned as they are read: what an H200 refused with 233472 bytes of 232448."""
+    sample = decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64)
+    assert shared_of("decode", sample, 90, decode.Tile(64, 64, 8, 2)) == 233472 > SM_90.lds_bytes
+
+
+def test_the_tile_of_a_measured_row_fits() -> None:
+    """Each tile once; the largest operands that its row's shapes can have."""
+    types = {word: dtype for dtype, word in tiles.DTYPES.items()}
+    rows = tuning.rows(tiles.FORMAT, tiles.table("sm_90"))
+    kinds = {tuple(row.values[column.name] for column in (*tiles.FORMAT.exact, *tiles.FORMAT.config)) for row in rows}
+    for q_dtype, layout, _, *tile in kinds:
+        sample = decode_sample([130], layout=str(layout), dtype=types[str(q_dtype)], page=1)
+        assert shared_of("decode", sample, 90, decode.Tile(*map(int, tile))) <= SM_90.lds_bytes
