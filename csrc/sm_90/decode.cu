@@ -6,13 +6,12 @@ namespace mla::sm90 {
 
 using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE>;
 
-// TMA reads its map in the launch parameters, where it must lie on 64 bytes. So the driver copies the parameters rounded
-// up to 64 bytes: the host pads them.
 struct alignas(64) Launch {
-  DecodeParams params;
+  Params params;
 };
+static_assert(sizeof(Launch) == sizeof(Params), "the driver copies as many bytes as the host packs");
 
-MLA_DEVICE void decode(const DecodeParams& params) {
+MLA_DEVICE void decode(const Params& params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
   const Barriers<Policy> barriers(shared);
@@ -34,6 +33,8 @@ MLA_DEVICE void decode(const DecodeParams& params) {
     barrier_init_done();
   }
   if (Policy::SOURCE == Source::tma && thread_id() == 32) prefetch_map(&params.kv_map_0);
+  wait_for_producer();
+  release_consumer();
   block_sync();
   if (group == 0) {
     give_registers<LOADER_REGISTERS>();

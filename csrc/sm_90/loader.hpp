@@ -9,7 +9,7 @@ namespace mla::sm90 {
 
 // The work of this block: consecutive blocks take the row tiles of one worker.
 template <class Policy>
-MLA_DEVICE WorkList work_list(const DecodeParams& params) {
+MLA_DEVICE WorkList work_list(const Params& params) {
   const int block = static_cast<int>(blockIdx.x);
   return WorkList(params, block / params.row_tiles, block % params.row_tiles * ROWS, Policy::GRANULE, Policy::KEYS);
 }
@@ -18,7 +18,7 @@ MLA_DEVICE WorkList work_list(const DecodeParams& params) {
 template <class Policy>
 class Loader {
  public:
-  MLA_DEVICE Loader(const DecodeParams& params, uint32_t shared)
+  MLA_DEVICE Loader(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
 
   MLA_DEVICE void run() {
@@ -31,9 +31,9 @@ class Loader {
     while (work.take(item)) {
       item.stop = 0;
       publish(item, items);
-      const int32_t* pages = params_.block_table != nullptr
-                                 ? params_.block_table + item.sequence * params_.block_table_stride
-                                 : params_.kv_indices + __ldg(params_.kv_indptr + item.sequence);
+      const int64_t first_page = params_.kv_indptr != nullptr ? __ldg(params_.kv_indptr + item.sequence)
+                                                              : item.sequence * params_.page_ids_stride;
+      const int32_t* pages = params_.page_ids + first_page;
       if (item.keys() == 0) work.look();
       else bring_q(item, heads, ring);
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
@@ -70,6 +70,7 @@ class Loader {
     const Queries queries(params_, item.sequence);
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
     const int rows = min(ROWS, queries.count * params_.heads - first_row);
+#pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
       const uint32_t full = barriers_.kv_full(ring.stage);
@@ -77,6 +78,7 @@ class Loader {
       if (group_thread() == 0) barrier_expect(full, rows * Policy::Q_HALF_BYTES);
       else if (Policy::SOURCE == Source::gather) barrier_arrive(full);
       if (group_thread() < 32)
+#pragma unroll 1
         for (int local = group_thread(); local < rows; local += 32)
           copy_row(stage + local * Policy::Q_HALF_BYTES,
                    Row(heads, queries, first_row + local).query(params_, queries, item) + half * (Policy::DEPTH / 2),
@@ -101,7 +103,7 @@ class Loader {
         const int in_table = key / params_.page;
         const int64_t number = __ldg(pages + in_table);
         from[i] = cache + piece * 16 +
-                  2 * (number * params_.kv_page_stride + (key - in_table * params_.page) * params_.kv_token_stride);
+                  2 * (number * params_.kv_page_stride + (key - in_table * params_.page) * Policy::DEPTH);
       }
     }
     const uint32_t to = shared_ + ring.stage * Policy::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
@@ -132,7 +134,7 @@ class Loader {
       copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
   }
 
-  const DecodeParams& params_;
+  const Params& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
 };

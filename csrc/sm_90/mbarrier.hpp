@@ -58,6 +58,11 @@ MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 MLA_DEVICE void group_arrive(int id) { asm volatile("bar.arrive %0, 128;" ::"r"(id) : "memory"); }
 
+// Under programmatic dependent launch: nothing that the kernel before wrote may be read before the first; blocks of the
+// kernel after may be scheduled once every block has passed the second. Without such a launch both do nothing.
+MLA_DEVICE void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+MLA_DEVICE void release_consumer() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 template <int REGISTERS>
 MLA_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

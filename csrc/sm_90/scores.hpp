@@ -44,7 +44,7 @@ class Scores {
   static constexpr int REGS = Policy::KEYS / 2;
 
  public:
-  MLA_DEVICE Scores(const DecodeParams& params, uint32_t shared)
+  MLA_DEVICE Scores(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), nothing_(params.causal & ~1u) {}
 
   MLA_DEVICE void run() {
@@ -368,7 +368,7 @@ class Scores {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
   }
 
-  const DecodeParams& params_;
+  const Params& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
   float scale_;

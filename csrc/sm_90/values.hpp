@@ -29,7 +29,7 @@ class Values {
 
  public:
   // `side` 0 holds columns 0..255, side 1 the others.
-  MLA_DEVICE Values(const DecodeParams& params, uint32_t shared, int side)
+  MLA_DEVICE Values(const Params& params, uint32_t shared, int side)
       : params_(params), barriers_(shared), shared_(shared), side_(side) {}
 
   // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a whole
@@ -127,7 +127,7 @@ class Values {
       if (partial_row < 0)
         params_.lse[(queries.first_token + mine.token) * params_.heads + mine.head] = lse;
       else
-        params_.partial_lse[static_cast<int64_t>(partial_row) * params_.rows + mine.index] = lse;
+        params_.partial_lse[partial_at(partial_row, mine)] = lse;
     }
     if (partial_row < 0) {
       uint16_t* out = static_cast<uint16_t*>(params_.out) +
@@ -145,7 +145,7 @@ class Values {
         if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
       }
     } else if (mine.valid) {
-      float* out = params_.partial_out + (static_cast<int64_t>(partial_row) * params_.rows + mine.index) * D_V +
+      float* out = params_.partial_out + partial_at(partial_row, mine) * D_V +
                    side_ * VALUE_COLUMNS + group_thread() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
@@ -156,6 +156,10 @@ class Values {
     }
   }
 
+  MLA_DEVICE int64_t partial_at(int partial_row, const Row& row) const {
+    return static_cast<int64_t>(partial_row) * (params_.q_len * params_.heads) + row.index;
+  }
+
   template <class V>
   MLA_DEVICE V load_shared(uint32_t from) const {
     uint32_t value;
@@ -163,7 +167,7 @@ class Values {
     return bit_cast<V>(value);
   }
 
-  const DecodeParams& params_;
+  const Params& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
   int side_;

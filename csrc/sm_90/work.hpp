@@ -1,9 +1,11 @@
 // The work list: which keys of which sequence a block takes next. Every role of a block walks the same list.
 #pragma once
 
-#include "mla/params/decode.hpp"
+#include "mla/params/decode_tma.hpp"
 
 namespace mla::sm90 {
+
+using Params = DecodeTmaParams;
 
 // Words of a plan's header (ops/plan/layout.py declares them all); all but the first are where a part begins.
 constexpr int PLAN_WORKERS = 3;
@@ -28,7 +30,7 @@ MLA_DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 struct Queries {
   int64_t first_token;
   int count;
-  MLA_DEVICE Queries(const DecodeParams& params, int sequence) {
+  MLA_DEVICE Queries(const Params& params, int sequence) {
     if (params.cu_seqlens_q != nullptr) {
       const int begin = uniform(__ldg(params.cu_seqlens_q + sequence));
       first_token = begin;
@@ -45,7 +47,7 @@ class WorkList {
  public:
   // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.
   // `block`: equal cuts are multiples of it, so that only a sequence's last block has unused keys.
-  MLA_DEVICE WorkList(const DecodeParams& params, int worker, int first_row, int granule, int block)
+  MLA_DEVICE WorkList(const Params& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
       plan_workers_ = uniform(__ldg(params.plan + PLAN_WORKERS));
@@ -114,7 +116,7 @@ class WorkList {
     limit_ = worker_ < plan_workers_ ? uniform(__ldg(bounds + 1)) : 0;
   }
 
-  const DecodeParams& params_;
+  const Params& params_;
   int first_row_;
   int granule_;
   int block_;
@@ -129,7 +131,7 @@ class WorkList {
 // Rows to tokens and heads: row / heads by one multiplication, exact below 2^32 / heads.
 class Heads {
  public:
-  MLA_DEVICE explicit Heads(const DecodeParams& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
+  MLA_DEVICE explicit Heads(const Params& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
   MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
   MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
 
@@ -146,12 +148,12 @@ struct Row {
   bool valid;
   MLA_DEVICE Row(const Heads& heads, const Queries& queries, int index_)
       : index(index_), token(heads.token(index_)), head(heads.head(index_, token)), valid(token < queries.count) {}
-  MLA_DEVICE int limit(const DecodeParams& params, const Queries& queries, const Item& item) const {
+  MLA_DEVICE int limit(const Params& params, const Queries& queries, const Item& item) const {
     const int seen = params.causal ? item.length - queries.count + token + 1 : item.length;
     return seen < item.end ? seen : item.end;
   }
   // The first element of the row's query.
-  MLA_DEVICE const uint16_t* query(const DecodeParams& params, const Queries& queries, const Item& item) const {
+  MLA_DEVICE const uint16_t* query(const Params& params, const Queries& queries, const Item& item) const {
     const int64_t base = params.cu_seqlens_q != nullptr ? queries.first_token * params.q_token_stride
                                                         : item.sequence * params.q_batch_stride;
     return static_cast<const uint16_t*>(params.q) + base + token * params.q_token_stride + head * params.q_head_stride;

@@ -188,8 +188,8 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
         if form == 4 and attribute in (0x05, 0x10):  # EIATTR_MAX_THREADS, EIATTR_REQNTID: x, y, z
             x, y, z = struct.unpack("<3I", body)
             threads = x * y * z
-        elif form == 3 and attribute == 0x19:  # EIATTR_CBANK_PARAM_SIZE holds its value in the size field
-            params = size
+        elif form == 4 and attribute == 0x17:  # EIATTR_KPARAM_INFO, one per parameter; its size is the highest 14 bits
+            params += struct.unpack("<8xI", body)[0] >> 18
         at += 4 + (size if form == 4 else 0)
     registers = int(about.group(4))
     return Resources(

@@ -12,8 +12,10 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine.native import merge, merge_config
+from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.cdna4 import cdna4_config
 from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
+from mla_suite.ops.decode.hopper import HopperConfig
 from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.runtime.scratch import partials
@@ -26,6 +28,8 @@ SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the s
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if arch is not None and arch.name == "sm_90":
+        return hopper.offer(problem, arch)
     if arch is None:
         return Refusal(f"no arch of ours runs these tensors: it takes {' or '.join(RULES)}, on the GPU or emulated")
     if arch.name not in RULES:
@@ -69,7 +73,7 @@ def _params() -> ParamStruct:
 
 
 def run(
-    config: CdnaConfig,
+    config: CdnaConfig | HopperConfig,
     outputs: tuple[torch.Tensor, ...],
     q: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -100,19 +104,24 @@ def run(
     if batch == 0 or out.numel() == 0:
         return
     tiles = config.tiles(rows)
+    on_hopper = isinstance(config, HopperConfig)
+    if on_hopper and plan is None:
+        split_size = hopper.whole_blocks(split_size)
     if plan is not None:
         splits, slots = 1, int(most_items(plan.shape[0], batch))
-        workers = min(slots, config.arch.compute_units)
+        items = min(slots, config.arch.compute_units)
     else:
         bound = max_kv_len or (block_table.shape[1] if block_table is not None else _length(kv_indices)) * page
         splits = num_splits or (
-            int(splits_of(bound, split_size)) if split_size else _splits(config, batch * tiles, bound)
+            max(1, int(splits_of(bound, split_size))) if split_size else _splits(config, batch, rows, bound)
         )
         slots = batch * splits if splits > 1 else 0
-        workers = batch * splits
+        items = batch * splits
     if softmax_scale < 0:  # the kernel finds the largest score before it scales
         q, softmax_scale = _negated(q), -softmax_scale
     softmax_scale = max(softmax_scale, SMALLEST_SCALE)
+    if on_hopper and q_descale is not None:  # its kernels take 16-bit queries as they are
+        q = (q.float() * q_descale).to(q.dtype)
     q = _readable(q)
     final_out = out if _writable(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     final_lse = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -135,41 +144,21 @@ def run(
         "partial_out": (partial_out, "w"),
         "partial_lse": (partial_lse, "w"),
     }
-    shift = max(page - 1, 0).bit_length()
-    params = _params().pack(
-        **{name: 0 if tensor is None else tensor.data_ptr() for name, (tensor, _) in tensors.items()},
-        **{f"kv_map_{word}": 0 for word in range(16)},
-        counters=0,
-        q_batch_stride=q.stride(0) if cu_seqlens_q is None else 0,
-        q_token_stride=q.stride(-3),
-        q_head_stride=q.stride(-2),
-        kv_page_stride=kv_cache.stride(0),
-        kv_token_stride=kv_cache.stride(1),
-        block_table_stride=block_table.stride(0) if block_table is not None else 0,
-        out_token_stride=final_out.stride(-3),
-        out_head_stride=final_out.stride(-2),
+    shape: dict[str, int | float] = dict(
         batch=batch,
         heads=heads,
         q_len=q_len,
-        rows=rows,
         row_tiles=tiles,
-        pages=kv_cache.shape[0],
         page=page,
-        page_magic=-(-(1 << (31 + shift)) // page),
-        page_shift=shift,
         num_splits=splits,
         split_size=split_size if splits > 1 and not num_splits else 0,
-        workers=workers,
-        max_kv_len=max_kv_len,
-        merge=0,
         causal=int(causal),
         softmax_scale=softmax_scale,
     )
-
-    def buffers() -> Iterator[Buffer]:
-        return (Buffer(name, tensor, access) for name, (tensor, access) in tensors.items() if tensor is not None)
-
-    launch("decode", config.instance, q, (workers, tiles, 1), config.threads, 0, params, buffers)
+    if isinstance(config, HopperConfig):
+        hopper.start(config, tensors, shape, items)
+    else:
+        _start(config, tensors, shape, items, max_kv_len)
     if partial_out is not None and partial_lse is not None:
         merge(
             partial_out,
@@ -190,13 +179,56 @@ def run(
         lse.copy_(final_lse)
 
 
+def _start(
+    config: CdnaConfig,
+    tensors: dict[str, tuple[torch.Tensor | None, str]],
+    shape: dict[str, int | float],
+    workers: int,
+    max_kv_len: int,
+) -> None:
+    """Enqueue a CDNA kernel: a workgroup for every worker and row tile."""
+    placed = {name: tensor for name, (tensor, _) in tensors.items() if tensor is not None}
+    q, kv_cache, out, block_table = placed["q"], placed["kv_cache"], placed["out"], placed.get("block_table")
+    page = kv_cache.shape[1]
+    shift = max(page - 1, 0).bit_length()
+    params = _params().pack(
+        **{name: placed[name].data_ptr() if name in placed else 0 for name in tensors},
+        **{f"kv_map_{word}": 0 for word in range(16)},
+        counters=0,
+        q_batch_stride=q.stride(0) if q.dim() == 4 else 0,
+        q_token_stride=q.stride(-3),
+        q_head_stride=q.stride(-2),
+        kv_page_stride=kv_cache.stride(0),
+        kv_token_stride=kv_cache.stride(1),
+        block_table_stride=block_table.stride(0) if block_table is not None else 0,
+        out_token_stride=out.stride(-3),
+        out_head_stride=out.stride(-2),
+        rows=int(shape["heads"]) * int(shape["q_len"]),
+        pages=kv_cache.shape[0],
+        page_magic=-(-(1 << (31 + shift)) // page),
+        page_shift=shift,
+        workers=workers,
+        max_kv_len=max_kv_len,
+        merge=0,
+        **shape,
+    )
+
+    def buffers() -> Iterator[Buffer]:
+        return (Buffer(name, tensor, tensors[name][1]) for name, tensor in placed.items())
+
+    grid = (workers, int(shape["row_tiles"]), 1)
+    launch("decode", config.instance, q, grid, config.threads, 0, params, buffers)
+
+
 def _length(kv_indices: torch.Tensor | None) -> int:
     return 0 if kv_indices is None else kv_indices.shape[0]
 
 
-def _splits(config: CdnaConfig, workgroups: int, bound: int) -> int:
+def _splits(config: CdnaConfig | HopperConfig, batch: int, rows: int, bound: int) -> int:
     """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
-    return max(1, min(config.arch.compute_units // workgroups, bound // SHORTEST_CUT))
+    if isinstance(config, HopperConfig):
+        return hopper.cuts(config.arch, batch, rows, -(-bound // hopper.KEYS))
+    return max(1, min(config.arch.compute_units // (batch * config.tiles(rows)), bound // SHORTEST_CUT))
 
 
 def _negated(q: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,196 @@
+"""decode on sm_90: which instance, into how many cuts, and its launch with the copy engine's map of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.ops.combine import config as combine_configs
+from mla_suite.runtime import Buffer, has_kernel, launch, tensor_map
+from mla_suite.toolchain.params import load
+
+ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
+KEYS = 32  # of a stage: one copy, one Q K^T, one P V
+STAGES = 5
+WIDTHS = (576, 512)
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+SOURCES = ("tma", "gather")
+MOST_BLOCKS = 2**31 - 1  # of a grid
+
+# What a launch takes, in microseconds; only differences between split counts matter.
+STAGE_US = 0.62  # 64 rows x 32 keys x 1088 products at 4096 FLOP per clock are 0.55 at 1980 MHz
+READ_BYTES_PER_US = 4.6e6
+MERGE_US = 2.5  # of combine, however little it merges: measured 2.2 to 3 for up to 16 splits of 16 rows
+PARTIAL_BYTES_PER_US = 5.0e6  # each way, mostly in L2; combine alone was measured at 4.5e6 to 6.4e6
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """One instance of csrc/sm_90/decode.cu. Construction raises ValueError, in one sentence, for an illegal point.
+
+    dtype   type of queries, cache and result
+    width   values of a cached row
+    source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    """
+
+    arch: Arch
+    dtype: str
+    width: int
+    source: str
+
+    def __post_init__(self) -> None:
+        if self.arch.name != "sm_90":
+            self._refuse(f"{self.arch.name} is not sm_90")
+        for name, value, possible in (
+            ("dtype", self.dtype, tuple(ELEMENTS.values())),
+            ("width", self.width, WIDTHS),
+            ("source", self.source, SOURCES),
+        ):
+            if value not in possible:
+                self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
+        if self.lds > self.arch.lds_bytes:
+            self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
+
+    def _refuse(self, why: str) -> None:
+        point = f"dtype={self.dtype} width={self.width} source={self.source}"
+        raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return 512  # four warpgroups: one brings keys, one makes probabilities, two hold the result
+
+    @property
+    def lds(self) -> int:
+        """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
+        keys = STAGES * KEYS * self.width * 2
+        queries = self.width // 32 * 2048  # half of the steps of Q K^T; registers hold the others
+        probabilities = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128
+        return keys + queries + 2 * probabilities + 4 * 32 + 8 * (2 * STAGES + 2 * 2 + 2 * 4)
+
+    @property
+    def instance(self) -> str:
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
+
+    def tiles(self, rows: int) -> int:
+        """Blocks that share the keys of one work item."""
+        return -(-rows // ROWS)
+
+
+def hopper_config(problem: Any, arch: Arch) -> HopperConfig:
+    """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
+    source = "tma" if problem.page % KEYS == 0 else "gather"
+    return HopperConfig(arch, ELEMENTS[problem.q_dtype], problem.head_dim, source)
+
+
+def offer(problem: Any, arch: Arch) -> Offer | Refusal:
+    why = _unsupported(problem)
+    if why is not None:
+        return Refusal(why)
+    config = hopper_config(problem, arch)
+    for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
+        if not has_kernel(arch, needed):
+            return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
+    rows = problem.heads * problem.q_len
+    return Offer(config, f"{config.tiles(rows)} tiles of {ROWS} rows for {problem.q_len} x {problem.heads} query rows")
+
+
+def _unsupported(problem: Any) -> str | None:
+    """Why the kernels cannot take a problem; None when they can."""
+    if problem.q_dtype not in ELEMENTS:
+        return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
+    if problem.layout != ELEMENTS[problem.q_dtype]:
+        return f"layout {problem.layout} with {problem.q_dtype} queries; it takes {ELEMENTS[problem.q_dtype]}"
+    if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
+        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
+    if problem.rope:
+        return "rope_cos_sin; it takes keys that were rotated before they were cached"
+    if problem.alignment < tensor_map.ALIGNMENT:
+        return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
+    rows = problem.heads * problem.q_len
+    if rows < 1 or rows * problem.heads >= 2**32 or -(-rows // ROWS) > MOST_BLOCKS:
+        return f"{rows} query rows of {problem.heads} heads; rows x heads must be 1 to {2**32 - 1}"
+    return None
+
+
+def whole_blocks(split_size: int) -> int:
+    """A cut of the batch-invariant mode in whole stages: a copy may not reach into the next page."""
+    return -(-split_size // KEYS) * KEYS
+
+
+def workers(arch: Arch, items: int, tiles: int) -> int:
+    """Groups of `tiles` blocks that walk the work list: one block on every SM, as far as there are items."""
+    return max(1, min(items, arch.compute_units // tiles))
+
+
+@lru_cache(maxsize=4096)
+def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
+    """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
+
+    A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
+    """
+    tiles = -(-rows // ROWS)
+    read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
+
+    def microseconds(splits: int) -> float:
+        rounds = -(-batch * splits // workers(arch, batch * splits, tiles))
+        spent = max(rounds * -(-stages // splits) * STAGE_US, read)
+        partials = batch * rows * splits * 2048
+        return spent + (MERGE_US + 2 * partials / PARTIAL_BYTES_PER_US if splits > 1 else 0.0)
+
+    return min(range(1, max(1, min(stages, arch.compute_units)) + 1), key=microseconds)
+
+
+def start(
+    config: HopperConfig,
+    tensors: Mapping[str, tuple[torch.Tensor | None, str]],
+    shape: Mapping[str, int | float],
+    items: int,
+) -> None:
+    """Enqueue the kernel over `items` work items. `tensors` by name with their access; `shape` as the struct has it."""
+    placed = {name: tensor for name, (tensor, _) in tensors.items() if tensor is not None}
+    q, kv_cache, out = placed["q"], placed["kv_cache"], placed["out"]
+    ragged = "kv_indices" in placed
+    page_ids = placed["kv_indices" if ragged else "block_table"]
+    words = _map(kv_cache, q) if config.source == "tma" else (0,) * tensor_map.WORDS
+    pointers = ("kv_indptr", "cu_seqlens_q", "attn_sink", "plan", "lse", "partial_out", "partial_lse", "seq_lens")
+    tiles = int(shape["row_tiles"])
+    groups = workers(config.arch, items, tiles)
+    params = load("decode_tma").pack(
+        **{f"kv_map_{index}": word for index, word in enumerate(words)},
+        **{name: placed[name].data_ptr() if name in placed else 0 for name in pointers},
+        q=q.data_ptr(),
+        kv_cache=kv_cache.data_ptr(),
+        page_ids=page_ids.data_ptr(),
+        out=out.data_ptr(),
+        q_batch_stride=q.stride(0) if q.dim() == 4 else 0,
+        q_token_stride=q.stride(-3),
+        q_head_stride=q.stride(-2),
+        kv_page_stride=kv_cache.stride(0),
+        page_ids_stride=0 if ragged else page_ids.stride(0),
+        out_token_stride=out.stride(-3),
+        out_head_stride=out.stride(-2),
+        workers=groups,
+        **shape,
+    )
+
+    def buffers() -> Iterator[Buffer]:
+        return (Buffer(name, tensor, tensors[name][1]) for name, tensor in placed.items())
+
+    grid = (groups * tiles, 1, 1)
+    launch("decode", config.instance, q, grid, config.threads, config.lds, params, buffers, overlap=True)
+
+
+def _map(kv_cache: torch.Tensor, q: torch.Tensor) -> tuple[int, ...]:
+    """The copy engine's view of the cache: boxes of 32 keys x 64 values within a page."""
+    pages, page, width = kv_cache.shape
+    # A stride along a dimension of one page means nothing, and a cache without pages has no address: nothing is read.
+    apart = kv_cache.stride(0) if pages > 1 else page * width
+    address = kv_cache.data_ptr() if pages else q.data_ptr()
+    sizes, strides = (width, page, max(pages, 1)), (width * 2, apart * 2)
+    return tensor_map.swizzled(address, kv_cache.dtype, sizes, strides, (64, KEYS, 1))
