@@ -27,6 +27,7 @@ MOST_BLOCKS = 2**31 - 1  # of a grid
 STAGE_US = 0.62  # 64 rows x 32 keys x 1088 products at 4096 FLOP per clock are 0.55 at 1980 MHz
 READ_BYTES_PER_US = 4.6e6
 MERGE_US = 2.5  # of combine, however little it merges: measured 2.2 to 3 for up to 16 splits of 16 rows
+MOST_ROUNDS = 8  # of a block through equal cuts; more even out the last round by little and cost scratch
 PARTIAL_BYTES_PER_US = 5.0e6  # each way, mostly in L2; combine alone was measured at 4.5e6 to 6.4e6
 
 
@@ -143,7 +144,8 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
         partials = batch * rows * splits * 2048
         return spent + (MERGE_US + 2 * partials / PARTIAL_BYTES_PER_US if splits > 1 else 0.0)
 
-    return min(range(1, max(1, min(stages, arch.compute_units)) + 1), key=microseconds)
+    most = min(stages, arch.compute_units, MOST_ROUNDS * arch.compute_units // (batch * tiles))
+    return min(range(1, max(1, most) + 1), key=microseconds)
 
 
 def start(

@@ -1,0 +1,312 @@
+"""decode's own kernels on a real GPU against fp64: numbers, hostile memory, bits, streams, graphs, large caches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.layout import Plan
+from mla_suite.runtime import current_arch, has_kernel
+from mla_suite.testing import exact_decode, ulp
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+ABSURD = 2**31 - 1
+Q, CACHE, LENS, TABLE, INDPTR, INDICES, TOKENS, Q_DESCALE, _, SINK, _, PLAN = range(12)
+HALF = {"layout": "fp16", "dtype": torch.float16}
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """The GPU, where it is one that decode has kernels for and they were built."""
+    place = torch.device("cuda")
+    arch = current_arch(torch.empty(1, device=place))
+    if arch is None or arch.name != "sm_90":
+        pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma"):
+        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    return place
+
+
+def hostile(sample):
+    """The sample on the GPU: NaN in every row that no sequence owns, absurd page numbers behind the used ones."""
+    args, kwargs = sample.make(torch.device("cpu"))
+    cache, table, indptr, indices = args[CACHE], args[TABLE], args[INDPTR], args[INDICES]
+    page = cache.shape[1]
+    owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for b, length in enumerate(args[LENS].tolist()):
+        used = -(-length // page)
+        pages = table[b, :used] if table is not None else indices[indptr[b] : indptr[b] + used]
+        keys = torch.arange(length)
+        owned[pages.long()[keys // page], keys % page] = True
+        if table is not None:
+            table[b, used:] = ABSURD
+    cache[~owned] = torch.nan
+    return [None if tensor is None else tensor.cuda() for tensor in args], kwargs
+
+
+def native(args, kwargs):
+    """The call's backend; anything but our own kernel fails."""
+    arch = dispatch.arch_of(args[Q])
+    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), arch, "cuda")
+    assert choice.backend.name == "native", str(choice)
+
+
+def decode(args, kwargs):
+    native(args, kwargs)
+    return torch.ops.mla_suite.decode(*args, **kwargs)
+
+
+def on_cpu(args):
+    return [None if tensor is None else tensor.cpu() for tensor in args]
+
+
+def assert_right(out, lse, exact):
+    """|out - exact| <= 2^-8 sum(p |v|), for fp16 2^-11, + 1 ulp of out: P is rounded to 16 bits. lse within 1e-4."""
+    out, lse = out.cpu(), lse.cpu()
+    rounding = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
+    error = (out.double() - exact.out).abs()
+    allowed = rounding * exact.magnitude + ulp(exact.out, out.dtype)
+    worst = float((error / allowed).max()) if error.numel() else 0.0
+    assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
+    empty = exact.lse.isinf()
+    assert torch.equal(lse[empty].double(), exact.lse[empty])
+    assert not bool(out[empty].any()), "a row that sees nothing must be 0"
+    off = (lse.double() - exact.lse)[~empty].abs()
+    assert bool((off <= 1e-4 * exact.lse[~empty].abs().clamp(min=1.0)).all()), f"lse is off by {float(off.max()):.3g}"
+
+
+def check(sample):
+    args, kwargs = hostile(sample)
+    out, lse = decode(args, kwargs)
+    assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+SHAPES = {
+    "one sequence": dict(lens=(1000,)),
+    "many heads": dict(lens=(700, 300), heads=128),
+    "edge lengths": dict(lens=(0, 1, 31, 32, 33, 63, 64, 65, 500), heads=64, q_len=2),
+    "four tokens": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4),
+    "one head": dict(lens=(48, 333, 7), heads=1, page=32),
+    "odd heads, sink": dict(lens=(48, 333, 7), heads=7, q_len=3, sink=True),
+    "pages of 1": dict(lens=(70, 1, 33), page=1, q_len=3),
+    "odd pages, ragged": dict(lens=(700, 100, 1063), page=7, ragged_pages=True, q_len=2),
+    "large pages, ragged": dict(lens=(700, 100, 1063), page=256, ragged_pages=True),
+    "ragged queries": dict(lens=(700, 100, 1063, 0), q_len=4, varlen=True, sink=True),
+    "cut": dict(lens=(700, 100, 0), heads=40, num_splits=5, sink=True),
+    "cut by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
+    "planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True),
+    "planned, ragged, sink": dict(lens=(700, 10, 2063, 0), planned=True, varlen=True, q_len=3, sink=True, page=16),
+    "all keys": dict(lens=(90, 700), heads=64, q_len=2, causal=False, num_splits=3),
+    "fp16": dict(lens=(700, 90), heads=24, **HALF),
+    "512 wide": dict(lens=(700, 90), heads=128, rope=0),
+    "512 wide, fp16, gathered": dict(lens=(700, 90), heads=16, rope=0, page=24, num_splits=2, **HALF),
+    "more tiles than SMs": dict(lens=(40,), heads=128, q_len=70, num_splits=1),
+    "more sequences than SMs": dict(lens=tuple(40 + i for i in range(140)), heads=65),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_within_the_rounding_bound(shape):
+    check(decode_sample(seed=len(shape), **SHAPES[shape]))
+
+
+def test_random_problems():
+    """200 draws over everything that the kernels take."""
+    draw = random.Random(90)
+    for number in range(200):
+        heads = draw.choice((1, 2, 5, 8, 16, 24, 32, 40, 64, 96, 127, 128))
+        q_len = draw.choice((1, 1, 1, 2, 3, 4, 8)) if heads <= 64 else draw.choice((1, 2))
+        longest = draw.choice((1, 31, 32, 64, 100, 300, 1000, 2100))
+        lens = tuple(draw.randint(0, longest) for _ in range(draw.randint(1, 6)))
+        if max(lens) == 0:
+            lens = (1, *lens[1:])
+        cut: dict = draw.choice(
+            (dict(), dict(), dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256))))
+        )
+        options = dict(
+            page=draw.choice((1, 2, 7, 16, 32, 48, 64, 96, 128)),
+            causal=draw.random() < 0.8,
+            sink=draw.random() < 0.3,
+            varlen=draw.random() < 0.3,
+            ragged_pages=draw.random() < 0.3,
+            planned=draw.random() < 0.3,
+            rope=draw.choice((64, 64, 0)),
+            **(HALF if draw.random() < 0.3 else {}),
+        )
+        try:
+            check(decode_sample(lens, heads=heads, q_len=q_len, seed=number, **cut, **options))
+        except AssertionError as error:
+            raise AssertionError(f"problem {number}: {heads=} {q_len=} {lens=} {cut=} {options=}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
+def test_hard_scores(kind):
+    """Rows that are all equal, one key above all others, maxima that move at every key or never, logits to +-200."""
+    args, kwargs = decode_sample((300,), heads=40, q_len=2, num_splits=1).make(torch.device("cpu"))
+    q, cache, table = args[Q], args[CACHE], args[TABLE]
+    keys = torch.arange(300)
+    if kind == "equal":
+        cache[:] = cache[0, 0]
+    elif kind == "dominating":
+        cache[table[0, 4].item(), 10] = (q[0, 0, 0] * 4).to(cache.dtype)
+    else:
+        slope = {"large": torch.randn(300) * 8, "rising": keys / 4, "falling": -keys / 4}[kind]
+        direction = torch.randn(576)
+        q[:] = direction.bfloat16()
+        rows = slope[:, None] * direction / direction.norm() + torch.randn(300, 576) / 4
+        cache[table[0].long()[keys // 64], keys % 64] = rows.bfloat16()
+    moved = [None if tensor is None else tensor.cuda() for tensor in args]
+    assert_right(*decode(moved, kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
+def test_scales_that_are_not_positive(scale):
+    args, kwargs = hostile(decode_sample((100, 7), heads=16))
+    kwargs["softmax_scale"] = scale
+    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf])
+def test_infinite_sinks(sink):
+    args, kwargs = hostile(decode_sample((100, 0), heads=16, sink=True))
+    args[SINK].fill_(sink)
+    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_a_scale_of_the_queries():
+    args, kwargs = hostile(decode_sample((100, 7), heads=16))
+    args[Q_DESCALE] = torch.tensor([0.25], device="cuda")
+    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_strided_tensors():
+    """Queries off any alignment, a cache with room between its pages, outputs within larger ones."""
+    args, kwargs = hostile(decode_sample((100, 7), heads=16))
+    wide = torch.zeros(2, 1, 16, 580, dtype=torch.bfloat16, device="cuda")
+    wide[..., 1:577] = args[Q]
+    pages = args[CACHE].shape[0]
+    spaced = torch.full((pages, 65, 576), torch.nan, dtype=torch.bfloat16, device="cuda")[:, :64]
+    spaced.copy_(args[CACHE])
+    padded = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16, device="cuda")[:, :1, ::2, :512]
+    lse = torch.zeros(2, 3, 32, device="cuda")[:, :1, :16]
+    given = [wide[..., 1:577], spaced, *args[2:]]
+    native(given, kwargs)
+    torch.ops.mla_suite.decode.out(*given, **kwargs, out=padded, lse=lse)
+    assert_right(padded, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_what_it_cannot_take_is_refused_in_a_sentence():
+    for options, sentence in (
+        (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
+        (dict(layout="fp8"), "layout fp8 with torch.bfloat16 queries; it takes bf16"),
+    ):
+        args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))
+        assert sentence in str(mla_suite.explain("decode", *args, **kwargs))
+
+
+@pytest.mark.parametrize("page", [64, 24])
+def test_same_bits_every_time(page):
+    for options in (dict(), dict(num_splits=7), dict(planned=True)):
+        args, kwargs = hostile(decode_sample((900, 65, 130, 1500), heads=128, page=page, **options))
+        first = decode(args, kwargs)
+        for _ in range(20):
+            again = decode(args, kwargs)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariant_bits(heads):
+    """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
+    args, kwargs = decode_sample((2000, *[5, 170, 333] * 21), heads=heads, split_size=256).make(torch.device("cuda"))
+    q, cache, lens, table = args[:4]
+    kwargs["max_kv_len"] = 2048
+    alone = decode([q[:1], cache, lens[:1], table[:1], *args[4:]], kwargs)
+    for batch, place in ((5, 3), (64, 40)):
+        order = [*range(1, place + 1), 0, *range(place + 1, batch)]
+        found = decode([q[order], cache, lens[order], table[order], *args[4:]], kwargs)
+        assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
+
+
+def test_two_streams():
+    """Two problems of different shapes at once, each cut so that it needs scratch: every result has the usual bits."""
+    problems = [
+        hostile(decode_sample(lens, heads=heads, num_splits=9)) for lens, heads in (((3000, 700), 16), ((500,) * 8, 96))
+    ]
+    usual = [decode(*problem) for problem in problems]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in problems]
+    found: list[list] = [[], []]
+    for _ in range(40):
+        for index, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[index].append(decode(*problems[index]))
+    torch.cuda.synchronize()
+    for right, results in zip(usual, found, strict=True):
+        assert all(torch.equal(a, b) for result in results for a, b in zip(right, result, strict=True))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_captured_graph_replays_at_other_lengths(planned):
+    """Captured at one set of lengths, with its plan or without; replayed at others, it is right at each."""
+    args, kwargs = decode_sample((2000, 1500, 1000, 64), heads=32, q_len=2).make(torch.device("cuda"))
+    lens, rows = args[LENS], 64
+
+    def step():
+        plan = mla_suite.plan(lens, rows=rows, workers=132, max_kv_len=2000) if planned else None
+        return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for lengths in ((2000, 1500, 1000, 64), (2, 0, 999, 33), (1999, 1, 32, 2)):
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_a_plan_for_other_lengths_is_still_right():
+    args, kwargs = hostile(decode_sample((700, 2100, 3, 64), heads=16, q_len=2))
+    stale = torch.tensor([2000, 4, 700, 64], dtype=torch.int32, device="cuda")
+    args[PLAN] = mla_suite.plan(stale, rows=32, workers=132, max_kv_len=2048)
+    assert len(Plan.read(args[PLAN]).items) > 4, "something is cut"
+    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+@pytest.mark.parametrize("page", [64, 48])
+def test_a_cache_beyond_2_to_the_31_elements(page):
+    pages = 2**31 // (page * 576) + 100
+    if torch.cuda.mem_get_info()[0] < pages * page * 576 * 2 + (1 << 30):
+        pytest.skip("the GPU has no room for a cache of more than 2^31 elements")
+    small, kwargs = decode_sample((700, 300), heads=16, page=page, num_splits=2).make(torch.device("cuda"))
+    used = small[CACHE].shape[0]
+    cache = torch.full((pages, page, 576), torch.nan, dtype=torch.bfloat16, device="cuda")
+    cache[-used:] = small[CACHE]
+    table = small[TABLE] + (pages - used)
+    found = decode([small[Q], cache, small[LENS], table, *small[4:]], kwargs)
+    usual = decode(small, kwargs)
+    assert all(torch.equal(a, b) for a, b in zip(found, usual, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "q_len", "kv"), [(128, 128, 1, 4096), (1, 16, 1, 8192), (32, 32, 4, 1200), (128, 16, 1, 1024)]
+)
+def test_production_shapes(batch, heads, q_len, kv):
+    """Three sequences of the batch against fp64."""
+    args, kwargs = decode_sample([kv] * batch, heads=heads, q_len=q_len).make(torch.device("cuda"))
+    out, lse = decode(args, kwargs)
+    some = sorted({0, batch // 2, batch - 1})
+    chosen = [args[Q][some], args[CACHE], args[LENS][some], args[TABLE][some], *args[4:]]
+    assert_right(out[some], lse[some], exact_decode(*on_cpu(chosen), **kwargs))

@@ -1,0 +1,319 @@
+"""What can be known of sm_90's decode without a GPU: instances, refusals, split counts, every byte of a launch."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import subprocess
+
+import pytest
+import torch
+
+from mla_suite.core import arch as archs
+from mla_suite.core.arch import CSRC
+from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.ops.decode import DECODE, hopper, native
+from mla_suite.ops.decode.hopper import KEYS, HopperConfig, cuts, workers
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.layout import most_items
+from mla_suite.runtime import DriverError, has_kernel, tensor_map
+from mla_suite.toolchain import compilers, manifest, params
+from mla_suite.toolchain.instances import instances
+
+CPU = torch.device("cpu")
+H200 = archs.get("sm_90")
+POINTS = list(itertools.product(("bf16", "fp16"), (576, 512), ("tma", "gather")))
+HALF = {"layout": "fp16", "dtype": torch.float16}
+
+
+def test_every_point_is_declared():
+    declared = {item.id: item for item in instances("sm_90") if item.kernel == "decode"}
+    assert set(declared) == {HopperConfig(H200, *point).instance for point in POINTS}
+    for point in POINTS:
+        config = HopperConfig(H200, *point)
+        assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
+        ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
+        ({"width": 320}, "width is one of 576, 512"),
+        ({"source": "hope"}, "source is one of tma, gather"),
+    ],
+)
+def test_an_illegal_config_says_why(changed, sentence):
+    with pytest.raises(ValueError, match=f"decode: no kernel at .*: {sentence}"):
+        HopperConfig(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
+
+
+def test_shared_memory_is_what_the_header_lays_out(tmp_path):
+    """The Python sum against the compiler's view of policy.hpp."""
+    nvidia = compilers.find_nvidia()
+    if nvidia is None:
+        pytest.skip("nvcc is not installed")
+    lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
+    for dtype, width, source in POINTS:
+        config, policy = HopperConfig(H200, dtype, width, source), f"DecodePolicy<{dtype}, {width}, Source::{source}>"
+        lines += [
+            f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
+            f'static_assert({policy}::STAGES == {hopper.STAGES} && THREADS == {config.threads}, "block");',
+        ]
+    source = tmp_path / "layout.cu"
+    source.write_text("\n".join(lines) + "\n")
+    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "layout.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_what_was_built(point):
+    config = HopperConfig(H200, *point)
+    if not has_kernel("sm_90", config.instance):
+        pytest.skip(f"{config.instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    entry = manifest.installed().find("sm_90", config.instance)
+    assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
+    assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
+    assert entry.params_size == params.load("decode_tma").size
+
+
+def offered(monkeypatch, built=True, **options):
+    monkeypatch.setattr(hopper, "has_kernel", lambda arch, instance: built)
+    args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
+    return native.offer(DECODE.problem(*args, **kwargs), H200)
+
+
+@pytest.mark.parametrize(
+    ("options", "instance"),
+    [
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma"),
+        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma"),
+        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather"),
+        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather"),
+        ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
+    ],
+)
+def test_which_kernel(monkeypatch, options, instance):
+    offer = offered(monkeypatch, **options)
+    assert isinstance(offer, Offer)
+    assert offer.config.instance.startswith(instance)
+    rows = options.get("heads", 16) * options.get("q_len", 1)
+    assert offer.config.tiles(rows) == -(-rows // 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"layout": "fp8"}, "layout fp8 with torch.bfloat16 queries; it takes bf16"),
+        ({"layout": "fp8", "dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16 or float16"),
+        ({"layout": "fp16"}, "layout fp16 with torch.bfloat16 queries; it takes bf16"),
+        ({"latent": 256}, "rows of 320 values with head_dim_v 256; it takes 576 or 512 with 512"),
+        ({"rotate": True}, "rope_cos_sin; it takes keys that were rotated before they were cached"),
+        ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
+    refusal = offered(monkeypatch, **options)
+    assert isinstance(refusal, Refusal)
+    assert sentence in refusal.reason
+
+
+def test_a_cache_off_alignment_is_refused(monkeypatch):
+    monkeypatch.setattr(hopper, "has_kernel", lambda arch, instance: True)
+    args, kwargs = decode_sample((70,)).make(CPU)
+    flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
+    shifted = flat[4:].view(args[1].shape)
+    refusal = native.offer(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
+    assert "kv_cache is aligned to 8 bytes" in refusal.reason
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 8448, 20000])
+def test_a_launch_fills_the_device_once(rows):
+    tiles = -(-rows // hopper.ROWS)
+    for items in (1, 7, 66, 128, 132, 1000):
+        groups = workers(H200, items, tiles)
+        assert 1 <= groups <= max(items, 1)
+        assert groups * tiles <= H200.compute_units or groups == 1, "a second block of an SM would wait for the first"
+        assert groups == items or (groups + 1) * tiles > H200.compute_units
+
+
+def test_split_counts():
+    """One where the batch fills the device; many for one sequence; none that a cut's keys do not repay."""
+    assert cuts(H200, 128, 128, 4096 // KEYS) == 1
+    assert cuts(H200, 128, 16, 8192 // KEYS) == 1
+    assert cuts(H200, 32, 128, 256 // KEYS) == 1, "eight stages are less than a merge of 4096 rows"
+    assert cuts(H200, 32, 128, 8192 // KEYS) == 2, "two row tiles of 32 sequences leave half the device idle"
+    assert cuts(H200, 1, 16, 8192 // KEYS) >= 64
+    assert cuts(H200, 1, 16, 1) == 1
+    assert cuts(H200, 1, 16, 0) == 1
+    for batch, rows, stages in itertools.product((1, 2, 8, 31, 100, 300), (16, 64, 128, 512), (1, 2, 9, 40, 256, 4000)):
+        splits = cuts(H200, batch, rows, stages)
+        assert 1 <= splits <= stages
+        assert splits == 1 or batch * splits * -(-rows // 64) <= 8 * H200.compute_units
+
+
+def launched(monkeypatch, sample, config=None, given=None):
+    """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
+    calls = []
+
+    def launch(op, instance, place, grid, block, dynamic_lds, packed, buffers, overlap=False):
+        names = {buffer.name: buffer for buffer in buffers()}
+        calls.append((instance, grid, block, dynamic_lds, params.load("decode_tma").unpack(packed), overlap, names))
+
+    monkeypatch.setattr(hopper, "launch", launch)
+    monkeypatch.setattr(native, "merge", lambda *args, **kwargs: None)
+    monkeypatch.setattr(native, "merge_config", lambda *args: None)
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: tuple(range(1, 17)))
+    args, kwargs = given or sample.make(CPU)
+    config = config or hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
+    native.run(config, outputs, *args, **kwargs)
+    (call,) = calls
+    return call, args, outputs
+
+
+def test_the_map_lies_on_64_bytes():
+    struct = params.load("decode_tma")
+    assert struct.size % 64 == 0, "the driver would copy more than the host packs"
+    assert [item.name for item in struct.fields[:16]] == [f"kv_map_{i}" for i in range(16)]
+
+
+def test_every_word_of_a_launch(monkeypatch):
+    sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
+    (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma", 512, 231472)
+    assert overlap, "the kernel says itself where it waits for the one before"
+    assert grid == (9 * 2, 1, 1), "three cuts of three sequences, two tiles of 64 rows"
+    q, cache, lens, table, sink = args[0], args[1], args[2], args[3], args[9]
+    expected = {
+        **{f"kv_map_{i}": i + 1 for i in range(16)},
+        "q": q.data_ptr(),
+        "kv_cache": cache.data_ptr(),
+        "seq_lens": lens.data_ptr(),
+        "page_ids": table.data_ptr(),
+        "kv_indptr": 0,
+        "cu_seqlens_q": 0,
+        "attn_sink": sink.data_ptr(),
+        "plan": 0,
+        "out": out.data_ptr(),
+        "lse": lse.data_ptr(),
+        "partial_out": buffers["partial_out"].tensor.data_ptr(),
+        "partial_lse": buffers["partial_lse"].tensor.data_ptr(),
+        "q_batch_stride": 2 * 40 * 576,
+        "q_token_stride": 40 * 576,
+        "q_head_stride": 576,
+        "kv_page_stride": 64 * 576,
+        "page_ids_stride": table.shape[1],
+        "out_token_stride": 40 * 512,
+        "out_head_stride": 512,
+        "batch": 3,
+        "heads": 40,
+        "q_len": 2,
+        "row_tiles": 2,
+        "page": 64,
+        "num_splits": 3,
+        "split_size": 0,
+        "workers": 9,
+        "causal": 1,
+    }
+    scale = fields.pop("softmax_scale")
+    assert fields == expected
+    assert scale == pytest.approx(576**-0.5)
+    assert buffers["partial_out"].tensor.shape == (9, 80, 512)
+
+
+def test_ragged_queries_and_pages(monkeypatch):
+    sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
+    (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
+    assert instance.endswith("kvsource-gather")
+    assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
+    assert fields["kv_indptr"] == args[4].data_ptr()
+    assert fields["page_ids"] == args[5].data_ptr()
+    assert fields["cu_seqlens_q"] == args[6].data_ptr()
+    assert (fields["q_batch_stride"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
+    assert "partial_out" not in buffers
+    assert (grid, fields["workers"], fields["row_tiles"]) == ((3, 1, 1), 3, 1)
+
+
+def test_a_plan(monkeypatch):
+    sample = decode_sample((700, 90, 5), heads=128, planned=True)
+    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
+    assert fields["plan"] == args[11].data_ptr()
+    assert fields["num_splits"] == 1
+    assert fields["workers"] * fields["row_tiles"] == grid[0] <= 132
+    assert buffers["partial_out"].tensor.shape[0] == most_items(args[11].shape[0], 3), (
+        "a row for every item it may have"
+    )
+
+
+@pytest.mark.parametrize(("split_size", "given"), [(32, 32), (48, 64), (100, 128), (256, 256)])
+def test_cuts_by_size_are_whole_stages(monkeypatch, split_size, given):
+    """A box of 32 keys may not reach into the next page; the same for gathered keys, whose bits then agree."""
+    for page in (64, 24):
+        sample = decode_sample((700, 90), page=page, split_size=split_size)
+        (_, _, _, _, fields, _, _), args, _ = launched(monkeypatch, sample)
+        assert fields["split_size"] == given
+        assert fields["num_splits"] * given >= args[3].shape[1] * page
+
+
+def test_scales_are_positive_and_queries_take_theirs(monkeypatch):
+    args, kwargs = decode_sample((70,), num_splits=1).make(CPU)
+    args = [*args[:7], torch.tensor([0.25]), *args[8:]]
+    kwargs["softmax_scale"] = -0.5
+    (*_, fields, _, buffers), _, _ = launched(monkeypatch, None, given=(args, kwargs))
+    assert fields["softmax_scale"] == 0.5
+    assert torch.equal(buffers["q"].tensor, -args[0] * 0.25)
+
+
+class FakeDriver:
+    """cuTensorMapEncodeTiled as cuda.h declares it, writing down what it is given."""
+
+    def __init__(self, code=0):
+        u32, u64, address = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p
+        kind, self.given = ctypes.c_int, None
+
+        def encode(to, dtype, rank, base, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
+            self.given = (
+                (to % 64, dtype, base, list(sizes[:rank]), list(strides[: rank - 1])),
+                (list(box[:rank]), list(steps[:rank]), interleave, swizzle, promotion, fill),
+            )
+            ctypes.memmove(to, bytes(range(128)), 128)
+            return code
+
+        declared = (kind, ctypes.c_uint32, address, u64, u64, u32, u32, kind, kind, kind, kind)
+        self.cuTensorMapEncodeTiled = ctypes.CFUNCTYPE(kind, address, *declared)(encode)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.bfloat16, 9), (torch.float16, 6)])
+def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
+    driver = FakeDriver()
+    monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
+    tensor_map.swizzled.cache_clear()
+    cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
+    words = hopper._map(cache, cache)
+    assert driver.given == (
+        (0, number, cache.data_ptr(), [576, 64, 9], [1152, 70 * 1152]),
+        ([64, 32, 1], [1, 1, 1], 0, 3, 2, 0),
+    )
+    assert b"".join(word.to_bytes(8, "little") for word in words) == bytes(range(128))
+    tensor_map.swizzled.cache_clear()
+
+
+def test_a_cache_of_one_page_or_none(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args))
+    q = torch.empty(16, dtype=torch.bfloat16)
+    one = torch.empty(64 * 576, dtype=torch.bfloat16).as_strided((1, 64, 576), (1, 576, 1))
+    hopper._map(one, q)
+    hopper._map(torch.empty(0, 64, 576, dtype=torch.bfloat16), q)
+    assert [call[2:] for call in asked] == [((576, 64, 1), (1152, 64 * 1152), (64, 32, 1))] * 2
+    assert [call[0] for call in asked] == [one.data_ptr(), q.data_ptr()]
+
+
+def test_a_map_the_driver_refuses():
+    with pytest.raises(DriverError, match="cuTensorMapEncodeTiled: CUDA error 1 for sizes"):
+        tensor_map._encode(FakeDriver(code=1), 16, torch.bfloat16, (576, 64, 1), (1152, 73728), (64, 32, 1))
+    with pytest.raises(DriverError, match="must be of CUDA 12 or newer"):
+        tensor_map._encode(object(), 16, torch.bfloat16, (576, 64, 1), (1152, 73728), (64, 32, 1))
