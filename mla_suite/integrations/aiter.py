@@ -12,6 +12,7 @@ read; each function names them.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ _FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 _LAYOUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", **_FP8}
 REDUCE_BATCHES = (0, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
+mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
 
 
 def mla_decode_fwd(

@@ -1,0 +1,169 @@
+"""The guides in docs/ do what they say: their code blocks run in order, a page like one program.
+
+A fence is ```python or ```console. A line `print(...)  # text` must print that text. In a console block each line that
+begins with `$ ` is a command, run here when it is `python -m mla_suite`, and the lines below it must be in its output,
+in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in its fence:
+`needs=gpu` runs where there is a GPU; `needs=` anything else is never run. What is not run is still compiled, its
+imports from this package looked up, and its commands' options parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from mla_suite.__main__ import main
+from mla_suite.cli import COMMANDS
+from mla_suite.core import tuning
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+NEEDS = ("gpu", "vllm", "sglang", "network", "time", "server")
+FENCE = re.compile(r"^```(\w+)(?: ([^\n]*))?\n(.*?)^```$", re.M | re.S)
+PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.M)
+
+
+class Block(NamedTuple):
+    """Code of a page: its language, what it needs beyond a CPU ('' for nothing), its first line and its text."""
+
+    language: str
+    needs: str
+    line: int
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    source = page.read_text()
+    found = []
+    for fence in FENCE.finditer(source):
+        info = fence[2] or ""
+        assert info == "" or info.startswith("needs="), f"{page.name}: a fence says {info!r}"
+        needs = info.removeprefix("needs=")
+        assert needs == "" or needs in NEEDS, f"{page.name}: needs={needs}; known are {NEEDS}"
+        found.append(Block(fence[1], needs, source[: fence.start(3)].count("\n"), fence[3]))
+    return found
+
+
+def runs_here(block: Block) -> bool:
+    return block.needs == "" or (block.needs == "gpu" and torch.cuda.is_available())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "tuned"))
+    tuning.forget()
+    torch._dynamo.reset()
+    names: dict[str, Any] = {"__name__": page.stem}
+    ran = 0
+    for block in blocks(page):
+        assert block.language in ("python", "console", "text", "toml", "hip"), f"{page.name}:{block.line}"
+        if block.language == "python":
+            # Empty lines first, so that a traceback names the guide's own line.
+            code = compile("\n" * block.line + block.text, str(page), "exec")
+            look_up_imports(ast.parse(block.text))
+            if runs_here(block):
+                run_python(code, block, names)
+                ran += 1
+        if block.language == "console":
+            for command, expected in commands(block):
+                if runs_here(block):
+                    run_command(command, expected, f"{page.name}:{block.line}")
+                    ran += 1
+                else:
+                    parse_options(command)
+    assert ran, "a guide without a block that runs shows nothing"
+
+
+def run_python(code: Any, block: Block, names: dict[str, Any]) -> None:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, names)
+    printed = iter(output.getvalue().splitlines())
+    for expected in PRINTED.findall(block.text):
+        assert expected in printed, f"{expected!r} is not what line {block.line}.. printed: {output.getvalue()}"
+
+
+def commands(block: Block) -> list[tuple[str, list[str]]]:
+    assert block.text.startswith("$ "), block.text
+    found: list[tuple[str, list[str]]] = []
+    for line in block.text.splitlines():
+        if line.startswith("$ "):
+            found.append((line[2:].split("  #")[0].strip(), []))
+        elif line.strip():
+            found[-1][1].append(" ".join(line.split()))
+    return found
+
+
+def run_command(command: str, expected: list[str], where: str) -> None:
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "mla_suite"], f"{where}: {command} is not ours to run: say needs= in the fence"
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(io.StringIO()):
+        code = main(words[3:])
+    assert code == 0, f"{where}: {command} ended with {code}\n{output.getvalue()}"
+    lines = iter(" ".join(line.split()) for line in output.getvalue().splitlines())
+    for text in expected:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in text.split("...")))
+        assert any(pattern.search(line) for line in lines), f"{where}: {text!r} is not in\n{output.getvalue()}"
+
+
+def look_up_imports(tree: ast.AST) -> None:
+    """Every name that a block imports from this package exists. A server's backend needs the server: it is skipped."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mla_suite":
+            if node.module == "mla_suite.integrations" or (node.module or "").endswith((".vllm", ".sglang")):
+                continue
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")
+
+
+def parse_options(command: str) -> None:
+    """A command of ours that is not run has options that exist."""
+    words = shlex.split(command)
+    if words[:3] != ["python", "-m", "mla_suite"]:
+        return
+    assert words[3] in COMMANDS, command
+    module = importlib.import_module(f"mla_suite.cli.{words[3]}")
+    parser = ArgumentParser(exit_on_error=False)
+    module.add_arguments(parser)
+    parser.parse_args(words[4:])
+
+
+def test_every_guide_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(PAGES) == 4
+    for page in PAGES:
+        assert f"(docs/{page.name})" in readme
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "text\n```python\nprint(1 + 1)  # 3\n```\n```console\n$ python -m mla_suite support\nno such line\n```\n"
+    )
+    first, second = blocks(page)
+    with pytest.raises(AssertionError, match="'3' is not what line 2"):
+        run_python(compile(first.text, "page", "exec"), first, {})
+    with pytest.raises(AssertionError, match="'no such line' is not in"):
+        run_command(*commands(second)[0], "page")
+    with pytest.raises((SystemExit, Exception), match="unrecognized|2"):
+        parse_options("python -m mla_suite bench --no-such-option")
