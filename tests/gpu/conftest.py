@@ -1,0 +1,59 @@
+"""The GPU suite: `tox -e sm_90`, or its command alone. It ends with one table of what was asked of which operator.
+
+Everything here is about the GPU that torch finds, NVIDIA's or AMD's; without one each file is skipped.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gpu_summary
+
+
+@pytest.fixture(autouse=True)
+def forgotten_graphs() -> Iterator[None]:
+    """Compiled code and its graphs belong to one test."""
+    yield
+    if torch.cuda.is_available():
+        torch._dynamo.reset()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome: Any = yield
+    params = getattr(item, "callspec", None)
+    given = params.params if params is not None else {}
+    subject = " ".join(str(given[name]) for name in ("name", "backend") if name in given)
+    check = item.originalname if isinstance(item, pytest.Function) else item.name
+    if subject:
+        outcome.get_result().cell = (subject, check.removeprefix("test_").replace("_", " "))
+
+
+def _cells(reporter: Any) -> dict[tuple[str, str], Counter[str]]:
+    """Results by (operator and backend, or file; check), in the order in which they came."""
+    found: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for word in gpu_summary.WORDS:
+        for report in reporter.stats.get(word, ()):
+            if not hasattr(report, "when"):  # a file that could not be collected
+                continue
+            file, _, name = report.nodeid.partition("::")
+            plain = (Path(file).stem, name.split("[")[0].removeprefix("test_").replace("_", " "))
+            found[getattr(report, "cell", plain)][word] += 1
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not torch.cuda.is_available():
+        return  # each file was skipped, and its reason says so
+    terminalreporter.section(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    for line in gpu_summary.table(_cells(terminalreporter)):
+        terminalreporter.write_line(line)

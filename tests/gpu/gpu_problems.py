@@ -1,0 +1,245 @@
+"""What the GPU suite asks of an operator, in pieces that also run on a CPU, where a call takes a graph's place.
+
+A `Problem` is one sample of the registry: its tensors on the device, and as many other sets of values for them as a
+test wants, lengths included. Right results come from the definition on the CPU, decode's from fp64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils import _pytree as pytree
+
+import mla_suite  # noqa: F401  registers the operators
+from mla_suite import testing
+from mla_suite.bench import inputs
+from mla_suite.core import dispatch, library
+from mla_suite.core.dispatch import Offer
+from mla_suite.core.library import Sample
+
+CPU = torch.device("cpu")
+Values = tuple[tuple[Any, ...], dict[str, Any]]
+Tensors = tuple[torch.Tensor, ...]
+
+CASES = [(op.name, sample) for op in library.registry().values() for sample in op.samples()]
+FIRST = [(op.name, op.samples()[0]) for op in library.registry().values()]
+EXACT = ("plan", "append_kv")
+"""Operators whose results are integers or bytes: equal to the definition's, to the last bit."""
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors of a tree on another device, with their strides: `.to()` closes the gaps between a cache's blocks."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device).copy_(leaf)
+
+    return pytree.tree_map(move, value)
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def values(name: str, sample: Sample, turn: int) -> Values:
+    """The sample on the CPU; from turn 1 on with other values and lengths. What is written on the CPU is fresh."""
+    args, kwargs = sample.make(CPU)
+    if turn:
+        generator = torch.Generator().manual_seed(turn)
+        _VARY[name](args, kwargs, generator)
+    return args, kwargs
+
+
+def _redraw(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+
+
+def _below(limits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """An integer from 0 to each limit, both included."""
+    return (torch.rand(limits.shape, generator=generator) * (limits + 1)).to(torch.int32)
+
+
+def _vary_plan(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    args[0].copy_(_below(torch.full_like(args[0], kwargs["max_kv_len"]), generator))
+
+
+def _vary_decode(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    """Lengths up to what the pages hold; a plan stays as it was made, which a stale one may."""
+    q, kv_cache, seq_lens, block_table, indptr, *_ = args
+    _redraw(q, generator)
+    pages = indptr.diff() if block_table is None else torch.full_like(seq_lens, block_table.shape[1])
+    limits = pages * kv_cache.shape[1]
+    seq_lens.copy_(_below(limits if args[9] is None else limits.clamp(max=args[9].shape[0]), generator))
+
+
+def _vary_sparse(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    q, kv_caches, indices, _, lengths, *_ = args
+    _redraw(q, generator)
+    for cache, index, length in zip(kv_caches, indices, lengths, strict=True):
+        slots = cache.shape[0] * cache.shape[1]
+        index.copy_(torch.randint(-1, slots, index.shape, generator=generator))
+        if length is not None:
+            length.copy_(_below(torch.full_like(length, index.shape[-1]), generator))
+
+
+def _vary_combine(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    _redraw(args[0], generator)
+    _redraw(args[1], generator)
+    args[1][torch.rand(args[1].shape, generator=generator) < 0.1] = -torch.inf
+
+
+def _vary_append(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
+    kv_c, k_pe, kv_cache, slot_mapping, *_ = args
+    _redraw(kv_c, generator)
+    _redraw(k_pe, generator)
+    slots = torch.randperm(kv_cache.shape[0] * kv_cache.shape[1], generator=generator)[: len(slot_mapping)]
+    slots[:1] = -1
+    slot_mapping.copy_(slots)
+
+
+_VARY: dict[str, Callable[[tuple[Any, ...], dict[str, Any], torch.Generator], None]] = {
+    "plan": _vary_plan,
+    "decode": _vary_decode,
+    "sparse_decode": _vary_sparse,
+    "combine": _vary_combine,
+    "append_kv": _vary_append,
+}
+
+
+def written(name: str, args: tuple[Any, ...]) -> Tensors:
+    """The arguments that the operator writes."""
+    op = library.get(name)
+    names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.schema).arguments]
+    return tuple(args[names.index(each)] for each in op.mutates)
+
+
+def expected(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
+    """Outputs, then written arguments, of the definition on the CPU; the arguments themselves stay as they are."""
+    if name == "decode":
+        exact = testing.exact_decode(*args, **kwargs)
+        return exact.out, exact.lse
+    op = library.get(name)
+    reference = next(backend for backend in op.backends if backend.name == "reference")
+    own = moved(args, CPU)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*own, **kwargs))
+    reference.run(None, outputs, *own, **kwargs)
+    return *outputs, *written(name, own)
+
+
+def assert_right(name: str, got: Tensors, right: Tensors) -> None:
+    """As benchmarks compare; integers and bytes are equal."""
+    if name in EXACT:
+        for mine, theirs in zip(got, right, strict=True):
+            assert torch.equal(_bytes(mine.cpu()), _bytes(theirs)), f"{name} differs from its definition"
+        return
+    try:
+        inputs.error(got, right)
+    except ValueError as error:
+        raise AssertionError(f"{name}: {error}") from error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+class Problem:
+    """One sample on a device, for one backend; with `anywhere` also where the backend does not run.
+
+    call()      runs the backend into `outputs`, which stay where they are
+    load(turn)  copies other values and lengths into its tensors, poisons its outputs, and keeps what is right
+    check()     compares outputs and written arguments with what is right
+    """
+
+    def __init__(
+        self, name: str, sample: Sample, backend: str, device: torch.device, *, anywhere: bool = False
+    ) -> None:
+        self.name, self.sample, self.device = name, sample, device
+        self.op = library.get(name)
+        args, self.kwargs = values(name, sample, 0)
+        self.args = moved(args, device)
+        self.right: Tensors = ()
+        self.backend = next((each for each in self.op.backends if each.name == backend), None)
+        self.refusal: str | None = f"{name} has no {backend} backend for {device.type}"
+        if self.backend is not None and (anywhere or device.type in self.backend.devices):
+            problem = self.op.problem(*self.args, **self.kwargs)
+            offer = self.backend.offer(problem, dispatch.arch_of(dispatch.first_tensor(self.args)))
+            self.refusal = None if isinstance(offer, Offer) else f"{name} {backend}: {offer.reason}"
+            self.config = offer.config if isinstance(offer, Offer) else None
+        self.outputs = tuple(
+            torch.empty(o.shape, dtype=o.dtype, device=device) for o in self.op.specify(*self.args, **self.kwargs)
+        )
+
+    def call(self) -> None:
+        assert self.backend is not None
+        self.backend.run(self.config, self.outputs, *self.args, **self.kwargs)
+
+    def load(self, turn: int) -> None:
+        args, kwargs = values(self.name, self.sample, turn)
+        self.right = expected(self.name, args, kwargs)
+        for mine, theirs in zip(tensors(self.args), tensors(args), strict=True):
+            mine.copy_(theirs)
+        for output in self.outputs:
+            testing.poison(output)
+
+    def check(self) -> None:
+        assert_right(self.name, (*self.outputs, *written(self.name, self.args)), self.right)
+
+
+class Recorded:
+    """Work captured in a CUDA graph; on a CPU the work itself, which `replay` does again."""
+
+    def __init__(self, work: Callable[[], object], device: torch.device, warm: bool = True) -> None:
+        self.work, self.graph = work, None
+        if device.type != "cuda":
+            return
+        if warm:  # Triton compiles and modules are loaded at the first call
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            work()
+
+    def replay(self) -> None:
+        if self.graph is None:
+            self.work()
+        else:
+            self.graph.replay()
+
+
+@contextmanager
+def only(backend: str) -> Iterator[None]:
+    """Inside the block the operators choose among this one backend."""
+    original = dispatch.choose
+
+    def choose(name: str, backends: Any, *rest: Any) -> dispatch.Choice:
+        return original(name, [each for each in backends if each.name == backend], *rest)
+
+    dispatch.forget()
+    try:
+        with patch.object(dispatch, "choose", choose):
+            yield
+    finally:
+        dispatch.forget()
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """An error at every call that would make the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def allocations() -> int:
+    """Tensors that torch's allocator for GPUs has handed out so far in this process."""
+    return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))

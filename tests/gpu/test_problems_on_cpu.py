@@ -1,0 +1,104 @@
+"""What the GPU suite is made of, on a CPU: problems do change, right results pass, wrong ones are noticed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gpu_problems import CASES, CPU, FIRST, Problem, Recorded, only, tensors, values, written
+from gpu_summary import table
+
+import mla_suite
+from mla_suite.core import dispatch
+from mla_suite.core.library import Sample
+
+each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
+
+
+@each
+def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> None:
+    problem = Problem(name, sample, "reference", CPU)
+    assert problem.refusal is None
+    problem.load(0)
+    recorded = Recorded(problem.call, CPU)
+    before = problem.right
+    for turn in (1, 2):
+        problem.load(turn)
+        recorded.replay()
+        problem.check()
+        assert not all(torch.equal(mine, theirs) for mine, theirs in zip(before, problem.right, strict=True))
+        before = problem.right
+
+
+@each
+def test_an_emulated_gpu_passes_at_other_lengths(name: str, sample: Sample) -> None:
+    """The same turns, computed by the machine code that an MI300X would run."""
+    with mla_suite.emulate("gfx942"):
+        problem = Problem(name, sample, "native", CPU)
+        if problem.refusal is not None:
+            pytest.skip(problem.refusal)
+        problem.load(0)
+        problem.call()
+        for turn in (1, 2):
+            problem.load(turn)
+            problem.call()
+            problem.check()
+
+
+@pytest.mark.parametrize(("name", "sample"), FIRST, ids=[name for name, _ in FIRST])
+def test_what_was_captured_too_early_is_noticed(name: str, sample: Sample) -> None:
+    """A replay that computes with the values of the capture, and one that computes nothing."""
+    problem = Problem(name, sample, "reference", CPU)
+    problem.load(1)
+    with pytest.raises(AssertionError):
+        problem.check()
+    problem.call()
+    results = (*problem.outputs, *written(name, problem.args))
+    early = [result.clone() for result in results]
+    problem.load(2)
+    for result, old in zip(results, early, strict=True):
+        result.copy_(old)
+    with pytest.raises(AssertionError):
+        problem.check()
+
+
+def test_turns_change_every_length() -> None:
+    args, _ = values("decode", dict(FIRST)["decode"], 0)
+    lengths = {tuple(values("decode", dict(FIRST)["decode"], turn)[0][2].tolist()) for turn in range(4)}
+    assert len(lengths) == 4
+    assert len(tensors(args)) == 5
+
+
+def test_only_one_backend() -> None:
+    (name, sample), *_ = FIRST
+    args, kwargs = sample.make(CPU)
+    with only("reference"):
+        getattr(torch.ops.mla_suite, name)(*args, **kwargs)
+    with only("native"), pytest.raises(RuntimeError, match="no backend takes this problem"):
+        getattr(torch.ops.mla_suite, name)(*args, **kwargs)
+    assert not dispatch._choices, "choices of either kind are forgotten"
+    assert mla_suite.explain(name, *args, **kwargs)
+
+
+def test_the_table_counts() -> None:
+    cells: dict[tuple[str, str], Counter[str]] = {
+        ("decode native", "numbers"): Counter(passed=3, failed=1),
+        ("decode native", "graph"): Counter(skipped=2),
+        ("plan", "numbers"): Counter(passed=1),
+    }
+    lines = table(cells)
+    assert [" ".join(line.split()) for line in lines] == [
+        "decode native graph 2 refused",
+        "numbers 3 ok, 1 FAILED",
+        "plan numbers 1 ok",
+    ]
+    assert len({line.index(word) for line, word in zip(lines, ("2 ref", "3 ok", "1 ok"), strict=True)}) == 1
+
+
+def test_refusals_are_sentences() -> None:
+    for backend in ("native", "portable"):
+        for name, sample in FIRST:
+            reason: Any = Problem(name, sample, backend, CPU).refusal
+            assert reason is None or reason.startswith(name)
