@@ -10,6 +10,13 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
+for link in ("ops", "csrc"):
+    if not (ROOT / "mla_suite" / link).is_dir():
+        sys.exit(
+            f"mla_suite/{link} is not a link to ../{link}: this copy lost its links, as a zip archive's does; "
+            f"get the repository with git clone, or run: rm -f mla_suite/{link}; ln -s ../{link} mla_suite/{link}"
+        )
+
 
 class BuildWithObjects(build_py):
     """Copies the Python files, then compiles the kernels into the package that is being built."""

@@ -200,9 +200,10 @@ def test_a_callers_dynamic_cache_keeps_its_latent_cache():
             model(input_ids=ids[:, :1], past_key_values=own)
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("v3", 3), ("v2", 2)])
 @torch.no_grad()
-def test_the_whole_decode_step_compiles_once_for_all_lengths():
-    model = make_model("v3")
+def test_the_whole_decode_step_compiles_once_for_all_lengths(kind, layers):
+    model = make_model(kind, num_hidden_layers=layers)
     ids, mask = left_padded()
     _, expected, tokens = greedy(model, ids, mask)
     patch(model)

@@ -16,10 +16,11 @@ CACHE_ELEMENTS = NUM_PAGES * PAGE * 576
 SYMBOL = re.compile(r"s\d+|u\d+")
 
 
-def allocations(code):
-    """Elements of every buffer that Inductor's code allocates; symbolic sizes count as 8, more than any here."""
+def allocations(code, symbol=8):
+    """Elements of every buffer that Inductor's code allocates; a symbolic size counts as 8, more than any here."""
     shapes = re.findall(r"empty_strided\w*\(\(([^()]*)\)", code)
-    return [math.prod(eval(SYMBOL.sub("8", size)) for size in shape.split(",") if size.strip()) for shape in shapes]
+    sizes = [[size for size in shape.split(",") if size.strip()] for shape in shapes]
+    return [math.prod(eval(SYMBOL.sub(str(symbol), size)) for size in shape) for shape in sizes]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +46,11 @@ def make_step(layers):
     return step
 
 
-def problem(batch, width):
+def problem(batch, width, num_pages=NUM_PAGES):
     """Sequences of up to `width` pages in shuffled pages; unwritten rows are NaN."""
     generator = torch.Generator().manual_seed(batch * 10 + width)
-    cache = PagedLatentCache(2, NUM_PAGES, PAGE)
-    pages = torch.randperm(NUM_PAGES, generator=generator)[: batch * width].int().view(batch, width)
+    cache = PagedLatentCache(2, num_pages, PAGE)
+    pages = torch.randperm(num_pages, generator=generator)[: batch * width].int().view(batch, width)
     seq_lens = torch.randint(width * PAGE, (batch,), generator=generator, dtype=torch.int32)
     for layer in cache.layers:
         layer.fill_(torch.nan)
@@ -103,8 +104,8 @@ def append_and_read(kv_c, k_pe, first, second, slot_mapping, seq_lens, block_tab
     return torch.stack(outs)
 
 
-def operands(batch, width):
-    _, first, second, pages, seq_lens = problem(batch, width)
+def operands(batch, width, num_pages=NUM_PAGES):
+    _, first, second, pages, seq_lens = problem(batch, width, num_pages)
     generator = torch.Generator().manual_seed(batch)
     kv_c, k_pe = (torch.randn(batch, n, generator=generator).bfloat16() for n in (512, 64))
     q = torch.randn(batch, 1, CONFIG.num_heads, 576, generator=generator).bfloat16()
@@ -128,6 +129,27 @@ def test_cache_bytes_equal_eager():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     _, codes = run_and_get_code(compiled, *inputs)
     assert max(allocations(codes[0])) < CACHE_ELEMENTS
+
+
+def test_cache_bytes_equal_eager_with_pages_dynamic_too():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(append_and_read, fullgraph=True)
+    for batch, width, num_pages in ((3, 2, 48), (5, 4, 31), (2, 7, 77)):
+        expected_inputs, inputs = operands(batch, width, num_pages), operands(batch, width, num_pages)
+        for operand in inputs:
+            torch._dynamo.mark_dynamic(operand, 0)
+        torch._dynamo.mark_dynamic(inputs[6], 1)
+        expected = append_and_read(*expected_inputs)
+        assert torch.equal(compiled(*inputs), expected)
+        for i in (2, 3):
+            assert torch.equal(inputs[i].view(torch.int16), expected_inputs[i].view(torch.int16))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    _, codes = run_and_get_code(compiled, *inputs)
+    # Every symbol at 10000: a buffer per sequence has fewer values than a buffer per page.
+    per_sequence = max(operand[0].numel() for operand in (inputs[7], inputs[0]))
+    assert per_sequence < PAGE * 576
+    assert max(allocations(codes[0], symbol=10_000)) < 10_000 * PAGE * 576
 
 
 def test_the_search_for_copies_finds_one():

@@ -1,0 +1,30 @@
+"""Values are checked on the CPU always, on other devices in debug mode alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import debug, library
+
+
+def test_a_device_pays_for_value_checks_in_debug_mode_alone():
+    """Meta stands for a device: what is asked is its type."""
+    calls: list[str] = []
+    op = dataclasses.replace(library.get("plan"), validate=lambda tensor: calls.append(tensor.device.type))
+    library._validate(op, (torch.empty(1, device="meta"),), {})
+    assert calls == []
+    library._validate(op, (torch.empty(1),), {})
+    assert calls == ["cpu"]
+    with mla_suite.debug():
+        library._validate(op, (torch.empty(1, device="meta"),), {})
+        with mla_suite.debug(False):
+            library._validate(op, (torch.empty(1, device="meta"),), {})
+    assert calls == ["cpu", "meta"]
+    assert not debug.enabled()
+
+
+@pytest.mark.parametrize("op", library.registry().values(), ids=library.registry())
+def test_every_operator_with_indices_checks_their_values(op):
+    assert op.validate is not None
