@@ -2,17 +2,20 @@
 
 `choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so
 it is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
+
+What a call with some metadata was found to need, its outputs and its choice, is remembered by that metadata as it was
+given: of an eager call's Python time, checking arguments and asking for a problem would otherwise be a third.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -127,26 +130,56 @@ def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch |
     raise RuntimeError(f"{name}: no backend takes this problem on {arch.name if arch else device} ({reasons})")
 
 
+class Known(NamedTuple):
+    """What calls with the same metadata share: the outputs to allocate, and who fills them."""
+
+    outputs: Any
+    choice: Choice
+
+
+_MOST_KNOWN = 4096  # calls remembered; a server's lengths and batch sizes come back
+_known: dict[tuple[Any, ...], Known] = {}
+
+
+def metadata(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All that specifications, problems and offers may look at in a call: a key for `known` and `remember`.
+
+    Of a tensor: sizes, strides, dtype, device and how its address is aligned, to 16 bytes.
+    """
+    arch = _arch_of(first_tensor(args))
+    facts: list[Any] = [name, arch.name if arch else None]
+    for value in args:
+        facts.append(_facts(value) if isinstance(value, (torch.Tensor, list, tuple)) else value)
+    for key, value in kwargs.items():
+        facts.append(key)
+        facts.append(_facts(value) if isinstance(value, (torch.Tensor, list, tuple)) else value)
+    return tuple(facts)
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
+    return tuple(_facts(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def known(key: tuple[Any, ...]) -> Known | None:
+    return _known.get(key)
+
+
+def remember(key: tuple[Any, ...], found: Known) -> Known:
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[key] = found
+    return found
+
+
 def forget() -> None:
     """Drop cached choices, after a tuned table or the set of built kernels has changed."""
     _choices.clear()
+    _known.clear()
 
 
-def run(
-    name: str,
-    backends: Sequence[Backend],
-    problem: Callable[..., Hashable],
-    outputs: tuple[torch.Tensor, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Choose a backend for these arguments and let it fill the outputs."""
-    first = first_tensor(args)
-    choice = choose(name, backends, problem(*args, **kwargs), _arch_of(first), first.device.type)
-    choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
-
-
-def first_tensor(args: tuple[Any, ...]) -> torch.Tensor:
+def first_tensor(args: Sequence[Any]) -> torch.Tensor:
     """The tensor whose device an operator runs on: its first argument, by the schemas' convention."""
     tensor = args[0]
     if not isinstance(tensor, torch.Tensor):

@@ -110,7 +110,7 @@ def register(op: Op) -> Op:
         _refuse_gradients(op)
     if op.outputs:
         _define(f"{op.name}.out{op.out_schema}")
-        _implement(f"{op.name}.out", _out(op), _fake_of_out(op))
+        _implement(f"{op.name}.out", _out(op), _check_outputs(op))
         _detach(op.name, "out")
     _registry[op.name] = op
     return op
@@ -127,9 +127,8 @@ def _implement(name: str, implementation: Callable[..., Any], fake: Callable[...
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def _allocate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    device = dispatch.first_tensor(args).device
-    return tuple(torch.empty(o.shape, dtype=o.dtype, device=device) for o in op.specify(*args, **kwargs))
+def _allocate(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
 
 
 def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
@@ -139,65 +138,85 @@ def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
 
 def _functional(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        outputs = _allocate(op, args, kwargs)
+        first = dispatch.first_tensor(args)
+        key = dispatch.metadata(op.name, args, kwargs)
+        known = dispatch.known(key)
+        specified = op.specify(*args, **kwargs) if known is None else known.outputs
+        outputs = _allocate(specified, first.device)
         _validate(op, args, kwargs)
-        dispatch.run(op.name, op.backends, op.problem, outputs, args, kwargs)
+        if known is None:
+            known = dispatch.remember(key, dispatch.Known(specified, _choose(op, first, args, kwargs)))
+        choice = known.choice
+        choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
         return _returned(outputs)
 
     return call
 
 
+def _choose(op: Op, first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dispatch.Choice:
+    problem = op.problem(*args, **kwargs)
+    return dispatch.choose(op.name, op.backends, problem, dispatch.arch_of(first), first.device.type)
+
+
 def _fake(op: Op) -> Callable[..., Any]:
-    return lambda *args, **kwargs: _returned(_allocate(op, args, kwargs))
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _returned(_allocate(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
+
+    return call
+
+
+def _only(op: Op) -> set[str]:
+    """The keyword arguments that the `.out` overload alone has, beside the outputs."""
+    return {text.split("=")[0].split()[-1] for text in op.out_only}
 
 
 def _out(op: Op) -> Callable[..., None]:
-    only = {text.split("=")[0].split()[-1] for text in op.out_only}
+    check = _check_outputs(op)
 
     def call(*args: Any, **kwargs: Any) -> None:
-        outputs, functional = _split_out(op, args, kwargs, only)
-        _validate(op, args, functional)
-        extra = {key: kwargs[key] for key in only & kwargs.keys()}
-        dispatch.run(op.name, op.backends, op.problem, outputs, args, functional | extra)
+        first = dispatch.first_tensor(args)
+        key = dispatch.metadata(f"{op.name}.out", args, kwargs)
+        known = dispatch.known(key)
+        if known is None:
+            check(*args, **kwargs)
+        outputs = tuple([kwargs.pop(name) for name in op.outputs])
+        _validate(op, args, kwargs)
+        if known is None:
+            known = dispatch.remember(key, dispatch.Known((), _choose(op, first, args, kwargs)))
+        choice = known.choice
+        choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
 
     return call
 
 
-def _fake_of_out(op: Op) -> Callable[..., None]:
-    only = {text.split("=")[0].split()[-1] for text in op.out_only}
+def _check_outputs(op: Op) -> Callable[..., None]:
+    """(*args, **kwargs) of the `.out` overload -> raises where the caller's outputs are not what is specified."""
+    beside = {*op.outputs, *_only(op)}
 
-    def call(*args: Any, **kwargs: Any) -> None:
-        _split_out(op, args, kwargs, only)
-
-    return call
-
-
-def _split_out(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], only: set[str]
-) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """The caller's outputs, checked against the specification, and the keyword arguments of the functional overload."""
-    functional = {key: value for key, value in kwargs.items() if key not in op.outputs and key not in only}
-    outputs = tuple(kwargs[name] for name in op.outputs)
-    device = dispatch.first_tensor(args).device
-    for name, given, expected in zip(op.outputs, outputs, op.specify(*args, **functional), strict=True):
-        same_shape = given.dim() == len(expected.shape) and all(
-            g == e for g, e in zip(given.shape, expected.shape, strict=True)
-        )
-        if not same_shape or given.dtype != expected.dtype or given.device != device:
-            raise ValueError(
-                f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
-                f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
+    def check(*args: Any, **kwargs: Any) -> None:
+        functional = {key: value for key, value in kwargs.items() if key not in beside}
+        device = dispatch.first_tensor(args).device
+        for name, expected in zip(op.outputs, op.specify(*args, **functional), strict=True):
+            given = kwargs[name]
+            same_shape = given.dim() == len(expected.shape) and all(
+                g == e for g, e in zip(given.shape, expected.shape, strict=True)
             )
-        if given.dim() > 1 and given.shape[-1] > 1 and given.stride(-1) != 1:
-            raise ValueError(
-                f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
-            )
-    return outputs, functional
+            if not same_shape or given.dtype != expected.dtype or given.device != device:
+                raise ValueError(
+                    f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
+                    f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
+                )
+            if given.dim() > 1 and given.shape[-1] > 1 and given.stride(-1) != 1:
+                raise ValueError(
+                    f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
+                )
+
+    return check
 
 
 def _validate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if op.validate is not None and (dispatch.first_tensor(args).device.type == "cpu" or debug.enabled()):
-        op.validate(*args, **kwargs)
+    if op.validate is not None and (dispatch.first_tensor(args).is_cpu or debug.enabled()):
+        op.validate(*args, **{key: value for key, value in kwargs.items() if key not in _only(op)})
 
 
 def _detach(name: str, overload: str) -> None:

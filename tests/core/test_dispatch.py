@@ -131,3 +131,79 @@ for _ in range(3):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr.count("plan Problem(") == 1
     assert "-> reference: " in done.stderr
+
+
+def echo(asked):
+    """An operator (x, parts) -> twice x, of which each specification, problem and run is noted."""
+
+    def specify(x, parts, *, scale=1.0):
+        asked.append("specify")
+        return (library.Output(tuple(x.shape), x.dtype),)
+
+    def run(config, outputs, x, parts, *, scale=1.0):
+        torch.mul(x, 2, out=outputs[0])
+
+    def problem(x, parts, *, scale=1.0):
+        asked.append("problem")
+        return ()
+
+    backends = (Backend("reference", lambda problem, arch: Offer(None, "always"), run),)
+    schema = "(Tensor x, Tensor[] parts, *, float scale=1.0) -> Tensor"
+    return library.Op("echo", schema, specify, problem, backends, tuple, outputs=("out",))
+
+
+def test_a_call_is_checked_once_per_metadata():
+    asked: list[str] = []
+    op = echo(asked)
+    call, out = library._functional(op), library._out(op)
+    x = torch.randn(4, 6)
+    for _ in range(3):
+        assert torch.equal(call(x, [x], scale=0.5), x * 2)
+    assert asked == ["specify", "problem"]
+    shifted = torch.randn(25)[1:].view(4, 6)  # aligned to 4 bytes only
+    others = [
+        lambda: call(x.double(), [x], scale=0.5),
+        lambda: call(x.t(), [x], scale=0.5),
+        lambda: call(x[:3], [x], scale=0.5),
+        lambda: call(shifted, [x], scale=0.5),
+        lambda: call(x, [x[:2]], scale=0.5),
+        lambda: call(x, [x, x], scale=0.5),
+        lambda: call(x, [x], scale=2.0),
+        lambda: call(x, [x]),
+        lambda: out(x, [x], out=torch.empty(4, 6)),
+    ]
+    for other in others:
+        for _ in range(2):
+            asked.clear()
+            other()
+            if asked:
+                assert asked == ["specify", "problem"]
+                again = False
+            else:
+                again = True
+        assert again, "the second call asks nothing"
+    dispatch.forget()
+    asked.clear()
+    call(x, [x], scale=0.5)
+    assert asked == ["specify", "problem"]
+
+
+def test_what_was_refused_is_refused_again():
+    x = torch.randn(4, 6)
+    out = library._out(echo([]))
+    out(x, [], out=torch.empty(4, 6))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"echo.out: out is torch.float32 \(4, 5\)"):
+            out(x, [], out=torch.empty(4, 5))
+        with pytest.raises(ValueError, match="its last dimension must be contiguous"):
+            out(x, [], out=torch.empty(6, 4).t())
+        with pytest.raises(ValueError, match="out is torch.float64"):
+            out(x, [], out=torch.empty(4, 6, dtype=torch.float64))
+
+
+def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
+    monkeypatch.setattr(dispatch, "_MOST_KNOWN", 3)
+    call = library._functional(echo([]))
+    for size in range(1, 9):
+        assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
+        assert len(dispatch._known) <= 3
