@@ -18,15 +18,17 @@ MOST_CALLS = 2048  # nodes of a graph: 60 ms to capture, and 80 MB if a call tou
 GRAPH_US = 500.0  # shorter graphs would show the gap between two replays, about 2 us
 ROUND_US = 20_000.0  # longer rounds would run into the power limit, which is another measurement
 REST_S = 0.15  # before each round, so that every round starts with a cool chip and idle memory
+SUSTAINED_S = 0.7  # without a pause; after so long an H200 under its power limit has slowed down by what it will
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured: rounds per pass, passes over the whole set."""
+    """How much is measured: rounds per pass, passes over the whole set, seconds without a pause (0: not measured)."""
 
     rounds: int = 3
     passes: int = 2
     rest_s: float = REST_S
+    sustained_s: float = 0.0
 
 
 def cold_bytes(device: torch.device) -> int:
@@ -90,6 +92,20 @@ class Replay:
         for event in events[1:]:
             self.graph.replay()
             event.record()
+        torch.cuda.synchronize()
+        times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
+        return median(times) * 1e3 / self.calls
+
+    def sustained(self, seconds: float = SUSTAINED_S) -> float:
+        """Time of a call at the end of so many seconds of replays without a pause: the median of the last quarter."""
+        count = max(16, int(seconds * 1e6 / self._replay_us()))
+        late = count - count // 4
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count - late + 1)]
+        for index in range(count):
+            if index >= late:
+                events[index - late].record()
+            self.graph.replay()
+        events[-1].record()
         torch.cuda.synchronize()
         times = [first.elapsed_time(second) for first, second in itertools.pairwise(events)]
         return median(times) * 1e3 / self.calls

@@ -117,7 +117,10 @@ def _measure(
             got = answer(turns[0])
             result.error = 0.0 if is_definition else inputs.error(got, right[: len(got)])
         if device.type == "cuda":
-            result.rounds += clock.device_rounds(run, turns, effort)
+            replay = clock.Replay(run, turns)
+            result.rounds += [replay.round(effort.rest_s) for _ in range(effort.rounds)]
+            if effort.sustained_s and not result.sustained_us:
+                result.sustained_us = replay.sustained(effort.sustained_s)
             result.host_rounds += clock.host_rounds(lambda: eager(turns[0]), effort)
         else:
             result.rounds += clock.cpu_rounds(lambda: eager(turns[0]), effort)

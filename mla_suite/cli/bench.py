@@ -6,9 +6,10 @@
   python -m mla_suite bench --set flashmla --compare old.json exit 1 if a shape is slower than noise explains
   python -m mla_suite bench --load new.json --html page.html  a page from saved numbers, measuring nothing
 
-On a GPU: device time by CUDA graph replay with cold caches, host time of an eager call, and the ceilings of the card in
-the same run. Every result is compared with the reference, or with fp64, before it is timed. Without a GPU: the
-reference's time on the CPU and, where AMD kernels are built, their bounds counted in the emulator.
+On a GPU: device time by CUDA graph replay with cold caches, after a rest and at the end of 0.7 s without one, host time
+of an eager call, and the ceilings of the card in the same run. Every result is compared with the reference, or with
+fp64, before it is timed. Without a GPU: the reference's time on the CPU and, where AMD kernels are built, their bounds
+counted in the emulator.
 """
 
 from __future__ import annotations
@@ -35,11 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", metavar="NAME", help="shapes to measure; may be repeated")
     parser.add_argument("--list", action="store_true", help="list the sets and stop")
     parser.add_argument("--op", help="only this operator's shapes")
+    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--backend", action="append", metavar="NAME", help="native, portable or reference; repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
     parser.add_argument("--passes", type=int, default=2, help="passes over the set (default 2)")
+    parser.add_argument(
+        "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
+    )
     parser.add_argument("--no-peers", action="store_true", help="leave out flash_mla, flashinfer and aiter")
     parser.add_argument("--no-emulator", action="store_true", help="count no bounds")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the run as JSON")
@@ -76,7 +81,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.rounds < 1 or args.passes < 1:
         raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
     old = record.load(args.compare) if args.compare else None
-    effort = Effort(args.rounds, args.passes)
+    if not 0 <= args.sustained <= 60:
+        raise ValueError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
+    effort = Effort(args.rounds, args.passes, sustained_s=args.sustained)
     report = record.load(args.load) if args.load else _measure(args, effort)
     comparisons: list[Comparison] = []
     if old is not None:
@@ -114,7 +121,10 @@ def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
             for planned in plans if case.op == "decode" else (False,):
                 chosen = replace(case, planned=planned)
                 found.setdefault(chosen.id, chosen)
-    return list(found.values())
+    wanted = [case for case in found.values() if not args.shapes or any(part in case.shape for part in args.shapes)]
+    if not wanted:
+        raise ValueError(f"no shape contains {' or '.join(args.shapes)}; they are {', '.join(found)}")
+    return wanted
 
 
 def _device(args: argparse.Namespace) -> torch.device:

@@ -82,6 +82,8 @@ def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytes
         (["--set", "fast"], "no set of shapes 'fast'; there are quick, flashmla"),
         (["--op", "plan"], "set 'quick' has no case of 'plan'"),
         (["--compare", "absent.json"], "absent.json cannot be read"),
+        (["--shapes", "b999"], "no shape contains b999; they are decode-b2-h16-q1-kv64"),
+        (["--sustained", "-1"], "bench: --sustained -1.0: it takes 0 to 60 seconds"),
         (["--rounds", "0"], "both are at least 1"),
     ],
 )
@@ -105,6 +107,16 @@ def test_peers_are_columns_beside_our_backends() -> None:
     at = shown.header.index("x flash_mla")
     ours, theirs = report.results[0], report.results[1]
     assert shown.rows[0][at - 1 : at + 1] == (f"{theirs.us:.1f}", f"{ours.us / theirs.us:.2f}")
+
+
+def test_sustained_time_is_a_column_where_it_was_measured() -> None:
+    report = runs.report(0)
+    assert "sustained us" not in table.times(report).header
+    report.results[0].sustained_us = 123.4
+    shown = table.times(report)
+    column = shown.header.index("sustained us")
+    assert [row[column] for row in shown.rows[:2]] == ["123.4", ""]
+    assert column in shown.numeric
 
 
 def test_wrong_results_come_before_refusals() -> None:

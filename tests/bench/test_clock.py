@@ -113,6 +113,25 @@ def test_a_round_is_the_median_of_its_replays(monkeypatch: pytest.MonkeyPatch) -
     assert replay.round(0.0) < 101.5
 
 
+def test_sustained_time_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chip that slows down while it works: by a tenth after half a second, by a sixth at the end."""
+    device = Device(100.0)
+    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
+    replay = Replay(device.call, range(4))
+    assert replay.sustained(0.7) == pytest.approx(100.0, rel=0.01)
+    plain, begun = replay.graph.replay, device.us
+
+    def heating() -> None:
+        before = device.us
+        plain()
+        since = device.us - begun
+        device.us += (device.us - before) * (0.1 if since < 500_000 else 0.16)
+
+    monkeypatch.setattr(replay.graph, "replay", heating)
+    assert replay.sustained(0.7) == pytest.approx(116.0, rel=0.01)
+    assert 0.6e6 < device.us - begun < 1.2e6, "about as long as asked"
+
+
 def test_caches_of_amd_that_torch_does_not_count_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(L2_cache_size=4 << 20)
     stand_in = SimpleNamespace(
