@@ -179,11 +179,13 @@ def to_aiter(
         ),
         dim=1,
     )
-    idle = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 0], device=plan.device)
+    # In place: a row of constants would be a copy from host memory, which cannot be captured.
+    works.masked_fill_(~used[:, None], 0)
+    works[:, : AiterColumn.Q_START].masked_fill_(~used[:, None], -1)
     entries = torch.arange(len(items), dtype=torch.int32, device=plan.device) * max_seqlen_q
     return AiterPlan(
         parts.work_indptr.int(),
-        torch.where(used[:, None], works, idle).int(),
+        works.int(),
         parts.split_indptr.int(),
         torch.stack((qo_indptr[:-1], qo_indptr[1:]), dim=1).int(),
         entries,

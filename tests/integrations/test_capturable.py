@@ -1,0 +1,167 @@
+"""Every call of the two faces could be captured in a CUDA graph: nothing crosses between host and device.
+
+Run on tensors without data: reading one raises, and a copy from the host is seen by the dispatch mode. That a capture
+and its replays then give the right numbers is for a GPU: tests/gpu/test_faces_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite.integrations import aiter, flash_mla, plans
+
+BATCH, HEADS, WORKERS, PAGE = 3, 16, 8, 64
+
+
+def on_device(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class Copies(TorchDispatchMode):
+    """Collects operations that take a tensor of the host and one of the device, or make one from the other."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        leaves = pytree.tree_leaves((args, kwargs, out))
+        seen = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()}
+        if seen == {"cpu", "meta"}:
+            self.found.append(str(func))
+        return out
+
+
+class Literals(TorchFunctionMode):
+    """Collects tensors of the device that are made from Python's numbers: those come from the host's memory."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.tensor, torch.as_tensor) and out.device.type == "meta":
+            self.found.append(func.__name__)
+        return out
+
+
+def crossings(call):
+    found = []
+    with Copies(found), Literals(found):
+        call()
+    return found
+
+
+def a_plan():
+    return mla_suite.plan(on_device(BATCH), rows=HEADS, workers=WORKERS, max_kv_len=0)
+
+
+def dense(metadata, num_splits=None, **options):
+    q, cache = on_device(BATCH, 1, HEADS, 576, dtype=torch.bfloat16), on_device(9, PAGE, 1, 576, dtype=torch.bfloat16)
+    return flash_mla.flash_mla_with_kvcache(
+        q, cache, on_device(BATCH, 4), on_device(BATCH), 512, metadata, num_splits, causal=True, **options
+    )
+
+
+def dense_with_a_copy():
+    metadata, num_splits = flash_mla.get_mla_metadata(on_device(BATCH), HEADS, 1)
+    return dense(metadata.clone(), num_splits.clone())
+
+
+def sparse():
+    record = on_device(9, PAGE, 1, 656, dtype=torch.uint8)
+    return flash_mla.flash_mla_with_kvcache(
+        on_device(BATCH, 2, HEADS, 576, dtype=torch.bfloat16), record, None, None, 512, flash_mla.get_mla_metadata()[0],
+        is_fp8_kvcache=True, indices=on_device(BATCH, 2, 32), attn_sink=on_device(HEADS, dtype=torch.float32),
+        topk_length=on_device(BATCH), extra_k_cache=on_device(5, 2, 1, 656, dtype=torch.uint8),
+        extra_indices_in_kvcache=on_device(BATCH, 2, 8), extra_topk_length=on_device(BATCH),
+    )  # fmt: skip
+
+
+def metadata():
+    sizes = aiter.get_mla_metadata_info_v1(BATCH, 1, HEADS, torch.bfloat16, torch.bfloat16, False)
+    made = [on_device(*(size if isinstance(size, tuple) else (size,)), dtype=dtype) for size, dtype in sizes]
+    pointers, work_indptr, work_info_set, *reduce = made
+    one = on_device(BATCH + 1)
+    aiter.get_mla_metadata_v1(
+        one, one, on_device(BATCH), HEADS, 1, True, pointers, work_info_set, work_indptr, *reduce, page_size=16
+    )
+    return pointers, work_indptr, work_info_set
+
+
+def decode(page_size=16, **options):
+    q, o = (on_device(BATCH, HEADS, width, dtype=torch.bfloat16) for width in (576, 512))
+    buffer = on_device(9, page_size, 1, 576, dtype=torch.bfloat16)
+    one = on_device(BATCH + 1)
+    return aiter.mla_decode_fwd(
+        q, buffer, o, one, one, on_device(20), on_device(BATCH), 1, page_size, return_lse=True, **options
+    )
+
+
+def decode_with_metadata(copied=False):
+    pointers, work_indptr, work_info_set = metadata()
+    if copied:
+        work_indptr, work_info_set = work_indptr.clone(), work_info_set.clone()
+    return decode(work_meta_data=pointers, work_indptr=work_indptr, work_info_set=work_info_set)
+
+
+def reduce():
+    fp32 = torch.float32
+    aiter.mla_reduce_v1(
+        on_device(40, HEADS, 512, dtype=fp32), on_device(40, HEADS, dtype=fp32), on_device(BATCH + 1),
+        on_device(BATCH, 2), on_device(12), 2, 0, on_device(6, HEADS, 512, dtype=torch.bfloat16),
+        on_device(6, HEADS, dtype=fp32),
+    )  # fmt: skip
+
+
+def uniform_reduce():
+    fp32 = torch.float32
+    aiter.mla_decode_reduce(
+        on_device(4, 5, HEADS, 512, dtype=fp32), on_device(4, 5, HEADS, dtype=fp32),
+        on_device(4, HEADS, 512, dtype=torch.bfloat16), on_device(5), 4,
+    )  # fmt: skip
+
+
+CALLS = {
+    "flash_mla, holder": lambda: dense(flash_mla.get_mla_metadata()[0]),
+    "flash_mla, pair": lambda: dense(*flash_mla.get_mla_metadata(on_device(BATCH), HEADS, 1)),
+    "flash_mla, pair copied": dense_with_a_copy,
+    "flash_mla, sparse": sparse,
+    "aiter, metadata": metadata,
+    "aiter, decode": decode,
+    "aiter, decode by splits": lambda: decode(num_kv_splits=4),
+    "aiter, decode with metadata": decode_with_metadata,
+    "aiter, decode with metadata copied": lambda: decode_with_metadata(copied=True),
+    "aiter, reduce": reduce,
+    "aiter, uniform reduce": uniform_reduce,
+    "plan to flash_mla": lambda: plans.to_flash_mla(a_plan(), on_device(BATCH), workers=WORKERS),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_crosses_between_host_and_device(name):
+    assert crossings(CALLS[name]) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.tensor([1, 2], device="meta"),
+        lambda: torch.zeros(2).to("meta"),
+        lambda: on_device(2).copy_(torch.zeros(2)),
+    ],
+)
+def test_a_crossing_is_noticed(call):
+    assert crossings(call)
+
+
+def test_a_read_is_noticed():
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        on_device(1).item()
