@@ -5,8 +5,16 @@ installed (the isolated environment in which `pip install .` builds the kernels)
 """
 
 import importlib.util
+from pathlib import Path
 
 __version__ = "0.1.0"
+
+for _link in ("ops", "csrc"):
+    if not (Path(__file__).parent / _link).is_dir():
+        raise ImportError(
+            f"mla_suite/{_link} is not a link to ../{_link}: this copy lost its links, as a zip archive's does; "
+            f"get the repository with git clone, or run: rm -f mla_suite/{_link}; ln -s ../{_link} mla_suite/{_link}"
+        )
 
 if importlib.util.find_spec("torch") is not None:
     from mla_suite.core.debug import debug as debug

@@ -16,7 +16,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).parent.parent / "csrc"
 """The device sources that belong to this package."""
 
 _NAMES = {"amd": r"gfx[0-9a-f]{3,4}", "nvidia": r"sm_[0-9]{2,3}"}

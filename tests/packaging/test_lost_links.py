@@ -1,5 +1,6 @@
-"""A copy whose links became files, as in a zip, is not installed without its operators or kernels."""
+"""A copy whose links became files, as in a zip, is neither installed nor imported without its operators or kernels."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,38 @@ def test_installing_a_copy_that_lost_a_link_fails_in_one_sentence(tmp_path, lost
     assert done.returncode != 0
     (sentence,) = done.stderr.splitlines()
     assert sentence.startswith(f"mla_suite/{lost} is not a link to ../{lost}: this copy lost its links")
+
+
+@pytest.mark.parametrize("lost", ["ops", "csrc"])
+def test_importing_a_copy_that_lost_a_link_fails_in_one_sentence(tmp_path, lost):
+    (tmp_path / "mla_suite").mkdir()
+    for path in (ROOT / "mla_suite").iterdir():
+        if path.name not in (lost, "__pycache__"):
+            (tmp_path / "mla_suite" / path.name).symlink_to(path)
+    (tmp_path / "mla_suite" / lost).write_text(f"../{lost}")
+    command = [sys.executable, "-c", "import mla_suite"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert done.returncode != 0
+    sentence = done.stderr.splitlines()[-1]
+    assert sentence.startswith(f"ImportError: mla_suite/{lost} is not a link to ../{lost}: this copy lost its links")
+    assert f"ln -s ../{lost} mla_suite/{lost}" in sentence
+
+
+def test_sources_are_found_beside_the_package_and_not_beside_a_file_that_it_links_to(tmp_path):
+    """A package made of links to another copy's modules compiles its own sources."""
+    (tmp_path / "mla_suite").mkdir()
+    for path in (ROOT / "mla_suite").iterdir():
+        if path.name not in ("core", "csrc", "__pycache__"):
+            (tmp_path / "mla_suite" / path.name).symlink_to(path)
+    (tmp_path / "mla_suite" / "core").mkdir()
+    for path in (ROOT / "mla_suite" / "core").iterdir():
+        (tmp_path / "mla_suite" / "core" / path.name).symlink_to(path)
+    shutil.copytree(ROOT / "csrc" / "sm_90", tmp_path / "csrc" / "sm_90")
+    (tmp_path / "mla_suite" / "csrc").symlink_to("../csrc")
+    code = "from mla_suite.core import arch; print(arch.names(), arch.CSRC)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
+    assert done.stdout.split(" ", 1) == ["('sm_90',)", f"{tmp_path}/mla_suite/csrc\n"], done.stderr
 
 
 def test_the_links_are_links():

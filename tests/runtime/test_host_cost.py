@@ -1,4 +1,4 @@
-"""What an eager operator call costs the host: Python frames over a recording driver, and time beside torch.mul on a GPU."""
+"""What an eager operator call costs the host: Python frames over a recording driver, and time beside torch.mul."""
 
 import statistics
 import sys
