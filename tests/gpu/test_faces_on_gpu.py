@@ -1,0 +1,92 @@
+"""Documented calls of the FlashMLA and AITER faces on a GPU: eager without waiting for it, and captured and replayed.
+
+The right results are those of the same call on the CPU, where tests/integrations compares it with the formulas. Without
+a GPU the calls run eagerly on the CPU, turn after turn, which shows that the cases themselves are sound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from face_calls import CALLS, TURNS, Call, Tensors
+
+GPU = torch.cuda.is_available()
+NEEDS_GPU = pytest.mark.skipif(not GPU, reason="no GPU that torch can use; test_capturable.py looks for host copies")
+NAMED = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+def fresh(call: Call) -> Call:
+    return dataclasses.replace(call, kept={})
+
+
+def moved(given: Tensors, device: str) -> Tensors:
+    """With their strides: `.to()` would close the gaps between a cache's blocks."""
+    return {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+        for name, t in given.items()
+    }
+
+
+def check(call: Call, turn: int, got: tuple[torch.Tensor, ...]) -> None:
+    """Kernels round weights to 16 bits: 2^-8 of sum(p |v|), which is below 2 here, and the output once more."""
+    given = call.make(turn)
+    for mine, theirs in zip(got, call.run(given, {}), strict=True):
+        bound = 2**-7 if theirs.dtype == torch.bfloat16 else 1e-4
+        torch.testing.assert_close(mine.cpu().float(), theirs.float(), rtol=bound, atol=bound)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Every wait of the host for the GPU, and every copy that implies one, raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@NAMED
+def test_calls_in_turn(call: Call) -> None:
+    """What a call keeps, such as the first turn's metadata, serves the turns after it."""
+    call = fresh(call)
+    for turn in range(TURNS):
+        check(call, turn, call.run(moved(call.make(turn), "cuda" if GPU else "cpu"), call.kept))
+
+
+@NEEDS_GPU
+@NAMED
+def test_no_call_waits_for_the_gpu(call: Call) -> None:
+    call = fresh(call)
+    given = moved(call.make(0), "cuda")
+    call.run(given, call.kept)  # compiles and loads kernels
+    with no_waiting():
+        got = call.run(given, call.kept)
+    check(call, 0, got)
+
+
+@NEEDS_GPU
+@NAMED
+def test_captured_and_replayed_with_other_values(call: Call) -> None:
+    call = fresh(call)
+    given = moved(call.make(0), "cuda")
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        call.run(given, call.kept)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call.run(given, call.kept)
+    for turn in range(TURNS):
+        for name, tensor in call.make(turn).items():
+            given[name].copy_(tensor)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "a replay allocates"
+        check(call, turn, got)
