@@ -11,7 +11,8 @@ namespace mla::sm90 {
 template <class Policy>
 MLA_DEVICE WorkList work_list(const Params& params) {
   const int block = static_cast<int>(blockIdx.x);
-  return WorkList(params, block / params.row_tiles, block % params.row_tiles * ROWS, Policy::GRANULE, Policy::KEYS);
+  const int tile = block % params.row_tiles / Policy::CLUSTER * Policy::CLUSTER;  // a cluster takes an item together
+  return WorkList(params, block / params.row_tiles, tile * ROWS, Policy::GRANULE, Policy::KEYS);
 }
 
 // Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
@@ -69,7 +70,7 @@ class Loader {
   MLA_DEVICE void bring_q(const Item& item, const Heads& heads, Ring<Policy::STAGES>& ring) {
     const Queries queries(params_, item.sequence);
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    const int rows = min(ROWS, queries.count * params_.heads - first_row);
+    const int rows = max(0, min(ROWS, queries.count * params_.heads - first_row));
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
@@ -129,9 +130,14 @@ class Loader {
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
     if (group_thread() != 0) return;
     barrier_expect(full, Policy::STAGE_BYTES);
+    if constexpr (Policy::CLUSTER == 1) {
 #pragma unroll
-    for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
-      copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
+      for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
+        copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
+    } else {
+      for (int c = blockIdx.x % Policy::CLUSTER; c < Policy::COLUMN_BLOCKS; c += Policy::CLUSTER)
+        copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full, (1 << Policy::CLUSTER) - 1);
+    }
   }
 
   const Params& params_;

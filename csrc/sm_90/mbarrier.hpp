@@ -27,6 +27,26 @@ MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Lanes 0..CLUSTER-1 of a warp arrive on this barrier of the cluster's blocks 0..CLUSTER-1.
+template <int CLUSTER>
+MLA_DEVICE void barrier_arrive_all(uint32_t barrier) {
+  const int lane = group_thread() % 32;
+  if constexpr (CLUSTER == 1) {
+    if (lane == 0) barrier_arrive(barrier);
+  } else if (lane < CLUSTER) {
+    asm volatile(
+        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
+        "r"(lane)
+        : "memory");
+  }
+}
+
+// All threads of all blocks of the cluster.
+MLA_DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
 MLA_DEVICE void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -84,6 +104,15 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int 
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
           "r"(to),
       "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier)
+      : "memory");
+}
+
+// The same to all blocks of the cluster in `blocks`, bit by bit: at the same place, counted on the same barrier of each.
+MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int page, uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier), "h"(blocks)
       : "memory");
 }
 

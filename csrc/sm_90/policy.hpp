@@ -20,11 +20,14 @@ constexpr int D_V = 512;
 // How keys come: by 16-byte copies from pages of any size, or by the copy engine from pages that are multiples of a box.
 enum class Source { gather, tma };
 
-template <class T, int DEPTH_, Source SOURCE_>
+// Blocks of a cluster have row tiles of the same item: each brings a part of every stage to all of them.
+template <class T, int DEPTH_, Source SOURCE_, int CLUSTER_ = 1>
 struct DecodePolicy {
   using Type = T;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
+  static constexpr int CLUSTER = CLUSTER_;
+  static_assert(CLUSTER == 1 || SOURCE == Source::tma, "only the copy engine writes to several blocks at once");
   static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]

@@ -121,10 +121,8 @@ class Scores {
   // In place of the eight values warps, which do not read this stage.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
-    if (group_thread() % 32 == 0) {
-      barrier_arrive(barriers_.kv_empty(ring_.stage));
-      barrier_arrive(barriers_.kv_empty(ring_.stage));
-    }
+    barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(ring_.stage));
+    barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(ring_.stage));
     ring_.next();
   }
 

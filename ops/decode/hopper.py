@@ -38,12 +38,14 @@ class HopperConfig:
     dtype   type of queries, cache and result
     width   values of a cached row
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    blocks  of a cluster; they have row tiles of one item, and each brings a part of its keys to all of them
     """
 
     arch: Arch
     dtype: str
     width: int
     source: str
+    blocks: int = 1
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -55,11 +57,13 @@ class HopperConfig:
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
+        if self.blocks not in (1, 2) or (self.blocks == 2 and self.source != "tma"):
+            self._refuse("blocks are 1, or 2 with tma")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
     def _refuse(self, why: str) -> None:
-        point = f"dtype={self.dtype} width={self.width} source={self.source}"
+        point = f"dtype={self.dtype} width={self.width} source={self.source} blocks={self.blocks}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
 
     @property
@@ -76,11 +80,11 @@ class HopperConfig:
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_blocks-{self.blocks}"
 
     def tiles(self, rows: int) -> int:
-        """Blocks that share the keys of one work item."""
-        return -(-rows // ROWS)
+        """Blocks that share the keys of one work item, in whole clusters."""
+        return -(-rows // (ROWS * self.blocks)) * self.blocks
 
 
 def hopper_config(problem: Any, arch: Arch) -> HopperConfig:

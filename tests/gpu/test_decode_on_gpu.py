@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import mla_suite
 from mla_suite.core import dispatch
-from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode import DECODE, hopper
+from mla_suite.ops.decode import native as kernels
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan
 from mla_suite.runtime import current_arch, has_kernel
@@ -28,7 +30,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=place))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma"):
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1"):
         pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
     return place
 
@@ -114,6 +116,23 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_within_the_rounding_bound(shape):
     check(decode_sample(seed=len(shape), **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("shape", [name for name, made in SHAPES.items() if made.get("page", 64) % 32 == 0])
+def test_one_block_or_two_that_share_keys(shape):
+    """Both instances, whichever the rule picks, give the same bits, and these are right."""
+    args, kwargs = hostile(decode_sample(seed=len(shape), **SHAPES[shape]))
+    arch = dispatch.arch_of(args[Q])
+    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), arch)
+    kwargs["num_splits"] = kwargs["num_splits"] or (0 if args[PLAN] is not None or kwargs["split_size"] else 1)
+    found = []
+    for blocks in (1, 2):
+        out, lse = (torch.empty(o.shape, dtype=o.dtype, device="cuda") for o in DECODE.specify(*args, **kwargs))
+        out.fill_(torch.nan), lse.fill_(torch.nan)
+        kernels.run(replace(config, blocks=blocks), (out, lse), *args, **kwargs)
+        found.append((out, lse))
+    assert_right(*found[1], exact_decode(*on_cpu(args), **kwargs))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_random_problems():

@@ -22,7 +22,8 @@ from mla_suite.toolchain.instances import instances
 
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
-POINTS = list(itertools.product(("bf16", "fp16"), (576, 512), ("tma", "gather")))
+SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))
+POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"layout": "fp16", "dtype": torch.float16}
 
 
@@ -41,6 +42,8 @@ def test_every_point_is_declared():
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
         ({"source": "hope"}, "source is one of tma, gather"),
+        ({"source": "gather", "blocks": 2}, "blocks are 1, or 2 with tma"),
+        ({"blocks": 3}, "blocks are 1, or 2 with tma"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -54,8 +57,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     if nvidia is None:
         pytest.skip("nvcc is not installed")
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
-    for dtype, width, source in POINTS:
-        config, policy = HopperConfig(H200, dtype, width, source), f"DecodePolicy<{dtype}, {width}, Source::{source}>"
+    for point in POINTS:
+        config = HopperConfig(H200, *point)
+        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, {config.blocks}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
@@ -88,7 +92,7 @@ def offered(monkeypatch, built=True, **options):
 @pytest.mark.parametrize(
     ("options", "instance"),
     [
-        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma"),
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_blocks-"),
         ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma"),
         ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather"),
         ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather"),
@@ -183,7 +187,7 @@ def test_the_map_lies_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma", 512, 231472)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1", 512, 231472)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (9 * 2, 1, 1), "three cuts of three sequences, two tiles of 64 rows"
     q, cache, lens, table, sink = args[0], args[1], args[2], args[3], args[9]
@@ -227,7 +231,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather")
+    assert instance.endswith("kvsource-gather_blocks-1")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
@@ -235,6 +239,15 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert (fields["q_batch_stride"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
     assert (grid, fields["workers"], fields["row_tiles"]) == ((3, 1, 1), 3, 1)
+
+
+def test_blocks_in_pairs(monkeypatch):
+    """Three tiles of rows become two clusters of two blocks."""
+    config = HopperConfig(H200, "bf16", 576, "tma", 2)
+    sample = decode_sample((700, 90), heads=64, q_len=3, num_splits=1)
+    (instance, grid, *_, fields, _, _), _, _ = launched(monkeypatch, sample, config)
+    assert instance.endswith("_blocks-2")
+    assert (grid, fields["row_tiles"], fields["workers"]) == ((8, 1, 1), 4, 2)
 
 
 def test_a_plan(monkeypatch):
