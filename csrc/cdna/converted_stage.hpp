@@ -52,15 +52,21 @@ class ConvertedStages {
   MLA_DEVICE void wait(int tile, int stage_at) const {
     wait_copies<copies*(ahead - 1)>();
     if (tile + 1 == tiles_) wait_copies<0>();
-    convert(raw_slot(tile), lds_ + stage_at);
+    convert(tile, stage_at);
   }
+
+  // The wave's part of a tile that has landed, as bf16 into a stage.
+  MLA_DEVICE void convert(int tile, int stage_at) const { convert(raw_slot(tile), lds_ + stage_at); }
+
+  // First of the bytes that no other wave touches; they are free until the first copy.
+  MLA_DEVICE static int own(int wave) { return raw + wave * raw_slots * FourShortRows::bytes; }
 
   // A stage is named by its first byte.
   MLA_DEVICE static int stage_after(int stage_at) { return stage_bytes - stage_at; }
 
  private:
   MLA_DEVICE LdsBytes raw_slot(int tile) const {
-    return lds_ + raw + (wave_ * raw_slots + tile % raw_slots) * FourShortRows::bytes;
+    return lds_ + own(wave_) + tile % raw_slots * FourShortRows::bytes;
   }
 
   // A lane takes key 4 * wave + group: eight columns of each 128, and four of the rope part.

@@ -1,11 +1,16 @@
-// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, wave w taking the 16-row tiles
-// w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
+// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, a wave taking one or two 16-row
+// tiles. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
 // before it.
+//
+// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token is then half the bytes
+// but as many LDS reads as ever, which would lead; with two row tiles per wave each read serves twice the products. Two
+// tiles are consumed at once, while the next two are on their way as they are stored.
 #pragma once
 
 #include "cdna/attention_tile.hpp"
 #include "cdna/converted_stage.hpp"
 #include "cdna/kernel_params.hpp"
+#include "cdna/key_groups.hpp"
 #include "cdna/query.hpp"
 #include "cdna/row_stage.hpp"
 #include "mla/epilogue.hpp"
@@ -22,23 +27,39 @@ struct StagesOf<Policy, Problem, true> {
   using Stages = ConvertedStages<Policy, Problem>;
 };
 
+// How the waves share the row tiles: as many waves as needed get `most` tiles, so that the keys are read by as few waves
+// as the busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
+template <class Policy, class Problem>
+struct RowShares {
+  static constexpr int key_groups = Problem::Format::bytes == 1 && Problem::row_tiles <= Policy::waves ? 2 : 1;
+  static constexpr int waves = Policy::waves / key_groups;   // of a key group
+  static constexpr int most = (Problem::row_tiles + waves - 1) / waves;
+  static constexpr int busy = (Problem::row_tiles + most - 1) / most;       // waves with tiles: w, w + busy
+  static constexpr int full = Problem::row_tiles - (most - 1) * busy;       // waves with `most`; other busy ones have one less
+  static_assert(key_groups == 1 || busy == waves, "row split: all waves take part in merging key groups");
+};
+
+template <class Policy, class Problem, int tiles>
+class RowSplitWave;
+
 template <class Policy, class Problem>
 class RowSplitDecode {
   using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
-  static constexpr int waves = Policy::waves;
+  using Shares = RowShares<Policy, Problem>;
 
  public:
-  static constexpr int threads = waves * WAVE;
+  static constexpr int threads = Policy::waves * WAVE;
   static constexpr int lds_bytes = Stages::bytes;
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
-    constexpr int most = (Problem::row_tiles + waves - 1) / waves;
-    constexpr int full_waves = Problem::row_tiles - (most - 1) * waves;   // waves with `most` tiles; the others have one less
-    if (full_waves == waves || wave < full_waves) {
-      run_wave<most>(lds, wave);
+    const int in_group = wave % Shares::waves;
+    if (in_group < Shares::full) {
+      run_wave<Shares::most>(lds, wave);
+    } else if (in_group < Shares::busy) {
+      run_wave<Shares::most - 1>(lds, wave);
     } else {
-      run_wave<most - 1>(lds, wave);
+      run_wave<0>(lds, wave);
     }
   }
 
@@ -56,16 +77,18 @@ class RowSplitWave {
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int tile_keys = StagedTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
+  using Shares = RowShares<Policy, Problem>;
+  static constexpr int key_groups = Shares::key_groups;
   static constexpr int ordinary = 2;   // of the second tile's accumulators, which make room for two of scores
 
  public:
   MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                           LdsBytes lds, int wave)
-      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), places_(lane_),
+      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), key_group_(wave / Shares::waves), places_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
+      first_row_[r] = first_row + 16 * (wave % Shares::waves + r * Shares::busy);
       softmax_[r] = mla::RowSoftmax::empty();
       output_[r].clear();
     }
@@ -80,6 +103,7 @@ class RowSplitWave {
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rederived();
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
+      if constexpr (Problem::Format::StoredQuery::bytes == 1) query_[r].reload(lds_ + Stages::own(wave_), lane);
       visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
     }
     if (tiles > 0) {
@@ -87,29 +111,30 @@ class RowSplitWave {
     }
     wait_loads();
 
-    int filled = 0, used = 0;   // stages that the next tile is copied to and read from
-    for (int n = 0; n < smaller(Stages::ahead, count); ++n) {
-      stages.copy(n, filled);
-      filled = Stages::stage_after(filled);
+    if constexpr (key_groups == 1) {
+      walk(stages, count);
+    } else {
+      walk_pairs(stages, count);
     }
-    int first = item_.first_key;
-    for (int n = 0; n < count; ++n) {
-      stages.wait(n, used);
-      mla::block_sync();
-      if (n + Stages::ahead < count) stages.copy(n + Stages::ahead, filled);
-      filled = Stages::stage_after(filled);
-      accumulate(lds_ + used, first);
-      used = Stages::stage_after(used);
-      first += tile_keys;
+  }
+
+  // Makes each row's sum one, and one of the groups' results.
+  MLA_DEVICE void finish() {
+    const Lane lane = lane_.rederived();
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) softmax_[r].sum = sum_over_groups(softmax_[r].sum, lane);
+    if constexpr (key_groups > 1 && tiles > 0) {
+      merge_groups<Policy, tiles>(lds_, wave_, key_group_, Shares::waves, lane, softmax_, output_);
     }
   }
 
   MLA_DEVICE void store(const mla::DecodeParams& p) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
+      if (key_groups > 1 && key_group_ != r) continue;
       const Lane lane = lane_.rederived();
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
-      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane));
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, softmax_[r].sum);
       if (lane.group == 0) sink.store_lse(result.lse);
       const float weight = result.weight * value_scale<typename Problem::Format>(p);
       sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
@@ -127,6 +152,42 @@ class RowSplitWave {
   }
 
  private:
+  MLA_DEVICE void walk(Stages& stages, int count) {
+    int filled = 0, used = 0;   // stages that the next tile is copied to and read from
+    for (int n = 0; n < smaller(Stages::ahead, count); ++n) {
+      stages.copy(n, filled);
+      filled = Stages::stage_after(filled);
+    }
+    int first = item_.first_key;
+    for (int n = 0; n < count; ++n) {
+      stages.wait(n, used);
+      mla::block_sync();
+      if (n + Stages::ahead < count) stages.copy(n + Stages::ahead, filled);
+      filled = Stages::stage_after(filled);
+      accumulate(lds_ + used, first);
+      used = Stages::stage_after(used);
+      first += tile_keys;
+    }
+  }
+
+  // Two tiles at a time, one for each group. What lands is the wave's own, so no wave waits for another's copies, only for
+  // the stages to be free and then filled.
+  MLA_DEVICE void walk_pairs(Stages& stages, int count) {
+    for (int n = 0; n < smaller(2, count); ++n) stages.copy(n, 0);
+    int first = item_.first_key;
+    for (int n = 0; n < count; n += 2) {
+      wait_copies<0>();
+      mla::block_sync();
+      stages.convert(n, 0);
+      if (n + 1 < count) stages.convert(n + 1, Stages::stage_bytes);
+      mla::block_sync();
+      if (n + 2 < count) stages.copy(n + 2, 0);
+      if (n + 3 < count) stages.copy(n + 3, 0);
+      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Stages::stage_bytes, first + key_group_ * tile_keys);
+      first += 2 * tile_keys;
+    }
+  }
+
   MLA_DEVICE void accumulate(LdsBytes tile, int first) {
     if (tiles == 0) return;
     f32x4 t[array];
@@ -241,6 +302,7 @@ class RowSplitWave {
   const Lane lane_;
   const int wave_;
   const LdsBytes lds_;
+  const int key_group_;
   const StagedPlaces places_;
   const float scale_;
   int visible_to_all_;
@@ -262,6 +324,7 @@ MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave
     if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
     part.attend(p);
+    part.finish();
     part.store(reread_params<mla::DecodeParams>());
     mla::block_sync();
   }

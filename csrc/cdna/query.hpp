@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cdna/convert.hpp"
+#include "cdna/lds.hpp"
 #include "mla/kv_format.hpp"
 #include "mla/mask.hpp"
 #include "mla/online_softmax.hpp"
@@ -36,6 +37,23 @@ struct QueryTile {
       }
     }
     return tile;
+  }
+
+  // Passes the tile through LDS, `lds` being the wave's own 3 KiB. What is computed is born in an ordinary register and
+  // copied there again for each product; what is loaded may stay in an accumulation register and be multiplied from it.
+  MLA_DEVICE void reload(LdsBytes lds, const Lane& lane) {
+    constexpr int together = 3;
+    static_assert(chunks % together == 0, "query: whole groups of chunks");
+    const LdsBytes at = lds + lane.index * 16;
+#pragma unroll
+    for (int c = 0; c < chunks; c += together) {
+#pragma unroll
+      for (int n = 0; n < together; ++n) lds_write16(at + n * WAVE * 16, chunk[c + n]);
+      wave_lds_fence();
+#pragma unroll
+      for (int n = 0; n < together; ++n) chunk[c + n] = lds_read16(at + n * WAVE * 16);
+      wave_lds_fence();
+    }
   }
 };
 

@@ -2,6 +2,7 @@
 // functions. csrc/sm_90/wave.hpp has the same face.
 #pragma once
 
+#include "cdna/kernel_params.hpp"
 #include "mla/device.hpp"
 
 namespace cdna {
@@ -13,6 +14,10 @@ struct Wave {
 
   // A value that is the same in all lanes of the wave, in a scalar register.
   MLA_DEVICE static int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
+  // The kernel's parameters, read again: those that only a later part needs do not stay in scalar registers until then.
+  template <class Params>
+  MLA_DEVICE static const Params& again(const Params&) { return reread_params<Params>(); }
 
   // The value of lane `source` (0..63, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __builtin_amdgcn_ds_bpermute(source * 4, x); }

@@ -62,7 +62,7 @@ struct AppendKv {
     const int pieces = (p.latent + length - 1) / length;
     for (int i = wave % waves_per_token; i <= pieces; i += waves_per_token) {
       if (i < pieces) write_latent(p, record, token, i, length, lane);
-      else write_rest(p, record, token, lane);
+      else write_rest(Wave::again(p), record, token, lane);
     }
   }
 

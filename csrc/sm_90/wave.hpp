@@ -12,6 +12,10 @@ struct Wave {
   // A value that is the same in all lanes of the warp.
   MLA_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
+  // Parameters lie in constant memory, which is read as an operand: nothing is gained by reading them again.
+  template <class Params>
+  MLA_DEVICE static const Params& again(const Params& p) { return p; }
+
   // The value of lane `source` (0..31, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
 

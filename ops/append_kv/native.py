@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ MOST_SLOTS = 2**31 - 1
 class Config:
     """How many tokens a workgroup writes: 1 or MANY."""
 
-    arch: Arch
+    arch: Arch = field(repr=False)
     tokens: int
 
     @property

@@ -28,7 +28,7 @@ class Config:
     slices  workgroups that share the columns of a row
     """
 
-    arch: Arch
+    arch: Arch = field(repr=False)
     head_dim_v: int
     rows: int
     vec: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class CdnaConfig:
     rotate  the cache holds an un-rotated rope part
     """
 
-    arch: Arch
+    arch: Arch = field(repr=False)
     query: str
     cache: str
     rows: int

@@ -1,8 +1,11 @@
 // One kernel per building block of csrc/cdna: each exposes what the block does to one wave, or to one workgroup.
 #include "cdna/attention_tile.hpp"
 #include "cdna/convert.hpp"
+#include "cdna/converted_stage.hpp"
+#include "cdna/key_groups.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/matrix.hpp"
+#include "cdna/query.hpp"
 #include "cdna/rope.hpp"
 #include "cdna/row_stage.hpp"
 #include "gfx942/policy.hpp"
@@ -134,10 +137,8 @@ struct StageArrays {
 };
 
 // Four waves copy the tiles of an item through the ring; wave 0 dumps each tile as the two products read it.
-template <bool rotate>
+template <class Stages, bool rotate, int element_bytes>
 MLA_DEVICE void stages(const StageArrays& a) {
-  using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, rotate>;
-  using Stages = RowStages<Policy, Problem>;
   static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::bytes];
   const LdsBytes lds = (LdsBytes)memory;
   mla::DecodeParams p = {};
@@ -150,7 +151,7 @@ MLA_DEVICE void stages(const StageArrays& a) {
   p.kv_token_stride = 576;
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  const mla::KvSource source(p, 2, 0);
+  const mla::KvSource source(p, element_bytes, 0);
   const StagedPlaces places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
   Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
@@ -179,5 +180,53 @@ MLA_DEVICE void stages(const StageArrays& a) {
     used = Stages::stage_after(used);
   }
 }
-MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<false>(a); }
-MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<true>(a); }
+using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
+using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
+using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<RowStages<Policy, Plain>, false, 2>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<RowStages<Policy, Rotated>, true, 2>(a); }
+MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<ConvertedStages<Policy, Fp8>, false, 1>(a); }
+
+// in[4 waves][2 tiles][32][64][4] floats of output, in2[4][2][2][64]: max and sum -> out, out2: the same, merged by two
+// groups of two waves.
+MLA_KERNEL(256, 1) void key_groups(Arrays p) {
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[4 * 8192 + 4 * 256];
+  const Lane lane = Lane::current();
+  const int wave = wave_id();
+  OutputTile output[2];
+  mla::RowSoftmax softmax[2];
+  for (int r = 0; r < 2; ++r) {
+    const float* statistics = static_cast<const float*>(p.in2) + (wave * 2 + r) * 2 * WAVE + lane.index;
+    softmax[r] = mla::RowSoftmax{statistics[0], statistics[WAVE]};
+    const f32x4* tiles = static_cast<const f32x4*>(p.in) + (wave * 2 + r) * 32 * WAVE + lane.index;
+#pragma unroll
+    for (int n = 0; n < 32; ++n) output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES] = tiles[n * WAVE];
+  }
+  merge_groups<Policy, 2>((LdsBytes)memory, wave, wave / 2, 2, lane, softmax, output);
+  for (int r = 0; r < 2; ++r) {
+    float* statistics = static_cast<float*>(p.out2) + (wave * 2 + r) * 2 * WAVE + lane.index;
+    statistics[0] = softmax[r].max;
+    statistics[WAVE] = softmax[r].sum;
+    f32x4* tiles = static_cast<f32x4*>(p.out) + (wave * 2 + r) * 32 * WAVE + lane.index;
+#pragma unroll
+    for (int n = 0; n < 32; ++n) tiles[n * WAVE] = output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES];
+  }
+}
+
+// in[16][576] fp8 values, 16 heads of one query token -> out[18][64][8]: its chunks, through LDS.
+MLA_KERNEL(64, 1) void query_fp8(Arrays a) {
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[3072];
+  const Lane lane = Lane::current();
+  mla::DecodeParams p = {};
+  p.q = a.in;
+  p.q_head_stride = 576;
+  p.heads = 16;
+  p.q_len = 1;
+  p.rows = 16;
+  p.seq_lens = static_cast<const int32_t*>(a.in2);
+  using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::fp8>, 32, 576, false>;
+  QueryTile<Problem> query = QueryTile<Problem>::load(p, mla::SequenceRows::of(p, 0), 0, lane);
+  query.reload((LdsBytes)memory, lane);
+#pragma unroll
+  for (int c = 0; c < 18; ++c) static_cast<u32x4*>(a.out)[c * WAVE + lane.index] = query.chunk[c];
+}

@@ -117,6 +117,22 @@ def test_nan_and_infinity(arch, name):
     assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("tokens", [1, native.MANY])
+def test_slots_past_the_cache_write_nothing(arch, tokens):
+    """What the CPU and debug mode refuse, a kernel skips like a negative slot: no byte outside the cache is touched."""
+    kind = layout("bf16")
+    kv_c, k_pe = rows(kind, 6)
+    slots = torch.tensor([3, 12, 2**31 - 1, 2**31 + 3, 2**40 + 5, -(2**33)])
+    cache = filled(kind, 4, 3)
+    config = native.Config(arch, tokens)
+    native.run(config, (), kv_c, k_pe, cache, slots, layout="bf16")
+    expected = filled(kind, 4, 3)
+    reference.run(None, (), kv_c[:1], k_pe[:1], expected, slots[:1], layout="bf16")
+    assert torch.equal(raw(cache), raw(expected))
+    with pytest.raises(ValueError, match="slots 0..11"):
+        torch.ops.mla_suite.append_kv(kv_c, k_pe, cache, slots, layout="bf16")
+
+
 @pytest.mark.parametrize("tokens", [2, 700])
 def test_of_equal_slots_the_last_token_stays(arch, tokens):
     kind = layout("dsv4")

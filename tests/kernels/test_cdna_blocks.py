@@ -99,6 +99,36 @@ def test_latent_tile_turns_rows_into_columns_without_conflicts(text):
     assert report.lds_clocks() == 2 * tile.nbytes / 128, "written and read once at 128 bytes a clock"
 
 
+def test_key_groups_become_one(text):
+    """Waves 0 and 2, and 1 and 3, hold the same rows: group 0 ends with tile 0 of both, group 1 with tile 1."""
+    outputs, stats = torch.randn(4, 2, 32, 64, 4), torch.rand(4, 2, 2, 16).repeat(1, 1, 1, 4) * 40 + 1
+    stats[1, 0] = torch.tensor([-1e30, 0.0])[:, None]  # a group that saw no key
+    outputs[1, 0] = 0.0
+    merged, found = torch.zeros_like(outputs), torch.zeros_like(stats)
+    arrays = [(outputs, "r"), (stats, "r"), (merged, "rw"), (found, "rw")]
+    report = launch(text, "key_groups", 256, arrays)
+    largest = torch.maximum(stats[:2, :, 0], stats[2:, :, 0])
+    weights = torch.exp2(stats[:, :, 0].double() - largest.repeat(2, 1, 1).double())
+    sums = (weights * stats[:, :, 1].double()).view(2, 2, 2, 64).sum(0)
+    expected = (weights[:, :, None, :, None] * outputs.double()).view(2, 2, 2, 32, 64, 4).sum(0)
+    for group in range(2):
+        at = slice(2 * group, 2 * group + 2)
+        assert torch.equal(found[at, :, 0], largest)
+        torch.testing.assert_close(found[at, :, 1].double(), sums, rtol=1e-6, atol=0)
+        torch.testing.assert_close(merged[at, group].double(), expected[:, group], rtol=1e-5, atol=1e-6)
+    written = [pc for pc, name in enumerate(report.names) if name == "ds_write_b128"]
+    assert report.lds_clocks(written) == sum(int(report.lds_bytes[pc]) for pc in written) / 128, "a bank conflict"
+
+
+def test_fp8_queries_keep_their_places(text):
+    rows = torch.randn(16, 576).to(torch.float8_e4m3fnuz)
+    out = torch.zeros(18, 64, 8, dtype=torch.bfloat16)
+    run_block(text, "query_fp8", rows.view(torch.uint8), torch.ones(1, dtype=torch.int32), out)
+    for chunk in range(18):
+        columns = 32 * chunk + 8 * GROUP[:, None] + torch.arange(8)
+        assert torch.equal(out[chunk], rows.bfloat16()[COLUMN[:, None], columns])
+
+
 def test_softmax_keeps_its_reference_until_it_lags(text):
     scores = torch.randn(2, 64, 4)
     scores[1, :, :] += 10.0  # 5 after scaling: within the lag
@@ -144,21 +174,22 @@ def test_rope_keeps_what_rounding_leaves(text):
         torch.testing.assert_close(out[:, half].double() + out[:, 2 + half].double(), exact, rtol=2**-16, atol=1e-6)
 
 
-@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("kernel", ["stages_plain", "stages_rotated", "stages_fp8"])
 @pytest.mark.parametrize(("page", "first_key", "end_key"), [(1, 0, 16), (64, 64, 96), (61, 17, 17 + 300), (5, 3, 36)])
-def test_stages_bring_every_row_to_both_products(text, rotate, page, first_key, end_key):
+def test_stages_bring_every_row_to_both_products(text, kernel, page, first_key, end_key):
+    rotate, stored = kernel == "stages_rotated", torch.float8_e4m3fnuz if kernel == "stages_fp8" else torch.bfloat16
     pages = -(-end_key // page)
     table = torch.randperm(pages + 3)[:pages].to(torch.int32)
     cache = torch.full((pages + 3, page, 576), torch.nan, dtype=torch.bfloat16)
-    rows = torch.randn(end_key, 576).bfloat16()
+    rows = torch.randn(end_key, 576).to(stored).bfloat16()
     keys = torch.arange(end_key)
     cache[table[keys // page].long(), keys % page] = rows
     cos_sin = angles(keys)
     tiles = -(-(end_key - first_key) // 16)
     chunks = torch.zeros(tiles, 20, 64, 8, dtype=torch.bfloat16)
     columns = torch.zeros(tiles, 4, 4, 64, 8, dtype=torch.bfloat16)
+    cache = cache.to(stored).view(torch.uint8) if kernel == "stages_fp8" else cache
     arrays = [(cache, "r"), (table, "r"), (cos_sin, "r"), (chunks, "rw"), (columns, "rw")]
-    kernel = "stages_rotated" if rotate else "stages_plain"
     report = launch(text, kernel, 256, arrays, page, first_key, end_key)
     for tile in range(tiles):
         key = (first_key + 16 * tile + torch.arange(16)).clamp(max=end_key - 1)
@@ -177,11 +208,11 @@ def test_stages_bring_every_row_to_both_products(text, rotate, page, first_key, 
             for j in range(4):
                 place = block * 128 + 8 * COLUMN[:, None] + torch.arange(8)
                 assert torch.equal(columns[tile, block, j], expected[(4 * GROUP + j)[:, None], place])
-    cost = dict.fromkeys(("ds_read_b128", "global_load_lds_dword"), 0)
+    cost = dict.fromkeys(("ds_read_b128", "global_load_lds_dword", "ds_write_b128"), 0)
     moved = dict(cost)
     for pc, name in enumerate(report.names):
         if name in cost:
             cost[name] += int(report.lds_clocks_128[pc])
             moved[name] += int(report.lds_bytes[pc])
     assert cost == {name: nbytes / 128 for name, nbytes in moved.items()}, "a bank conflict"
-    assert report.loaded["array 0"] == tiles * 16 * 1152, "every row is read once"
+    assert report.loaded["array 0"] == tiles * 16 * 576 * cache.element_size(), "every row is read once"
