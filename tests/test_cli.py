@@ -1,6 +1,7 @@
 """The command line teaches: every command has help, and a wrong one names those that exist."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from mla_suite.__main__ import main
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import native as decode_native
+from mla_suite.runtime import launcher
+from mla_suite.toolchain import KernelEntry
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -97,6 +100,40 @@ def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFix
     # 17 keys x 16 rows of bf16 products are one pass of 4 clocks for 16 x 16 x 16: 2 x 16 x (576 + 512) FLOP per key
     assert launch["bound_clocks"]["matrix"] == pytest.approx(208 * 17, rel=0.01)
     assert launch["bytes_loaded"]["kv_cache"] >= 200 * 1152
+
+
+def test_emulate_prints_findings_with_their_source_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = KernelEntry.read_text
+
+    def without_a_barrier(entry: KernelEntry) -> str:
+        return whole(entry).replace("\ts_barrier\n", "\n", 1)
+
+    monkeypatch.setattr(KernelEntry, "read_text", without_a_barrier)
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    assert main(["emulate", "combine"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"lds_race: combine_\S+: `ds_read.*` at \S*csrc/mla/combine.hpp:\d+: wave \d+ touched the same", printed
+    )
+    assert "sanitizer: see above" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["cmobine"], "no operator 'cmobine'; registered are "),
+        (["combine", "--on", "gfx900"], "unknown arch 'gfx900': known are gfx942, gfx950, sm_90"),
+        (["combine", "--on", "sm_90"], "emulate: sm_90 is not an AMD arch"),
+    ],
+)
+def test_emulate_refuses_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["emulate", *words]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
 
 
 def test_emulate_names_what_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,13 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mla_suite.core import library
+    from mla_suite.runtime import DriverError, LaunchError
+    from mla_suite.toolchain import ObjectError
 
     if args.op is None:
         for op in library.registry().values():
             print(op.name, *(f"\n  {sample.name}" for sample in op.samples()))
         return 0
-    op = library.get(args.op)
-    record = measure(op, _sample(op, args), args.on)
+    try:
+        op = library.get(args.op)
+        record = measure(op, _sample(op, args), args.on)
+    except (ValueError, LaunchError, DriverError, ObjectError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if args.json:
         print(json.dumps(record, indent=2))
     else:
@@ -120,6 +127,8 @@ def launch_record(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
     """One launch as plain values; per key too where `keys` says how many keys it read."""
     bound = report.bound(arch)
     clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}
+    if arch.lds_peak_bytes_per_clock > arch.lds_bytes_per_clock:  # what is reported of it, beside what is relied on
+        clocks[f"LDS at {arch.lds_peak_bytes_per_clock} B/clk"] = bound.lds_256
     return {
         "kernel": report.kernel,
         "findings": [str(finding) for finding in report.findings],
@@ -135,27 +144,33 @@ def launch_record(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
     }
 
 
+_RESOURCES = {"memory": "memory", "matrix": "matrix", "valu": "vector ALU", "lds": "LDS"}
+
+
 def _print(record: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    console.print(f"{record['op']} {record['sample']}\n{record['explanation']}", highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(f"{record['op']} {record['sample']}\n{record['explanation']}"))
     differences = ", ".join(f"{d:.3g}" for d in record["largest_difference"])
-    console.print(f"largest difference from the reference: {differences}")
+    console.print(f"largest difference from the reference, per output: {differences}")
     for launch in record["launches"]:
-        table = Table("class", "wave instructions", title=f"{launch['kernel']} on an emulated {record['arch']}")
+        console.print(f"\n{launch['kernel']} on an emulated {record['arch']}")
+        table = Table("class", "wave instructions")
         for name, count in sorted(launch["by_class"].items(), key=lambda item: -item[1]):
             if count:
                 table.add_row(name, f"{count:,}")
         table.add_row("all", f"{launch['instructions']:,}")
         console.print(table)
-        clocks = Table("resource", "clocks", "per key", title="what one compute unit would need at least (a bound)")
+        console.print("clocks that one compute unit would need at least for all of it (bounds, never times)")
+        clocks = Table("resource", "clocks", *(["per key"] if launch["per_key"] else []))
         for name, value in launch["bound_clocks"].items():
-            mark = " <- bound" if launch["bound"] in name.lower().replace("vector alu", "valu") else ""
-            per_key = launch["per_key"].get(name)
-            clocks.add_row(name + mark, f"{value:,.0f}", f"{per_key:.1f}" if per_key is not None else "-")
+            mark = " <- bound" if name == _RESOURCES[launch["bound"]] else ""
+            per_key = [f"{launch['per_key'][name]:.1f}"] if launch["per_key"] else []
+            clocks.add_row(name + mark, f"{value:,.0f}", *per_key)
         console.print(clocks)
         for finding in launch["findings"]:
-            console.print(f"[red]{finding}", highlight=False)
+            console.print(Text(finding, "red"))  # an instruction's brackets are no markup
         console.print("sanitizer: no findings" if not launch["findings"] else "sanitizer: see above")

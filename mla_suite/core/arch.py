@@ -24,7 +24,7 @@ _WAVEFRONT = {"amd": 64, "nvidia": 32}
 _NVIDIA_SIMD_REGISTERS = 16384  # per SM quarter, 32-bit; a thread may name 255 of them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Arch:
     """One architecture.
 
@@ -101,6 +101,9 @@ class Arch:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"arch({self.name})"  # a configuration prints its arch
 
     @property
     def memory_bytes_per_clock(self) -> float:

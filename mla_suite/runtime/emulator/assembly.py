@@ -5,6 +5,7 @@ Reads what clang and Triton write with `-S` for gfx942 and gfx950.
 
 from __future__ import annotations
 
+import posixpath
 import re
 import struct
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ _LABEL = re.compile(r"([.\w$@]+):$")
 def parse_body(text: str, begin: int, name: str) -> KernelText:
     """Instructions from offset `begin` to the end of the function."""
     kernel = KernelText(name, [], {}, {})
-    files = {int(number): file or folder for number, folder, file in _FILE.findall(text)}
+    files = {int(number): posixpath.normpath(posixpath.join(*path)) for number, *path in _FILE.findall(text)}
     first = text.count("\n", 0, begin) + 1
     end = text.find("\n.Lfunc_end", begin)
     body = text[begin : end if end >= 0 else len(text)]
