@@ -5,6 +5,7 @@
 // of the second product: P never leaves its lane.
 #pragma once
 
+#include "cdna/accumulation.hpp"
 #include "cdna/cross_lane.hpp"
 #include "cdna/matrix.hpp"
 #include "cdna/transpose.hpp"
@@ -16,21 +17,6 @@ namespace cdna {
 constexpr int BLOCK_COLUMNS = 128;                                 // output columns that one transposed read brings
 constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
 constexpr int BLOCK_TILES = 8;
-
-// Compilers before LLVM 22 give every product an accumulation register as its result and, where two paths meet, choose an
-// ordinary one if either path uses the value otherwise: they then move all of the output at every turn of the loop. Seen
-// from the loop, this value is only ever in an accumulation register. LLVM 22 decides by itself, and worse if told.
-MLA_DEVICE void keep_accumulated(f32x4& x) {
-#if __clang_major__ < 22
-  asm volatile("" : "+a"(x));
-#endif
-}
-// The reverse: 128 rows have 256 registers of output and need a few more for scores.
-MLA_DEVICE void keep_ordinary(f32x4& x) {
-#if __clang_major__ < 22
-  asm("" : "+v"(x));
-#endif
-}
 
 // O^T of 16 rows. tile[b][t]: element r of a lane is column 128 b + 8 * (4 * lane.group + r) + t of row lane.column.
 struct OutputTile {

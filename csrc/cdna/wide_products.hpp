@@ -4,6 +4,7 @@
 // A lane holds 16-byte pieces of a row: piece m is bytes 64 m + 16 * lane.group + 0..15, of a key or of a query.
 #pragma once
 
+#include "cdna/accumulation.hpp"
 #include "cdna/cross_lane.hpp"
 #include "cdna/query.hpp"
 #include "cdna/slotted_tile.hpp"
@@ -52,12 +53,20 @@ struct WideOutput {
   f32x4 tile[tiles];
 
   MLA_DEVICE void clear() {
+    const float zero = mla::bit_cast<float>(rederived(0));   // a constant would be kept in registers between items
 #pragma unroll
-    for (int t = 0; t < tiles; ++t) tile[t] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    for (int t = 0; t < tiles; ++t) tile[t] = f32x4{zero, zero, zero, zero};
   }
+  // The last `ordinary` tiles are kept in ordinary registers by their owner.
+  template <int ordinary = 0>
   MLA_DEVICE void scale(float factor) {
 #pragma unroll
-    for (int t = 0; t < tiles; ++t) tile[t] *= factor;
+    for (int t = 0; t < tiles; ++t) {
+      if (t < tiles - ordinary) keep_accumulated(tile[t]);
+      tile[t] *= factor;
+      if (t < tiles - ordinary) keep_accumulated(tile[t]);
+      if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all tiles pass through ordinary registers at once
+    }
   }
 };
 

@@ -48,6 +48,7 @@ class WideRowSplitWave {
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int sums = tile_keys / Values::keys;   // products of the values per column tile
   static constexpr int array = tiles > 0 ? tiles : 1;
+  static constexpr int ordinary = 4;   // of the second row tile's accumulators, which make room for those of scores
   using Softmax = WideSoftmax<Policy, score_tiles>;
 
  public:
@@ -98,14 +99,15 @@ class WideRowSplitWave {
   MLA_DEVICE void store(const mla::DecodeParams& p) const {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane_.column);
-      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane_));
-      if (lane_.group == 0) sink.store_lse(result.lse);
+      const Lane lane = lane_.rederived();
+      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane));
+      if (lane.group == 0) sink.store_lse(result.lse);
       const float weight = result.weight * value_scale<typename Problem::Format>(p);
       sink.template store<4, WideOutput::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * weight;
-        return 16 * t + 4 * lane_.group;
+        return 16 * t + 4 * lane.group;
       });
     }
   }
@@ -193,7 +195,12 @@ class WideRowSplitWave {
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        output_[r].scale(Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_.rederived()));
+        const float factor = Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_.rederived());
+        if (r == 1) {
+          output_[r].template scale<ordinary>(factor);
+        } else {
+          output_[r].scale(factor);
+        }
       }
     }
   }
@@ -233,6 +240,7 @@ class WideRowSplitWave {
           for (int r = 0; r < tiles; ++r) {
             f32x4& sum = output_[r].tile[g * column_group + c];
             sum = Values::multiply(columns, weights[r][n], sum);
+            if (r == 1 && g * column_group + c >= WideOutput::tiles - ordinary) keep_ordinary(sum);
           }
         }
       }
