@@ -7,24 +7,30 @@ Outputs are written in place, into the tensors given. lse is natural, -inf where
 output is 0. A sequence has (pages - 1) x page_size + kv_last_page_lens keys, none if it has no page. Any number of
 heads, query length and page size is taken. Arguments that only tune AITER's own kernels or planner are accepted and not
 read; each function names them.
+
+Sparse attention is spelled in either of AITER's ways: kv_indptr per query token over pages of one token, or metadata
+with topk, where kv_indices has topk entries for every query token.
 """
 
 from __future__ import annotations
 
-import math
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
 from mla_suite.integrations import plans
+from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
+from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
+from mla_suite.integrations.aiter_reduce import refuse as _refuse
 
 _FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
 _LAYOUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", **_FP8}
-REDUCE_BATCHES = (0, 2, 4, 8)
-REDUCE_VECS = (0, 1, 2, 4)
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
+_selecting: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # work_info_set -> topk, where it was planned with one
 
 
 def mla_decode_fwd(
@@ -73,6 +79,9 @@ def mla_decode_fwd(
 
     Not read: num_kv_splits_indptr, intra_batch_mode and the reduce_* tensors (splits merge inside).
 
+    After metadata with topk, passed on as it is: kv_indices [tokens x topk], of which query token t has
+    kv_indices[t x topk :][: min(keys of its sequence, topk)] and sees all; pages of one token; bf16, fp16 or fp32.
+
     -> (o, lse [tokens, heads] fp32 or None). Where AITER returns its scratch of partial results there is none: the
     result stands in its place.
     """
@@ -94,15 +103,20 @@ def mla_decode_fwd(
     if o.dim() != 3:
         _refuse(name, f"o has shape {tuple(o.shape)}", "it takes [tokens, heads, head_dim_v]")
     batch = kv_indptr.shape[0] - 1
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    lse = torch.empty(o.shape[:2], dtype=torch.float32, device=o.device)
     plan = None
     if work_meta_data is not None and batch > 0:
         if work_indptr is None or work_info_set is None:
             given = "work_meta_data is given without work_indptr and work_info_set"
             _refuse(name, given, "pass all that get_mla_metadata_v1 filled, or none of it")
+        topk = _selecting.get(work_info_set)
+        if topk is not None:
+            _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
+            return o, lse if return_lse else None
         plan = plans.recall(work_info_set, batch)
         if plan is None:
             plan = plans.from_aiter(work_indptr, work_info_set, kv_indptr, page_size=page_size)
-    lse = torch.empty(o.shape[:2], dtype=torch.float32, device=o.device)
     torch.ops.mla_suite.decode.out(
         q,
         kv_buffer.squeeze(2),
@@ -114,7 +128,7 @@ def mla_decode_fwd(
         q_scale if q.dtype in _FP8 else None,
         kv_scale if kv_buffer.dtype in _FP8 else None,
         plan=plan,
-        softmax_scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        softmax_scale=scale,
         max_q_len=max_seqlen_q,
         head_dim_v=o.shape[-1],
         causal=causal,
@@ -141,20 +155,19 @@ def get_mla_metadata_info_v1(
     """(shape, dtype) of the buffers that get_mla_metadata_v1 fills, in AITER's order.
 
     work_metadata_ptrs, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map; a shape of one
-    dimension is a number. Sized for the current GPU, or 8 workers without one. Only batch_size and is_sparse are read:
-    one plan serves any heads, query length and dtype.
+    dimension is a number. Sized for the current GPU, or 8 workers without one. Only batch_size, and with is_sparse
+    max_seqlen_qo, are read: one plan serves any heads, query length and dtype, and a selection is planned per token.
     """
-    if is_sparse:
-        _refuse_sparse("get_mla_metadata_info_v1", "is_sparse is True")
+    tiles = batch_size * max_seqlen_qo if is_sparse else batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workers = plans.workers_for(torch.empty(0, device=device))
-    works = batch_size + workers
+    works = tiles + workers
     return (
         (2, torch.uint64),
         (workers + 1, torch.int32),
         ((works, 8), torch.int32),
-        (batch_size + 1, torch.int32),
-        ((batch_size, 2), torch.int32),
+        (tiles + 1, torch.int32),
+        ((tiles, 2), torch.int32),
         (works, torch.int32),
     )
 
@@ -196,29 +209,46 @@ def get_mla_metadata_v1(
     work_metadata_ptrs [2] gets the addresses of work_indptr and work_info_set. Nothing is read on the host, and no
     plan is wrong for other lengths, only less even.
 
+    With topk each query token is planned for itself: reduce_final_map [batch x query tokens, 2] says how many there
+    are, and the buffers must be passed on to mla_decode_fwd as they are, since the lists cannot say that they select.
+
     Not read, since they tune AITER's planner: is_causal, kv_granularity, uni_seqlen_qo, fast_mode, max_split_per_batch,
     intra_batch_mode, mla_version and the dtypes.
     """
     name = "get_mla_metadata_v1"
+    if not isinstance(kv_last_page_lens, torch.Tensor):
+        given = f"kv_last_page_lens is {kv_last_page_lens!r}"
+        _refuse(name, given, "it is the third argument, a tensor [batch], which AITER's first signature did not have")
     if num_heads_k != 1:
         _refuse(name, f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
-    if topk >= 0:
-        _refuse_sparse(name, f"topk is {topk}")
     if is_cp_round_robin:
         _refuse(name, "is_cp_round_robin is True", "round-robin context parallel is not supported: pass False")
-    batch, workers = seqlens_kv_indptr.shape[0] - 1, work_indptr.shape[0] - 1
-    q_len = max(max_seqlen_qo, uni_seqlen_qo, 1)
+    seq_lens, queries = _seq_lens(seqlens_kv_indptr, kv_last_page_lens, page_size), seqlens_qo_indptr
+    q_len, spans = max(max_seqlen_qo, uni_seqlen_qo, 1), None
+    if topk >= 0:
+        if page_size != 1:
+            _refuse(name, f"topk is {topk} and page_size {page_size}", "selections are of tokens: page_size 1")
+        tokens = reduce_final_map.shape[0]
+        seq_lens = _selected_lens(name, seqlens_kv_indptr, tokens, topk)
+        q_len, queries = 1, torch.arange(tokens + 1, dtype=torch.int32, device=seq_lens.device)
+        begin = queries.long() * topk
+        spans = torch.stack((begin, begin + torch.nn.functional.pad(seq_lens, (0, 1))))
+    batch, workers = seq_lens.shape[0], work_indptr.shape[0] - 1
     if work_info_set.shape[0] < batch + workers or reduce_partial_map.shape[0] < batch + workers:
         given = f"work_info_set has {work_info_set.shape[0]} rows, reduce_partial_map {reduce_partial_map.shape[0]}"
         _refuse(name, given, f"{batch} sequences and {workers} workers need {batch + workers}: see *_info_v1")
     if reduce_indptr.shape[0] < batch + 1 or reduce_final_map.shape[0] < batch:
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         _refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
-    seq_lens = _seq_lens(seqlens_kv_indptr, kv_last_page_lens, page_size)
-    plan = mla_suite.plan(seq_lens, seqlens_qo_indptr, rows=num_heads_per_head_k * q_len, workers=workers, max_kv_len=0)
-    made = plans.to_aiter(
-        plan, seqlens_qo_indptr, seqlens_kv_indptr, workers=workers, page_size=page_size, max_seqlen_q=q_len
-    )
+    plan = mla_suite.plan(seq_lens, queries, rows=num_heads_per_head_k * q_len, workers=workers, max_kv_len=0)
+    sizes = dict(workers=workers, page_size=page_size, max_seqlen_q=q_len)
+    if spans is None:
+        made = plans.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
+        plans.remember(work_info_set, plan, batch)
+        _selecting.pop(work_info_set, None)
+    else:
+        made = plans.aiter_lists(plan, queries, spans, **sizes)
+        _selecting[work_info_set] = topk
     buffers = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(buffers, made, strict=True):
         buffer[: part.shape[0]].copy_(part)
@@ -226,105 +256,68 @@ def get_mla_metadata_v1(
     pointers = work_metadata_ptrs.view(torch.int64)
     pointers[0] = work_indptr.data_ptr()  # fills: a copy from host memory could not be captured
     pointers[1] = work_info_set.data_ptr()
-    plans.remember(work_info_set, plan, batch)
 
 
-def mla_reduce_v1(
-    partial_output: torch.Tensor,
-    partial_lse: torch.Tensor,
-    reduce_indptr: torch.Tensor,
-    reduce_final_map: torch.Tensor | None,
-    reduce_partial_map: torch.Tensor,
-    max_seqlen_q: int,
-    num_kv_splits: int,
-    final_output: torch.Tensor,
-    final_lse: torch.Tensor | None = None,
-) -> None:
-    """Merge the partial results of each tile into final_output (and final_lse), in place.
-
-    partial_output      [rows, heads, head_dim_v] or [rows, 1, heads, head_dim_v] fp32, normalised; a row is one query
-                        token of one split. partial_lse [rows, heads], also [rows, 1, heads, 1], fp32 natural log
-    reduce_indptr       [tiles + 1] int32: tile i merges entries reduce_indptr[i]..reduce_indptr[i + 1] of
-    reduce_partial_map  [entries] int32: first row of each partial; the query tokens of a tile are adjacent rows
-    reduce_final_map    [tiles, 2] int32, first and last + 1 query token of each tile; None: max_seqlen_q each, in order
-    final_output        [tokens, heads, head_dim_v] bf16, fp16 or fp32; final_lse [tokens, heads] fp32
-
-    A tile of 0 or 1 entries is left untouched: whoever made it wrote the final rows. num_kv_splits sizes AITER's
-    scratch and is not read. The maps are general, so partials are gathered first; where splits are uniform
-    `mla_decode_reduce` moves nothing.
-    """
-    heads, head_dim_v = final_output.shape[-2:]
-    rows, lse_rows = partial_output.view(-1, heads, head_dim_v), partial_lse.view(-1, heads)
-    tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
-    if max_seqlen_q < 1:
-        _refuse("mla_reduce_v1", f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
-    if tiles == 0 or tokens == 0:
-        return
-    step = torch.arange(max_seqlen_q, device=device)
-    # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
-    source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
-    merged_out, merged_lse = mla_suite.combine(
-        rows[source].flatten(1, 2), lse_rows[source].flatten(1), reduce_indptr, out_dtype=final_output.dtype
-    )
-    merged_out, merged_lse = merged_out.view(-1, heads, head_dim_v), merged_lse.view(-1, heads)
-    if reduce_final_map is None:
-        first = torch.arange(tiles, device=device) * max_seqlen_q
-        end = first + max_seqlen_q
-    else:
-        first, end = reduce_final_map[:tiles].long().unbind(1)
-    target = first[:, None] + step
-    merges = (target < end[:, None]) & (reduce_indptr.diff() > 1)[:, None]
-    # Row of the merged result for every query token, or -1; one spare token swallows what is not merged.
-    row = torch.full((tokens + 1,), -1, device=device)
-    target = torch.where(merges & (target >= 0), target, tokens).clamp(max=tokens)
-    row.scatter_(0, target.flatten(), torch.arange(target.numel(), device=device))
-    row = row[:tokens]
-    taken, found = row >= 0, row.clamp(min=0)
-    final_output.copy_(torch.where(taken[:, None, None], merged_out[found], final_output))
-    if final_lse is not None:
-        final_lse.copy_(torch.where(taken[:, None], merged_lse[found], final_lse))
-
-
-def mla_decode_reduce(
-    partial_output: torch.Tensor,
-    partial_lse: torch.Tensor,
-    reduced: torch.Tensor,
+def _decode_selected(
+    q: torch.Tensor,
+    kv_buffer: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
     kv_indptr: torch.Tensor,
-    T: int,
-    batch: int = 0,
-    vec: int = 0,
-    num_splits: int = 0,
+    kv_indices: torch.Tensor,
+    topk: int,
+    scale: float,
 ) -> None:
-    """Merge num_splits equal splits of each of T query tokens into `reduced`, in place and without a copy.
-
-    partial_output [T, num_splits, heads, head_dim_v] fp32, normalised; partial_lse [T, num_splits, heads] or with a
-    last dimension of 1, fp32 natural log, -inf for a split without keys; reduced [T, heads, head_dim_v] bf16, fp16 or
-    fp32; kv_indptr [T + 1] int32 is checked and not read, since splits without keys say so themselves.
-
-    batch (2, 4, 8) and vec (1, 2, 4) are launch shapes of the kernel this call is written for. Ours are chosen by
-    `combine`, from its tuned tables; 0 or a legal value changes nothing. num_splits 0 takes partial_output's.
-    """
-    name = "mla_decode_reduce"
-    if batch not in REDUCE_BATCHES or vec not in REDUCE_VECS:
-        _refuse(name, f"batch is {batch} and vec is {vec}", f"batch takes {REDUCE_BATCHES}, vec takes {REDUCE_VECS}")
-    if reduced.dim() != 3 or reduced.shape[0] != T:
-        _refuse(name, f"reduced has shape {tuple(reduced.shape)}", f"it takes [T, heads, head_dim_v] with T = {T}")
-    heads, head_dim_v = reduced.shape[1:]
-    splits = num_splits or (partial_output.shape[1] if partial_output.dim() > 1 else 0)
-    expected = (T, splits, heads, head_dim_v)
-    if tuple(partial_output.shape) != expected or partial_lse.numel() != math.prod(expected[:3]):
-        given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
-        _refuse(name, given, f"they take [T, num_splits, heads, head_dim_v] = {expected} and the same without the last")
-    if tuple(kv_indptr.shape) != (T + 1,):
-        _refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
-    torch.ops.mla_suite.combine.out(
-        partial_output.view(T * splits, heads, head_dim_v),
-        partial_lse.view(T * splits, heads),
-        num_splits=splits,
-        out_dtype=reduced.dtype,
-        out=reduced,
-        lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
+    """Each query token over its own row of kv_indices."""
+    name, tokens = "mla_decode_fwd", q.shape[0]
+    if kv_buffer.dtype in _FP8 or kv_buffer.shape[1] != 1:
+        given = f"the metadata was made with topk and kv_buffer is {kv_buffer.dtype} in pages of {kv_buffer.shape[1]}"
+        _refuse(name, given, "selections are read from bf16, fp16 or fp32 pages of one token")
+    if kv_indices.numel() < tokens * topk:
+        given = f"kv_indices has {kv_indices.numel()} entries"
+        _refuse(name, given, f"{tokens} query tokens and topk {topk} need {tokens * topk}")
+    torch.ops.mla_suite.sparse_decode.out(
+        q,
+        [kv_buffer.squeeze(2)],
+        [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
+        [None],
+        [_selected_lens(name, kv_indptr, tokens, topk)],
+        layouts=[_LAYOUTS[kv_buffer.dtype]],
+        softmax_scale=scale,
+        head_dim_v=o.shape[-1],
+        out=o,
+        lse=lse,
     )
+
+
+def _selected_lens(name: str, kv_indptr: torch.Tensor, tokens: int, topk: int) -> torch.Tensor:
+    """Keys of each query token: those of its sequence, at most topk."""
+    batch = kv_indptr.shape[0] - 1
+    if batch < 1 or tokens % batch != 0:
+        _refuse(name, f"there are {tokens} query tokens for {batch} sequences", "with topk each has equally many")
+    lens = kv_indptr.diff().clamp(max=topk)
+    return lens[:, None].expand(batch, tokens // batch).reshape(-1)
+
+
+_ABSENT = {
+    "mla_decode_fwd_v4_nm": "call mla_suite.sparse_decode, which takes V4's pools and sink",
+    "mla_v40_decode_fwd": "call mla_suite.sparse_decode, which takes V4's pools and sink",
+    "mla_decode_fwd_ds32": "call mla_suite.sparse_decode, which takes V3.2's records",
+    "mla_prefill_fwd": "prefill attends un-absorbed: see mla_suite.models.MLA.prefill",
+    "mla_prefill_ps_fwd": "prefill attends un-absorbed: see mla_suite.models.MLA.prefill",
+    "decode_update_mla_metadata_v1": "call get_mla_metadata_v1 again: it runs on the device, into the same buffers",
+}
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    """AITER's other MLA functions can be imported, so that one import is enough to change, and refuse when called."""
+    if name not in _ABSENT:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name}: it is not part of this face of AITER; {_ABSENT[name]}")
+
+    return absent
 
 
 def _seq_lens(kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -332,12 +325,3 @@ def _seq_lens(kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_siz
     if page_size == 1:
         return pages
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_lens, 0).int()
-
-
-def _refuse_sparse(name: str, given: str) -> NoReturn:
-    possible = "plan sparse selections as pages of one token per query token, or call mla_suite.sparse_decode"
-    _refuse(name, given, possible)
-
-
-def _refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: {given}; {possible}")

@@ -9,6 +9,7 @@ over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and quer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -225,6 +226,23 @@ def flash_mla_sparse_fwd(
         head_dim_v=d_v,
     )
     return out, _max_logits(q, kv.squeeze(1), chosen, sm_scale, topk_length), _empty_as_plus_inf(lse)
+
+
+_PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    """FlashMLA's dense prefill can be imported, so that one import is enough to change, and refuses when called."""
+    if name not in _PREFILL:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def absent(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}: un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
+            "scaled_dot_product_attention"
+        )
+
+    return absent
 
 
 def _max_logits(

@@ -155,13 +155,27 @@ def to_aiter(
     Cuts go down to whole pages. Partial row r of ours begins at row r x max_seqlen_q of AITER's partial tensors. Works
     past work_indptr[-1] have batch -1.
     """
-    batch = kv_indptr.shape[0] - 1
+    pages = (kv_indptr - kv_indptr[0]).long()
+    spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
+    return aiter_lists(plan, qo_indptr, spans, workers=workers, page_size=page_size, max_seqlen_q=max_seqlen_q)
+
+
+def aiter_lists(
+    plan: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    spans: torch.Tensor,
+    *,
+    workers: int,
+    page_size: int,
+    max_seqlen_q: int,
+) -> AiterPlan:
+    """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
+    batch = qo_indptr.shape[0] - 1
     parts = _Parts.of(plan, batch, workers)
     items = parts.items.long()
     used = items[:, Item.SEQUENCE] >= 0
     owner = torch.where(used, items[:, Item.SEQUENCE], 0)
-    pages = (kv_indptr - kv_indptr[0]).long()
-    kv_begin, kv_end = pages[owner], pages[(owner + 1).clamp(max=batch)]
+    kv_begin, kv_end = spans[0][owner], spans[1][owner]
     kv_start = torch.minimum(kv_begin + items[:, Item.FIRST_KEY] // page_size, kv_end)
     cut = torch.minimum(kv_begin + items[:, Item.END_KEY] // page_size, kv_end)
     kv_stop = torch.where(items[:, Item.END_KEY] == OPEN, kv_end, cut)

@@ -104,6 +104,19 @@ def sparse(name: str, layout: str, *, heads: int = 64, q_len: int = 1, pools: tu
     return Call(f"flash_mla {name}", make, run)
 
 
+def _buffers(
+    kept: dict[str, Any], batch: int, q_len: int, heads: int, is_sparse: bool, place: torch.device
+) -> list[torch.Tensor]:
+    """The six buffers of a plan, made once, in the order in which get_mla_metadata_v1 takes them."""
+    if not kept:
+        sizes = aiter.get_mla_metadata_info_v1(batch, q_len, heads, torch.bfloat16, torch.bfloat16, is_sparse)
+        names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map")
+        for key, (size, dtype) in zip((*names, "reduce_partial_map"), sizes, strict=True):
+            kept[key] = torch.zeros(size, dtype=dtype, device=place)
+    order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
+    return [kept[key] for key in (*order, "reduce_partial_map")]
+
+
 def decode(
     name: str, *, longest: int, batch: int = 4, heads: int = 16, q_len: int = 1, page: int = 1, mode: str = "plain"
 ) -> Call:
@@ -128,13 +141,7 @@ def decode(
         lens = [given[name] for name in ("qo_indptr", "kv_indptr", "kv_last_page_lens")]
         options: dict[str, Any] = dict(num_kv_splits=3) if mode == "splits" else {}
         if mode == "persistent":
-            if not kept:
-                sizes = aiter.get_mla_metadata_info_v1(batch, q_len, heads, torch.bfloat16, torch.bfloat16, False)
-                names = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map")
-                for key, (size, dtype) in zip((*names, "reduce_partial_map"), sizes, strict=True):
-                    kept[key] = torch.zeros(size, dtype=dtype, device=given["q"].device)
-            order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
-            buffers = [kept[key] for key in (*order, "reduce_partial_map")]
+            buffers = _buffers(kept, batch, q_len, heads, False, given["q"].device)
             aiter.get_mla_metadata_v1(*lens, heads, 1, True, *buffers, page_size=page, max_seqlen_qo=q_len)
             options = dict(kept)
         o = torch.empty(batch * q_len, heads, 512, dtype=torch.bfloat16, device=given["q"].device)
@@ -144,6 +151,39 @@ def decode(
         return o, lse
 
     return Call(f"aiter {name}", make, run)
+
+
+def selected(topk: int = 256, batch: int = 3, q_len: int = 2, heads: int = 16) -> Call:
+    """Metadata made with topk in every step; kv_indices has a row of topk for each query token."""
+
+    def make(turn: int) -> Tensors:
+        made = _paged(turn, 600, batch, 1, torch.bfloat16)
+        lengths = made["cache_seqlens"]
+        chosen = torch.full((batch * q_len, topk), 2**31 - 1, dtype=torch.int32)
+        for token in range(batch * q_len):
+            length = int(lengths[token // q_len])
+            picks = torch.randperm(length)[:topk]
+            chosen[token, : len(picks)] = made["block_table"][token // q_len, picks]
+        return dict(
+            q=torch.randn(batch * q_len, heads, 576).bfloat16(),
+            kv_buffer=made["k_cache"],
+            qo_indptr=torch.arange(batch + 1, dtype=torch.int32) * q_len,
+            kv_indptr=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+            kv_indices=chosen.view(-1),
+            kv_last_page_lens=torch.ones(batch, dtype=torch.int32),
+        )
+
+    def run(given: Tensors, kept: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        place, lens = given["q"].device, [given[name] for name in ("qo_indptr", "kv_indptr", "kv_last_page_lens")]
+        buffers = _buffers(kept, batch, q_len, heads, True, place)
+        aiter.get_mla_metadata_v1(*lens, heads, 1, True, *buffers, max_seqlen_qo=1, topk=topk)
+        o = torch.empty(batch * q_len, heads, 512, dtype=torch.bfloat16, device=place)
+        arguments = (given["q"], given["kv_buffer"], o, lens[0], lens[1], given["kv_indices"], lens[2], 1)
+        _, lse = aiter.mla_decode_fwd(*arguments, return_lse=True, **kept)
+        assert lse is not None
+        return o, lse
+
+    return Call("aiter mla_decode_fwd, metadata with topk", make, run)
 
 
 def uniform_reduce(tokens: int = 5, splits: int = 7, heads: int = 16) -> Call:
@@ -196,6 +236,7 @@ CALLS = (
     decode("mla_decode_fwd, splits", longest=700, mode="splits"),
     decode("mla_decode_fwd, metadata", longest=700, mode="persistent"),
     decode("mla_decode_fwd, metadata, 4 query tokens, pages of 64", longest=1300, q_len=4, page=64, mode="persistent"),
+    selected(),
     uniform_reduce(),
     general_reduce(),
 )

@@ -1,5 +1,6 @@
 """Scripts as AITER's documentation and its callers have them, run on our face of it, against the formula."""
 
+import inspect
 import itertools
 
 import pytest
@@ -190,6 +191,102 @@ def test_selected_keys_as_pages_of_one_token():
     step.check(lse, tuple(torch.stack(part) for part in zip(*parts, strict=True)))
 
 
+def sparse_metadata(step, q_len, topk):
+    """As op_tests of AITER fill it: one kv_indptr per sequence, planned with topk, a tile per query token."""
+    sizes = aiter.get_mla_metadata_info_v1(
+        len(step.kv_lens), q_len, 16, torch.bfloat16, torch.bfloat16, is_sparse=True, num_kv_splits=32
+    )
+    work_metadata, work_indptr, work_info_set, *reduce = (torch.zeros(size, dtype=dtype) for size, dtype in sizes)
+    lengths = (step.qo_indptr, step.kv_indptr, step.kv_last_page_lens)
+    aiter.get_mla_metadata_v1(
+        *lengths, 16, 1, True, work_metadata, work_info_set, work_indptr, *reduce,
+        page_size=1, max_seqlen_qo=1, uni_seqlen_qo=1, max_split_per_batch=32, topk=topk,
+    )  # fmt: skip
+    names = ("reduce_indptr", "reduce_final_map", "reduce_partial_map")
+    given = dict(work_meta_data=work_metadata, work_indptr=work_indptr, work_info_set=work_info_set)
+    return given | dict(zip(names, reduce, strict=True))
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_selected_keys_by_metadata_with_topk(q_len):
+    """kv_indices [tokens, topk]: rows shorter than topk end in anything."""
+    topk, lens = 64, [200, 0, 40, 65]
+    step = Step(lens, [q_len] * 4)
+    made = sparse_metadata(step, q_len, topk)
+    chosen, expected = torch.full((step.total, topk), 2**31 - 1, dtype=torch.int32), []
+    for token in range(step.total):
+        rows = torch.randperm(lens[token // q_len])[:topk]
+        slots = step.kv_indices[step.kv_indptr[token // q_len] + rows]
+        chosen[token, : len(rows)] = slots
+        expected.append(attend(step.q[token], step.kv_buffer[slots.long()].flatten(0, 2), 0.05))
+    arguments = (*step.args[:5], chosen.view(-1), step.kv_last_page_lens, 1, 1, 1, 0.05)
+    _, lse = aiter.mla_decode_fwd(*arguments, num_kv_splits=32, return_lse=True, **made)
+    step.check(lse, tuple(torch.stack(part) for part in zip(*expected, strict=True)))
+
+    works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
+    for token in range(step.total):
+        spans = [(work[4], work[5]) for work in works if work[0] == token]
+        assert spans[0][0] == token * topk
+        assert spans[-1][1] == token * topk + min(lens[token // q_len], topk)
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
+
+    # the same buffers planned densely select no more
+    order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
+    buffers = [made[key] for key in order] + [made["reduce_partial_map"]]
+    aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, step.kv_last_page_lens, 16, 1, True, *buffers)
+    _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
+    step.check(lse, step.expected())
+
+
+def test_refused_selections():
+    step = Step([20, 3], [1, 1])
+    made = sparse_metadata(step, 1, 8)
+    for changes, message in (
+        (dict(kv_indices=step.kv_indices[:15]), "2 query tokens and topk 8 need 16"),
+        (dict(kv_buffer=step.kv_buffer.to(torch.float8_e4m3fn)), "bf16, fp16 or fp32 pages of one token"),
+    ):
+        names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens", "max_seqlen_q")
+        given = dict(zip(names, step.args, strict=True)) | made | changes
+        with pytest.raises(ValueError, match=message):
+            aiter.mla_decode_fwd(**given)
+    assert bool(step.o.isnan().all()), "written although refused"
+
+
+def test_arguments_are_aiters():
+    """Names, order and defaults, as AITER's own documentation of August 2026 lists them."""
+    lists = dict(
+        mla_decode_fwd="q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q page_size=1 "
+        "nhead_kv=1 sm_scale=None logit_cap=0.0 num_kv_splits=None num_kv_splits_indptr=None work_meta_data=None "
+        "work_indptr=None work_info_set=None reduce_indptr=None reduce_final_map=None reduce_partial_map=None "
+        "q_scale=None kv_scale=None intra_batch_mode=False return_logits=False return_lse=False g_kv_indptr=None "
+        "cp_world_size=1 cp_rank=0 causal=True",
+        get_mla_metadata_info_v1="batch_size max_seqlen_qo num_head_qo q_dtype kv_dtype is_sparse fast_mode=True "
+        "num_kv_splits=32 intra_batch_mode=False max_split_per_batch=-1",
+        get_mla_metadata_v1="seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens num_heads_per_head_k num_heads_k "
+        "is_causal work_metadata_ptrs work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map "
+        "page_size=1 kv_granularity=16 max_seqlen_qo=-1 uni_seqlen_qo=-1 fast_mode=True topk=-1 max_split_per_batch=-1 "
+        "intra_batch_mode=False is_cp_round_robin=False mla_version=None dtype_q_nope=None dtype_q_rope=None "
+        "dtype_kv_nope=None dtype_kv_rope=None dtype_q=None dtype_kv=None",
+        mla_reduce_v1="partial_output partial_lse reduce_indptr reduce_final_map reduce_partial_map max_seqlen_q "
+        "num_kv_splits final_output final_lse=None",
+        mla_decode_reduce="partial_output partial_lse reduced kv_indptr T batch=0 vec=0 num_splits=0",
+    )
+    for name, expected in lists.items():
+        parameters = inspect.signature(getattr(aiter, name)).parameters.values()
+        shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert shown == expected.split(), name
+    assert aiter.mla.mla_decode_fwd is aiter.mla_decode_fwd
+
+
+def test_what_is_absent_says_so():
+    from mla_suite.integrations.aiter import mla_decode_fwd_v4_nm
+
+    with pytest.raises(NotImplementedError, match=r"mla_decode_fwd_v4_nm: .*call mla_suite.sparse_decode"):
+        mla_decode_fwd_v4_nm(1, sink=2)
+    with pytest.raises(AttributeError, match="has no attribute 'mla_decode_forward'"):
+        aiter.mla_decode_forward  # noqa: B018  the look-up is what is tested
+
+
 def test_plan_written_in_aiters_format_is_the_one_that_runs():
     step = Step([700, 2, 130], [4] * 3, page_size=16)
     made = step.metadata()
@@ -329,16 +426,19 @@ def test_refusals(changes, message):
 
 
 def test_refused_plans_and_reductions():
-    with pytest.raises(ValueError, match=r"is_sparse is True; .*mla_suite.sparse_decode"):
-        aiter.get_mla_metadata_info_v1(2, 1, 16, torch.bfloat16, torch.bfloat16, True)
     step = Step([20, 3], [1, 1])
     made = step.metadata()
     lengths = (step.qo_indptr, step.kv_indptr, step.kv_last_page_lens)
     order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
     buffers = [made[key] for key in order] + [made["reduce_partial_map"]]
-    for changes, message in ((dict(topk=2048), "topk is 2048"), (dict(is_cp_round_robin=True), "round-robin")):
+    for changes, message in (
+        (dict(topk=2048, page_size=16), "topk is 2048 and page_size 16"),
+        (dict(is_cp_round_robin=True), "round-robin"),
+    ):
         with pytest.raises(ValueError, match=message):
             aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, **changes)
+    with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
+        aiter.get_mla_metadata_v1(*lengths[:2], 16, 1, True, *buffers, 1)
     with pytest.raises(ValueError, match="2 sequences and 8 workers need 10"):
         aiter.get_mla_metadata_v1(*lengths, 16, 1, True, buffers[0], buffers[1][:9], *buffers[2:])
     outs, reduced = torch.zeros(2, 3, 4, 512), torch.zeros(2, 4, 512, dtype=torch.bfloat16)

@@ -85,13 +85,13 @@ def sparse():
     )  # fmt: skip
 
 
-def metadata():
-    sizes = aiter.get_mla_metadata_info_v1(BATCH, 1, HEADS, torch.bfloat16, torch.bfloat16, False)
+def metadata(**options):
+    sizes = aiter.get_mla_metadata_info_v1(BATCH, 1, HEADS, torch.bfloat16, torch.bfloat16, "topk" in options)
     made = [on_device(*(size if isinstance(size, tuple) else (size,)), dtype=dtype) for size, dtype in sizes]
     pointers, work_indptr, work_info_set, *reduce = made
     one = on_device(BATCH + 1)
     aiter.get_mla_metadata_v1(
-        one, one, on_device(BATCH), HEADS, 1, True, pointers, work_info_set, work_indptr, *reduce, page_size=16
+        one, one, on_device(BATCH), HEADS, 1, True, pointers, work_info_set, work_indptr, *reduce, **options
     )
     return pointers, work_indptr, work_info_set
 
@@ -105,11 +105,11 @@ def decode(page_size=16, **options):
     )
 
 
-def decode_with_metadata(copied=False):
-    pointers, work_indptr, work_info_set = metadata()
+def decode_with_metadata(copied=False, page_size=16, **options):
+    pointers, work_indptr, work_info_set = metadata(page_size=page_size, **options)
     if copied:
         work_indptr, work_info_set = work_indptr.clone(), work_info_set.clone()
-    return decode(work_meta_data=pointers, work_indptr=work_indptr, work_info_set=work_info_set)
+    return decode(page_size, work_meta_data=pointers, work_indptr=work_indptr, work_info_set=work_info_set)
 
 
 def reduce():
@@ -139,6 +139,7 @@ CALLS = {
     "aiter, decode by splits": lambda: decode(num_kv_splits=4),
     "aiter, decode with metadata": decode_with_metadata,
     "aiter, decode with metadata copied": lambda: decode_with_metadata(copied=True),
+    "aiter, decode with metadata of a selection": lambda: decode_with_metadata(page_size=1, topk=5),
     "aiter, reduce": reduce,
     "aiter, uniform reduce": uniform_reduce,
     "plan to flash_mla": lambda: plans.to_flash_mla(a_plan(), on_device(BATCH), workers=WORKERS),

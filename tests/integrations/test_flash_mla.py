@@ -1,5 +1,6 @@
 """Scripts as FlashMLA's documentation has them, run on our face of it, against its documented formulas."""
 
+import inspect
 import math
 
 import pytest
@@ -329,3 +330,27 @@ def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     assert not conversions
     flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata.clone(), num_splits)
     assert len(conversions) == 1
+
+
+def test_arguments_are_flash_mlas():
+    """Names, order and defaults, as FlashMLA's own documentation of 2026 lists them."""
+    lists = {
+        flash_mla_with_kvcache: "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata "
+        "num_splits=None softmax_scale=None causal=False is_fp8_kvcache=False indices=None attn_sink=None "
+        "extra_k_cache=None extra_indices_in_kvcache=None topk_length=None extra_topk_length=None",
+        flash_mla_sparse_fwd: "q kv indices sm_scale d_v=512 attn_sink=None topk_length=None",
+    }
+    for function, expected in lists.items():
+        parameters = inspect.signature(function).parameters.values()
+        shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+        assert shown == expected.split()
+
+
+def test_what_is_absent_says_so():
+    from mla_suite.integrations import flash_mla
+    from mla_suite.integrations.flash_mla import flash_attn_varlen_func
+
+    with pytest.raises(NotImplementedError, match=r"flash_attn_varlen_func: un-absorbed prefill is not part"):
+        flash_attn_varlen_func(1, causal=True)
+    with pytest.raises(AttributeError, match="has no attribute 'flash_mla'"):
+        flash_mla.flash_mla  # noqa: B018  the look-up is what is tested

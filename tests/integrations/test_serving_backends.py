@@ -6,6 +6,7 @@ holds together and gives the right numbers; they cannot show that a server runs.
 """
 
 import importlib
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -333,6 +334,30 @@ def test_sglang_refusals(sglang):
     backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
     with pytest.raises(ValueError, match="scores are not capped"):
         backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
+
+
+def in_the_guide(server):
+    """The Python of docs/serving_engineer.md that needs this server."""
+    text = (Path(__file__).parents[2] / "docs" / "serving_engineer.md").read_text()
+    (block,) = re.findall(rf"^```python needs={server}\n(.*?)^```$", text, re.M | re.S)
+    return block
+
+
+def test_the_guides_line_registers_with_vllm(vllm, monkeypatch):
+    registered = {}
+    registry = dict(AttentionBackendEnum=SimpleNamespace(CUSTOM="CUSTOM"), register_backend=registered.__setitem__)
+    modules(monkeypatch, vllm__v1__attention__backends__registry=registry)
+    exec(in_the_guide("vllm"), {})
+    module, _, name = registered["CUSTOM"].rpartition(".")
+    assert getattr(fresh(monkeypatch, module), name).get_name() == "CUSTOM"
+
+
+def test_the_guides_line_registers_with_sglang(sglang, monkeypatch):
+    sglang.stand_in_backends.clear()
+    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", sglang)
+    monkeypatch.setattr("mla_suite.integrations.sglang", sglang, raising=False)
+    exec(in_the_guide("sglang"), {})
+    assert sglang.stand_in_backends == {"mla_suite": sglang.MLASuiteAttnBackend}
 
 
 @pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])

@@ -1,0 +1,115 @@
+"""AITER's two reductions of partial results on our `combine`; `mla_suite.integrations.aiter` passes them on."""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+
+import mla_suite
+
+REDUCE_BATCHES = (0, 2, 4, 8)
+REDUCE_VECS = (0, 1, 2, 4)
+
+
+def mla_reduce_v1(
+    partial_output: torch.Tensor,
+    partial_lse: torch.Tensor,
+    reduce_indptr: torch.Tensor,
+    reduce_final_map: torch.Tensor | None,
+    reduce_partial_map: torch.Tensor,
+    max_seqlen_q: int,
+    num_kv_splits: int,
+    final_output: torch.Tensor,
+    final_lse: torch.Tensor | None = None,
+) -> None:
+    """Merge the partial results of each tile into final_output (and final_lse), in place.
+
+    partial_output      [rows, heads, head_dim_v] or [rows, 1, heads, head_dim_v] fp32, normalised; a row is one query
+                        token of one split. partial_lse [rows, heads], also [rows, 1, heads, 1], fp32 natural log
+    reduce_indptr       [tiles + 1] int32: tile i merges entries reduce_indptr[i]..reduce_indptr[i + 1] of
+    reduce_partial_map  [entries] int32: first row of each partial; the query tokens of a tile are adjacent rows
+    reduce_final_map    [tiles, 2] int32, first and last + 1 query token of each tile; None: max_seqlen_q each, in order
+    final_output        [tokens, heads, head_dim_v] bf16, fp16 or fp32; final_lse [tokens, heads] fp32
+
+    A tile of 0 or 1 entries is left untouched: whoever made it wrote the final rows. num_kv_splits sizes AITER's
+    scratch and is not read. The maps are general, so partials are gathered first; where splits are uniform
+    `mla_decode_reduce` moves nothing.
+    """
+    heads, head_dim_v = final_output.shape[-2:]
+    rows, lse_rows = partial_output.view(-1, heads, head_dim_v), partial_lse.view(-1, heads)
+    tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
+    if max_seqlen_q < 1:
+        refuse("mla_reduce_v1", f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
+    if tiles == 0 or tokens == 0:
+        return
+    step = torch.arange(max_seqlen_q, device=device)
+    # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
+    source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
+    merged_out, merged_lse = mla_suite.combine(
+        rows[source].flatten(1, 2), lse_rows[source].flatten(1), reduce_indptr, out_dtype=final_output.dtype
+    )
+    merged_out, merged_lse = merged_out.view(-1, heads, head_dim_v), merged_lse.view(-1, heads)
+    if reduce_final_map is None:
+        first = torch.arange(tiles, device=device) * max_seqlen_q
+        end = first + max_seqlen_q
+    else:
+        first, end = reduce_final_map[:tiles].long().unbind(1)
+    target = first[:, None] + step
+    merges = (target < end[:, None]) & (reduce_indptr.diff() > 1)[:, None]
+    # Row of the merged result for every query token, or -1; one spare token swallows what is not merged.
+    row = torch.full((tokens + 1,), -1, device=device)
+    target = torch.where(merges & (target >= 0), target, tokens).clamp(max=tokens)
+    row.scatter_(0, target.flatten(), torch.arange(target.numel(), device=device))
+    row = row[:tokens]
+    taken, found = row >= 0, row.clamp(min=0)
+    final_output.copy_(torch.where(taken[:, None, None], merged_out[found], final_output))
+    if final_lse is not None:
+        final_lse.copy_(torch.where(taken[:, None], merged_lse[found], final_lse))
+
+
+def mla_decode_reduce(
+    partial_output: torch.Tensor,
+    partial_lse: torch.Tensor,
+    reduced: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    T: int,
+    batch: int = 0,
+    vec: int = 0,
+    num_splits: int = 0,
+) -> None:
+    """Merge num_splits equal splits of each of T query tokens into `reduced`, in place and without a copy.
+
+    partial_output [T, num_splits, heads, head_dim_v] fp32, normalised; partial_lse [T, num_splits, heads] or with a
+    last dimension of 1, fp32 natural log, -inf for a split without keys; reduced [T, heads, head_dim_v] bf16, fp16 or
+    fp32; kv_indptr [T + 1] int32 is checked and not read, since splits without keys say so themselves.
+
+    batch (2, 4, 8) and vec (1, 2, 4) are launch shapes of the kernel this call is written for. Ours are chosen by
+    `combine`, from its tuned tables; 0 or a legal value changes nothing. num_splits 0 takes partial_output's.
+    """
+    name = "mla_decode_reduce"
+    if batch not in REDUCE_BATCHES or vec not in REDUCE_VECS:
+        refuse(name, f"batch is {batch} and vec is {vec}", f"batch takes {REDUCE_BATCHES}, vec takes {REDUCE_VECS}")
+    if reduced.dim() != 3 or reduced.shape[0] != T:
+        refuse(name, f"reduced has shape {tuple(reduced.shape)}", f"it takes [T, heads, head_dim_v] with T = {T}")
+    heads, head_dim_v = reduced.shape[1:]
+    splits = num_splits or (partial_output.shape[1] if partial_output.dim() > 1 else 0)
+    expected = (T, splits, heads, head_dim_v)
+    if tuple(partial_output.shape) != expected or partial_lse.numel() != math.prod(expected[:3]):
+        given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
+        refuse(name, given, f"they take [T, num_splits, heads, head_dim_v] = {expected} and the same without the last")
+    if tuple(kv_indptr.shape) != (T + 1,):
+        refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
+    torch.ops.mla_suite.combine.out(
+        partial_output.view(T * splits, heads, head_dim_v),
+        partial_lse.view(T * splits, heads),
+        num_splits=splits,
+        out_dtype=reduced.dtype,
+        out=reduced,
+        lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
+    )
+
+
+def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
+    raise error(f"{name}: {given}; {possible}")
