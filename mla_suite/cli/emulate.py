@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.op is None:
         for op in library.registry().values():
-            print(op.name, *(f"\n  {sample.name}" for sample in op.samples()))
+            print(op.name, *(f"\n  {sample.name}" for sample in op.samples()), sep="")
         return 0
     try:
         op = library.get(args.op)
