@@ -11,7 +11,7 @@ from mla_suite.core import checks, dispatch, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
-from mla_suite.ops.sparse_decode import reference, samples
+from mla_suite.ops.sparse_decode import native, reference, samples
 
 SCHEMA = (
     "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
@@ -250,7 +250,7 @@ SPARSE_DECODE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(dispatch.portable("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

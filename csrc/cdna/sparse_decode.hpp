@@ -1,0 +1,384 @@
+// Attention of one query token's heads over selected tokens, in one launch: gather, dequantise, scores, softmax, values.
+//
+// Each selected token is dequantised once per workgroup, by the wave that loaded it, into a tile of bf16 rows in LDS.
+// Scores are split over waves by rows and keys, values by columns: wave w owns columns 128 w + 0..127 of every row's
+// output. So a wave reads a quarter of the values instead of all of them, and weights (128 bytes per 64 rows and key)
+// travel through LDS instead. Both products are held transposed, so a weight is a right operand of the second product
+// in the very lane number that computed it.
+//
+// All waves must subtract the same number in the exponent. A wave whose scores exceed its row's reference by more than
+// 2^LAG raises a flag instead of writing weights; behind the tile's barrier all waves see it, agree on new references and
+// rescale. One barrier per tile otherwise.
+#pragma once
+
+#include "cdna/kernel_params.hpp"
+#include "cdna/sparse_gather.hpp"
+#include "cdna/sparse_rows.hpp"
+#include "cdna/sparse_work.hpp"
+#include "cdna/wide_matrix.hpp"
+
+namespace cdna {
+
+// Which waves compute which scores: `row_groups` x `key_groups` of them. Rows are those of a workgroup, in tiles of 16.
+template <int row_tiles_, int row_groups_>
+struct SparseShape {
+  static constexpr int waves = 4;
+  static constexpr int row_tiles = row_tiles_;
+  static constexpr int row_groups = row_groups_;
+  static constexpr int key_groups = waves / row_groups;
+  static constexpr int wave_row_tiles = row_tiles / row_groups;
+  static constexpr int keys = key_groups == 4 ? 64 : 32;             // of a tile: 16 to a key group at least
+  static constexpr int wave_key_tiles = keys / 16 / key_groups;
+  static constexpr bool own_keys = row_groups == 1;                  // a wave scores the keys that it brought itself
+  static constexpr int stages = own_keys ? 2 : 3;
+  static_assert(row_tiles % row_groups == 0, "sparse decode: as many row tiles for every row group");
+};
+
+template <class Policy, class Record, class Shape>
+class SparseDecode {
+  static constexpr int waves = Shape::waves;
+  static constexpr int keys = Shape::keys;
+  static constexpr int row_tiles = Shape::row_tiles;
+  static constexpr int wave_rows = Shape::wave_row_tiles;
+  static constexpr int key_tiles = Shape::wave_key_tiles;
+  static constexpr int column_tiles = mla::VALUE_DIM / 16 / waves;
+  static constexpr int chunks = Record::qk_dim / 32;
+  static constexpr int key_steps = keys / 32;   // of the second product
+  using Gather = SparseGather<Record, keys, waves>;
+  using Tile = typename Gather::Tile;
+  using Query = SparseQuery<Record::qk_dim>;
+  using Matrix = Matrix16x16x32<mla::bf16>;
+
+  static constexpr int weights_bytes = row_tiles * key_steps * 1024;
+  static constexpr int row_bytes = row_tiles * 16 * 4;   // a float of every row
+  static constexpr int weights = Shape::stages * Tile::bytes;
+  static constexpr int places = weights + 2 * weights_bytes;
+  static constexpr int maxima = places + waves * Gather::lds_bytes;      // [key group][row]
+  static constexpr int sums = maxima + Shape::key_groups * row_bytes;    // [key group][row]; factors of a rescale
+  static constexpr int masks = sums + Shape::key_groups * row_bytes;     // [stage] a bit per key
+  static constexpr int flags = masks + 16;                               // [2]
+  static constexpr int pools = flags + 16;
+
+ public:
+  static constexpr int threads = waves * WAVE;
+  static constexpr int lds_bytes = pools + SparseSelection::lds_bytes;
+
+  MLA_DEVICE static void run(LdsBytes lds) {
+    const int wave = wave_id();
+    const int first_row = mla::block_id_y() * row_tiles * 16;
+    for (SelectionWork work(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); work.more();) {
+      const mla::SparseDecodeParams& p = reread_params<mla::SparseDecodeParams>();
+      const uint32_t base = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds));
+      if (wave == 0) SparseSelection::tabulate(p, work.token(p), base + pools);
+      mla::block_sync();
+      const SparseSelection selection(base + pools);
+      SparseDecode decode(p, work.take(p, selection.keys()), first_row, base, wave);
+      decode.attend(p, selection);
+      decode.store(reread_params<mla::SparseDecodeParams>());
+      mla::block_sync();
+    }
+  }
+
+ private:
+  MLA_DEVICE SparseDecode(const mla::SparseDecodeParams& p, const mla::WorkItem& item, int first_row, uint32_t lds, int wave)
+      : item_(item), first_row_(first_row), lds_(lds), wave_(wave), row_group_(wave / Shape::key_groups),
+        key_group_(wave % Shape::key_groups), scale_(p.softmax_scale * mla::LOG2_E) {
+    const Lane lane = Lane::current();
+    const int key = 4 * lane.group + lane.column / 4;
+    own_ = static_cast<uint32_t>(lane.index * 16);
+    piece_ = static_cast<uint32_t>(Tile::slot_offset(lane.column, lane.group));
+    column_ = static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) softmax_[r] = mla::RowSoftmax::empty();
+#pragma unroll
+    for (int r = 0; r < row_tiles; ++r)
+#pragma unroll
+      for (int t = 0; t < column_tiles; ++t) output_[r][t] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+
+  MLA_DEVICE void attend(const mla::SparseDecodeParams& p, const SparseSelection& selection) {
+    const int count = (item_.end_key - item_.first_key + keys - 1) / keys;
+    if (count <= 0) return;
+    Gather gather(selection, item_, lds_ + places + wave_ * Gather::lds_bytes, wave_);
+    gather.load(0);
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+    if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
+    uint32_t stage = 0;   // of the tile whose scores come next
+    if (!Shape::own_keys) {
+      bring(gather, 0, stage);
+      if (count > 1) gather.load(1);
+    }
+    mla::block_sync();
+    for (int n = 0; n < count; ++n) {
+      float sum[wave_rows];
+      const uint32_t next = stage == (Shape::stages - 1) * Tile::bytes ? 0 : stage + Tile::bytes;
+      uint32_t valid;
+      if (Shape::own_keys) {
+        bring(gather, n, stage);
+        valid = gather.valid();
+        if (n + 1 < count) gather.load(n + 1);
+        wave_lds_fence();
+      } else {
+        valid = lds_read_word(lds_place(lds_ + masks + n % 3 * 4));
+      }
+      weigh(n, lds_ + stage, valid, sum);
+      __builtin_amdgcn_sched_barrier(0);
+      if (!Shape::own_keys && n + 1 < count) {
+        bring(gather, n + 1, next);
+        if (n + 2 < count) gather.load(n + 2);
+      }
+      mla::block_sync();
+      add_values(n, lds_ + stage, valid, sum);
+      stage = next;
+    }
+  }
+
+  // The wave's keys of tile n, which were loaded last, into a stage.
+  MLA_DEVICE void bring(const Gather& gather, int n, uint32_t stage) const {
+    gather.store(lds_ + stage);
+    if (!Shape::own_keys && own_ == 0) {
+      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + masks + n % 3 * 4 + wave_)) = static_cast<uint8_t>(gather.valid());
+    }
+  }
+
+  // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.
+  static constexpr int step_chunks = row_tiles >= 6 ? 1 : 2;
+  static constexpr int steps = chunks / step_chunks;
+  static constexpr int step_reads = step_chunks * key_tiles;
+  static constexpr int ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;   // steps of keys read ahead of the products
+
+  MLA_DEVICE void scores(uint32_t tile, f32x4 (&t)[wave_rows][key_tiles]) const {
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r)
+#pragma unroll
+      for (int T = 0; T < key_tiles; ++T) t[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    const uint32_t at = tile + key_group_ * key_tiles * 2 * Tile::group_bytes + piece_;
+    u32x4 read[ahead + 1][key_tiles][step_chunks];
+#pragma unroll
+    for (int s = 0; s < ahead; ++s) read_keys(at, s, read[s]);
+#pragma unroll
+    for (int s = 0; s < steps; ++s) {
+      if (s + ahead < steps) {
+        read_keys(at, s + ahead, read[(s + ahead) % (ahead + 1)]);
+        wait_lds<ahead * step_reads>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int T = 0; T < key_tiles; ++T)
+#pragma unroll
+        for (int c = 0; c < step_chunks; ++c)
+#pragma unroll
+          for (int r = 0; r < wave_rows; ++r) {
+            t[r][T] = Matrix::multiply(read[s % (ahead + 1)][T][c], query_[r].chunk[s * step_chunks + c], t[r][T]);
+          }
+    }
+  }
+  MLA_DEVICE void read_keys(uint32_t at, int s, u32x4 (&read)[key_tiles][step_chunks]) const {
+#pragma unroll
+    for (int T = 0; T < key_tiles; ++T)
+#pragma unroll
+      for (int c = 0; c < step_chunks; ++c) {
+        const int chunk = s * step_chunks + c;
+        read[T][c] = lds_read16(lds_place((at ^ (chunk % 2 * 64)) + T * 2 * Tile::group_bytes + chunk / 2 * 1024));
+      }
+  }
+
+  // Scores of keys that are not there become -inf. `valid` has a bit for each key of the tile, or of the wave.
+  MLA_DEVICE void mask(uint32_t valid, f32x4 (&t)[wave_rows][key_tiles]) const {
+    constexpr uint32_t all = Shape::own_keys ? 0xffffu : 0xffffffffu;
+    if (__builtin_expect(static_cast<uint32_t>(uniform(static_cast<int>(valid))) == all, true)) return;
+    const uint32_t mine = valid >> (Shape::own_keys ? 0 : key_group_ * key_tiles * 16) >> (4 * Lane::current().group);
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r)
+#pragma unroll
+      for (int T = 0; T < key_tiles; ++T)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float score = t[r][T][e];
+          t[r][T][e] = (mine >> (16 * T + e) & 1) != 0 ? score : mla::MINUS_INFINITY;
+        }
+  }
+
+  // Weights of tile n for all waves to read, or the flag that says why not.
+  MLA_DEVICE void weigh(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) const {
+    f32x4 t[wave_rows][key_tiles];
+    scores(tile, t);
+    mask(valid, t);
+    bool exceeded = false;
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) exceeded |= softmax_[r].exceeded_by(largest(t[r]) * scale_);
+    if (__builtin_expect(any_lane(exceeded), false)) {
+      // Atomic, because several waves may say so.
+      __hip_atomic_fetch_max(reinterpret_cast<MLA_LDS uint32_t*>(lds_place(lds_ + flags + n % 2 * 4)), static_cast<uint32_t>(n + 1),
+                             __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+    } else {
+      write_weights(n, t, sum);
+    }
+  }
+
+  MLA_DEVICE static float largest(const f32x4 (&t)[key_tiles]) {
+    float largest = t[0][0];
+#pragma unroll
+    for (int i = 1; i < 4 * key_tiles; ++i) {
+      const float score = t[i / 4][i % 4];
+      largest = __builtin_fmaxf(largest, score);
+    }
+    return largest;
+  }
+
+  MLA_DEVICE void write_weights(int n, const f32x4 (&t)[wave_rows][key_tiles], float (&sum)[wave_rows]) const {
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) {
+      uint32_t packed[key_tiles][2];
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int T = 0; T < key_tiles; ++T) {
+        float p[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float score = t[r][T][e];
+          p[e] = Policy::exp2(__builtin_fmaf(score, scale_, -softmax_[r].max));
+        }
+        sum[r] += (p[0] + p[1]) + (p[2] + p[3]);
+        packed[T][0] = Policy::template pack_weights<mla::bf16>(p[0], p[1]);
+        packed[T][1] = Policy::template pack_weights<mla::bf16>(p[2], p[3]);
+      }
+      const int first = key_group_ * key_tiles;   // of the 16-key tiles of the tile
+      const uint32_t at = lds_ + weights + n % 2 * weights_bytes +
+                          ((row_group_ * wave_rows + r) * key_steps + first / 2) * 1024 + own_ + first % 2 * 8;
+      if constexpr (key_tiles == 2) {
+        lds_write16(lds_place(at), u32x4{packed[0][0], packed[0][1], packed[1][0], packed[1][1]});
+      } else {
+        lds_write8(lds_place(at), u32x2{packed[0][0], packed[0][1]});
+      }
+    }
+  }
+
+  // Some wave's scores of tile n exceeded a reference: new references for all, the same in all waves that share a row.
+  // They are computed again: to keep scores until all waves have spoken would cost registers in every turn.
+  MLA_DEVICE void raise(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
+    const Lane lane = Lane::current();
+    f32x4 t[wave_rows][key_tiles];
+    scores(tile, t);
+    mask(valid, t);
+    const uint32_t row = lds_ + maxima + (row_group_ * wave_rows * 16 + lane.column) * 4;
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) {
+      const float most = max_over_groups(largest(t[r]), lane) * scale_;
+      if (lane.group == 0) lds_write_float(lds_place(row + key_group_ * row_bytes + r * 64), most);
+    }
+    mla::block_sync();
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) {
+      float max = softmax_[r].max;
+#pragma unroll
+      for (int k = 0; k < Shape::key_groups; ++k) max = __builtin_fmaxf(max, lds_read_float(lds_place(row + k * row_bytes + r * 64)));
+      const float factor = Policy::exp2(softmax_[r].max - max);
+      softmax_[r].max = max;
+      softmax_[r].sum *= factor;
+      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_place(row + (sums - maxima) + r * 64), factor);
+    }
+    write_weights(n, t, sum);
+    mla::block_sync();
+#pragma unroll
+    for (int r = 0; r < row_tiles; ++r) {
+      const float factor = lds_read_float(lds_place(lds_ + sums + (r * 16 + lane.column) * 4));
+#pragma unroll
+      for (int i = 0; i < column_tiles; ++i) output_[r][i] *= factor;
+    }
+  }
+
+  // O^T += V^T P^T: tile[r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
+  static constexpr int pairs = key_steps * column_tiles;   // of a 32-key step and 16 columns
+  static constexpr int group = row_tiles >= 6 ? 2 : 4;     // pairs read at once     // pairs read at once
+  static constexpr int groups = pairs / group;
+
+  MLA_DEVICE void add_values(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
+    const uint32_t flag = lds_read_word(lds_place(lds_ + flags + n % 2 * 4));
+    if (__builtin_expect(uniform(static_cast<int>(flag)) == n + 1, false)) raise(n, tile, valid, sum);
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) softmax_[r].sum += sum[r];
+    const uint32_t rows = lds_ + weights + n % 2 * weights_bytes + own_;
+    u32x4 weight[row_tiles][key_steps];
+#pragma unroll
+    for (int r = 0; r < row_tiles; ++r)
+#pragma unroll
+      for (int k = 0; k < key_steps; ++k) weight[r][k] = lds_read16(lds_place(rows + (r * key_steps + k) * 1024));
+    u32x4 values[2][group];
+    read_values(tile, 0, values[0]);
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      if (g + 1 < groups) {
+        read_values(tile, g + 1, values[(g + 1) % 2]);
+        wait_lds<2 * group>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int i = 0; i < group; ++i) {
+        const int pair = g * group + i;
+#pragma unroll
+        for (int r = 0; r < row_tiles; ++r) {
+          f32x4& sum = output_[r][pair % column_tiles];
+          sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
+        }
+      }
+    }
+  }
+  // By transposed reads: column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and 16 more.
+  MLA_DEVICE void read_values(uint32_t tile, int g, u32x4 (&values)[group]) const {
+#pragma unroll
+    for (int i = 0; i < group; ++i) {
+      const int pair = g * group + i, column = pair % column_tiles, k = pair / column_tiles;
+      const uint32_t at = ((tile + column_) ^ (column % 4 * 32)) + column / 4 * 1024 + k * 4 * Tile::group_bytes;
+      const u32x2 low = read_columns(at), high = read_columns(at + 2 * Tile::group_bytes);
+      values[i] = u32x4{low[0], low[1], high[0], high[1]};
+    }
+  }
+  MLA_DEVICE static u32x2 read_columns(uint32_t at) {
+    return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_place(at)));
+  }
+
+  MLA_DEVICE void store(const mla::SparseDecodeParams& p) const {
+    const Lane lane = Lane::current();
+    const uint32_t row = lds_ + maxima + (row_group_ * wave_rows * 16 + lane.column) * 4;
+    mla::block_sync();   // all have read the factors of a rescale
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) {
+      const float sum = sum_over_groups(softmax_[r].sum, lane);
+      if (lane.group == 0) {
+        lds_write_float(lds_place(row + key_group_ * row_bytes + r * 64), softmax_[r].max);
+        lds_write_float(lds_place(row + (sums - maxima) + key_group_ * row_bytes + r * 64), sum);
+      }
+    }
+    mla::block_sync();
+#pragma unroll
+    for (int r = 0; r < row_tiles; ++r) {
+      const uint32_t at = lds_ + maxima + (16 * r + lane.column) * 4;
+      float sum = 0.0f;
+#pragma unroll
+      for (int k = 0; k < Shape::key_groups; ++k) sum += lds_read_float(lds_place(at + (sums - maxima) + k * row_bytes));
+      const SparseRow<Policy> to(p, item_, first_row_ + 16 * r + lane.column, lds_read_float(lds_place(at)), sum);
+      if (wave_ == 0 && lane.group == 0) to.store_lse();
+      to.template store<column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
+    }
+  }
+
+  const mla::WorkItem item_;
+  const int first_row_;
+  const uint32_t lds_;
+  const int wave_;
+  const int row_group_;
+  const int key_group_;
+  const float scale_;
+  uint32_t own_;      // 16 bytes for each lane
+  uint32_t piece_;    // the lane's first place in a tile as left operand of the scores
+  uint32_t column_;   // and of the values
+  mla::RowSoftmax softmax_[wave_rows];
+  Query query_[wave_rows];
+  f32x4 output_[row_tiles][column_tiles];
+};
+
+}  // namespace cdna
