@@ -13,18 +13,25 @@ from mla_suite.ops.decode import tiles
 
 LANE_REGISTERS = 128  # for the accumulator: half of what a lane may name
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes in shared memory: fp8 is widened before the product
+STAGES = {"amd": (1, 2, 3), "nvidia": (1, 2, 3, 5)}
 
 
 def candidates(problem: Any, arch: Arch) -> Iterator[Any]:
-    """Tiles whose rows are not mostly padding, whose accumulator fits the registers and whose keys fit the LDS."""
+    """Tiles whose rows are not mostly padding, whose accumulator fits the registers and whose keys fit the LDS.
+
+    How many stages share it is Triton's affair: on an H200 five of 64 keys take 164 KiB, not 360. What does not fit
+    after all is refused when it is launched.
+    """
     from mla_suite.ops.decode.triton import Tile  # triton is optional, and this module names no kernel otherwise
 
     rows = max(problem.heads * problem.q_len, 1)
     size = ELEMENT[tiles.DTYPES[problem.q_dtype]]
-    for tile_rows, keys, warps, stages in itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3)):
+    sizes = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), STAGES[arch.vendor])
+    for tile_rows, keys, warps, stages in sizes:
         padded = tile_rows > 16 and tile_rows >= 2 * rows
         registers = tile_rows * problem.head_dim_v // (warps * arch.wavefront)
-        lds = (tile_rows + stages * keys) * problem.head_dim * size
+        held = stages if arch.vendor == "amd" else min(stages, 2)
+        lds = (tile_rows + held * keys) * problem.head_dim * size
         if not padded and registers <= LANE_REGISTERS and lds <= arch.lds_bytes:
             yield Tile(tile_rows, keys, warps, stages)
 

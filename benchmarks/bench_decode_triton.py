@@ -1,0 +1,141 @@
+"""decode in Triton on an H200, beside two peers' times: the fallback must not be slower than another Triton kernel.
+
+    python benchmarks/bench_decode_triton.py [--only B1,B8] [--plan] [--alternatives]
+
+bf16, 576/512, pages of 64 in random order, cold caches, graph replay after a rest. `SGLang` is SGLang 0.5.23's Triton
+kernel with the number of splits that was best for it, `FlashMLA` its kernel at commit 9241ae3; both were measured on an
+H200 (driver 580.159.04, torch 2.11, Triton 3.6) in November 2026, and are no part of this run. Every result is compared
+with the reference first. `--alternatives` times other tiles and cuts too: what the rules in ops/decode/triton.py are
+held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.bench import clock, contenders, inputs, noise, sets
+from mla_suite.bench.clock import Effort
+from mla_suite.bench.inputs import Call
+from mla_suite.core import dispatch, library
+from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.ops.decode.triton import Tile
+
+EFFORT = Effort(rounds=3, passes=1)
+BRIEF = Effort(rounds=1, passes=1, rest_s=0.02)
+
+
+class Row(NamedTuple):
+    """A shape, and microseconds of the peers on it; 0 where SGLang's kernel does not take it."""
+
+    batch: int
+    heads: int
+    kv_len: int
+    q_len: int
+    sglang: float
+    flash_mla: float
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} H{self.heads} kv{self.kv_len}" + (f" q{self.q_len}" if self.q_len > 1 else "")
+
+
+ROWS = (
+    Row(128, 128, 512, 1, 307.6, 42.1),
+    Row(128, 128, 2048, 1, 1122.5, 118.0),
+    Row(128, 128, 4096, 1, 2148.0, 223.2),
+    Row(128, 128, 6144, 1, 3207.5, 347.4),
+    Row(1, 16, 1024, 1, 15.8, 11.2),
+    Row(1, 16, 4096, 1, 26.7, 22.5),
+    Row(1, 16, 8192, 1, 34.8, 25.6),
+    Row(32, 16, 1024, 1, 30.7, 20.4),
+    Row(32, 16, 4096, 1, 88.3, 45.4),
+    Row(32, 16, 8192, 1, 160.1, 79.2),
+    Row(128, 16, 1024, 1, 88.5, 41.8),
+    Row(128, 16, 4096, 1, 301.7, 142.1),
+    Row(128, 16, 8192, 1, 581.8, 276.3),
+    Row(1, 128, 1024, 1, 15.9, 13.8),
+    Row(1, 128, 8192, 1, 47.5, 25.0),
+    Row(8, 128, 4096, 1, 137.7, 32.8),
+    Row(8, 64, 4096, 1, 77.5, 26.5),
+    Row(32, 64, 4096, 1, 267.8, 51.9),
+    Row(64, 128, 16384, 1, 4099.9, 443.9),
+    Row(64, 16, 16384, 1, 582.3, 280.1),
+    Row(64, 64, 8192, 1, 1032.9, 162.1),
+    Row(128, 64, 4096, 1, 1090.3, 145.1),
+    Row(1, 32, 1200, 4, 0.0, 14.9),
+    Row(8, 32, 1200, 4, 0.0, 21.4),
+    Row(32, 32, 1200, 4, 0.0, 33.2),
+    Row(128, 32, 1200, 4, 0.0, 77.4),
+)
+
+
+def measure(row: Row, planned: bool, others: bool) -> str:
+    case = sets.decode(row.batch, row.heads, row.kv_len, row.q_len, planned=planned)
+    op, device = library.get("decode"), torch.device("cuda")
+    call = inputs.make(case, device)
+    backend = next(each for each in op.backends if each.name == "portable")
+    problem = op.problem(*call.args, **call.kwargs)
+    offer = backend.offer(problem, dispatch.arch_of(call.args[0]))
+    if not isinstance(offer, Offer):
+        return f"{row.name:18} {offer.reason}"
+    contender = contenders.configured(op, backend, offer.config, offer.reason)
+    assert contender.run is not None
+    assert contender.answer is not None
+    right, _ = inputs.expected(case, call)
+    inputs.error(contender.answer(call), right)
+    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+    us = noise.median(clock.device_rounds(contender.run, turns, EFFORT))
+    beside = f"{row.sglang:8.1f} {us / row.sglang:5.2f}" if row.sglang else f"{'':14}"
+    line = f"{row.name:18} {us:8.1f} {case.sample.bytes / us / 1e3:6.0f} {beside} {row.flash_mla:9.1f} "
+    line += f"{us / row.flash_mla:5.2f}  {tuple(offer.config)}"
+    if others:
+        line += "  " + " ".join(f"{name}:{time:.1f}" for name, time in sorted(alternatives(row, backend, turns)))
+    return line
+
+
+def alternatives(row: Row, backend: Backend, turns: list[Call]) -> Iterator[tuple[str, float]]:
+    """Tile rows / cuts, and microseconds, fastest five first by name of the tile."""
+    op, rows = library.get("decode"), row.heads * row.q_len
+    found: list[tuple[float, str]] = []
+    for tile in (Tile(16, 64, 8, 5), Tile(32, 64, 8, 5), Tile(64, 64, 8, 2)):
+        if tile.rows > 16 and tile.rows >= 2 * rows:
+            continue
+        tiles = -(-rows // tile.rows)
+        for cuts in (1, 2, 4, 8, 16, 32):
+            blocks = row.batch * tiles * cuts
+            if row.kv_len // cuts < 64 or blocks > 2 * 132 > row.batch * tiles:
+                continue
+            varied = [turn._replace(kwargs={**turn.kwargs, "num_splits": cuts}) for turn in turns]
+            run = contenders.configured(op, backend, tile, "alternative").run
+            assert run is not None
+            try:
+                us = noise.median(clock.device_rounds(run, varied, BRIEF))
+            except Exception as error:  # a tile that does not fit is no alternative, and says so
+                found.append((math.inf, f"{tile.rows}/{cuts} {type(error).__name__}"))
+            else:
+                found.append((us, f"{tile.rows}/{cuts}"))
+    return iter([(name, us) for us, name in sorted(found)[:5]])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="comma-separated beginnings of rows' names")
+    parser.add_argument("--plan", action="store_true", help="with a plan for all compute units")
+    parser.add_argument("--alternatives", action="store_true")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("decode in Triton is timed on a GPU; tests/triton runs it on a CPU")
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    print(f"{'shape':18} {'us':>8} {'GB/s':>6} {'SGLang':>8} {'x':>5} {'FlashMLA':>9} {'x':>5}  tile")
+    wanted = [row for row in ROWS if any(row.name.startswith(part) for part in given.only.split(","))]
+    for row in sorted(wanted, key=lambda row: row.batch * row.kv_len):  # the short ones first
+        print(measure(row, given.plan, given.alternatives), flush=True)
+
+
+if __name__ == "__main__":
+    main()
