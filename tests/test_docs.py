@@ -2,9 +2,10 @@
 
 A fence is ```python or ```console. A line `print(...)  # text` must print that text. In a console block each line that
 begins with `$ ` is a command, run here when it is `python -m mla_suite`, and the lines below it must be in its output,
-in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in its fence:
-`needs=gpu` runs where there is a GPU; `needs=` anything else is never run. What is not run is still compiled, its
-imports from this package looked up, and its commands' options parsed.
+in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in its fence, `needs=gpu`
+and the like. It is compiled, its imports from this package looked up, its commands' options parsed; and run elsewhere:
+Python for a GPU, which stands alone, by tests/gpu/test_guides_on_gpu.py, the servers' registration lines by
+tests/integrations/test_serving_backends.py.
 """
 
 from __future__ import annotations
@@ -54,10 +55,6 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def runs_here(block: Block) -> bool:
-    return block.needs == "" or (block.needs == "gpu" and torch.cuda.is_available())
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,12 +69,12 @@ def test_a_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             # Empty lines first, so that a traceback names the guide's own line.
             code = compile("\n" * block.line + block.text, str(page), "exec")
             look_up_imports(ast.parse(block.text))
-            if runs_here(block):
+            if not block.needs:
                 run_python(code, block, names)
                 ran += 1
         if block.language == "console":
             for command, expected in commands(block):
-                if runs_here(block):
+                if not block.needs:
                     run_command(command, expected, f"{page.name}:{block.line}")
                     ran += 1
                 else:
