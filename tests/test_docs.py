@@ -61,6 +61,9 @@ def test_a_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "tuned"))
     tuning.forget()
     torch._dynamo.reset()
+    for sign, package, extra in (("from transformers", "transformers", "hf"), ("--html", "matplotlib", "bench")):
+        if sign in page.read_text():
+            pytest.importorskip(package, reason=f"this guide needs {package}: pip install 'mla_suite[{extra}]'")
     names: dict[str, Any] = {"__name__": page.stem}
     ran = 0
     for block in blocks(page):

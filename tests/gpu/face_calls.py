@@ -104,6 +104,27 @@ def sparse(name: str, layout: str, *, heads: int = 64, q_len: int = 1, pools: tu
     return Call(f"flash_mla {name}", make, run)
 
 
+def sparse_prefill(tokens: int = 70, keys: int = 300, topk: int = 64, heads: int = 16) -> Call:
+    def make(turn: int) -> Tensors:
+        torch.manual_seed(turn)
+        indices = torch.randint(-20, keys + 20, (tokens, 1, topk), dtype=torch.int32)
+        indices[turn] = -1
+        return dict(
+            q=torch.randn(tokens, heads, 576).bfloat16(),
+            kv=torch.randn(keys, 1, 576).bfloat16(),
+            indices=indices,
+            sink=torch.randn(heads),
+            lengths=torch.randint(topk + 1, (tokens,), dtype=torch.int32),
+        )
+
+    def run(given: Tensors, kept: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        return flash_mla.flash_mla_sparse_fwd(
+            given["q"], given["kv"], given["indices"], 0.05, 512, given["sink"], given["lengths"]
+        )
+
+    return Call("flash_mla_sparse_fwd", make, run)
+
+
 def _buffers(
     kept: dict[str, Any], batch: int, q_len: int, heads: int, is_sparse: bool, place: torch.device
 ) -> list[torch.Tensor]:
@@ -232,6 +253,7 @@ CALLS = (
     dense("dense, pages of 16", longest=300, page=16),
     sparse("sparse v32 with sink and topk_length", "v32", q_len=2, pools=((40, 64, 256),)),
     sparse("sparse dsv4 with sink, extra pool and topk_length", "dsv4", pools=((4, 256, 128), (60, 2, 64))),
+    sparse_prefill(),
     decode("mla_decode_fwd", longest=700),
     decode("mla_decode_fwd, splits", longest=700, mode="splits"),
     decode("mla_decode_fwd, metadata", longest=700, mode="persistent"),

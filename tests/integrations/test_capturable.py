@@ -85,6 +85,14 @@ def sparse():
     )  # fmt: skip
 
 
+def sparse_prefill():
+    bf16 = torch.bfloat16
+    return flash_mla.flash_mla_sparse_fwd(
+        on_device(7, HEADS, 576, dtype=bf16), on_device(90, 1, 576, dtype=bf16), on_device(7, 1, 32), 0.05, 512,
+        on_device(HEADS, dtype=torch.float32), on_device(7),
+    )  # fmt: skip
+
+
 def metadata(**options):
     sizes = aiter.get_mla_metadata_info_v1(BATCH, 1, HEADS, torch.bfloat16, torch.bfloat16, "topk" in options)
     made = [on_device(*(size if isinstance(size, tuple) else (size,)), dtype=dtype) for size, dtype in sizes]
@@ -134,6 +142,7 @@ CALLS = {
     "flash_mla, pair": lambda: dense(*flash_mla.get_mla_metadata(on_device(BATCH), HEADS, 1)),
     "flash_mla, pair copied": dense_with_a_copy,
     "flash_mla, sparse": sparse,
+    "flash_mla, sparse prefill": sparse_prefill,
     "aiter, metadata": metadata,
     "aiter, decode": decode,
     "aiter, decode by splits": lambda: decode(num_kv_splits=4),
