@@ -97,6 +97,7 @@ class Report:
         return self.environment["arch"] != "cpu"
 
     def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
     def as_json(self) -> dict[str, Any]:

@@ -47,7 +47,6 @@ def test_it_is_written_between_the_markers(tmp_path: Path, capsys: pytest.Captur
     page.write_text("before\n<!-- latency:begin (how) -->\nold\n<!-- latency:end -->\nafter\n")
     assert main(["latency", "--write", str(page)]) == 0
     assert "No run on a GPU is stored" in page.read_text()
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     made_up().save(tmp_path / "benchmarks" / "results" / "made-up.json")
     assert main(["latency", "--write", str(page)]) == 0
     text = page.read_text()
