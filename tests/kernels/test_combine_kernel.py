@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 import torch
+from merges import HEADS, INF, NAN, SPLITS, TOKENS, cover, exact, partials, special
 
 import mla_suite
 from mla_suite.core import arch as archs
@@ -17,14 +18,10 @@ from mla_suite.ops.combine import COMBINE, config, native
 from mla_suite.ops.combine.config import Config
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.runtime.driver import LaunchError
-from mla_suite.testing import Exact, assert_close, poison
+from mla_suite.testing import assert_close, poison
 from mla_suite.toolchain import compilers
 
 ARCHS = ("gfx942", "gfx950")
-INF, NAN = torch.inf, torch.nan
-SPLITS = (1, 2, 3, 4, 7, 16, 33, 64, 66, 132, 160, 161, 512)
-HEADS = (1, 8, 12, 16, 24, 32, 40, 96, 128)
-TOKENS = (1, 2, 3, 8, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_WORK = 70_000  # splits x rows of a case: half a second
 
@@ -43,27 +40,6 @@ def arch(request):
         yield record
 
 
-def partials(splits, rows, head_dim_v=512, spread=3.0):
-    return torch.randn(splits, rows, head_dim_v), torch.randn(splits, rows) * spread
-
-
-def exact(partial_out, partial_lse, bounds, sink=None):
-    """fp64 merge of each sequence by the formula."""
-    outs, lses, sizes = [], [], []
-    rows = partial_lse.shape[1]
-    logits = torch.full((rows,), -INF) if sink is None else sink.repeat(rows // sink.shape[0])
-    for first, end in itertools.pairwise(bounds):
-        lse = partial_lse[first:end].double()
-        total = torch.logsumexp(lse, dim=0)
-        weight = torch.exp(lse - torch.logaddexp(total, logits.double()))
-        weight = torch.where((lse == -INF) | (weight < 2.0**-150), 0.0, weight).unsqueeze(-1)
-        values = torch.where(weight == 0, 0.0, partial_out[first:end].double())
-        outs.append((weight * values).sum(0))
-        sizes.append((weight * values.abs()).sum(0))
-        lses.append(total)
-    return Exact(torch.stack(outs), torch.stack(lses), torch.stack(sizes))
-
-
 def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):
     """The native kernel's result, in outputs that were poisoned."""
     arguments = {"out_dtype": torch.bfloat16, "num_splits": 0, **arguments}
@@ -78,22 +54,7 @@ def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **argum
     return outputs[0], outputs[1]
 
 
-def pairs(case):
-    """(position, position, value, value) of every two values of a case."""
-    return {(i, j, case[i], case[j]) for i, j in ((0, 1), (0, 2), (1, 2))}
-
-
-def cover():
-    """Cases in which every pair of values of two of splits, heads and tokens occurs, no case too large."""
-    fits = [c for c in itertools.product(SPLITS, HEADS, TOKENS) if c[0] * c[1] * c[2] <= MOST_WORK]
-    missing = set().union(*map(pairs, fits))
-    while missing:
-        best = max(fits, key=lambda c: (len(pairs(c) & missing), -c[0] * c[1] * c[2]))
-        missing -= pairs(best)
-        yield best
-
-
-CASES = list(enumerate(cover()))
+CASES = list(enumerate(cover(MOST_WORK)))
 
 
 @pytest.mark.parametrize(("index", "case"), CASES, ids=[f"s{s}-h{h}-t{t}" for _, (s, h, t) in CASES])
@@ -111,6 +72,19 @@ def test_pairs_of_splits_heads_and_tokens(index, case):
     assert_close(*result, exact(out, lse, range(0, tokens * splits + 1, splits), sink))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_whole_product(arch, heads, splits):
+    """What one case of the emulator can hold; tests/gpu/test_combine_on_gpu.py has the rest of it."""
+    for tokens in TOKENS:
+        if splits * heads * tokens <= MOST_WORK:
+            head_dim_v = 512 if splits * heads * tokens < 12_000 else 128
+            out, lse = partials(tokens * splits, heads, head_dim_v)
+            result = combine(out, lse, num_splits=splits)
+            assert_close(*result, exact(out, lse, range(0, tokens * splits + 1, splits)))
+
+
 @pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
 def test_ragged_splits_with_a_sink(arch, head_dim_v):
     counts = [0, 1, 5, 0, 33, 2, 161, 1]
@@ -124,21 +98,6 @@ def test_ragged_splits_with_a_sink(arch, head_dim_v):
 
 
 # What is not read, and what is not hidden
-
-
-def special(rows=9, splits=6):
-    """Rows in which a split must not be read, or its NaN must be seen."""
-    out, lse = partials(splits, rows, spread=0.5)
-    lse[0, 0], out[0, 0] = -INF, NAN  # not read
-    lse[1, 1] = NAN  # NaN
-    lse[:, 2], out[:, 2] = -INF, NAN  # nothing: 0 and -inf
-    lse[2, 3], out[2, 3] = -300.0, NAN  # weight 0: not read
-    out[1, 4, 7] = NAN  # one NaN value
-    lse[:, 5] = torch.arange(splits) * 20.0 - 300.0  # far from 0, apart
-    lse[1, 6] = INF  # lse inf, out NaN
-    lse[0, 7], out[0, 7] = lse[1, 7] - 100.0, 1e38  # weight below the smallest normal number, and counts
-    out[3, 8, :4] = torch.tensor([INF, -INF, 3e38, -0.0])
-    return out, lse
 
 
 @pytest.mark.parametrize("waves_share_a_row", [True, False])
