@@ -254,8 +254,9 @@ def get_mla_metadata_v1(
         buffer[: part.shape[0]].copy_(part)
     reduce_indptr[batch + 1 :] = made.reduce_indptr[-1]  # tiles past the batch merge nothing
     pointers = work_metadata_ptrs.view(torch.int64)
-    pointers[0] = work_indptr.data_ptr()  # fills: a copy from host memory could not be captured
-    pointers[1] = work_info_set.data_ptr()
+    # Assigned, a number would be copied from host memory, which cannot be captured.
+    pointers[0].fill_(work_indptr.data_ptr())
+    pointers[1].fill_(work_info_set.data_ptr())
 
 
 def _decode_selected(

@@ -263,7 +263,7 @@ def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
     workers = places.shape[0]
     places = torch.cat((places, places.new_full((1,), batch * _SPAN)))
     places = places.flip(0).cummin(0).values.flip(0)  # who has no work begins where the next one does
-    places[0] = 0  # a fill, so that whatever precedes the first worker's place is still somebody's
+    places[0].fill_(0)  # whatever precedes the first worker's place is still somebody's
     layout = Layout(batch, workers, batch + workers)
     plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
     header = layout.header(num_splits=0, split_size=0, max_kv_len=0)

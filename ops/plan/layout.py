@@ -205,7 +205,7 @@ def assemble(
     """
     into.zero_()
     for word, value in enumerate(header):
-        into[word] = value  # a fill each: a copy from host memory could not be captured
+        into[word].fill_(value)  # assigned, the number would be copied from host memory, which cannot be captured
     into[Word.ITEMS_USED] = work_indptr[-1]
     into[Word.PARTIAL_ROWS] = split_indptr[-1]
     into[layout.split_indptr : layout.work_indptr] = split_indptr

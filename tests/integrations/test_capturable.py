@@ -39,7 +39,11 @@ class Copies(TorchDispatchMode):
 
 
 class Literals(TorchFunctionMode):
-    """Collects tensors of the device that are made from Python's numbers: those come from the host's memory."""
+    """Collects what torch copies from the host's memory although no tensor shows it: Python's numbers.
+
+    Those are tensors made from lists, and a number assigned to one element or through an index tensor: on a GPU torch
+    copies it and waits. Assigned to a slice, or by fill_, it is an argument of a kernel.
+    """
 
     def __init__(self, found):
         super().__init__()
@@ -49,6 +53,9 @@ class Literals(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and out.device.type == "meta":
             self.found.append(func.__name__)
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float):
+            if isinstance(args[1], torch.Tensor) or args[0][args[1]].dim() == 0:
+                self.found.append("assignment of a number")
         return out
 
 
@@ -166,6 +173,8 @@ def test_nothing_crosses_between_host_and_device(name):
         lambda: torch.tensor([1, 2], device="meta"),
         lambda: torch.zeros(2).to("meta"),
         lambda: on_device(2).copy_(torch.zeros(2)),
+        lambda: on_device(2).__setitem__(0, 5),
+        lambda: on_device(2).__setitem__(on_device(1), 5),
     ],
 )
 def test_a_crossing_is_noticed(call):
