@@ -53,9 +53,9 @@ class Literals(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if func in (torch.tensor, torch.as_tensor) and out.device.type == "meta":
             self.found.append(func.__name__)
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], int | float):
-            if isinstance(args[1], torch.Tensor) or args[0][args[1]].dim() == 0:
-                self.found.append("assignment of a number")
+        number = func is torch.Tensor.__setitem__ and isinstance(args[2], int | float)
+        if number and (isinstance(args[1], torch.Tensor) or args[0][args[1]].dim() == 0):
+            self.found.append("assignment of a number")
         return out
 
 
