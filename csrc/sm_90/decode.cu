@@ -4,7 +4,7 @@
 
 namespace mla::sm90 {
 
-using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, BLOCKS>;
+using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, BLOCKS, Asked::QUERIES>;
 
 struct alignas(64) Launch {
   Params params;
@@ -33,6 +33,7 @@ MLA_DEVICE void decode(const Params& params) {
     barrier_init_done();
   }
   if (Policy::SOURCE == Source::tma && thread_id() == 32) prefetch_map(&params.kv_map_0);
+  if (Policy::QUERIES == Asked::box && thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
   if constexpr (Policy::CLUSTER == 1) block_sync();

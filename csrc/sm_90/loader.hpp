@@ -76,9 +76,18 @@ class Loader {
       const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
       const uint32_t full = barriers_.kv_full(ring.stage);
       barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
-      if (group_thread() == 0) barrier_expect(full, rows * Policy::Q_HALF_BYTES);
+      constexpr bool BOXES = Policy::QUERIES == Asked::box;
+      const int bytes = BOXES ? Policy::Q_BOXES * 64 * min(ROWS, params_.q_len * params_.heads) : rows * Policy::Q_HALF_BYTES;
+      if (group_thread() == 0) barrier_expect(full, bytes);
       else if (Policy::SOURCE == Source::gather) barrier_arrive(full);
-      if (group_thread() < 32)
+      if (BOXES) {
+        // Rows past the sequence's last are the next one's, or zeros past the last of all: their result is never stored.
+        if (group_thread() == 0)
+#pragma unroll 1
+          for (int box = 0; box < Policy::Q_BOXES; ++box)
+            copy_box(stage + box * Policy::Q_BOX_BYTES, &params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
+                     queries.first_token * params_.heads + first_row, full);
+      } else if (group_thread() < 32)
 #pragma unroll 1
         for (int local = group_thread(); local < rows; local += 32)
           copy_row(stage + local * Policy::Q_HALF_BYTES,

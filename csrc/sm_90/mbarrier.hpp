@@ -116,6 +116,14 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int 
       : "memory");
 }
 
+// A box of a matrix, likewise.
+MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int64_t row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(static_cast<int>(row)), "r"(barrier)
+      : "memory");
+}
+
 // `bytes` in a row, a multiple of 16 as are both addresses; they count on the barrier.
 MLA_DEVICE void copy_row(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),

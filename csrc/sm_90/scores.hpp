@@ -42,6 +42,7 @@ template <class Policy>
 class Scores {
   using T = typename Policy::Type;
   static constexpr int REGS = Policy::KEYS / 2;
+  static constexpr bool BOXES = Policy::QUERIES == Asked::box;
 
  public:
   MLA_DEVICE Scores(const Params& params, uint32_t shared)
@@ -81,9 +82,21 @@ class Scores {
     const Heads heads(params_);
     group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
     uint32_t stage = next_q_stage();
+    if constexpr (BOXES) {
+      // Swizzled as wgmma reads it.
+#pragma unroll
+      for (int i = 0; i < Policy::STAGE_BYTES / 2048; ++i) {
+        const uint32_t at = i * 2048 + group_thread() * 16;
+        uint32_t a, b, c, d;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
+        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
+                     "r"(d)
+                     : "memory");
+      }
+    }
     // Eight rows and four pieces of 16 bytes at a time: what a warp writes at once is four cores of wgmma's layout.
 #pragma unroll 1
-    for (int group = warp; group < ROWS / 8; group += 4) {
+    for (int group = warp; !BOXES && group < ROWS / 8; group += 4) {
       const uint32_t from = stage + (group * 8 + lane % 8) * Policy::Q_HALF_BYTES + lane / 8 * 16;
       const uint32_t to = shared_ + Policy::Q_OFFSET + group * 256 + lane % 8 * 16 + lane / 16 * 2048 + lane / 8 % 2 * 128;
 #pragma unroll
@@ -96,19 +109,23 @@ class Scores {
     }
     release_q_stage();
     stage = next_q_stage();
-    const uint32_t from =
-        stage + (warp * 16 + lane % 16) * Policy::Q_HALF_BYTES + lane / 16 * 16;
+    const int row = warp * 16 + lane % 16;
+    const uint32_t from = stage + (BOXES ? row * 64 : row * Policy::Q_HALF_BYTES + lane / 16 * 16);
+    const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts a lane's 16 bytes of an even step
 #pragma unroll
     for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
-                   : "r"(from + k * 32)
+                   : "r"(from + (BOXES ? k / 2 * Policy::Q_BOX_BYTES + (piece ^ k % 2 * 2) * 16 : k * 32))
                    : "memory");
     release_q_stage();
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      row_limit_[half] =
-          Row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8).limit(params_, queries, item_);
+    for (int half = 0; half < 2; ++half) {
+      const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
+      row_limit_[half] = row.limit(params_, queries, item_);
+      // What lies where a row has no query may not move the references of rows that have one.
+      if (!row.valid) maximum_[half] = INFINITE;
+    }
     fence_async();
     group_sync(SCORES_BARRIER);
   }
@@ -136,12 +153,13 @@ class Scores {
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
     uint32_t q_address = shared_ + Policy::Q_OFFSET;
     asm volatile("" : "+r"(q_address));
-    const uint64_t q = operand(uniform(q_address), 128, 256, Swizzle::none);
+    const uint64_t q = BOXES ? operand(uniform(q_address), 0, 512, Swizzle::bytes64)
+                             : operand(uniform(q_address), 128, 256, Swizzle::none);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Policy::Q_STEPS; ++k) {
       const uint64_t key = advance(keys, k / 4 * Policy::BLOCK_BYTES + k % 4 * 32);
-      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, k * 2048), key, k > 0);
+      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, BOXES ? k / 2 * Policy::Q_BOX_BYTES + k % 2 * 32 : k * 2048), key, k > 0);
       else scores_mma<T>(s, &q_[4 * (k - Policy::Q_SHARED_STEPS)], key, true);
       between(k);
     }

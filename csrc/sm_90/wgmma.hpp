@@ -20,7 +20,7 @@ struct fp16 {
 // - swizzled, contiguous along N (P V's values): leading = one 64-element column block to the next, stride = 8 keys on.
 // - unswizzled, contiguous along K (our Q and P): cores of 8 rows x 16 bytes; leading = the next core along K, stride =
 //   the next core along rows.
-enum class Swizzle : uint64_t { none = 0, bytes128 = 1 };
+enum class Swizzle : uint64_t { none = 0, bytes128 = 1, bytes64 = 2 };
 
 MLA_DEVICE uint64_t operand(uint32_t address, uint32_t leading, uint32_t stride, Swizzle swizzle) {
   return static_cast<uint64_t>((address & 0x3FFFFu) >> 4) | (static_cast<uint64_t>(leading >> 4) << 16) |

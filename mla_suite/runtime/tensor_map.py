@@ -14,19 +14,20 @@ from mla_suite.runtime.driver import DriverError
 WORDS = 16  # of 8 bytes
 ALIGNMENT = 16  # bytes, of an address and of strides
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
-_NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_TO_128, _ZEROS_OUTSIDE = 0, 3, 2, 0
+_SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's innermost dimension
+_NO_INTERLEAVE, _PROMOTE_TO_128, _ZEROS_OUTSIDE = 0, 2, 0
 
 
 @lru_cache(maxsize=1024)
 def swizzled(
     address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The map of a tensor whose boxes land in shared memory under the 128-byte swizzle, as 16 words.
+    """The map of a tensor whose boxes land in shared memory under the swizzle of their own width, as 16 words.
 
     address  of the first element, a multiple of 16
     sizes    elements along each dimension, innermost first
     strides  bytes between neighbours along each dimension but the innermost, multiples of 16
-    box      elements along each dimension that one copy brings; the innermost takes 128 bytes
+    box      elements along each dimension that one copy brings; the innermost takes 128 or 64 bytes
 
     It follows from its arguments alone, so equal calls share one. DriverError when the driver refuses it or is too old.
     """
@@ -56,7 +57,7 @@ def _encode(
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         ctypes.c_int(_NO_INTERLEAVE),
-        ctypes.c_int(_SWIZZLE_128),
+        ctypes.c_int(_SWIZZLES[box[0] * dtype.itemsize]),
         ctypes.c_int(_PROMOTE_TO_128),
         ctypes.c_int(_ZEROS_OUTSIDE),
     )

@@ -21,6 +21,7 @@ STAGES = 5
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
+QUERIES = ("row", "box")
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
 # What a launch takes, in microseconds; only differences between split counts matter.
@@ -39,6 +40,7 @@ class HopperConfig:
     width   values of a cached row
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
     blocks  of a cluster; they have row tiles of one item, and each brings a part of its keys to all of them
+    queries 'row': a copy for each half of a row; 'box': the copy engine brings 32 columns of all rows at a time
     """
 
     arch: Arch
@@ -46,6 +48,7 @@ class HopperConfig:
     width: int
     source: str
     blocks: int = 1
+    queries: str = "row"
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -54,6 +57,7 @@ class HopperConfig:
             ("dtype", self.dtype, tuple(ELEMENTS.values())),
             ("width", self.width, WIDTHS),
             ("source", self.source, SOURCES),
+            ("queries", self.queries, QUERIES),
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
@@ -63,7 +67,9 @@ class HopperConfig:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
     def _refuse(self, why: str) -> None:
-        point = f"dtype={self.dtype} width={self.width} source={self.source} blocks={self.blocks}"
+        point = (
+            f"dtype={self.dtype} width={self.width} source={self.source} blocks={self.blocks} queries={self.queries}"
+        )
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
 
     @property
@@ -80,7 +86,8 @@ class HopperConfig:
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_blocks-{self.blocks}"
+        data = f"dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
+        return f"decode_{data}_blocks-{self.blocks}_queries-{self.queries}"
 
     def tiles(self, rows: int) -> int:
         """Blocks that share the keys of one work item, in whole clusters."""
@@ -163,12 +170,20 @@ def start(
     q, kv_cache, out = placed["q"], placed["kv_cache"], placed["out"]
     ragged = "kv_indices" in placed
     page_ids = placed["kv_indices" if ragged else "block_table"]
-    words = _map(kv_cache, q) if config.source == "tma" else (0,) * tensor_map.WORDS
+    none = (0,) * tensor_map.WORDS
+    keys_map = _map(kv_cache, q) if config.source == "tma" else none
+    queries_map = none
+    if config.queries == "box":
+        pitch = _pitch(q)
+        if pitch is None:
+            q = placed["q"] = q.clone(memory_format=torch.contiguous_format)
+        queries_map = _queries_map(q, pitch or q.shape[-1], int(shape["q_len"]))
     pointers = ("kv_indptr", "cu_seqlens_q", "attn_sink", "plan", "lse", "partial_out", "partial_lse", "seq_lens")
     tiles = int(shape["row_tiles"])
     groups = workers(config.arch, items, tiles)
     params = load("decode_tma").pack(
-        **{f"kv_map_{index}": word for index, word in enumerate(words)},
+        **{f"kv_map_{index}": word for index, word in enumerate(keys_map)},
+        **{f"q_map_{index}": word for index, word in enumerate(queries_map)},
         **{name: placed[name].data_ptr() if name in placed else 0 for name in pointers},
         q=q.data_ptr(),
         kv_cache=kv_cache.data_ptr(),
@@ -200,3 +215,20 @@ def _map(kv_cache: torch.Tensor, q: torch.Tensor) -> tuple[int, ...]:
     address = kv_cache.data_ptr() if pages else q.data_ptr()
     sizes, strides = (width, page, max(pages, 1)), (width * 2, apart * 2)
     return tensor_map.swizzled(address, kv_cache.dtype, sizes, strides, (64, KEYS, 1))
+
+
+def _pitch(q: torch.Tensor) -> int | None:
+    """Elements from each row of the queries to the next, heads, tokens and sequences alike; None where they vary."""
+    pitch, rows = 0, 1
+    for size, stride in zip(reversed(q.shape[:-1]), reversed(q.stride()[:-1]), strict=True):
+        if size > 1 and (stride == 0 or stride != (pitch * rows if pitch else stride)):
+            return None
+        pitch, rows = pitch or (stride if size > 1 else 0), rows * size
+    return pitch or q.shape[-1]
+
+
+def _queries_map(q: torch.Tensor, pitch: int, q_len: int) -> tuple[int, ...]:
+    """The copy engine's view of the queries: boxes of 32 columns of a block's rows."""
+    heads, width = q.shape[-2:]
+    sizes, box = (width, q.numel() // width), (32, min(ROWS, heads * q_len))
+    return tensor_map.swizzled(q.data_ptr(), q.dtype, sizes, (pitch * 2,), box)

@@ -30,7 +30,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=place))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1"):
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1_queries-row"):
         pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
     return place
 
@@ -118,21 +118,21 @@ def test_within_the_rounding_bound(shape):
     check(decode_sample(seed=len(shape), **SHAPES[shape]))
 
 
-@pytest.mark.parametrize("shape", [name for name, made in SHAPES.items() if made.get("page", 64) % 32 == 0])
-def test_one_block_or_two_that_share_keys(shape):
-    """Both instances, whichever the rule picks, give the same bits, and these are right."""
+@pytest.mark.parametrize("queries", hopper.QUERIES)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_instance_gives_the_same_bits(shape, blocks, queries):
+    """Whichever the rule picks: one block or two that share keys, queries by rows or by boxes."""
     args, kwargs = hostile(decode_sample(seed=len(shape), **SHAPES[shape]))
-    arch = dispatch.arch_of(args[Q])
-    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), arch)
     kwargs["num_splits"] = kwargs["num_splits"] or (0 if args[PLAN] is not None or kwargs["split_size"] else 1)
-    found = []
-    for blocks in (1, 2):
-        out, lse = (torch.empty(o.shape, dtype=o.dtype, device="cuda") for o in DECODE.specify(*args, **kwargs))
-        out.fill_(torch.nan), lse.fill_(torch.nan)
-        kernels.run(replace(config, blocks=blocks), (out, lse), *args, **kwargs)
-        found.append((out, lse))
-    assert_right(*found[1], exact_decode(*on_cpu(args), **kwargs))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    usual = decode(args, kwargs)
+    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), dispatch.arch_of(args[Q]))
+    if blocks == 2 and config.source != "tma":
+        pytest.skip("gathered keys are not shared by two blocks")
+    found = tuple(torch.full(o.shape, torch.nan, dtype=o.dtype, device="cuda") for o in DECODE.specify(*args, **kwargs))
+    kernels.run(replace(config, blocks=blocks, queries=queries), found, *args, **kwargs)
+    assert_right(*found, exact_decode(*on_cpu(args), **kwargs))
+    assert all(torch.equal(a, b) for a, b in zip(found, usual, strict=True))
 
 
 def test_random_problems():
@@ -239,7 +239,7 @@ def test_same_bits_every_time(page):
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [16, 40, 128])
 def test_batch_invariant_bits(heads):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     args, kwargs = decode_sample((2000, *[5, 170, 333] * 21), heads=heads, split_size=256).make(torch.device("cuda"))

@@ -23,7 +23,10 @@ from mla_suite.toolchain.instances import instances
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
 SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))
-POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
+POINTS = [
+    (*point, *source, queries)
+    for *point, source, queries in itertools.product(("bf16", "fp16"), (576, 512), SOURCES, ("row", "box"))
+]
 HALF = {"layout": "fp16", "dtype": torch.float16}
 
 
@@ -59,7 +62,8 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
     for point in POINTS:
         config = HopperConfig(H200, *point)
-        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, {config.blocks}>"
+        tile = f"{config.dtype}, {config.width}, Source::{config.source}, {config.blocks}, Asked::{config.queries}"
+        policy = f"DecodePolicy<{tile}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
@@ -158,7 +162,7 @@ def test_split_counts():
         assert splits == 1 or batch * splits * -(-rows // 64) <= 8 * H200.compute_units
 
 
-def launched(monkeypatch, sample, config=None, given=None):
+def launched(monkeypatch, sample, config=None, given=None, asked=None):
     """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
     calls = []
 
@@ -169,7 +173,8 @@ def launched(monkeypatch, sample, config=None, given=None):
     monkeypatch.setattr(hopper, "launch", launch)
     monkeypatch.setattr(native, "merge", lambda *args, **kwargs: None)
     monkeypatch.setattr(native, "merge_config", lambda *args: None)
-    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: tuple(range(1, 17)))
+    asked = [] if asked is None else asked
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
     args, kwargs = given or sample.make(CPU)
     config = config or hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
@@ -178,21 +183,22 @@ def launched(monkeypatch, sample, config=None, given=None):
     return call, args, outputs
 
 
-def test_the_map_lies_on_64_bytes():
+def test_the_maps_lie_on_64_bytes():
     struct = params.load("decode_tma")
     assert struct.size % 64 == 0, "the driver would copy more than the host packs"
-    assert [item.name for item in struct.fields[:16]] == [f"kv_map_{i}" for i in range(16)]
+    assert [item.name for item in struct.fields[:32]] == [f"{what}_map_{i}" for what in ("kv", "q") for i in range(16)]
 
 
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1", 512, 231472)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1_queries-row", 512, 231472)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (9 * 2, 1, 1), "three cuts of three sequences, two tiles of 64 rows"
     q, cache, lens, table, sink = args[0], args[1], args[2], args[3], args[9]
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
+        **{f"q_map_{i}": 0 for i in range(16)},
         "q": q.data_ptr(),
         "kv_cache": cache.data_ptr(),
         "seq_lens": lens.data_ptr(),
@@ -231,7 +237,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather_blocks-1")
+    assert instance.endswith("kvsource-gather_blocks-1_queries-row")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
@@ -246,7 +252,7 @@ def test_blocks_in_pairs(monkeypatch):
     config = HopperConfig(H200, "bf16", 576, "tma", 2)
     sample = decode_sample((700, 90), heads=64, q_len=3, num_splits=1)
     (instance, grid, *_, fields, _, _), _, _ = launched(monkeypatch, sample, config)
-    assert instance.endswith("_blocks-2")
+    assert instance.endswith("_blocks-2_queries-row")
     assert (grid, fields["row_tiles"], fields["workers"]) == ((8, 1, 1), 4, 2)
 
 
@@ -312,6 +318,42 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     )
     assert b"".join(word.to_bytes(8, "little") for word in words) == bytes(range(128))
     tensor_map.swizzled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "pitch"),
+    [
+        ((3, 2, 16, 576), (2 * 16 * 576, 16 * 576, 576), 576),
+        ((3, 1, 16, 576), (16 * 640, 8, 640), 640),
+        ((1, 1, 1, 576), (8, 8, 8), 576),
+        ((5, 1, 576), (1000, 8), 1000),
+        ((3, 2, 16, 576), (2 * 16 * 640, 16 * 640, 576), None),
+        ((3, 1, 16, 576), (0, 0, 576), None),
+    ],
+)
+def test_rows_one_stride_apart(shape, strides, pitch):
+    storage = torch.empty(100_000, dtype=torch.bfloat16)
+    assert hopper._pitch(storage.as_strided(shape, (*strides, 1))) == pitch
+
+
+@pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
+def test_queries_in_boxes(monkeypatch, q_len, rows):
+    """The map of the queries; rows of an odd stride are copied first."""
+    config = HopperConfig(H200, "bf16", 576, "tma", 1, "box")
+    sample = decode_sample((700, 90, 5), heads=16, q_len=q_len, num_splits=1)
+    args, kwargs = sample.make(CPU)
+    wide = torch.zeros(3, q_len, 18, 576, dtype=torch.bfloat16)[:, :, :16]
+    for q, copied in ((args[0], False), (wide, True)):
+        asked = []
+        with monkeypatch.context() as patch:
+            call, _, _ = launched(patch, None, config, ((q, *args[1:]), kwargs), asked)
+        instance, *_, fields, _, buffers = call
+        assert instance.endswith("_queries-box")
+        address, _, sizes, strides, box = asked[1]
+        assert (sizes, strides, box) == ((576, 3 * q_len * 16), (1152,), (32, rows))
+        assert address == fields["q"] == buffers["q"].tensor.data_ptr()
+        assert (address != q.data_ptr()) == copied
+        assert torch.equal(buffers["q"].tensor, q)
 
 
 def test_a_cache_of_one_page_or_none(monkeypatch):

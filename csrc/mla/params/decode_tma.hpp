@@ -1,5 +1,5 @@
-// What a decode launch of sm_90 is given. TMA reads its map where it lies in the launch parameters, on 64 bytes: so the
-// map comes first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so the
+// maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
 #pragma once
 
 #include "mla/device.hpp"
@@ -25,6 +25,22 @@ struct DecodeTmaParams {
   uint64_t kv_map_13;
   uint64_t kv_map_14;
   uint64_t kv_map_15;
+  uint64_t q_map_0;               // the same of the queries, as one matrix of rows
+  uint64_t q_map_1;
+  uint64_t q_map_2;
+  uint64_t q_map_3;
+  uint64_t q_map_4;
+  uint64_t q_map_5;
+  uint64_t q_map_6;
+  uint64_t q_map_7;
+  uint64_t q_map_8;
+  uint64_t q_map_9;
+  uint64_t q_map_10;
+  uint64_t q_map_11;
+  uint64_t q_map_12;
+  uint64_t q_map_13;
+  uint64_t q_map_14;
+  uint64_t q_map_15;
   const void* q;                 // [batch, q_len, heads, D_QK], or [tokens, heads, D_QK] with cu_seqlens_q
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
