@@ -1,6 +1,6 @@
 """decode on an H100 or H200, shape by shape: burst and sustained time, rates, and the ratio to what the card can do.
 
-    python benchmarks/bench_decode_sm90.py [--rows B128,B1] [--sustained [B128]] [--splits] [--json FILE]
+    python benchmarks/bench_decode_sm90.py [--rows B128,B1] [--sustained [B128]] [--splits [B8]] [--json FILE]
 
 Device time of a call, combine included, by replay of a CUDA graph over inputs that rotate through more memory than the
 L2 holds: the median of rounds after a rest (burst), and at the end of 0.7 s of uninterrupted replay (sustained: the
@@ -218,11 +218,15 @@ def wanted(names: str) -> Callable[[Row], bool]:
     return lambda row: not parts or any(row.name.startswith(part) for part in parts)
 
 
+def never(row: Row) -> bool:
+    return False
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rows", default="", help="only shapes whose name begins with one of these, comma separated")
     parser.add_argument("--sustained", nargs="?", const="", help="also after 0.7 s of load; likewise for some shapes")
-    parser.add_argument("--splits", action="store_true", help="also with half and twice the cuts per sequence")
+    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
     options = parser.parse_args()
@@ -235,7 +239,7 @@ def main() -> int:
         f"{torch.cuda.get_device_name()}: read {ceilings.gb_per_s:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s"
     )
     print("shape                  cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio")
-    long = wanted(options.sustained) if options.sustained is not None else lambda row: False
+    long, more = (wanted(names) if names is not None else never for names in (options.sustained, options.splits))
     found: list[Timed] = []
     failed = False
     for row in filter(wanted(options.rows), ROWS):
@@ -243,7 +247,7 @@ def main() -> int:
             print(f"{row.name:22s} not begun: {options.seconds:.0f} s are over")
             continue
         try:
-            timed = measure(row, ceilings, long(row), options.splits)
+            timed = measure(row, ceilings, long(row), more(row))
         except (AssertionError, RuntimeError) as error:
             print(f"{row.name:22s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
             failed = True
