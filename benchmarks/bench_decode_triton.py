@@ -93,7 +93,7 @@ def measure(row: Row, planned: bool, others: bool) -> str:
     beside = f"{row.sglang:8.1f} {us / row.sglang:5.2f}" if row.sglang else f"{'':14}"
     line = f"{row.name:18} {us:8.1f} {case.sample.bytes / us / 1e3:6.0f} {beside} {row.flash_mla:9.1f} "
     line += f"{us / row.flash_mla:5.2f}  {tuple(offer.config)}"
-    if others:
+    if others and row.batch <= 32:  # larger batches fill the chip whatever the tile
         line += "  " + " ".join(f"{name}:{time:.1f}" for name, time in sorted(alternatives(row, backend, turns)))
     return line
 

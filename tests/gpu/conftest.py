@@ -35,7 +35,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     subject = " ".join(str(given[name]) for name in ("name", "backend") if name in given)
     check = item.originalname if isinstance(item, pytest.Function) else item.name
     if subject:
-        outcome.get_result().cell = (subject, check.removeprefix("test_").replace("_", " "))
+        outcome.get_result().cell = [subject, check.removeprefix("test_").replace("_", " ")]
 
 
 def _cells(reporter: Any) -> dict[tuple[str, str], Counter[str]]:
@@ -47,7 +47,7 @@ def _cells(reporter: Any) -> dict[tuple[str, str], Counter[str]]:
                 continue
             file, _, name = report.nodeid.partition("::")
             plain = (Path(file).stem, name.split("[")[0].removeprefix("test_").replace("_", " "))
-            found[getattr(report, "cell", plain)][word] += 1
+            found[tuple(getattr(report, "cell", plain))][word] += 1
     return found
 
 

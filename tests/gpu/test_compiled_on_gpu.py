@@ -6,7 +6,6 @@ The same on a CPU: tests/test_registry.py (tracing), tests/test_export.py (expor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,10 +31,6 @@ def graphs_recorded() -> int:
     return 0 if manager is None else manager.new_graph_id().id
 
 
-def results(name: str, problem: Problem, returned: Any) -> tuple[torch.Tensor, ...]:
-    return (*tensors(returned), *written(name, problem.args))
-
-
 @pytest.mark.parametrize("backend", ["native", "portable"])
 @NAMED
 def test_reduce_overhead(name: str, sample: Sample, backend: str) -> None:
@@ -43,12 +38,12 @@ def test_reduce_overhead(name: str, sample: Sample, backend: str) -> None:
     problem = Problem(name, sample, backend, GPU)
     if problem.refusal is not None:
         pytest.skip(problem.refusal)
-    packet = getattr(torch.ops.mla_suite, name)
+    packet, kwargs = getattr(torch.ops.mla_suite, name), problem.kwargs
     for tensor in tensors(problem.args):  # caches and index tensors of a server stay where they are
         torch._dynamo.mark_static_address(tensor)
     torch._dynamo.reset()
     counters.clear()
-    call = torch.compile(lambda *args: packet(*args, **problem.kwargs), fullgraph=True, mode="reduce-overhead")
+    call = torch.compile(lambda *args: packet(*args, **kwargs), fullgraph=True, mode="reduce-overhead")
     with only(backend):
         for turn in (1, 2, 3, 4):
             problem.load(turn)
