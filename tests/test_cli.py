@@ -79,6 +79,16 @@ def test_demo_fails_where_a_kernel_did_not_run(
     assert "combine must run native on gfx942, and nothing ran it" in printed
 
 
+@pytest.mark.parametrize(
+    ("arch", "sentence"), [("sm_90", "emulate: sm_90 is not an AMD arch"), ("gfx90a", "unknown arch 'gfx90a'")]
+)
+def test_demo_names_what_can_be_emulated(arch: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--emulate", arch]) == 1
+    printed = capsys.readouterr().err
+    assert sentence in printed
+    assert "gfx942" in printed
+
+
 def test_demo_compares_values_and_bytes() -> None:
     exact = torch.tensor([1.0, -2.0])
     assert demo_emulated._compared("y", exact, exact + torch.tensor([0.027, 0]))[1] == ""

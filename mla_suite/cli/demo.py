@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from typing import Any
 
@@ -52,8 +53,14 @@ def _emulated(arch: str, *, as_json: bool) -> int:
     from rich.console import Console
 
     from mla_suite.cli import demo_emulated
+    from mla_suite.runtime import DriverError, LaunchError
+    from mla_suite.toolchain import ObjectError
 
-    report = demo_emulated.report(arch, quiet=as_json)
+    try:
+        report = demo_emulated.report(arch, quiet=as_json)
+    except (ValueError, LaunchError, DriverError, ObjectError) as error:
+        print(error, file=sys.stderr)
+        return 1
     if as_json:
         print(json.dumps(report, indent=2))
     else:

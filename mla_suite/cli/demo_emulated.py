@@ -156,7 +156,7 @@ def _compared(name: str, expected: torch.Tensor, got: torch.Tensor) -> tuple[flo
 def show(record: dict[str, Any], console: Console) -> None:
     """Print a report for people."""
     from rich import box
-    from rich.table import Table
+    from rich.table import Column, Table
 
     for part in record["parts"]:
         console.rule(part["title"], align="left")
@@ -165,23 +165,22 @@ def show(record: dict[str, Any], console: Console) -> None:
             for launch in part["launches"]:
                 if _operator(launch["kernel"]) == op:
                     console.print(f"  kernel {launch['kernel']}", highlight=False, soft_wrap=True)
-        table = Table(
-            "launch", "wave instr.", "KB read", "KB written", "bound by", "clocks", "findings", box=box.SIMPLE
-        )
+        headings = ("launch", "wave instr.", "KB in", "KB out", "bound", "clocks", "findings")
+        table = Table(*(Column(heading, no_wrap=True) for heading in headings), box=box.SIMPLE)
         for launch in part["launches"]:
             table.add_row(
                 _operator(launch["kernel"]),
                 f"{launch['instructions']:,}",
                 f"{sum(launch['bytes_loaded'].values()) / 1024:,.0f}",
                 f"{sum(launch['bytes_stored'].values()) / 1024:,.0f}",
-                launch["bound"].replace("valu", "vector ALU"),
+                launch["bound"],
                 f"{max(launch['bound_clocks'].values()):,.0f}",
                 str(len(launch["findings"])),
             )
         console.print(table)
         said = ", ".join(f"{name} {value:.2e}" for name, value in part["largest_difference"].items())
         console.print(f"largest differences from the reference: {said}; y reaches {part['largest_y']:.2f}\n")
-    console.print("clocks: what one compute unit would need at least for all of a launch. A bound, not a time.")
+    console.print("clocks: a bound, not a time: one compute unit would need at least as many for all of a launch")
     for problem in record["problems"]:
         console.print(f"[red]{problem}", highlight=False, soft_wrap=True)
     verdict = f"every value within rtol {record['rtol']}, atol {record['atol']}; sanitizer: no findings"
