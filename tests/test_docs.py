@@ -4,7 +4,7 @@ A fence is ```python or ```console. A line `print(...)  # text` must print that 
 begins with `$ ` is a command, run here when it is `python -m mla_suite`, and the lines below it must be in its output,
 in order, `...` standing for anything. A block that needs what a CPU machine may lack says so in its fence, `needs=gpu`
 and the like. It is compiled, its imports from this package looked up, its commands' options parsed; and run elsewhere:
-Python for a GPU, which stands alone, by tests/gpu/test_guides_on_gpu.py, the servers' registration lines by
+Python for a GPU, which stands alone, by tests/gpu/test_guides_on_gpu.py, registration with the servers by
 tests/integrations/test_serving_backends.py.
 """
 
@@ -29,7 +29,7 @@ from mla_suite.core import tuning
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-NEEDS = ("gpu", "vllm", "sglang", "network", "time", "server")
+NEEDS = ("gpu", "network", "time", "server")
 FENCE = re.compile(r"^```(\w+)(?: ([^\n]*))?\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.M)
 
@@ -119,11 +119,9 @@ def run_command(command: str, expected: list[str], where: str) -> None:
 
 
 def look_up_imports(tree: ast.AST) -> None:
-    """Every name that a block imports from this package exists. A server's backend needs the server: it is skipped."""
+    """Every name that a block imports from this package exists."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mla_suite":
-            if node.module == "mla_suite.integrations" or (node.module or "").endswith((".vllm", ".sglang")):
-                continue
             module = importlib.import_module(str(node.module))
             for alias in node.names:
                 assert hasattr(module, alias.name) or importlib.import_module(f"{node.module}.{alias.name}")

@@ -1,7 +1,7 @@
 """An SGLang attention backend for MLA models on our decode. Importable only where SGLang is installed.
 
-    import mla_suite.integrations.sglang as backend
-    backend.register()                      # before the server starts, in the process that starts it
+    from mla_suite.integrations import plugins
+    plugins.sglang()                        # in every process of the server: as an entry point, see the serving guide
     # --attention-backend mla_suite --page-size 64
 
 Everything but decode (extend, verification of drafts with a mask) is SGLang's Triton backend, from which the class is
@@ -18,19 +18,15 @@ import mla_suite
 from mla_suite.integrations import plans
 
 try:
-    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
-        register_attention_backend,
-    )
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
         TritonAttnBackend,
     )
 except ImportError as error:
     raise ImportError(
-        f"mla_suite.integrations.sglang needs SGLang with its attention registry of 2026 ({error}); install sglang, or "
-        "call mla_suite.decode from a backend of your own"
+        f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
+        "sglang, or call mla_suite.decode from a backend of your own"
     ) from error
 
-NAME = "mla_suite"
 _LAYOUTS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -122,8 +118,3 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         if not self._split_size:
             workers = plans.workers_for(self._lens)
             self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_kv_len=0)
-
-
-def register() -> None:
-    """Add `--attention-backend mla_suite` to SGLang's registry."""
-    register_attention_backend(NAME)(MLASuiteAttnBackend)

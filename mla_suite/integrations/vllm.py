@@ -1,7 +1,7 @@
 """A vLLM attention backend for MLA models on our decode. Importable only where vLLM is installed.
 
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
+    from mla_suite.integrations import plugins
+    plugins.vllm()                          # in every process of the server: as an entry point, see the serving guide
     # vllm serve <model> --attention-backend CUSTOM
 
 Prefill, the cache and its writes stay vLLM's; steps of one or a few tokens per sequence (speculative decoding) go to

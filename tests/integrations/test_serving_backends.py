@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,11 @@ import pytest
 import torch
 
 import mla_suite
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 HEADS, LATENT, WIDTH = 8, 512, 576
 
@@ -233,14 +239,20 @@ def sglang(monkeypatch):
             self.enable_deterministic = model_runner.deterministic
             self.split_tile_size = 256 if model_runner.deterministic else None
 
+    choices, deterministic = ["triton"], ["triton"]
+    server_args = ModuleType("sglang.srt.server_args")
+    server_args.ATTENTION_BACKEND_CHOICES = choices
+    server_args.add_attention_backend_choices = choices.extend
+    server_args.add_deterministic_attention_backend_choices = deterministic.extend
     modules(
         monkeypatch,
+        sglang__srt=dict(server_args=server_args),
         sglang__srt__layers__attention__attention_registry=dict(register_attention_backend=register_attention_backend),
         sglang__srt__layers__attention__triton_backend=dict(TritonAttnBackend=TritonAttnBackend),
     )
     module = fresh(monkeypatch, "mla_suite.integrations.sglang")
-    module.register()
-    module.stand_in_backends = backends
+    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", module)
+    module.stand_in_backends, module.stand_in_choices = backends, (choices, deterministic)
     return module
 
 
@@ -288,7 +300,7 @@ def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
         token_to_kv_pool=pool,
         deterministic=deterministic,
     )
-    backend = sglang.stand_in_backends["mla_suite"](runner)
+    backend = sglang.MLASuiteAttnBackend(runner)
     for step in range(2):  # a second token, with the batch's tensors updated in place, as a server's graph does
         now = [length + step for length in lengths]
         if step == 0:
@@ -338,28 +350,31 @@ def test_sglang_refusals(sglang):
         backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
 
 
-def in_the_guide(server):
-    """The Python of docs/serving_engineer.md that needs this server."""
+def entry_point(group):
+    """What the serving guide tells a package to name in this group of entry points, loaded."""
     text = (Path(__file__).parents[2] / "docs" / "serving_engineer.md").read_text()
-    (block,) = re.findall(rf"^```python needs={server}\n(.*?)^```$", text, re.M | re.S)
-    return block
+    (block,) = (block for block in re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S) if group in block)
+    (value,) = tomllib.loads(block)["project"]["entry-points"][group].values()
+    return EntryPoint("mla_suite", value, group).load()
 
 
-def test_the_guides_line_registers_with_vllm(vllm, monkeypatch):
+def test_the_guides_entry_point_registers_with_vllm(vllm, monkeypatch):
     registered = {}
     registry = dict(AttentionBackendEnum=SimpleNamespace(CUSTOM="CUSTOM"), register_backend=registered.__setitem__)
     modules(monkeypatch, vllm__v1__attention__backends__registry=registry)
-    exec(in_the_guide("vllm"), {})
+    entry_point("vllm.general_plugins")()
     module, _, name = registered["CUSTOM"].rpartition(".")
     assert getattr(fresh(monkeypatch, module), name).get_name() == "CUSTOM"
 
 
-def test_the_guides_line_registers_with_sglang(sglang, monkeypatch):
-    sglang.stand_in_backends.clear()
-    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", sglang)
-    monkeypatch.setattr("mla_suite.integrations.sglang", sglang, raising=False)
-    exec(in_the_guide("sglang"), {})
-    assert sglang.stand_in_backends == {"mla_suite": sglang.MLASuiteAttnBackend}
+def test_the_guides_entry_point_registers_with_sglang(sglang):
+    register = entry_point("sglang.srt.plugins")
+    for _ in range(2):
+        register()
+        assert sglang.stand_in_choices == (["triton", "mla_suite"], ["triton", "mla_suite"])
+    (create,) = sglang.stand_in_backends.values()
+    with pytest.raises(ValueError, match="MLASuiteAttnBackend: the model has no latent attention"):
+        create(SimpleNamespace(use_mla_backend=False))
 
 
 @pytest.mark.parametrize(("name", "needs"), [("vllm", "vLLM"), ("sglang", "SGLang")])

@@ -1,0 +1,40 @@
+"""Registration with vLLM and SGLang, for each of the processes that a server starts.
+
+Both servers call such functions through entry points of installed packages. Nothing of a backend is imported before it
+is chosen, so registering costs nothing where another backend runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+SGLANG_NAME = "mla_suite"
+
+
+def vllm() -> None:
+    """Put our backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside."""
+    from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
+
+
+def sglang() -> None:
+    """Add `--attention-backend mla_suite`, for deterministic inference as well; twice is once."""
+    from sglang.srt import server_args  # type: ignore[import-not-found]  # optional
+    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
+        register_attention_backend,
+    )
+
+    if SGLANG_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
+        server_args.add_attention_backend_choices([SGLANG_NAME])
+        server_args.add_deterministic_attention_backend_choices([SGLANG_NAME])
+    register_attention_backend(SGLANG_NAME)(_sglang_backend)
+
+
+def _sglang_backend(model_runner: Any) -> Any:
+    from mla_suite.integrations.sglang import MLASuiteAttnBackend
+
+    return MLASuiteAttnBackend(model_runner)
