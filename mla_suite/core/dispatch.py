@@ -148,18 +148,22 @@ def metadata(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """
     arch = _arch_of(first_tensor(args))
     facts: list[Any] = [name, arch.name if arch else None]
-    for value in args:
-        facts.append(_facts(value) if isinstance(value, (torch.Tensor, list, tuple)) else value)
-    for key, value in kwargs.items():
-        facts.append(key)
-        facts.append(_facts(value) if isinstance(value, (torch.Tensor, list, tuple)) else value)
-    return tuple(facts)
+    add = facts.append
+    for value in (*args, *kwargs.values()):
+        if value is None or value.__class__ in _PLAIN:
+            add(value)
+        else:
+            add(_facts(value))
+    return *facts, *kwargs
+
+
+_PLAIN = {bool, int, float, str, torch.dtype}
 
 
 def _facts(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
-    return tuple(_facts(item) for item in value) if isinstance(value, (list, tuple)) else value
+    return tuple([_facts(item) for item in value]) if isinstance(value, (list, tuple)) else value
 
 
 def known(key: tuple[Any, ...]) -> Known | None:
