@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
-from merges import HEADS, INF, NAN, SPLITS, TOKENS, exact, partials, special
+from merges import HEADS, INF, NAN, SPLITS, TOKENS, assert_rounded, exact, hard_to_round, partials, special
 
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE, config
@@ -96,6 +96,11 @@ def test_what_is_not_read_and_what_is_nan(batch):
         assert merged[row, 8, 1] == -INF
         rest = [0, 3, 5, 7]
         assert_close(merged[row : row + 1, rest], total[row : row + 1, rest], exact(out[:, rest], lse[:, rest], [0, 6]))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_nan_and_infinity_survive_rounding(out_dtype):
+    assert_rounded(*combine(*hard_to_round(DEVICE), num_splits=2, out_dtype=out_dtype))
 
 
 def test_sinks():

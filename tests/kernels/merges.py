@@ -64,3 +64,22 @@ def special(rows=9, splits=6, device=None):
     lse[0, 7], out[0, 7] = lse[1, 7] - 100.0, 1e38  # weight below the smallest normal number, and counts
     out[3, 8, :4] = torch.tensor([INF, -INF, 3e38, -0.0], device=device)
     return out, lse
+
+
+def hard_to_round(device=None):
+    """Two sequences of two splits: NaN of either sign and any payload, and what is too large for 16 bits."""
+    out, lse = partials(4, 3, device=device)
+    patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001 - 2**32, -1], dtype=torch.int32)
+    out[1, 0, 100:105] = patterns.view(torch.float32).to(out.device)
+    out[:2, 1, 7], out[:2, 2, 9] = 3e38, -INF
+    return out, lse
+
+
+def assert_rounded(merged, total):
+    """The merge of `hard_to_round` in any out dtype."""
+    assert merged[0, 0].isnan().nonzero().flatten().tolist() == [100, 101, 102, 103, 104]
+    assert not merged[0, 1:].isnan().any()
+    assert not merged[1].isnan().any()
+    assert not total.isnan().any()
+    assert merged[0, 2, 9] == -INF
+    assert merged[0, 1, 7] == torch.tensor(3e38).to(merged.dtype).item()

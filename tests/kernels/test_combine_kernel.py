@@ -8,7 +8,19 @@ import subprocess
 
 import pytest
 import torch
-from merges import HEADS, INF, NAN, SPLITS, TOKENS, cover, exact, partials, special
+from merges import (
+    HEADS,
+    INF,
+    NAN,
+    SPLITS,
+    TOKENS,
+    assert_rounded,
+    cover,
+    exact,
+    hard_to_round,
+    partials,
+    special,
+)
 
 import mla_suite
 from mla_suite.core import arch as archs
@@ -128,6 +140,12 @@ def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
     rest = [0, 3, 5, 7]
     wanted = exact(out[:, rest], lse[:, rest], [0, 6])
     assert_close(merged[:, rest], total[:, rest], wanted)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_nan_and_infinity_survive_rounding(arch, out_dtype):
+    out, lse = hard_to_round()
+    assert_rounded(*combine(out, lse, num_splits=2, out_dtype=out_dtype))
 
 
 def test_sinks(arch):
