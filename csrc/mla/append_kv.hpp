@@ -61,7 +61,7 @@ struct AppendKv {
     const int length = p.tile > 0 ? p.tile : piece;
     const int pieces = (p.latent + length - 1) / length;
     for (int i = wave % waves_per_token; i <= pieces; i += waves_per_token) {
-      if (i < pieces) write_latent(p, record, token, i, length, lane);
+      if (i < pieces) write_latent(Wave::again(p), record, token, i, length, lane);
       else write_rest(Wave::again(p), record, token, lane);
     }
   }

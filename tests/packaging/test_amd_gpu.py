@@ -1,0 +1,79 @@
+"""The first run on an AMD GPU: what a machine lacks is one sentence, and every step's failure is the run's."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import amd_gpu
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.skipif(amd_gpu.KERNEL_DRIVER.exists(), reason="this machine has an AMD GPU")
+def test_without_a_gpu_it_says_so_and_succeeds():
+    command = [sys.executable, str(ROOT / "tests" / "packaging" / "amd_gpu.py"), "gfx942"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "skipped: this machine has no AMD GPU (/dev/kfd is missing); run it on one with a gfx942\n"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """machine(probe=(exit status, output), failing=words): a machine with the kernel driver; returns what it ran."""
+
+    def make(probe, failing=()):
+        ran = []
+
+        def run(command, **kwargs):
+            if "-c" in command:
+                return subprocess.CompletedProcess(command, *probe, stderr="")
+            ran.append(command)
+            return subprocess.CompletedProcess(command, int(any(word in command for word in failing)))
+
+        monkeypatch.setattr(amd_gpu, "KERNEL_DRIVER", tmp_path)
+        monkeypatch.setattr(amd_gpu.subprocess, "run", run)
+        monkeypatch.setattr(amd_gpu.shutil, "which", lambda program: None)
+        return ran
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("probe", "sentence"),
+    [
+        ((1, ""), "this Python has no torch"),
+        ((0, "2.13.0+cpu - False"), "torch 2.13.0\\+cpu is not a build for ROCm"),
+        ((0, "2.9.1+rocm6.4 6.4.43484 False"), "finds no GPU here"),
+        ((0, "2.9.1+rocm6.4 6.4.43484 gfx90a"), "finds a gfx90a here; it takes a gfx942"),
+    ],
+)
+def test_what_is_lacking(machine, capsys, probe, sentence):
+    assert not machine(probe)
+    assert amd_gpu.main("gfx942") == 0
+    assert re.match(f"skipped: .*{sentence}", capsys.readouterr().out)
+
+
+def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
+    monkeypatch.setenv("MLA_SUITE_TORCH", "torch==2.9.1+rocm6.4")
+    machine((0, ""), failing=["install"])
+    assert "none of this machine's package indexes" in str(amd_gpu.lacking("gfx942"))
+
+
+@pytest.mark.parametrize("failing", [[], ["support"]])
+def test_all_steps_run_and_failures_are_named(machine, capsys, failing):
+    ran = machine((0, "2.9.1+rocm6.4 6.4.43484 gfx942"), failing)
+    assert amd_gpu.main("gfx942") == len(failing)
+    last = capsys.readouterr().out.splitlines()[-len(amd_gpu.steps("gfx942")) :]
+    assert sum(line.startswith("ran: ") for line in last) == 5 - len(failing)
+    assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python -m mla_suite support"] * len(
+        failing
+    )
+    assert last[-1].startswith("left out, rocprofv3 is not on PATH")
+    assert len(ran) == 5
+
+
+def test_the_notes_list_the_steps():
+    notes = (ROOT / "csrc" / "gfx942" / "README.md").read_text()
+    for step in amd_gpu.steps("gfx942"):
+        assert step.shown in notes
