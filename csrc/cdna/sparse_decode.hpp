@@ -11,6 +11,7 @@
 // rescale. One barrier per tile otherwise.
 #pragma once
 
+#include "cdna/accumulation.hpp"
 #include "cdna/kernel_params.hpp"
 #include "cdna/sparse_gather.hpp"
 #include "cdna/sparse_rows.hpp"
@@ -18,6 +19,15 @@
 #include "cdna/wide_matrix.hpp"
 
 namespace cdna {
+
+// Before LLVM 22 a constant zero would be kept in registers between items; LLVM 22 finds better without being told.
+MLA_DEVICE float fresh_zero() {
+#if __clang_major__ < 22
+  return mla::bit_cast<float>(rederived(0));
+#else
+  return 0.0f;
+#endif
+}
 
 // Which waves compute which scores: `row_groups` x `key_groups` of them. Rows are those of a workgroup, in tiles of 16.
 template <int row_tiles_, int row_groups_>
@@ -90,10 +100,11 @@ class SparseDecode {
     column_ = static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r] = mla::RowSoftmax::empty();
+    const float zero = fresh_zero();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r)
 #pragma unroll
-      for (int t = 0; t < column_tiles; ++t) output_[r][t] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+      for (int i = 0; i < column_tiles; ++i) output_[r][i] = f32x4{zero, zero, zero, zero};
   }
 
   MLA_DEVICE void attend(const mla::SparseDecodeParams& p, const SparseSelection& selection) {
@@ -103,6 +114,7 @@ class SparseDecode {
     gather.load(0);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+    spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
     uint32_t stage = 0;   // of the tile whose scores come next
     if (!Shape::own_keys) {
@@ -131,6 +143,19 @@ class SparseDecode {
       mla::block_sync();
       add_values(n, lds_ + stage, valid, sum);
       stage = next;
+    }
+  }
+
+  // As much of the queries as output and scores leave room for goes to accumulation registers.
+  MLA_DEVICE void spread_query() {
+    constexpr int room = (256 - row_tiles * column_tiles * 4 - wave_rows * key_tiles * 4) / 4 - 2;
+#pragma unroll
+    for (int n = 0; n < wave_rows * chunks; ++n) {
+      if (n < room) {
+        f32x4 bits = __builtin_bit_cast(f32x4, query_[n / chunks].chunk[n % chunks]);
+        keep_accumulated(bits);
+        query_[n / chunks].chunk[n % chunks] = __builtin_bit_cast(u32x4, bits);
+      }
     }
   }
 
@@ -286,7 +311,13 @@ class SparseDecode {
     for (int r = 0; r < row_tiles; ++r) {
       const float factor = lds_read_float(lds_place(lds_ + sums + (r * 16 + lane.column) * 4));
 #pragma unroll
-      for (int i = 0; i < column_tiles; ++i) output_[r][i] *= factor;
+      for (int i = 0; i < column_tiles; ++i) {
+        f32x4& x = output_[r][i];
+        if (!ordinary(r, i)) keep_accumulated(x);
+        x *= factor;
+        if (!ordinary(r, i)) keep_accumulated(x);
+        if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all pass through ordinary registers at once
+      }
     }
   }
 
@@ -294,18 +325,24 @@ class SparseDecode {
   static constexpr int pairs = key_steps * column_tiles;   // of a 32-key step and 16 columns
   static constexpr int group = row_tiles >= 6 ? 2 : 4;     // pairs read at once     // pairs read at once
   static constexpr int groups = pairs / group;
+  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read twice.
+  static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;
+  static constexpr int part_tiles = row_tiles / parts;
 
   MLA_DEVICE void add_values(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
     const uint32_t flag = lds_read_word(lds_place(lds_ + flags + n % 2 * 4));
     if (__builtin_expect(uniform(static_cast<int>(flag)) == n + 1, false)) raise(n, tile, valid, sum);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r].sum += sum[r];
-    const uint32_t rows = lds_ + weights + n % 2 * weights_bytes + own_;
-    u32x4 weight[row_tiles][key_steps];
 #pragma unroll
-    for (int r = 0; r < row_tiles; ++r)
+    for (int part = 0; part < parts; ++part) add_part(part, lds_ + weights + n % 2 * weights_bytes + own_, tile);
+  }
+  MLA_DEVICE void add_part(int part, uint32_t rows, uint32_t tile) {
+    u32x4 weight[part_tiles][key_steps];
 #pragma unroll
-      for (int k = 0; k < key_steps; ++k) weight[r][k] = lds_read16(lds_place(rows + (r * key_steps + k) * 1024));
+    for (int r = 0; r < part_tiles; ++r)
+#pragma unroll
+      for (int k = 0; k < key_steps; ++k) weight[r][k] = lds_read16(lds_place(rows + ((part * part_tiles + r) * key_steps + k) * 1024));
     u32x4 values[2][group];
     read_values(tile, 0, values[0]);
 #pragma unroll
@@ -318,10 +355,11 @@ class SparseDecode {
       }
 #pragma unroll
       for (int i = 0; i < group; ++i) {
-        const int pair = g * group + i;
+        const int pair = g * group + i, column = pair % column_tiles;
 #pragma unroll
-        for (int r = 0; r < row_tiles; ++r) {
-          f32x4& sum = output_[r][pair % column_tiles];
+        for (int r = 0; r < part_tiles; ++r) {
+          f32x4& sum = output_[part * part_tiles + r][column];
+          if (ordinary(part * part_tiles + r, column)) keep_ordinary(sum);
           sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
         }
       }
@@ -340,6 +378,9 @@ class SparseDecode {
   MLA_DEVICE static u32x2 read_columns(uint32_t at) {
     return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_place(at)));
   }
+
+  // Output that is kept in ordinary registers: 128 rows would leave no accumulation register for scores.
+  MLA_DEVICE static constexpr bool ordinary(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
 
   MLA_DEVICE void store(const mla::SparseDecodeParams& p) const {
     const Lane lane = Lane::current();

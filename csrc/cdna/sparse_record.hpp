@@ -24,24 +24,24 @@ MLA_DEVICE T load_global(uint64_t at) {
 
 // A lane's share of eight tokens.
 struct GatherLane {
-  int token;   // 0..7
-  int half;    // of 128 bytes: which 64
-  int part;    // of 64 bytes: which 16
+  uint32_t token;   // 0..7
+  uint32_t half;    // of 128 bytes: which 64
+  uint32_t part;    // of 64 bytes: which 16
 
-  MLA_DEVICE explicit GatherLane(int lane) : token(lane / 8 % 4 + lane / 4 % 2 * 4), half(lane / 32), part(lane % 4) {}
-  MLA_DEVICE int piece() const { return 4 * half + part; }                    // of 16 fp8 values among 128
-  MLA_DEVICE int slot() const { return 4 * (half ^ (token / 4)) + part; }     // of 8 bf16 values among 64
+  MLA_DEVICE explicit GatherLane(uint32_t lane) : token((lane >> 3 & 3) | (lane & 4)), half(lane >> 5), part(lane & 3) {}
+  MLA_DEVICE uint32_t piece() const { return half << 2 | part; }                // of 16 fp8 values among 128
+  MLA_DEVICE uint32_t slot() const { return piece() ^ (token & 4); }            // of 8 bf16 values among 64
 };
 
 // Where a lane writes, for tokens 8 n + 0..7 of a tile, relative to the first place of the eight.
 struct GatherPlaces {
   uint32_t first, second, whole;   // the two slots of a piece of fp8 values; a slot of bf16 values
 
-  MLA_DEVICE GatherPlaces(const GatherLane& lane, int swizzle) {
-    const uint32_t row = static_cast<uint32_t>(lane.token) * 128;
-    first = lane.half * 1024 + row + ((2 * lane.part) ^ swizzle) * 16;
+  MLA_DEVICE GatherPlaces(const GatherLane& lane, uint32_t swizzle) {
+    const uint32_t row = lane.token << 7 | (swizzle << 4);
+    first = (lane.half << 10 | row) ^ lane.part << 5;
     second = first ^ 16;
-    whole = row + (lane.slot() ^ swizzle) * 16;
+    whole = row ^ lane.slot() << 4;
   }
 };
 
@@ -79,6 +79,7 @@ template <class Policy>
 struct Dsv4Record {
   static constexpr int qk_dim = 512;
   static constexpr bool apart = true;   // scales have an address of their own
+  static constexpr int raw_registers = 21;
 
   struct Raw {
     u32x4 latent[4];   // of the last, half the lanes have none
@@ -121,6 +122,7 @@ template <class Policy, template <class> class Convert>
 struct V32Record {
   static constexpr int qk_dim = 576;
   static constexpr bool apart = false;
+  static constexpr int raw_registers = 21;
 
   struct Raw {
     u32x4 latent[4];
@@ -158,6 +160,7 @@ struct Bf16Record {
   static constexpr int qk_dim = qk_dim_;
   static constexpr bool apart = false;
   static constexpr int blocks = qk_dim_ / 64;
+  static constexpr int raw_registers = 4 * blocks;
 
   struct Raw {
     u32x4 block[blocks];
