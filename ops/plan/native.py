@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,11 +46,20 @@ _POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
 _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 
 
+class _Step(NamedTuple):
+    """One launch."""
+
+    name: str
+    instance: str
+    grid: tuple[int, int, int]
+    threads: int
+
+
 @lru_cache(maxsize=1024)
-def _numbers(
+def _prepare(
     arch: Arch, batch: int, rows: int, workers: int, max_kv_len: int, num_splits: int, split_size: int
-) -> tuple[bytes, int]:
-    """The parameters after the pointers, and the number of workgroups."""
+) -> tuple[bytes, tuple[_Step, ...]]:
+    """The parameters after the pointers, and the launches: equal calls share them."""
     place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
     header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
     splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
@@ -64,7 +73,12 @@ def _numbers(
         workgroups=workgroups,
         **{name: header[word] for word, name in _NAMES.items()},
     )
-    return packed[8 * len(_POINTERS) :], workgroups
+    groups = {"uniform": workgroups, "search": workers, "balanced": 1}
+    steps = tuple(
+        _Step(step, instance(arch, step), (groups[step], 1, 1), WAVES[arch.vendor][step] * arch.wavefront)
+        for step in _steps(num_splits, split_size)
+    )
+    return packed[8 * len(_POINTERS) :], steps
 
 
 def run(
@@ -81,22 +95,21 @@ def run(
 ) -> None:
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    numbers, workgroups = _numbers(config, batch, rows, workers, max_kv_len, num_splits, split_size)
-    pointers = _pack_pointers(
+    numbers, steps = _prepare(config, batch, rows, workers, max_kv_len, num_splits, split_size)
+    params = _pack_pointers(
         seq_lens.data_ptr(), 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(), plan.data_ptr()
     )
+    params += numbers
 
     def buffers() -> Iterator[Buffer]:
         yield Buffer("seq_lens", seq_lens, "r")
         if cu_seqlens_q is not None:
             yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
         # The second step reads what the first left in the words of the items.
-        yield Buffer("plan", plan, "rw" if step == "balanced" else "w")
+        yield Buffer("plan", plan, {"search": "w", "balanced": "rw", "uniform": "all"}[step.name])
 
-    for step in _steps(num_splits, split_size):
-        threads = WAVES[config.vendor][step] * config.wavefront
-        grid = (workgroups if step == "uniform" else workers if step == "search" else 1, 1, 1)
-        launch("plan", instance(config, step), seq_lens, grid, threads, 0, pointers + numbers, buffers, overlap=True)
+    for step in steps:
+        launch("plan", step.instance, seq_lens, step.grid, step.threads, 0, params, buffers, overlap=True)
 
 
 BACKEND = Backend("native", offer, run)
