@@ -62,25 +62,25 @@ class SlotRing {
   // Begins to copy the wave's keys of a tile into its stage; tiles in order. Before the first, every load of the wave
   // must have arrived.
   MLA_DEVICE void copy(int tile, uint32_t stage_at) {
-    const int lane = rederived(lane_);
+    const uint32_t lane = static_cast<uint32_t>(rederived(lane_));
     if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false)) fetch_pages(tile / block_tiles + 1);
     const uint32_t stage = lds_ + stage_at;
     const uint32_t page_numbers = pages_ + tile / block_tiles % 2 * (WAVE * 4) + tile % block_tiles * wave_keys * 4;
 #pragma unroll
     for (int j = 0; j < groups; ++j) {
-      const int in_wave = 8 * j + lane / 8;
+      const uint32_t in_wave = 8 * j + lane / 8;
       const char* row = row_of(tile, in_wave, page_numbers);
-      const int slot = lane % 8 ^ Tile::swizzle(wave_ * wave_keys + in_wave);
+      const uint32_t slot = lane % 8 ^ Tile::swizzle(wave_ * wave_keys + in_wave);
       copy_blocks<0, Tile::blocks>(row + slot * 16, stage + (wave_ * groups + j) * Tile::group_bytes);
     }
 #pragma unroll
     for (int j = 0; j < tails; ++j) {
-      const int in_wave = 16 * j + lane / 4;
-      const int slot = lane % 4 ^ Tile::tail_swizzle(in_wave);
+      const uint32_t in_wave = 16 * j + lane / 4;
+      const uint32_t slot = lane % 4 ^ Tile::tail_swizzle(in_wave);
       copy_slots<Tile::blocks * 128>(row_of(tile, in_wave, page_numbers) + slot * 16, stage + Tile::tail + (wave_ * tails + j) * 1024);
     }
     if constexpr (Problem::rotate) {
-      const int key = first_key_ + tile * keys + lane / 8;
+      const int key = first_key_ + tile * keys + static_cast<int>(lane / 8);
       const float* from = rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * TURN_FLOATS + first_turned(lane);
       copy_slots<0>(reinterpret_cast<const char*>(from), turns_at(stage_at));
       copy_slots<SINES * 4>(reinterpret_cast<const char*>(from), turns_at(stage_at) + 1024);
@@ -105,31 +105,31 @@ class SlotRing {
  private:
   // Begins to read the page numbers of a block of tiles: lane l for the wave's key l of the block.
   MLA_DEVICE void fetch_pages(int block) const {
-    const int lane = rederived(lane_);
-    const uint32_t key = key_of(block * block_tiles + lane / wave_keys, lane % wave_keys);
+    const uint32_t lane = static_cast<uint32_t>(rederived(lane_));
+    const uint32_t key = key_of(block * block_tiles + static_cast<int>(lane / wave_keys), lane % wave_keys);
     copy_words(source_.page_entry(key), pages_ + block % 2 * (WAVE * 4));
   }
-  MLA_DEVICE uint32_t key_of(int tile, int in_wave) const {
-    const int key = first_key_ + tile * keys + in_wave;
+  MLA_DEVICE uint32_t key_of(int tile, uint32_t in_wave) const {
+    const int key = first_key_ + tile * keys + static_cast<int>(in_wave);
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
-  MLA_DEVICE const char* row_of(int tile, int in_wave, uint32_t page_numbers) const {
+  MLA_DEVICE const char* row_of(int tile, uint32_t in_wave, uint32_t page_numbers) const {
     return source_.row(lds_read_word(lds_place(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
   // A lane turns four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4) on.
-  MLA_DEVICE int rope_slot(int lane) const { return lane % 8 ^ Tile::swizzle(wave_ * wave_keys + lane / 8); }
-  MLA_DEVICE int first_turned(int lane) const {
-    const int slot = rope_slot(lane);
+  MLA_DEVICE uint32_t rope_slot(uint32_t lane) const { return lane % 8 ^ Tile::swizzle(wave_ * wave_keys + lane / 8); }
+  MLA_DEVICE uint32_t first_turned(uint32_t lane) const {
+    const uint32_t slot = rope_slot(lane);
     return slot % 4 * 8 + slot / 4 * 4;
   }
   MLA_DEVICE uint32_t turns_at(uint32_t stage_at) const { return lds_ + stage_at + turns + wave_ * 2048; }
 
   // In place.
   MLA_DEVICE void turn(uint32_t stage_at) const {
-    const int lane = rederived(lane_);
-    const int slot = rope_slot(lane);
-    const uint32_t own = static_cast<uint32_t>(lane / 8 * 128 + ((slot % 4) ^ Tile::swizzle(wave_ * wave_keys + lane / 8)) * 16 + slot / 4 * 8);
+    const uint32_t lane = static_cast<uint32_t>(rederived(lane_));
+    const uint32_t slot = rope_slot(lane);
+    const uint32_t own = lane / 8 * 128 + (slot % 4 ^ Tile::swizzle(wave_ * wave_keys + lane / 8)) * 16 + slot / 4 * 8;
     const uint32_t block = lds_ + stage_at + wave_ * Tile::group_bytes + rope_block * 1024;
     const uint32_t rest = lds_ + stage_at + rests + wave_ * 1024;
     const f32x4 cos = lds_read_f32x4(lds_place(turns_at(stage_at) + lane * 16));

@@ -28,16 +28,17 @@ struct SlottedTile {
   static_assert(row_bytes_ % 128 == 0 || row_bytes_ % 128 == 64, "slotted tile: rows of whole 64-byte pieces");
   static_assert(keys % 32 == 0, "slotted tile: a multiple of 32 keys");
 
-  MLA_DEVICE static int swizzle(int key) {
-    const int odd = key / 4 ^ key / 8 ^ (value_bytes == 1 ? key / 16 : 0);
+  // Unsigned, so that divisions by powers of two are shifts.
+  MLA_DEVICE static uint32_t swizzle(uint32_t key) {
+    const uint32_t odd = key / 4 ^ key / 8 ^ (value_bytes == 1 ? key / 16 : 0);
     return 2 * (key % 4 ^ key / 4 % 2) + odd % 2;
   }
-  MLA_DEVICE static int tail_swizzle(int key) { return key / 4 % 2 * 2 + (key / 2 ^ key / 8) % 2; }
+  MLA_DEVICE static uint32_t tail_swizzle(uint32_t key) { return key / 4 % 2 * 2 + (key / 2 ^ key / 8) % 2; }
 
-  MLA_DEVICE static int slot_offset(int key, int slot) {
+  MLA_DEVICE static uint32_t slot_offset(uint32_t key, uint32_t slot) {
     return key / 8 * group_bytes + slot / 8 * 1024 + key % 8 * 128 + (slot % 8 ^ swizzle(key)) * 16;
   }
-  MLA_DEVICE static int tail_offset(int key, int slot) {
+  MLA_DEVICE static uint32_t tail_offset(uint32_t key, uint32_t slot) {
     return tail + key / 16 * 1024 + key % 16 * 64 + (slot ^ tail_swizzle(key)) * 16;
   }
 };
@@ -51,8 +52,7 @@ struct PiecePlaces {
   uint32_t first, tail;
 
   MLA_DEVICE explicit PiecePlaces(const Lane& lane)
-      : first(static_cast<uint32_t>(Tile::slot_offset(lane.column, lane.group))),
-        tail(static_cast<uint32_t>(Tile::tail_offset(lane.column, lane.group))) {}
+      : first(Tile::slot_offset(lane.column, lane.group)), tail(Tile::tail_offset(lane.column, lane.group)) {}
 
   MLA_DEVICE LdsBytes of(uint32_t at, int T, int m) const {
     if (m == 2 * Tile::blocks) return lds_place(at + tail + T * 1024);
@@ -75,10 +75,10 @@ struct ColumnPieces {
   MLA_DEVICE explicit ColumnPieces(const Lane& lane) {
     if constexpr (narrow) {
       const int key = lane.column / 8 * 16 + 4 * lane.group + lane.column / 2 % 4;
-      first = static_cast<uint32_t>(Tile::slot_offset(key, 0) + lane.column % 2 * 8);
+      first = Tile::slot_offset(key, 0) + lane.column % 2 * 8;
     } else {
       const int key = 4 * lane.group + lane.column / 4;
-      first = static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8);
+      first = Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8;
     }
   }
   MLA_DEVICE u32x2 read(uint32_t at, int t, int n) const {

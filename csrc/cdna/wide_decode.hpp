@@ -6,12 +6,44 @@
 
 namespace cdna {
 
-// 16-bit caches: everything in the type of the cache, 32 keys at a time.
+// What a tile holds: `shared_keys` where the waves share it, `private_keys` where each has its own.
+
+// 16-bit caches: everything in the type of the cache.
 template <class Policy, class Problem>
 struct SameTypeArithmetic {
-  using Scores = SameTypeScores<Policy, Problem>;
-  using Values = WideValues<Policy, typename Problem::Element>;
-  static constexpr int keys = 32;
+  static constexpr int shared_keys = 32;
+  static constexpr int private_keys = 32;
+  using Scores = SameTypeScores<Problem>;
+  using SharedValues = WideValues<Policy, typename Problem::Element>;
+  using PrivateValues = SharedValues;
+};
+
+// fp8 caches, by the type of the queries and that of the weights.
+template <class Policy, class Problem, class Query, class Weight>
+struct Fp8Arithmetic;
+
+template <class Policy, class Problem>
+struct Fp8Arithmetic<Policy, Problem, mla::bf16, mla::bf16> {
+  static constexpr int shared_keys = 64;
+  static constexpr int private_keys = 64;
+  using Scores = ConvertedScores<Policy, Problem>;
+  using SharedValues = ConvertedValues<Policy>;
+  using PrivateValues = SharedValues;
+};
+
+template <class Policy, class Problem>
+struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::bf16> : Fp8Arithmetic<Policy, Problem, mla::bf16, mla::bf16> {
+  using Scores = NarrowScores<Problem>;
+};
+
+// One row tile has clocks to spare: a private tile is multiplied 32 keys at a time.
+template <class Policy, class Problem>
+struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::fp8> {
+  static constexpr int shared_keys = 128;
+  static constexpr int private_keys = 64;
+  using Scores = NarrowScores<Problem>;
+  using SharedValues = NarrowValues<Policy, 128>;
+  using PrivateValues = NarrowValues<Policy, 32>;
 };
 
 template <class Policy, class Problem, class Arithmetic, bool one_tile = Problem::row_tiles == 1>

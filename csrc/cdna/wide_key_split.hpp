@@ -17,26 +17,26 @@ template <class Policy, class Problem, class Arithmetic>
 class WideKeySplit {
   using Element = typename Problem::Element;
   using Scores = typename Arithmetic::Scores;
-  using Values = typename Arithmetic::Values;
+  using Values = typename Arithmetic::PrivateValues;
   using Query = typename Scores::Query;
   static_assert(Problem::row_tiles == 1, "key-split decode: a wave holds the output of one 16-row tile");
 
   static constexpr int waves = Policy::waves;
-  static constexpr int tile_keys = Arithmetic::keys;
+  static constexpr int tile_keys = Arithmetic::private_keys;
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int pieces = Problem::row_bytes / 64;   // 16-byte loads of a lane per 16 keys
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
-  static constexpr int sums = tile_keys / Values::keys;
   using Tile = SlottedTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, tile_keys>;
-  using Softmax = WideSoftmax<Policy, score_tiles>;
+  using Softmax = WideSoftmax<Policy, Values, score_tiles>;
 
   static constexpr int output_bytes = WideOutput::tiles * WAVE * 16;   // of a wave
   static constexpr int wave_bytes = Tile::bytes > output_bytes ? Tile::bytes : output_bytes;
-  static constexpr int statistics = waves * wave_bytes;                // [2][wave][16 rows]
+  static constexpr int statistics = waves * wave_bytes;                // [2, or 3 with divisors][wave][16 rows]
+  static constexpr int row_floats = waves * 16 * 4;
 
  public:
   static constexpr int threads = waves * WAVE;
-  static constexpr int lds_bytes = statistics + 2 * waves * 16 * 4;
+  static constexpr int lds_bytes = statistics + (Values::coarse ? 3 : 2) * row_floats;
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
@@ -63,7 +63,7 @@ class WideKeySplit {
                           LdsBytes lds)
       : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
         latent_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave_ * wave_bytes), places_(lane_), columns_(lane_),
-        scale_(score_scale<typename Problem::Format>(p)), softmax_(mla::RowSoftmax::empty()) {}
+        scale_(score_scale<typename Problem::Format>(p)), softmax_(Softmax::Row::empty()) {}
 
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     output_.clear();
@@ -141,18 +141,23 @@ class WideKeySplit {
           if (2 * n == latent_pieces) {
             u32x4 rest[2];
             turns_[T].template turn<Policy, Element>(low, high, rest);
-            sum = Scores::multiply_block(rest[0], rest[1], query_, n, sum);
+            sum = Scores::multiply(Scores::keys(rest[0], rest[1]), query_, n, sum);
           }
         }
         if (2 * n < latent_pieces) {
           lds_write16(places_.of(latent_, T, 2 * n), low);
           lds_write16(places_.of(latent_, T, 2 * n + 1), high);
         }
-        sum = Scores::multiply_block(low, high, query_, n, sum);
+        sum = Scores::multiply(Scores::keys(low, high), query_, n, sum);
         if (prefetch) {
           low = *reinterpret_cast<const u32x4*>(next.of[T] + 2 * n * 64);
           high = *reinterpret_cast<const u32x4*>(next.of[T] + (2 * n + 1) * 64);
         }
+      }
+      if constexpr (pieces % 2 != 0) {
+        u32x4& last = piece[pieces - 1];
+        sum = Scores::multiply_tail(Scores::tail(last), query_, sum);
+        if (prefetch) last = *reinterpret_cast<const u32x4*>(next.of[T] + (pieces - 1) * 64);
       }
       t[T] = sum;
     }
@@ -165,32 +170,66 @@ class WideKeySplit {
     if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
       output_.scale(Softmax::raise_reference(softmax_, largest, scale_, lane_));
     }
-    Softmax::weigh(t, scale_, softmax_);
-    typename Values::Rows weights[sums];
-#pragma unroll
-    for (int n = 0; n < sums; ++n) weights[n] = Values::pack(t + n * (Values::keys / 16));
+    typename Softmax::Weights weights;
+    Softmax::weigh(t, scale_, softmax_, weights);
     wave_lds_fence();
+    add_values(weights);
+    wave_lds_fence();
+  }
+
+  static constexpr int reads = Softmax::products * Values::reads;   // per column tile
+  static constexpr int column_group = 8 / reads;                   // column tiles that are read at once
+  static constexpr int column_groups = WideOutput::tiles / column_group;
+
+  MLA_DEVICE void read_values(int g, u32x2 (&values)[column_group][reads]) const {
 #pragma unroll
-    for (int c = 0; c < WideOutput::tiles; ++c) {
+    for (int c = 0; c < column_group; ++c)
 #pragma unroll
-      for (int n = 0; n < sums; ++n) {
-        u32x2 read[Values::reads];
+      for (int n = 0; n < reads; ++n) values[c][n] = columns_.read(latent_, g * column_group + c, n);
+  }
+
+  // Each group of columns is read while the one before is multiplied.
+  MLA_DEVICE void add_values(const typename Softmax::Weights& weights) {
+    u32x2 values[2][column_group][reads];
+    read_values(0, values[0]);
 #pragma unroll
-        for (int i = 0; i < Values::reads; ++i) read[i] = columns_.read(latent_, c, n * Values::reads + i);
-        output_.tile[c] = Values::multiply(Values::columns(read), weights[n], output_.tile[c]);
+    for (int g = 0; g < column_groups; ++g) {
+      const u32x2(&now)[column_group][reads] = values[g % 2];
+      if (g + 1 < column_groups) {
+        read_values(g + 1, values[(g + 1) % 2]);
+        wait_lds<column_group * reads>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int c = 0; c < column_group; ++c) {
+        typename Values::Columns columns[Softmax::products];
+#pragma unroll
+        for (int n = 0; n < Softmax::products; ++n) {
+          u32x2 read[Values::reads];
+#pragma unroll
+          for (int i = 0; i < Values::reads; ++i) read[i] = now[c][n * Values::reads + i];
+          columns[n] = Values::columns(read);
+        }
+        if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
+#pragma unroll
+        for (int n = 0; n < Softmax::products; ++n) {
+          f32x4& sum = output_.tile[g * column_group + c];
+          sum = Values::multiply(columns[n], weights[n], sum);
+        }
       }
     }
-    wave_lds_fence();
   }
 
   // The four waves' rows become one: statistics and outputs through LDS, each wave adding up a quarter of the columns.
   MLA_DEVICE void merge_and_store(const mla::DecodeParams& p) {
-    constexpr int sums_at = statistics + waves * 16 * 4;
-    const int mine = (wave_ * 16 + lane_.column) * 4;
+    const int mine = statistics + (wave_ * 16 + lane_.column) * 4;
     const float sum = sum_over_groups(softmax_.sum, lane_);
+    const float divisor = Values::coarse ? sum_over_groups(softmax_.divisor(), lane_) : sum;
     if (lane_.group == 0) {
-      lds_write_float(lds_ + statistics + mine, softmax_.max);
-      lds_write_float(lds_ + sums_at + mine, sum);
+      lds_write_float(lds_ + mine, softmax_.max);
+      lds_write_float(lds_ + mine + row_floats, sum);
+      if (Values::coarse) lds_write_float(lds_ + mine + 2 * row_floats, divisor);
     }
 #pragma unroll
     for (int t = 0; t < WideOutput::tiles; ++t) {
@@ -200,6 +239,7 @@ class WideKeySplit {
     float weight[waves];
     float max = mla::RowSoftmax::NOTHING;
     float total = 0.0f;
+    float total_divisor = 0.0f;
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
       weight[w] = lds_read_float(lds_ + statistics + (w * 16 + lane_.column) * 4);
@@ -207,14 +247,18 @@ class WideKeySplit {
     }
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
+      const LdsBytes row = lds_ + statistics + (w * 16 + lane_.column) * 4;
       weight[w] = Policy::exp2(weight[w] - max);
-      total += weight[w] * lds_read_float(lds_ + sums_at + (w * 16 + lane_.column) * 4);
+      total += weight[w] * lds_read_float(row + row_floats);
+      if (Values::coarse) total_divisor += weight[w] * lds_read_float(row + 2 * row_floats);
     }
     const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_ + lane_.column);
     const mla::RowResult<Policy> result = sink.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
-    for (int w = 0; w < waves; ++w) weight[w] *= result.weight * value_scale<typename Problem::Format>(p);
+    for (int w = 0; w < waves; ++w) {
+      weight[w] *= Softmax::output_weight(result.weight, total, total_divisor) * value_scale<typename Problem::Format>(p);
+    }
 
     constexpr int share = WideOutput::tiles / waves;
     f32x4 merged[share];
@@ -253,7 +297,7 @@ class WideKeySplit {
   Query query_;
   Keys keys_;
   ChunkTurns turns_[score_tiles];   // of the rope part of keys_
-  mla::RowSoftmax softmax_;
+  typename Softmax::Row softmax_;
   WideOutput output_;
 };
 

@@ -13,26 +13,97 @@
 
 namespace cdna {
 
-// Keys in the type of the products (bf16, fp16): `steps` of two pieces, a product each.
-template <class Policy, class Problem>
+// How scores are made: `Keys` is what two neighbouring pieces of a key become, once for all rows they meet; where rows have
+// an odd number of pieces, `Tail` is the last one.
+
+// Keys in the type of the products (bf16, fp16).
+template <class Problem>
 struct SameTypeScores {
   using Element = typename Problem::Element;
   using Query = QueryTile<Problem, 8>;
+  struct Keys {
+    u32x4 low, high;
+  };
 
-  MLA_DEVICE static f32x4 multiply(u32x4 keys, const Query& query, int m, f32x4 sum) {
-    return Matrix16x16x32<Element>::multiply(keys, query.chunk[m], sum);
-  }
-  MLA_DEVICE static f32x4 multiply_block(u32x4 low, u32x4 high, const Query& query, int n, f32x4 sum) {
-    return multiply(high, query, 2 * n + 1, multiply(low, query, 2 * n, sum));
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{low, high}; }
+  MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
+    sum = Matrix16x16x32<Element>::multiply(keys.low, query.chunk[2 * n], sum);
+    return Matrix16x16x32<Element>::multiply(keys.high, query.chunk[2 * n + 1], sum);
   }
 };
 
-// How many keys one product of the values takes, and how it takes them.
-template <class Policy, class Element_>
+// fp8 keys and bf16 queries: keys become bf16.
+template <class Policy, class Problem>
+struct ConvertedScores {
+  using Query = QueryTile<Problem, 16>;
+  struct Tail {
+    u32x4 low, high;
+  };
+  struct Keys {
+    Tail low, high;
+  };
+
+  MLA_DEVICE static Tail tail(u32x4 piece) {
+    return Tail{Policy::fp8_to_bf16(u32x2{piece[0], piece[1]}), Policy::fp8_to_bf16(u32x2{piece[2], piece[3]})};
+  }
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{tail(low), tail(high)}; }
+  MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
+    return multiply_piece(keys.high, query, 2 * n + 1, multiply_piece(keys.low, query, 2 * n, sum));
+  }
+  MLA_DEVICE static f32x4 multiply_tail(const Tail& keys, const Query& query, f32x4 sum) {
+    return multiply_piece(keys, query, Query::chunks / 2 - 1, sum);
+  }
+
+ private:
+  MLA_DEVICE static f32x4 multiply_piece(const Tail& keys, const Query& query, int m, f32x4 sum) {
+    sum = Matrix16x16x32<mla::bf16>::multiply(keys.low, query.chunk[2 * m], sum);
+    return Matrix16x16x32<mla::bf16>::multiply(keys.high, query.chunk[2 * m + 1], sum);
+  }
+};
+
+// fp8 keys and queries: 128 columns at once, and what is left over of 576 by the instruction of half rate.
+template <class Problem>
+struct NarrowScores {
+  struct Query {
+    static constexpr int pieces = Problem::row_bytes / 64;
+    u32x4 piece[pieces];
+
+    MLA_DEVICE static Query load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row, const Lane& lane) {
+      const char* from = query_row<mla::fp8>(p, rows, first_row, lane) + lane.group * 16;
+      Query query;
+#pragma unroll
+      for (int m = 0; m < pieces; ++m) query.piece[m] = *reinterpret_cast<const u32x4*>(from + m * 64);
+      return query;
+    }
+  };
+  using Keys = u32x8;
+  using Tail = u32x4;
+
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
+  MLA_DEVICE static Tail tail(u32x4 piece) { return piece; }
+  MLA_DEVICE static f32x4 multiply(Keys left, const Query& query, int n, f32x4 sum) {
+    return multiply_fp8x128(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
+  }
+  MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
+    const u32x4 right = query.piece[Query::pieces - 1];
+    sum = Matrix16x16x32<mla::fp8>::multiply(left.xy, right.xy, sum);
+    return Matrix16x16x32<mla::fp8>::multiply(left.zw, right.zw, sum);
+  }
+};
+
+// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnPieces, and what a lane's weights
+// for them become. `headroom`: the largest weight is 2 to this power (a row's reference lies as far below its largest score).
+// `converted`: values change their type on the way.
+// `coarse`: rounding shifts the sum of the weights so far that outputs are divided by that of the rounded ones.
+
+// Weights and values in a 16-bit type.
+template <class Policy, class Element>
 struct WideValues {
-  using Element = Element_;
   static constexpr int keys = 32;
-  static constexpr int reads = 2;   // of ColumnPieces
+  static constexpr int reads = 2;
+  static constexpr float headroom = 0.0f;
+  static constexpr bool coarse = false;
+  static constexpr bool converted = false;
   using Columns = u32x4;
   using Rows = u32x4;
 
@@ -44,6 +115,61 @@ struct WideValues {
   MLA_DEVICE static Rows pack(const f32x4* p) {
     return u32x4{Policy::template pack_weights<Element>(p[0][0], p[0][1]), Policy::template pack_weights<Element>(p[0][2], p[0][3]),
                  Policy::template pack_weights<Element>(p[1][0], p[1][1]), Policy::template pack_weights<Element>(p[1][2], p[1][3])};
+  }
+};
+
+// bf16 weights and fp8 values, which become bf16.
+template <class Policy>
+struct ConvertedValues : WideValues<Policy, mla::bf16> {
+  static constexpr int reads = 1;
+  static constexpr bool converted = true;
+
+  MLA_DEVICE static u32x4 columns(const u32x2 (&read)[reads]) { return Policy::fp8_to_bf16(read[0]); }
+};
+
+// fp8 weights and values, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The reference is the row's largest
+// score itself, so that the largest weight is a power of two and exact, as far up in the type's range as one can be.
+template <class Policy, int keys_>
+struct NarrowValues {
+  static constexpr int keys = keys_;
+  static constexpr int reads = keys / 32;
+  static constexpr int words = keys / 16;
+  static constexpr float headroom = mla::RowSoftmax::LAG;   // so that any score above the reference renews it
+  static constexpr bool coarse = true;
+  static constexpr bool converted = false;
+  static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");
+  typedef uint32_t Columns __attribute__((ext_vector_type(words)));
+  typedef uint32_t Rows __attribute__((ext_vector_type(words)));
+
+  MLA_DEVICE static Columns columns(const u32x2 (&read)[reads]) {
+    Columns columns;
+#pragma unroll
+    for (int i = 0; i < reads; ++i) {
+      columns[2 * i] = read[i][0];
+      columns[2 * i + 1] = read[i][1];
+    }
+    return columns;
+  }
+  MLA_DEVICE static f32x4 multiply(Columns columns, Rows rows, f32x4 sum) {
+    if constexpr (keys == 128) {
+      return multiply_fp8x128(columns, rows, sum);
+    } else {
+      return Matrix16x16x32<mla::fp8>::multiply(columns, rows, sum);
+    }
+  }
+  MLA_DEVICE static Rows pack(const f32x4* p) {
+    Rows rows;
+#pragma unroll
+    for (int T = 0; T < words; ++T) {
+      rows[T] = Policy::template pack_fp8<true>(p[T][2], p[T][3], Policy::template pack_fp8<false>(p[T][0], p[T][1], 0));
+    }
+    return rows;
+  }
+  MLA_DEVICE static float sum_of(Rows rows) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int T = 0; T < words; ++T) sum += Policy::sum_of_fp8(rows[T]);
+    return sum;
   }
 };
 
@@ -70,11 +196,33 @@ struct WideOutput {
   }
 };
 
+// A row's softmax so far: lse comes from `sum`, outputs are divided by `divisor`.
+template <bool coarse>
+struct WideRow : mla::RowSoftmax {
+  MLA_DEVICE static WideRow empty() { return WideRow{mla::RowSoftmax::empty()}; }
+  MLA_DEVICE void scale(float factor) { sum *= factor; }
+  MLA_DEVICE float divisor() const { return sum; }
+};
+template <>
+struct WideRow<true> : mla::RowSoftmax {
+  float rounded_sum;
+
+  MLA_DEVICE static WideRow empty() { return WideRow{mla::RowSoftmax::empty(), 0.0f}; }
+  MLA_DEVICE void scale(float factor) {
+    sum *= factor;
+    rounded_sum *= factor;
+  }
+  MLA_DEVICE float divisor() const { return rounded_sum; }
+};
+
 // Softmax of 16 query rows over `score_tiles` tiles of 16 keys: element r of tile T of a lane is key
 // 16 T + 4 * lane.group + r.
-template <class Policy, int score_tiles>
+template <class Policy, class Values, int score_tiles>
 struct WideSoftmax {
+  static constexpr int products = score_tiles * 16 / Values::keys;   // of the values, per column tile
   using Scores = f32x4[score_tiles];
+  using Weights = typename Values::Rows[products];
+  using Row = WideRow<Values::coarse>;
 
   // Scores of keys the row may not see become -inf.
   MLA_DEVICE static void mask(Scores& scores, int first_key, int visible, const Lane& lane) {
@@ -98,17 +246,17 @@ struct WideSoftmax {
     return largest;
   }
 
-  // A new reference for the row, not below any score; the factor for what was accumulated so far.
-  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& lane) {
-    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale);
+  // A new reference for the row, by which no weight exceeds 2^headroom; the factor for what was accumulated so far.
+  MLA_DEVICE static float raise_reference(Row& row, float lane_largest, float scale, const Lane& lane) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale - Values::headroom);
     const float factor = Policy::exp2(row.max - max);
     row.max = max;
-    row.sum *= factor;
+    row.scale(factor);
     return factor;
   }
 
-  // Scores become weights. The lane's part of the sum stays in the lane.
-  MLA_DEVICE static void weigh(Scores& scores, float scale, mla::RowSoftmax& row) {
+  // Scores become weights. The lane's part of the sums stays in the lane.
+  MLA_DEVICE static void weigh(Scores& scores, float scale, Row& row, Weights& weights) {
 #pragma unroll
     for (int T = 0; T < score_tiles; ++T) {
 #pragma unroll
@@ -118,6 +266,17 @@ struct WideSoftmax {
       }
       row.sum += (scores[T][0] + scores[T][1]) + (scores[T][2] + scores[T][3]);
     }
+#pragma unroll
+    for (int n = 0; n < products; ++n) {
+      weights[n] = Values::pack(scores + n * (Values::keys / 16));
+      if constexpr (Values::coarse) row.rounded_sum += Values::sum_of(weights[n]);
+    }
+  }
+
+  // What turns a row's accumulated values into its output, by that of a row divided by `sum`.
+  MLA_DEVICE static float output_weight(float weight, float sum, float divisor) {
+    if constexpr (!Values::coarse) return weight;
+    return divisor > 0.0f ? weight * sum * Policy::reciprocal(divisor) : 0.0f;
   }
 };
 

@@ -12,7 +12,7 @@ namespace cdna {
 
 template <class Policy, class Problem, class Arithmetic>
 class WideRowSplit {
-  using Ring = SlotRing<Policy, Problem, Arithmetic::keys>;
+  using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
   static constexpr int waves = Policy::waves;
 
  public:
@@ -40,16 +40,16 @@ template <class Policy, class Problem, class Arithmetic, int tiles>
 class WideRowSplitWave {
   using Element = typename Problem::Element;
   using Scores = typename Arithmetic::Scores;
-  using Values = typename Arithmetic::Values;
+  using Values = typename Arithmetic::SharedValues;
   using Query = typename Scores::Query;
-  using Ring = SlotRing<Policy, Problem, Arithmetic::keys>;
-  using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::keys>;
-  static constexpr int tile_keys = Arithmetic::keys;
+  using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
+  using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::shared_keys>;
+  static constexpr int tile_keys = Arithmetic::shared_keys;
   static constexpr int score_tiles = tile_keys / 16;
-  static constexpr int sums = tile_keys / Values::keys;   // products of the values per column tile
   static constexpr int array = tiles > 0 ? tiles : 1;
   static constexpr int ordinary = 4;   // of the second row tile's accumulators, which make room for those of scores
-  using Softmax = WideSoftmax<Policy, score_tiles>;
+  using Softmax = WideSoftmax<Policy, Values, score_tiles>;
+  static constexpr int products = Softmax::products;
 
  public:
   MLA_DEVICE WideRowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
@@ -59,7 +59,7 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
-      softmax_[r] = mla::RowSoftmax::empty();
+      softmax_[r] = Softmax::Row::empty();
       output_[r].clear();
     }
   }
@@ -101,9 +101,11 @@ class WideRowSplitWave {
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rederived();
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
-      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum_over_groups(softmax_[r].sum, lane));
+      const float sum = sum_over_groups(softmax_[r].sum, lane);
+      const float divisor = Values::coarse ? sum_over_groups(softmax_[r].divisor(), lane) : sum;
+      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum);
       if (lane.group == 0) sink.store_lse(result.lse);
-      const float weight = result.weight * value_scale<typename Problem::Format>(p);
+      const float weight = Softmax::output_weight(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
       sink.template store<4, WideOutput::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * weight;
@@ -124,19 +126,17 @@ class WideRowSplitWave {
       for (int r = 0; r < tiles; ++r) Softmax::mask(t[r], first, visible_[r], lane_.rederived());
     }
     rescale(t);
-    typename Values::Rows weights[array][sums];
+    typename Softmax::Weights weights[array];
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) {
-      Softmax::weigh(t[r], scale_, softmax_[r]);
-#pragma unroll
-      for (int n = 0; n < sums; ++n) weights[r][n] = Values::pack(t[r] + n * (Values::keys / 16));
-    }
+    for (int r = 0; r < tiles; ++r) Softmax::weigh(t[r], scale_, softmax_[r], weights[r]);
     add_values(tile, values, weights);
   }
 
   // A step is one 128-byte block of 32 keys' rows, or their tails; keys are read a step ahead of the products.
-  static constexpr int steps_of_rows = Tile::blocks + (Tile::has_tail ? 1 : 0) + (Problem::rotate ? 1 : 0);
+  static constexpr int steps_of_rows = Tile::blocks + (Tile::has_tail || Problem::rotate ? 1 : 0);
   static constexpr int steps = steps_of_rows * (score_tiles / 2);
+  MLA_DEVICE static constexpr bool is_tail(int s) { return Tile::has_tail && s % steps_of_rows == Tile::blocks; }
+  MLA_DEVICE static constexpr int reads_of(int s) { return is_tail(s) ? 2 : 4; }
 
   MLA_DEVICE void scores(uint32_t tile, f32x4 (&t)[array][score_tiles]) {
 #pragma unroll
@@ -145,22 +145,35 @@ class WideRowSplitWave {
       for (int T = 0; T < score_tiles; ++T) t[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     u32x4 keys[2][2][2];   // [step][key tile][piece]
     read_keys(tile, 0, keys[0]);
-#pragma unroll
-    for (int s = 0; s < steps; ++s) {
-      if (s + 1 < steps) {
+    multiply_steps<0>(tile, keys, t);
+  }
+
+  template <int s>
+  MLA_DEVICE void multiply_steps(uint32_t tile, u32x4 (&keys)[2][2][2], f32x4 (&t)[array][score_tiles]) {
+    if constexpr (s < steps) {
+      if constexpr (s + 1 < steps) {
         read_keys(tile, s + 1, keys[(s + 1) % 2]);
-        wait_lds<4>();
+        wait_lds<reads_of(s + 1)>();
       } else {
         wait_lds<0>();
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const u32x4(&now)[2] = keys[s % 2][half];
-        const int T = s / steps_of_rows * 2 + half, n = s % steps_of_rows;
-        const int block = n < Tile::blocks ? n : Tile::blocks - 1;   // the rests meet the query's rope part again
+        constexpr int n = s % steps_of_rows;
+        const int T = s / steps_of_rows * 2 + half;
+        if constexpr (is_tail(s)) {
+          const auto left = Scores::tail(now[0]);
 #pragma unroll
-        for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply_block(now[0], now[1], query_[r], block, t[r][T]);
+          for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply_tail(left, query_[r], t[r][T]);
+        } else {
+          constexpr int block = n < Tile::blocks ? n : Tile::blocks - 1;   // the rests meet the query's rope part again
+          const auto left = Scores::keys(now[0], now[1]);
+#pragma unroll
+          for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply(left, query_[r], block, t[r][T]);
+        }
       }
+      multiply_steps<s + 1>(tile, keys, t);
     }
   }
 
@@ -170,8 +183,8 @@ class WideRowSplitWave {
     for (int half = 0; half < 2; ++half) {
       const int T = s / steps_of_rows * 2 + half;
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        if (n < Tile::blocks) {
+      for (int part = 0; part < reads_of(s) / 2; ++part) {
+        if (n < Tile::blocks || Tile::has_tail) {
           keys[half][part] = lds_read16(pieces_.of(tile, T, 2 * n + part));
         } else {
           keys[half][part] = lds_read16(lds_place(((tile + Ring::rests + lane_rest()) ^ (part * 64)) + T * 2048));
@@ -181,7 +194,8 @@ class WideRowSplitWave {
   }
   // Rests of turned keys lie like a block of the tile.
   MLA_DEVICE uint32_t lane_rest() const {
-    return static_cast<uint32_t>(lane_.column / 8 * 1024 + lane_.column % 8 * 128 + (lane_.group ^ Tile::swizzle(lane_.column)) * 16);
+    const uint32_t column = static_cast<uint32_t>(lane_.column);
+    return column / 8 * 1024 + column % 8 * 128 + (lane_.group ^ Tile::swizzle(column)) * 16;
   }
 
   MLA_DEVICE void rescale(const f32x4 (&t)[array][score_tiles]) {
@@ -205,7 +219,7 @@ class WideRowSplitWave {
     }
   }
 
-  static constexpr int reads = sums * Values::reads;   // per column tile
+  static constexpr int reads = products * Values::reads;   // per column tile
   static constexpr int column_group = 8 / reads;       // column tiles that are read at once
   static constexpr int column_groups = WideOutput::tiles / column_group;
 
@@ -217,7 +231,7 @@ class WideRowSplitWave {
   }
 
   // `values` holds, or will, the first group of columns; each group is read while the one before is multiplied.
-  MLA_DEVICE void add_values(uint32_t tile, u32x2 (&values)[column_group][reads], const typename Values::Rows (&weights)[array][sums]) {
+  MLA_DEVICE void add_values(uint32_t tile, u32x2 (&values)[column_group][reads], const typename Softmax::Weights (&weights)[array]) {
     u32x2 next[column_group][reads];
 #pragma unroll
     for (int g = 0; g < column_groups; ++g) {
@@ -230,16 +244,21 @@ class WideRowSplitWave {
       }
 #pragma unroll
       for (int c = 0; c < column_group; ++c) {
+        typename Values::Columns columns[Softmax::products];
 #pragma unroll
-        for (int n = 0; n < sums; ++n) {
+        for (int n = 0; n < Softmax::products; ++n) {
           u32x2 read[Values::reads];
 #pragma unroll
           for (int i = 0; i < Values::reads; ++i) read[i] = now[c][n * Values::reads + i];
-          const typename Values::Columns columns = Values::columns(read);
+          columns[n] = Values::columns(read);
+        }
+        if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
+#pragma unroll
+        for (int n = 0; n < Softmax::products; ++n) {
 #pragma unroll
           for (int r = 0; r < tiles; ++r) {
             f32x4& sum = output_[r].tile[g * column_group + c];
-            sum = Values::multiply(columns, weights[r][n], sum);
+            sum = Values::multiply(columns[n], weights[r][n], sum);
             if (r == 1 && g * column_group + c >= WideOutput::tiles - ordinary) keep_ordinary(sum);
           }
         }
@@ -260,7 +279,7 @@ class WideRowSplitWave {
   int visible_to_all_;
   int first_row_[array];
   int visible_[array];
-  mla::RowSoftmax softmax_[array];
+  typename Softmax::Row softmax_[array];
   Query query_[array];
   WideOutput output_[array];
 };

@@ -10,32 +10,57 @@ from mla_suite.ops.decode.config import ELEMENTS, FP8_LAYOUTS, TILE, CdnaConfig,
 
 WAVES = 4
 MOST_STAGES = 4
+MOST_BF16_WEIGHTS = 96  # rows: 39 matrix clocks per token with bf16 weights, beside 44 for its bytes
 OUTPUT_BYTES = 16 * 512 * 4  # of a wave, where four waves' rows are merged
 
 
 @dataclass(frozen=True)
 class Cdna4Config(CdnaConfig):
-    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it."""
+    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it.
+
+    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
+    """
+
+    fp8_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_weights and self.query != "fp8":
+            self._refuse("fp8 weights come with fp8 queries")
 
     @property
     def keys(self) -> int:
-        """Keys that a tile holds."""
+        """Keys of a tile that the waves share."""
+        if self.cache == "fp8":
+            return 128 if self.fp8_weights else 64
         return 32
 
     @property
     def lds(self) -> int:
         """Static LDS in bytes: outputs and statistics to merge, or stages of shared keys and their page numbers."""
         if self.rows == TILE:
-            return WAVES * OUTPUT_BYTES + 2 * WAVES * TILE * 4
+            return WAVES * OUTPUT_BYTES + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
         value = 1 if self.cache == "fp8" else 2
         stage, pages = self.keys * self.width * value, WAVES * 512
         if self.rotate:
             stage += self.keys * 128 + WAVES * 2048  # with what rounding leaves, cosines and sines
         return min(MOST_STAGES, (self.arch.lds_bytes - pages) // stage) * stage + pages
 
+    @property
+    def instance(self) -> str:
+        if self.cache == "fp8":
+            kernel, weight = ("decode_fp8_weights", "fp8") if self.fp8_weights else ("decode_fp8", "bf16")
+            return f"{kernel}_query-{self.query}_weight-{weight}_rows-{self.rows}"
+        return super().instance
+
 
 def cdna4_config(problem: Any, arch: Arch) -> Cdna4Config:
-    """The instance for a problem; it depends on shapes of the queries alone, so a batch-invariant call may use it."""
+    """The instance for a problem; it depends on shapes of the queries alone, so a batch-invariant call may use it.
+
+    fp8 queries keep bf16 weights as long as memory stays the bound.
+    """
+    query = ELEMENTS[problem.q_dtype]
     cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
     rows = tile_rows(problem.heads * problem.q_len)
-    return Cdna4Config(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope)
+    fp8_weights = query == "fp8" and rows > MOST_BF16_WEIGHTS
+    return Cdna4Config(arch, query, cache, rows, problem.head_dim, problem.rope, fp8_weights)

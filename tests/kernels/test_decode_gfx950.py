@@ -197,7 +197,9 @@ def test_bound_of_other_instances(rows, options, limiter):
 
 def test_resources_are_as_declared():
     """No instance spills or uses scratch, and each has the LDS that its config promises."""
-    entries = [e for e in manifest.installed().kernels.values() if e.arch == ARCH and e.params == "decode"]
+    entries = [
+        e for e in manifest.installed().kernels.values() if e.arch == ARCH and e.kernel in ("decode", "decode_rotated")
+    ]
     for entry in entries:
         constants = entry.constants
         element = constants["DTYPE"]
