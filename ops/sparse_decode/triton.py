@@ -24,6 +24,8 @@ from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts of a selection fall on its multiples
+# Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
+COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
 
 class Tile(NamedTuple):
@@ -279,6 +281,8 @@ def record(layout: str, head_dim: int) -> Record:
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+    if not COMPILES:
+        return Refusal(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings")
     values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Refusal(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")

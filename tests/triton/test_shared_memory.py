@@ -45,7 +45,9 @@ SPARSE = [
     )
 ]
 MODULES: dict[str, Any] = {"decode": decode, "sparse_decode": sparse_decode}
-CASES = [("decode", sample) for sample in DECODE] + [("sparse_decode", sample) for sample in SPARSE]
+old = pytest.mark.skipif(not sparse_decode.COMPILES, reason="this Triton is older than 3.6, which sparse_decode needs")
+CASES = [pytest.param("decode", sample, id=f"decode-{sample.name}") for sample in DECODE]
+CASES += [pytest.param("sparse_decode", sample, id=f"sparse_decode-{sample.name}", marks=old) for sample in SPARSE]
 
 
 def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
@@ -64,7 +66,7 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
+@pytest.mark.parametrize(("name", "sample"), CASES)
 def test_the_chosen_tile_fits(name: str, sample: Sample, gpu: str) -> None:
     capability, record, limit = GPUS[gpu]
     assert shared_of(name, sample, capability, record) <= limit
