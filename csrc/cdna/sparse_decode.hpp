@@ -30,7 +30,8 @@ MLA_DEVICE float fresh_zero() {
 }
 
 // Which waves compute which scores: `row_groups` x `key_groups` of them. Rows are those of a workgroup, in tiles of 16.
-template <int row_tiles_, int row_groups_>
+// The fewer row groups, the fewer waves read each key; but queries of so many rows must fit beside the output.
+template <int row_tiles_, int row_groups_ = row_tiles_ <= 3 ? 1 : row_tiles_ <= 6 ? 2 : 4>
 struct SparseShape {
   static constexpr int waves = 4;
   static constexpr int row_tiles = row_tiles_;
@@ -131,15 +132,17 @@ class SparseDecode {
         valid = gather.valid();
         if (n + 1 < count) gather.load(n + 1);
         wave_lds_fence();
+        weigh(n, lds_ + stage, valid, sum, [](int) {});
       } else {
         valid = lds_read_word(lds_place(lds_ + masks + n % 3 * 4));
-      }
-      weigh(n, lds_ + stage, valid, sum);
-      __builtin_amdgcn_sched_barrier(0);
-      if (!Shape::own_keys && n + 1 < count) {
-        bring(gather, n + 1, next);
+        // The next tile is dequantised in the shadow of this one's products.
+        weigh(n, lds_ + stage, valid, sum, [&](int s) {
+          if (s % between == 0 && s / between < Gather::pieces && n + 1 < count) gather.store(s / between, lds_ + next);
+        });
+        mark(gather, n + 1);
         if (n + 2 < count) gather.load(n + 2);
       }
+      __builtin_amdgcn_sched_barrier(0);
       mla::block_sync();
       add_values(n, lds_ + stage, valid, sum);
       stage = next;
@@ -161,10 +164,13 @@ class SparseDecode {
 
   // The wave's keys of tile n, which were loaded last, into a stage.
   MLA_DEVICE void bring(const Gather& gather, int n, uint32_t stage) const {
-    gather.store(lds_ + stage);
-    if (!Shape::own_keys && own_ == 0) {
-      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + masks + n % 3 * 4 + wave_)) = static_cast<uint8_t>(gather.valid());
-    }
+#pragma unroll
+    for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
+    if (!Shape::own_keys) mark(gather, n);
+  }
+  // Which of them are there, for the waves that score them.
+  MLA_DEVICE void mark(const Gather& gather, int n) const {
+    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + masks + n % 3 * 4 + wave_)) = static_cast<uint8_t>(gather.valid());
   }
 
   // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.
@@ -173,7 +179,11 @@ class SparseDecode {
   static constexpr int step_reads = step_chunks * key_tiles;
   static constexpr int ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;   // steps of keys read ahead of the products
 
-  MLA_DEVICE void scores(uint32_t tile, f32x4 (&t)[wave_rows][key_tiles]) const {
+  static constexpr int between = steps / Gather::pieces > 0 ? steps / Gather::pieces : 1;   // steps per piece of the next tile
+
+  // `aside(s)` is done between the products of steps s and s + 1.
+  template <class Aside>
+  MLA_DEVICE void scores(uint32_t tile, f32x4 (&t)[wave_rows][key_tiles], const Aside& aside) const {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
 #pragma unroll
@@ -198,6 +208,7 @@ class SparseDecode {
           for (int r = 0; r < wave_rows; ++r) {
             t[r][T] = Matrix::multiply(read[s % (ahead + 1)][T][c], query_[r].chunk[s * step_chunks + c], t[r][T]);
           }
+      aside(s);
     }
   }
   MLA_DEVICE void read_keys(uint32_t at, int s, u32x4 (&read)[key_tiles][step_chunks]) const {
@@ -227,9 +238,10 @@ class SparseDecode {
   }
 
   // Weights of tile n for all waves to read, or the flag that says why not.
-  MLA_DEVICE void weigh(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) const {
+  template <class Aside>
+  MLA_DEVICE void weigh(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows], const Aside& aside) const {
     f32x4 t[wave_rows][key_tiles];
-    scores(tile, t);
+    scores(tile, t, aside);
     mask(valid, t);
     bool exceeded = false;
 #pragma unroll
@@ -286,7 +298,7 @@ class SparseDecode {
   MLA_DEVICE void raise(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
     const Lane lane = Lane::current();
     f32x4 t[wave_rows][key_tiles];
-    scores(tile, t);
+    scores(tile, t, [](int) {});
     mask(valid, t);
     const uint32_t row = lds_ + maxima + (row_group_ * wave_rows * 16 + lane.column) * 4;
 #pragma unroll
@@ -323,7 +335,7 @@ class SparseDecode {
 
   // O^T += V^T P^T: tile[r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
   static constexpr int pairs = key_steps * column_tiles;   // of a 32-key step and 16 columns
-  static constexpr int group = row_tiles >= 6 ? 2 : 4;     // pairs read at once     // pairs read at once
+  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;   // pairs read at once
   static constexpr int groups = pairs / group;
   // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read twice.
   static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;

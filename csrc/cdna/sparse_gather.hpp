@@ -21,7 +21,8 @@ class SparseGather {
   static_assert(wave_keys == 8 || wave_keys == 16, "sparse gather: eight or sixteen keys to a wave");
 
   MLA_DEVICE SparseGather(const SparseSelection& selection, const mla::WorkItem& item, uint32_t lds, int wave)
-      : selection_(selection), first_key_(item.first_key + wave * wave_keys), end_key_(item.end_key), wave_(wave), lane_(Lane::current().index), lds_(lds) {
+      : selection_(selection), first_key_(item.first_key + wave * wave_keys), end_key_(item.end_key), wave_(wave), lds_(lds),
+        places_(GatherPlaces::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
     fetch(0);
     enter(0);
     fetch(1);
@@ -35,7 +36,7 @@ class SparseGather {
     }
     const int in_block = tile % block_tiles * wave_keys;
     valid_ = static_cast<uint32_t>(block_valid_ >> in_block) & ((1u << wave_keys) - 1);
-    const GatherLane lane(static_cast<uint32_t>(rederived(lane_)));
+    const GatherLane lane(static_cast<uint32_t>(rederived(Lane::current().index)));
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       const LdsBytes at = lds_place(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
@@ -51,14 +52,11 @@ class SparseGather {
     }
   }
 
-  // The loaded rows as bf16 into a tile that begins at `at`.
-  MLA_DEVICE void store(uint32_t at) const {
-    const GatherLane lane(static_cast<uint32_t>(rederived(lane_)));
-#pragma unroll
-    for (int g = 0; g < groups; ++g) {
-      const int first = wave_ * wave_keys + 8 * g;
-      Record::store(raw_[g], at + first / 8 * Tile::group_bytes, GatherPlaces(lane, static_cast<uint32_t>(Tile::swizzle(first + static_cast<int>(lane.token)))), lane);
-    }
+  // One of the `pieces` in which the loaded rows go as bf16 into a tile that begins at `at`.
+  static constexpr int pieces = groups * Record::pieces;
+  MLA_DEVICE void store(int piece, uint32_t at) const {
+    const int g = piece / Record::pieces, eight = wave_ * groups + g;
+    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes, places_.turned(static_cast<uint32_t>(eight) % 2));
   }
 
   // Bit k: whether the wave's key k of the tile that was loaded last is there.
@@ -66,7 +64,7 @@ class SparseGather {
 
  private:
   MLA_DEVICE int key(int block) const {
-    const int lane = rederived(lane_);
+    const int lane = rederived(Lane::current().index);
     return first_key_ + (block * block_tiles + lane / wave_keys) * keys + lane % wave_keys;
   }
 
@@ -79,7 +77,7 @@ class SparseGather {
 
   // The indices of the block have arrived: addresses, for all lanes of the wave to read.
   MLA_DEVICE void enter(int block) {
-    const int lane = rederived(lane_);
+    const int lane = rederived(Lane::current().index);
     const int mine = key(block);
     const SelectedToken token = selection_.token_of(mine, index_);
     const bool valid = mine < end_key_ && token.valid;
@@ -101,8 +99,8 @@ class SparseGather {
   int first_key_;   // the wave's first of the item
   int end_key_;
   int wave_;
-  int lane_;
   uint32_t lds_;
+  const GatherPlaces places_;
   int index_;              // of the lane's key of the next block
   uint64_t block_valid_;   // bit l: the key of lane l of this block
   uint32_t valid_;

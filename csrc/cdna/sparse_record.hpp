@@ -33,16 +33,19 @@ struct GatherLane {
   MLA_DEVICE uint32_t slot() const { return piece() ^ (token & 4); }            // of 8 bf16 values among 64
 };
 
-// Where a lane writes, for tokens 8 n + 0..7 of a tile, relative to the first place of the eight.
+// Where a lane writes the eight tokens 8 n + 0..7 of a tile, relative to their first place, for even n; for odd n all places
+// are 16 bytes the other way.
 struct GatherPlaces {
-  uint32_t first, second, whole;   // the two slots of a piece of fp8 values; a slot of bf16 values
+  uint32_t first;   // of a piece of fp8 values, which fills two slots; the second lies 16 bytes the other way
+  uint32_t whole;   // of a slot of bf16 values
 
-  MLA_DEVICE GatherPlaces(const GatherLane& lane, uint32_t swizzle) {
-    const uint32_t row = lane.token << 7 | (swizzle << 4);
-    first = (lane.half << 10 | row) ^ lane.part << 5;
-    second = first ^ 16;
-    whole = row ^ lane.slot() << 4;
+  template <class Tile>
+  MLA_DEVICE static GatherPlaces of(const GatherLane& lane) {
+    const uint32_t row = lane.token << 7 | static_cast<uint32_t>(Tile::swizzle(static_cast<int>(lane.token))) << 4;
+    return GatherPlaces{(lane.half << 10 | row) ^ lane.part << 5, row ^ lane.slot() << 4};
   }
+  MLA_DEVICE GatherPlaces turned(uint32_t odd) const { return GatherPlaces{first ^ odd << 4, whole ^ odd << 4}; }
+  MLA_DEVICE bool lower_half() const { return (first & 1024) == 0; }
 };
 
 // The value that lane `which` of each four neighbouring lanes holds.
@@ -56,7 +59,7 @@ template <class Convert>
 MLA_DEVICE void store_piece(u32x4 raw, const Convert& convert, uint32_t at, const GatherPlaces& places) {
   const uint32_t a = raw[0], b = raw[1], c = raw[2], d = raw[3];
   lds_write16(lds_place(at + places.first), u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)});
-  lds_write16(lds_place(at + places.second), u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
+  lds_write16(lds_place(at + (places.first ^ 16)), u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
   __builtin_amdgcn_sched_barrier(0);   // or all pieces are converted at once, in registers that are not there
 }
 
@@ -101,13 +104,14 @@ struct Dsv4Record {
     raw.rope = load_global<u32x4>(row + 448 + lane.slot() * 16);
   }
 
-  MLA_DEVICE static void store(const Raw& raw, uint32_t at, const GatherPlaces& places, const GatherLane& lane) {
+  static constexpr int pieces = 5;
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
     const uint32_t scale = raw.scale << 23;
-    store_one<0>(raw, scale, at, places);
-    store_one<1>(raw, scale, at, places);
-    store_one<2>(raw, scale, at, places);
-    if (lane.half == 0) store_one<3>(raw, scale, at, places);
-    lds_write16(lds_place(at + places.whole + 7 * 1024), raw.rope);
+    if (piece == 0) store_one<0>(raw, scale, at, places);
+    if (piece == 1) store_one<1>(raw, scale, at, places);
+    if (piece == 2) store_one<2>(raw, scale, at, places);
+    if (piece == 3 && places.lower_half()) store_one<3>(raw, scale, at, places);
+    if (piece == 4) lds_write16(lds_place(at + places.whole + 7 * 1024), raw.rope);
   }
 
  private:
@@ -139,12 +143,13 @@ struct V32Record {
     raw.rope = load_global<u32x4>(row + 528 + lane.slot() * 16);
   }
 
-  MLA_DEVICE static void store(const Raw& raw, uint32_t at, const GatherPlaces& places, const GatherLane&) {
-    store_one<0>(raw, at, places);
-    store_one<1>(raw, at, places);
-    store_one<2>(raw, at, places);
-    store_one<3>(raw, at, places);
-    lds_write16(lds_place(at + places.whole + 8 * 1024), raw.rope);
+  static constexpr int pieces = 5;
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
+    if (piece == 0) store_one<0>(raw, at, places);
+    if (piece == 1) store_one<1>(raw, at, places);
+    if (piece == 2) store_one<2>(raw, at, places);
+    if (piece == 3) store_one<3>(raw, at, places);
+    if (piece == 4) lds_write16(lds_place(at + places.whole + 8 * 1024), raw.rope);
   }
 
  private:
@@ -174,9 +179,9 @@ struct Bf16Record {
 #pragma unroll
     for (int b = 0; b < blocks; ++b) raw.block[b] = load_global<u32x4>(row + lane.slot() * 16 + b * 128);
   }
-  MLA_DEVICE static void store(const Raw& raw, uint32_t at, const GatherPlaces& places, const GatherLane&) {
-#pragma unroll
-    for (int b = 0; b < blocks; ++b) lds_write16(lds_place(at + places.whole + b * 1024), raw.block[b]);
+  static constexpr int pieces = blocks;
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
+    lds_write16(lds_place(at + places.whole + piece * 1024), raw.block[piece]);
   }
 };
 

@@ -15,7 +15,7 @@ from mla_suite.core.dispatch import Refusal
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, native
-from mla_suite.ops.sparse_decode.config import ROW_GROUPS, SparseConfig, record_of, rows_of, tile_rows
+from mla_suite.ops.sparse_decode.config import RECORDS, ROWS, SparseConfig, record_of, tile_rows
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import Exact, attention, ulp
 from mla_suite.toolchain import compilers, manifest
@@ -26,7 +26,7 @@ ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 @pytest.fixture(autouse=True)
 def gfx950():
-    config = SparseConfig(GFX950, "dsv4", 512, 16)
+    config = SparseConfig(GFX950, "dsv4", 16)
     if not has_kernel("gfx950", config.instance):
         pytest.skip(f"{config.instance} is not built for gfx950; run `python -m mla_suite build --arch gfx950`")
     with mla_suite.emulate("gfx950") as record:
@@ -428,7 +428,7 @@ def test_what_is_refused_is_computed_elsewhere(why):
 
 def counted(name, heads, keys):
     """The report of one workgroup that attends to `keys` keys, all valid, most of them more than once."""
-    if manifest.installed().find("gfx950", SparseConfig(GFX950, "dsv4", 512, 16).instance).compiler != (
+    if manifest.installed().find("gfx950", SparseConfig(GFX950, "dsv4", 16).instance).compiler != (
         compilers.packaged().version
     ):
         pytest.skip(f"the counts are those of {compilers.packaged().version}")
@@ -473,32 +473,29 @@ def test_counters(name, heads, bytes_per_key, instructions, lds):
 
 
 def test_rows_of_a_workgroup_hold_all_heads():
-    for record in ("dsv4", "v32"):
-        for heads in range(1, 400):
-            rows = tile_rows(record, heads)
-            tiles = -(-heads // 128)
-            assert rows in rows_of(record)
-            assert rows * tiles >= heads
+    for heads in range(1, 400):
+        rows = tile_rows(heads)
+        tiles = -(-heads // 128)
+        assert rows * tiles >= heads
+        assert rows * tiles - heads < 32 * tiles
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
         ({"rows": 24}, "rows are one of"),
-        ({"record": "v32", "width": 576, "rows": 96}, "rows are one of"),
-        ({"record": "v32"}, "records are"),
+        ({"record": "dsv5"}, "records are"),
         ({"arch": archs.get("gfx942")}, "gfx942 has no such kernels"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=sentence):
-        SparseConfig(**({"arch": GFX950, "record": "dsv4", "width": 512, "rows": 16} | changed))
+        SparseConfig(**({"arch": GFX950, "record": "dsv4", "rows": 16} | changed))
 
 
 def test_every_declared_kernel_is_one_of_the_rules():
     names = {key[1] for key in manifest.installed().kernels if key[1].startswith("sparse_decode_")}
-    legal = {("dsv4", 512), ("v32", 576), ("v32pow2", 576), ("bf16", 512), ("bf16", 576)}
-    assert names == {SparseConfig(GFX950, r, w, n).instance for r, w in legal for n in ROW_GROUPS if n in rows_of(r)}
+    assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in ROWS}
 
 
 def test_records_of_mixed_layouts():
