@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,45 @@ def test_demo_runs_a_whole_layer_on_emulated_gfx942(capsys: pytest.CaptureFixtur
         assert 0 < part["largest_difference"]["y"] < 8e-3 + 2e-2 * part["largest_y"]
         decode = next(launch for launch in part["launches"] if launch["kernel"].startswith("decode"))
         assert decode["bound"] == "memory"
+
+
+def test_demo_decodes_dense_and_sparse_layers_on_emulated_gfx950(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--emulate", "gfx950", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == []
+    attention = {}
+    for part in report["parts"]:
+        op = "sparse_decode" if "V4" in part["title"] else "decode"
+        assert {part["backends"][name]["backend"] for name in ("plan", "append_kv", op)} == {"native"}
+        assert part["largest_difference"]["cache"] == 0
+        assert 0 < part["largest_difference"]["y"] < 8e-3 + 2e-2 * part["largest_y"]
+        (launch,) = (launch for launch in part["launches"] if launch["kernel"].startswith(op))
+        assert launch["bound"] in ("memory", "matrix")
+        attention[part["title"]] = launch["kernel"]
+    found = " ".join(f"{title}: {kernel}" for title, kernel in attention.items())
+    assert len(attention) == 4
+    for words in ("bf16 cache", "fp8 cache", "dsv4 pools", "decode_dtype_bf16", "decode_fp8", "sparse_decode"):
+        assert words in found
+
+
+def test_demo_fails_on_a_finding_and_on_a_wrong_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_layers, "GPU_MODE_BATCHES", (1,))
+    monkeypatch.setattr(demo_layers, "GPU_MODE_PREFILLS", (16,))
+    record = demo_emulated.launch_record
+
+    def with_a_finding(report: Any, arch: Any, keys: int) -> dict[str, Any]:
+        return record(report, arch, keys) | {"findings": ["made up"] if report.kernel.startswith("append") else []}
+
+    monkeypatch.setattr(demo_emulated, "launch_record", with_a_finding)
+    monkeypatch.setattr(demo_emulated, "ATOL", 0.0)
+    monkeypatch.setattr(demo_emulated, "RTOL", 0.0)
+    assert main(["demo", "--emulate", "gfx942"]) == 1
+    printed = capsys.readouterr().out
+    assert "append_kv_tokens_1: made up" in printed
+    assert "values differ by up to" in printed
+    assert "2 problems" in printed
 
 
 def test_demo_fails_where_a_kernel_did_not_run(
