@@ -4,7 +4,7 @@
 
 namespace mla::sm90 {
 
-using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, BLOCKS, Asked::QUERIES>;
+using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE>;
 
 struct alignas(64) Launch {
   Params params;
@@ -20,7 +20,7 @@ MLA_DEVICE void decode(const Params& params) {
   if (thread_id() == 0) {
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::SOURCE == Source::tma ? 1 : 128);  // one asks TMA, or all copy
-      barrier_init(barriers.kv_empty(stage), 8 * Policy::CLUSTER);  // the warps of the values
+      barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
@@ -33,11 +33,10 @@ MLA_DEVICE void decode(const Params& params) {
     barrier_init_done();
   }
   if (Policy::SOURCE == Source::tma && thread_id() == 32) prefetch_map(&params.kv_map_0);
-  if (Policy::QUERIES == Asked::box && thread_id() == 64) prefetch_map(&params.q_map_0);
+  if (thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
-  if constexpr (Policy::CLUSTER == 1) block_sync();
-  else cluster_sync();
+  block_sync();
   if (group == 0) {
     give_registers<LOADER_REGISTERS>();
     Loader<Policy>(params, shared).run();
@@ -48,18 +47,11 @@ MLA_DEVICE void decode(const Params& params) {
     take_registers<VALUES_REGISTERS>();
     Values<Policy>(params, shared, group - 2).run();
   }
-  if constexpr (Policy::CLUSTER > 1) cluster_sync();  // until then the others may still write here
 }
 
 }  // namespace mla::sm90
 
-#if BLOCKS > 1
-#define MLA_CLUSTER __cluster_dims__(BLOCKS, 1, 1)
-#else
-#define MLA_CLUSTER
-#endif
-
-extern "C" __global__ void MLA_CLUSTER __launch_bounds__(mla::sm90::THREADS, 1)
+extern "C" __global__ void __launch_bounds__(mla::sm90::THREADS, 1)
     MLA_SUITE_KERNEL(const __grid_constant__ mla::sm90::Launch launch) {
   mla::sm90::decode(launch.params);
 }

@@ -11,9 +11,10 @@ namespace mla::sm90 {
 template <class Policy>
 MLA_DEVICE WorkList work_list(const Params& params) {
   const int block = static_cast<int>(blockIdx.x);
-  const int tile = block % params.row_tiles / Policy::CLUSTER * Policy::CLUSTER;  // a cluster takes an item together
-  return WorkList(params, block / params.row_tiles, tile * ROWS, Policy::GRANULE, Policy::KEYS);
+  return WorkList(params, block / params.row_tiles, block % params.row_tiles * ROWS, Policy::GRANULE, Policy::KEYS);
 }
+
+constexpr int LOADER_BARRIER = 2;
 
 // Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
 template <class Policy>
@@ -22,23 +23,41 @@ class Loader {
   MLA_DEVICE Loader(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
 
+  // With TMA one warp asks for keys and another for queries, so that the first keys do not wait behind 18 boxes of
+  // queries. Without it every thread copies keys, and the first one asks for queries.
   MLA_DEVICE void run() {
-    if (Policy::SOURCE == Source::tma && group_thread() >= 32) return;  // one thread asks the copy engine
+    constexpr bool TMA = Policy::SOURCE == Source::tma;
+    const int warp = uniform(group_thread() / 32);
+    if (TMA && warp > 1) return;
     WorkList work = work_list<Policy>(params_);
-    const Heads heads(params_);
     Item item;
     Ring<Policy::STAGES> ring;
     Ring<Policy::ITEMS> items;
     while (work.take(item)) {
       item.stop = 0;
       publish(item, items);
+      if (item.keys() == 0) {
+        work.look();
+        continue;
+      }
+      // Neither may be a whole turn of the ring ahead: a barrier tells two phases apart, not three.
+      if (TMA) asm volatile("bar.sync %0, 64;" ::"n"(LOADER_BARRIER) : "memory");
+      if (!TMA || warp == 1) {
+        bring_q(item, ring);
+      } else {
+        ring.next();
+        ring.next();
+      }
+      if (TMA && warp == 1) {
+        for (int first = item.first; first < item.end; first += Policy::KEYS) ring.next();
+        work.look();
+        continue;
+      }
       const int64_t first_page = params_.kv_indptr != nullptr ? __ldg(params_.kv_indptr + item.sequence)
                                                               : item.sequence * params_.page_ids_stride;
       const int32_t* pages = params_.page_ids + first_page;
-      if (item.keys() == 0) work.look();
-      else bring_q(item, heads, ring);
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
-        if constexpr (Policy::SOURCE == Source::tma) boxes(pages, first, ring);
+        if constexpr (TMA) boxes(pages, first, ring);
         else gather(pages, first, item.end, ring);
         ring.next();
         if (first == item.first) work.look();
@@ -65,34 +84,25 @@ class Loader {
   }
 
   // An item's queries take two stages ahead of its keys, so that they too are there before they are needed: the first
-  // half of every row, then the second. Rows past the last stay what they were: their result is never stored. (Filling
-  // them with one row made every block read the same lines, and cost 10 us at 16 heads.)
-  MLA_DEVICE void bring_q(const Item& item, const Heads& heads, Ring<Policy::STAGES>& ring) {
+  // half of every row, then the second. Rows past the sequence's last are the next one's, or zeros past the last of all:
+  // their result is never stored.
+  MLA_DEVICE void bring_q(const Item& item, Ring<Policy::STAGES>& ring) {
     const Queries queries(params_, item.sequence);
     const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    const int rows = max(0, min(ROWS, queries.count * params_.heads - first_row));
+    constexpr int ASKER = Policy::SOURCE == Source::tma ? 1 : 0;
+    const int lane = group_thread() - ASKER * 32;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
       const uint32_t full = barriers_.kv_full(ring.stage);
       barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
-      constexpr bool BOXES = Policy::QUERIES == Asked::box;
-      const int bytes = BOXES ? Policy::Q_BOXES * 64 * min(ROWS, params_.q_len * params_.heads) : rows * Policy::Q_HALF_BYTES;
-      if (group_thread() == 0) barrier_expect(full, bytes);
+      if (lane == 0) barrier_expect(full, Policy::Q_BOXES * 64 * min(ROWS, params_.q_len * params_.heads));
       else if (Policy::SOURCE == Source::gather) barrier_arrive(full);
-      if (BOXES) {
-        // Rows past the sequence's last are the next one's, or zeros past the last of all: their result is never stored.
-        if (group_thread() == 0)
+      if (lane == 0)
 #pragma unroll 1
-          for (int box = 0; box < Policy::Q_BOXES; ++box)
-            copy_box(stage + box * Policy::Q_BOX_BYTES, &params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
-                     queries.first_token * params_.heads + first_row, full);
-      } else if (group_thread() < 32)
-#pragma unroll 1
-        for (int local = group_thread(); local < rows; local += 32)
-          copy_row(stage + local * Policy::Q_HALF_BYTES,
-                   Row(heads, queries, first_row + local).query(params_, queries, item) + half * (Policy::DEPTH / 2),
-                   Policy::Q_HALF_BYTES, full);
+        for (int box = 0; box < Policy::Q_BOXES; ++box)
+          copy_box(stage + box * Policy::Q_BOX_BYTES, &params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
+                   queries.first_token * params_.heads + first_row, full);
       ring.next();
     }
     __syncwarp();
@@ -139,14 +149,9 @@ class Loader {
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
     if (group_thread() != 0) return;
     barrier_expect(full, Policy::STAGE_BYTES);
-    if constexpr (Policy::CLUSTER == 1) {
 #pragma unroll
-      for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
-        copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
-    } else {
-      for (int c = blockIdx.x % Policy::CLUSTER; c < Policy::COLUMN_BLOCKS; c += Policy::CLUSTER)
-        copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full, (1 << Policy::CLUSTER) - 1);
-    }
+    for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
+      copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
   }
 
   const Params& params_;

@@ -20,31 +20,16 @@ MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers just initialised are visible to the copy engine and to the other blocks of the cluster.
+// Barriers just initialised are visible to the copy engine.
 MLA_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Lanes 0..CLUSTER-1 of a warp arrive on this barrier of the cluster's blocks 0..CLUSTER-1.
-template <int CLUSTER>
-MLA_DEVICE void barrier_arrive_all(uint32_t barrier) {
-  const int lane = group_thread() % 32;
-  if constexpr (CLUSTER == 1) {
-    if (lane == 0) barrier_arrive(barrier);
-  } else if (lane < CLUSTER) {
-    asm volatile(
-        "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}\n" ::"r"(barrier),
-        "r"(lane)
-        : "memory");
-  }
-}
-
-// All threads of all blocks of the cluster.
-MLA_DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+// One arrival for the warp.
+MLA_DEVICE void warp_arrive(uint32_t barrier) {
+  if (group_thread() % 32 == 0) barrier_arrive(barrier);
 }
 
 MLA_DEVICE void barrier_expect(uint32_t barrier, int bytes) {
@@ -107,28 +92,12 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int 
       : "memory");
 }
 
-// The same to all blocks of the cluster in `blocks`, bit by bit: at the same place, counted on the same barrier of each.
-MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int page, uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
-      "%3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
 // A box of a matrix, likewise.
 MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int64_t row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
       "l"(map), "r"(column), "r"(static_cast<int>(row)), "r"(barrier)
       : "memory");
-}
-
-// `bytes` in a row, a multiple of 16 as are both addresses; they count on the barrier.
-MLA_DEVICE void copy_row(uint32_t to, const void* from, int bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
 }
 
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

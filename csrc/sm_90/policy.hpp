@@ -17,21 +17,18 @@ static_assert(LOADER_REGISTERS + SCORES_REGISTERS + 2 * VALUES_REGISTERS <= 512,
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
+// The softmax of a block comes in so many parts, one after every SOFTMAX_GAP steps of the next block's Q K^T.
+constexpr int SOFTMAX_PARTS = 2;
+constexpr int SOFTMAX_GAP = 8;
+
 // How keys come: by 16-byte copies from pages of any size, or by the copy engine from pages that are multiples of a box.
 enum class Source { gather, tma };
 
-// How queries come: a copy for each half of a row, or boxes of 32 columns of all rows.
-enum class Asked { row, box };
-
-// Blocks of a cluster have row tiles of the same item: each brings a part of every stage to all of them.
-template <class T, int DEPTH_, Source SOURCE_, int CLUSTER_ = 1, Asked QUERIES_ = Asked::row>
+template <class T, int DEPTH_, Source SOURCE_>
 struct DecodePolicy {
   using Type = T;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
-  static constexpr int CLUSTER = CLUSTER_;
-  static constexpr Asked QUERIES = QUERIES_;
-  static_assert(CLUSTER == 1 || SOURCE == Source::tma, "only the copy engine writes to several blocks at once");
   static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
@@ -42,10 +39,10 @@ struct DecodePolicy {
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
   static constexpr int Q_REGISTER_STEPS = Q_STEPS / 2;
   static constexpr int Q_SHARED_STEPS = Q_STEPS / 2;
-  static constexpr int Q_HALF_BYTES = DEPTH;             // of a row; an item's queries come through two stages of the ring
-  static_assert(ROWS * Q_HALF_BYTES == STAGE_BYTES, "half of the queries fill a stage");
-  static constexpr int Q_BOXES = DEPTH / 64;             // in such a half, under the 64-byte swizzle: [Q_BOXES][ROWS][64 B]
+  // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
+  static constexpr int Q_BOXES = DEPTH / 64;             // [Q_BOXES][ROWS][64 B]
   static constexpr int Q_BOX_BYTES = ROWS * 64;
+  static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
 
   static constexpr int KV_OFFSET = 0;

@@ -42,7 +42,6 @@ template <class Policy>
 class Scores {
   using T = typename Policy::Type;
   static constexpr int REGS = Policy::KEYS / 2;
-  static constexpr bool BOXES = Policy::QUERIES == Asked::box;
 
  public:
   MLA_DEVICE Scores(const Params& params, uint32_t shared)
@@ -64,7 +63,7 @@ class Scores {
                  : "memory");
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(item_.partial_row), "=r"(stop) : "r"(from + 16) : "memory");
     __syncwarp();
-    if (group_thread() % 32 == 0) barrier_arrive(barriers_.item_empty(items_.stage));
+    warp_arrive(barriers_.item_empty(items_.stage));
     items_.next();
     item_.sequence = uniform(item_.sequence);
     item_.first = uniform(item_.first);
@@ -73,8 +72,8 @@ class Scores {
     return uniform(stop) == 0;
   }
 
-  // This item's queries from their two stages: the first half of the steps of Q K^T read them from shared memory, laid out
-  // for wgmma, the second half from registers.
+  // This item's queries from their two stages: the first half of the steps of Q K^T read them from shared memory, swizzled
+  // as they came, the second half from registers.
   MLA_DEVICE void load_q() {
     const int lane = group_thread() % 32;
     const int warp = group_thread() / 32;
@@ -82,41 +81,25 @@ class Scores {
     const Heads heads(params_);
     group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
     uint32_t stage = next_q_stage();
-    if constexpr (BOXES) {
-      // Swizzled as wgmma reads it.
 #pragma unroll
-      for (int i = 0; i < Policy::STAGE_BYTES / 2048; ++i) {
-        const uint32_t at = i * 2048 + group_thread() * 16;
-        uint32_t a, b, c, d;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
-                     "r"(d)
-                     : "memory");
-      }
-    }
-    // Eight rows and four pieces of 16 bytes at a time: what a warp writes at once is four cores of wgmma's layout.
-#pragma unroll 1
-    for (int group = warp; !BOXES && group < ROWS / 8; group += 4) {
-      const uint32_t from = stage + (group * 8 + lane % 8) * Policy::Q_HALF_BYTES + lane / 8 * 16;
-      const uint32_t to = shared_ + Policy::Q_OFFSET + group * 256 + lane % 8 * 16 + lane / 16 * 2048 + lane / 8 % 2 * 128;
-#pragma unroll
-      for (int i = 0; i < Policy::Q_SHARED_STEPS / 2; ++i) {
-        uint32_t a, b, c, d;
-        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from + i * 64));
-        asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + i * 4096), "r"(a), "r"(b), "r"(c), "r"(d)
-                     : "memory");
-      }
+    for (int i = 0; i < Policy::STAGE_BYTES / 2048; ++i) {
+      const uint32_t at = i * 2048 + group_thread() * 16;
+      uint32_t a, b, c, d;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
+                   "r"(d)
+                   : "memory");
     }
     release_q_stage();
     stage = next_q_stage();
     const int row = warp * 16 + lane % 16;
-    const uint32_t from = stage + (BOXES ? row * 64 : row * Policy::Q_HALF_BYTES + lane / 16 * 16);
+    const uint32_t from = stage + row * 64;
     const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts a lane's 16 bytes of an even step
 #pragma unroll
     for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
-                   : "r"(from + (BOXES ? k / 2 * Policy::Q_BOX_BYTES + (piece ^ k % 2 * 2) * 16 : k * 32))
+                   : "r"(from + k / 2 * Policy::Q_BOX_BYTES + (piece ^ k % 2 * 2) * 16)
                    : "memory");
     release_q_stage();
 #pragma unroll
@@ -138,8 +121,8 @@ class Scores {
   // In place of the eight values warps, which do not read this stage.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
-    barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(ring_.stage));
-    barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(ring_.stage));
+    warp_arrive(barriers_.kv_empty(ring_.stage));
+    warp_arrive(barriers_.kv_empty(ring_.stage));
     ring_.next();
   }
 
@@ -153,13 +136,12 @@ class Scores {
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
     uint32_t q_address = shared_ + Policy::Q_OFFSET;
     asm volatile("" : "+r"(q_address));
-    const uint64_t q = BOXES ? operand(uniform(q_address), 0, 512, Swizzle::bytes64)
-                             : operand(uniform(q_address), 128, 256, Swizzle::none);
+    const uint64_t q = operand(uniform(q_address), 0, 512, Swizzle::bytes64);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Policy::Q_STEPS; ++k) {
       const uint64_t key = advance(keys, k / 4 * Policy::BLOCK_BYTES + k % 4 * 32);
-      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, BOXES ? k / 2 * Policy::Q_BOX_BYTES + k % 2 * 32 : k * 2048), key, k > 0);
+      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, k / 2 * Policy::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
       else scores_mma<T>(s, &q_[4 * (k - Policy::Q_SHARED_STEPS)], key, true);
       between(k);
     }
@@ -190,17 +172,20 @@ class Scores {
       for (int i = 0; i < REGS / 2; ++i) exponentiate(s, i, offset, p, sum, top);
       pass_on<true>(s, first, p, sum, top);
     } else {
-      // The first steps of Q K^T have a part of the softmax each, and the values can begin before the last has run.
-      constexpr int EVERY = 2;
-      constexpr int DONE = EVERY * (REGS / 2) + 2;
+      // After every GAP of the first steps of Q K^T comes a part of the softmax, and the values can begin before the last
+      // step has run.
+      constexpr int PAIRS = REGS / 2 / SOFTMAX_PARTS;
+      constexpr int GAP = SOFTMAX_GAP;
+      constexpr int DONE = SOFTMAX_PARTS * GAP + 1;
       static_assert(DONE < Policy::Q_STEPS, "the softmax is shorter than Q K^T");
       uint32_t now = 0;
       start(next, [&](int k) {
-        if (k < EVERY * (REGS / 2)) {
-          if (k % EVERY == 0) now = clock_now();
-          if (k % EVERY != EVERY - 1) return;
+        if (k < SOFTMAX_PARTS * GAP) {
+          if (k % GAP == GAP / 2 - 1) now = clock_now();
+          if (k % GAP != GAP - 1) return;
           const float here[2] = {not_before(now, offset[0]), not_before(now, offset[1])};
-          exponentiate(s, k / EVERY, here, p, sum, top);
+#pragma unroll
+          for (int i = 0; i < PAIRS; ++i) exponentiate(s, k / GAP * PAIRS + i, here, p, sum, top);
         } else if (k == DONE) {
           pass_on<false>(s, first, p, sum, top);
         }
@@ -301,7 +286,7 @@ class Scores {
   // The slot is the values warpgroups' from here on.
   MLA_DEVICE void hand_over() {
     __syncwarp();
-    if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_full(slots_.stage));
+    warp_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
 

@@ -50,14 +50,14 @@ class Values {
           order = next_order();
           multiply(order & RESCALE);
         }
-        barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(stages_.stage));
+        warp_arrive(barriers_.kv_empty(stages_.stage));
         stages_.next();
       }
       // The slot is given back after its last numbers were read, at the end: the next item's P V cannot begin before.
       store<0>();
       store<1>();
       __syncwarp();
-      if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
+      warp_arrive(barriers_.p_empty(slots_.stage));
       slots_.next();
     }
   }
@@ -74,8 +74,8 @@ class Values {
   // This warp has read the slot and the stage.
   MLA_DEVICE void give_back() {
     __syncwarp();
-    barrier_arrive_all<Policy::CLUSTER>(barriers_.kv_empty(stages_.stage));
-    if (group_thread() % 32 == 0) barrier_arrive(barriers_.p_empty(slots_.stage));
+    warp_arrive(barriers_.kv_empty(stages_.stage));
+    warp_arrive(barriers_.p_empty(slots_.stage));
     stages_.next();
     slots_.next();
   }

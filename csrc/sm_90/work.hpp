@@ -152,12 +152,6 @@ struct Row {
     const int seen = params.causal ? item.length - queries.count + token + 1 : item.length;
     return seen < item.end ? seen : item.end;
   }
-  // The first element of the row's query.
-  MLA_DEVICE const uint16_t* query(const Params& params, const Queries& queries, const Item& item) const {
-    const int64_t base = params.cu_seqlens_q != nullptr ? queries.first_token * params.q_token_stride
-                                                        : item.sequence * params.q_batch_stride;
-    return static_cast<const uint16_t*>(params.q) + base + token * params.q_token_stride + head * params.q_head_stride;
-  }
 };
 
 }  // namespace mla::sm90

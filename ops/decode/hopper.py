@@ -1,4 +1,4 @@
-"""decode on sm_90: which instance, into how many cuts, and its launch with the copy engine's map of the cache."""
+"""decode on sm_90: which instance, into how many cuts, and its launch with the copy engine's maps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ STAGES = 5
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
-QUERIES = ("row", "box")
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
 # What a launch takes, in microseconds; only differences between split counts matter.
@@ -39,16 +38,12 @@ class HopperConfig:
     dtype   type of queries, cache and result
     width   values of a cached row
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
-    blocks  of a cluster; they have row tiles of one item, and each brings a part of its keys to all of them
-    queries 'row': a copy for each half of a row; 'box': the copy engine brings 32 columns of all rows at a time
     """
 
     arch: Arch
     dtype: str
     width: int
     source: str
-    blocks: int = 1
-    queries: str = "row"
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -57,19 +52,14 @@ class HopperConfig:
             ("dtype", self.dtype, tuple(ELEMENTS.values())),
             ("width", self.width, WIDTHS),
             ("source", self.source, SOURCES),
-            ("queries", self.queries, QUERIES),
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
-        if self.blocks not in (1, 2) or (self.blocks == 2 and self.source != "tma"):
-            self._refuse("blocks are 1, or 2 with tma")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
     def _refuse(self, why: str) -> None:
-        point = (
-            f"dtype={self.dtype} width={self.width} source={self.source} blocks={self.blocks} queries={self.queries}"
-        )
+        point = f"dtype={self.dtype} width={self.width} source={self.source}"
         raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
 
     @property
@@ -86,12 +76,11 @@ class HopperConfig:
 
     @property
     def instance(self) -> str:
-        data = f"dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
-        return f"decode_{data}_blocks-{self.blocks}_queries-{self.queries}"
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
 
     def tiles(self, rows: int) -> int:
-        """Blocks that share the keys of one work item, in whole clusters."""
-        return -(-rows // (ROWS * self.blocks)) * self.blocks
+        """Blocks that share the keys of one work item."""
+        return -(-rows // ROWS)
 
 
 def hopper_config(problem: Any, arch: Arch) -> HopperConfig:
@@ -172,12 +161,10 @@ def start(
     page_ids = placed["kv_indices" if ragged else "block_table"]
     none = (0,) * tensor_map.WORDS
     keys_map = _map(kv_cache, q) if config.source == "tma" else none
-    queries_map = none
-    if config.queries == "box":
-        pitch = _pitch(q)
-        if pitch is None:
-            q = placed["q"] = q.clone(memory_format=torch.contiguous_format)
-        queries_map = _queries_map(q, pitch or q.shape[-1], int(shape["q_len"]))
+    pitch = _pitch(q)
+    if pitch is None:
+        q = placed["q"] = q.clone(memory_format=torch.contiguous_format)
+    queries_map = _queries_map(q, pitch or q.shape[-1], int(shape["q_len"]))
     pointers = ("kv_indptr", "cu_seqlens_q", "attn_sink", "plan", "lse", "partial_out", "partial_lse", "seq_lens")
     tiles = int(shape["row_tiles"])
     groups = workers(config.arch, items, tiles)

@@ -22,11 +22,7 @@ from mla_suite.toolchain.instances import instances
 
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
-SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))
-POINTS = [
-    (*point, *source, queries)
-    for *point, source, queries in itertools.product(("bf16", "fp16"), (576, 512), SOURCES, ("row", "box"))
-]
+POINTS = list(itertools.product(("bf16", "fp16"), (576, 512), ("tma", "gather")))
 HALF = {"layout": "fp16", "dtype": torch.float16}
 
 
@@ -45,8 +41,6 @@ def test_every_point_is_declared():
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
         ({"source": "hope"}, "source is one of tma, gather"),
-        ({"source": "gather", "blocks": 2}, "blocks are 1, or 2 with tma"),
-        ({"blocks": 3}, "blocks are 1, or 2 with tma"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -62,8 +56,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
     for point in POINTS:
         config = HopperConfig(H200, *point)
-        tile = f"{config.dtype}, {config.width}, Source::{config.source}, {config.blocks}, Asked::{config.queries}"
-        policy = f"DecodePolicy<{tile}>"
+        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
@@ -96,7 +89,7 @@ def offered(monkeypatch, built=True, **options):
 @pytest.mark.parametrize(
     ("options", "instance"),
     [
-        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_blocks-"),
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma"),
         ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma"),
         ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather"),
         ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather"),
@@ -162,7 +155,7 @@ def test_split_counts():
         assert splits == 1 or batch * splits * -(-rows // 64) <= 8 * H200.compute_units
 
 
-def launched(monkeypatch, sample, config=None, given=None, asked=None):
+def launched(monkeypatch, sample, given=None, asked=None):
     """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
     calls = []
 
@@ -176,7 +169,7 @@ def launched(monkeypatch, sample, config=None, given=None, asked=None):
     asked = [] if asked is None else asked
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
     args, kwargs = given or sample.make(CPU)
-    config = config or hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
+    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
     native.run(config, outputs, *args, **kwargs)
     (call,) = calls
@@ -192,13 +185,13 @@ def test_the_maps_lie_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_blocks-1_queries-row", 512, 231472)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma", 512, 231472)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (9 * 2, 1, 1), "three cuts of three sequences, two tiles of 64 rows"
     q, cache, lens, table, sink = args[0], args[1], args[2], args[3], args[9]
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
-        **{f"q_map_{i}": 0 for i in range(16)},
+        **{f"q_map_{i}": i + 1 for i in range(16)},
         "q": q.data_ptr(),
         "kv_cache": cache.data_ptr(),
         "seq_lens": lens.data_ptr(),
@@ -237,7 +230,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather_blocks-1_queries-row")
+    assert instance.endswith("kvsource-gather")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
@@ -245,15 +238,6 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert (fields["q_batch_stride"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
     assert (grid, fields["workers"], fields["row_tiles"]) == ((3, 1, 1), 3, 1)
-
-
-def test_blocks_in_pairs(monkeypatch):
-    """Three tiles of rows become two clusters of two blocks."""
-    config = HopperConfig(H200, "bf16", 576, "tma", 2)
-    sample = decode_sample((700, 90), heads=64, q_len=3, num_splits=1)
-    (instance, grid, *_, fields, _, _), _, _ = launched(monkeypatch, sample, config)
-    assert instance.endswith("_blocks-2_queries-row")
-    assert (grid, fields["row_tiles"], fields["workers"]) == ((8, 1, 1), 4, 2)
 
 
 def test_a_plan(monkeypatch):
@@ -339,16 +323,14 @@ def test_rows_one_stride_apart(shape, strides, pitch):
 @pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
 def test_queries_in_boxes(monkeypatch, q_len, rows):
     """The map of the queries; rows of an odd stride are copied first."""
-    config = HopperConfig(H200, "bf16", 576, "tma", 1, "box")
     sample = decode_sample((700, 90, 5), heads=16, q_len=q_len, num_splits=1)
     args, kwargs = sample.make(CPU)
     wide = torch.zeros(3, q_len, 18, 576, dtype=torch.bfloat16)[:, :, :16]
     for q, copied in ((args[0], False), (wide, True)):
         asked = []
         with monkeypatch.context() as patch:
-            call, _, _ = launched(patch, None, config, ((q, *args[1:]), kwargs), asked)
-        instance, *_, fields, _, buffers = call
-        assert instance.endswith("_queries-box")
+            call, _, _ = launched(patch, None, ((q, *args[1:]), kwargs), asked)
+        *_, fields, _, buffers = call
         address, _, sizes, strides, box = asked[1]
         assert (sizes, strides, box) == ((576, 3 * q_len * 16), (1152,), (32, rows))
         assert address == fields["q"] == buffers["q"].tensor.data_ptr()

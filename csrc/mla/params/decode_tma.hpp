@@ -7,7 +7,7 @@
 namespace mla {
 
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
-// A query row is (token i of the sequence, head h) = row i * heads + h.
+// A query row is (token i of the sequence, head h) = row i * heads + h. q and its strides say what q_map was made of.
 struct DecodeTmaParams {
   uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
   uint64_t kv_map_1;
@@ -25,7 +25,7 @@ struct DecodeTmaParams {
   uint64_t kv_map_13;
   uint64_t kv_map_14;
   uint64_t kv_map_15;
-  uint64_t q_map_0;               // the same of the queries, as one matrix of rows
+  uint64_t q_map_0;              // the same of the queries, as one matrix of rows: how the kernel reads them
   uint64_t q_map_1;
   uint64_t q_map_2;
   uint64_t q_map_3;
