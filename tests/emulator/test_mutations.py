@@ -182,7 +182,7 @@ def test_combine(arch):
         combine_native.merge(out, lse, None, None, sink, *results, config=point, batch=2, num_splits=33)
     reported = judge(found[0], ("barrier", "wait", "store"), 20)
     assert reported["barrier"] == 2
-    assert reported["wait"] == 20
+    assert reported["wait"] >= 10
     assert reported["store"] >= 2
 
 
@@ -203,7 +203,7 @@ def test_decode(name, rows, lengths):
     (launch,) = found
     reported = judge(launch, ("barrier", "wait"), 20)
     assert reported["barrier"] == len(list(deletions(launch.text, launch.kernel, "barrier"))) >= 2
-    assert reported["wait"] >= 18
+    assert reported["wait"] >= 8  # by compiler: 10 with clang 19, 20 with clang 22
 
 
 def test_the_kinds_match_what_they_name():
