@@ -86,6 +86,7 @@ class Format:
     near    columns in which a row may differ: the nearest row is used
     config  columns with what a row decides
     refuse  (arch name, row's values by column) -> why this configuration cannot be built or run, or None
+    timed   rows say how long a configuration took; else they are limits, and a published one needs no time
     """
 
     op: str
@@ -93,6 +94,7 @@ class Format:
     near: tuple[Integer, ...]
     config: tuple[Column, ...]
     refuse: Callable[[str, Mapping[str, Value]], str | None] = lambda arch, values: None
+    timed: bool = True
 
     @property
     def keys(self) -> tuple[Column, ...]:
@@ -258,18 +260,18 @@ def _parse(form: Format, arch: str, path: Path, number: int, line: str) -> Row:
     texts = dict(zip(form.header, cells, strict=True))
     values = {column.name: column.parse(texts[column.name]) for column in (*form.keys, *form.config)}
     provenance = {name: texts[name] for name in _PROVENANCE_COLUMNS}
-    _check_provenance(provenance)
+    _check_provenance(provenance, form.timed)
     refusal = form.refuse(arch, values)
     if refusal is not None:
         raise ValueError(f"this configuration is not legal on {arch}: {refusal}")
     return Row(path, number, values, provenance)
 
 
-def _check_provenance(cells: Mapping[str, str]) -> None:
+def _check_provenance(cells: Mapping[str, str], timed: bool) -> None:
     kind = cells["kind"]
     if kind not in PROVENANCE:
         raise ValueError(f"kind is {kind!r}; it takes {', '.join(PROVENANCE)}")
-    missing = [name for name in PROVENANCE[kind] if not cells[name]]
+    missing = [name for name in PROVENANCE[kind] if not cells[name] and (timed or name != "microseconds")]
     if missing:
         raise ValueError(f"a {kind} row needs {', '.join(missing)}")
     if kind == "counted" and (cells["microseconds"] or cells["rival_microseconds"]):

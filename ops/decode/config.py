@@ -91,14 +91,14 @@ class CdnaConfig:
         return -(-rows // self.rows)
 
 
-def tile_rows(rows: int) -> int:
-    """Rows of a workgroup: ceil(rows / 128) near-equal tiles."""
-    tiles = -(-rows // MOST_ROWS)
+def tile_rows(rows: int, most: int = MOST_ROWS) -> int:
+    """Rows of a workgroup: ceil(rows / most) near-equal tiles."""
+    tiles = -(-rows // most)
     return -(-rows // (tiles * TILE)) * TILE
 
 
-def cdna_config(problem: Any, arch: Arch) -> CdnaConfig:
-    """The instance for a problem; it depends on shapes of the queries alone, so a batch-invariant call may use it."""
+def cdna_config(problem: Any, arch: Arch, most: int = MOST_ROWS) -> CdnaConfig:
+    """The instance for a problem, in tiles of at most `most` rows; it depends on shapes of the queries alone."""
     cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
-    rows = tile_rows(problem.heads * problem.q_len)
+    rows = tile_rows(problem.heads * problem.q_len, most)
     return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine.native import merge, merge_config
-from mla_suite.ops.decode import hopper
+from mla_suite.ops.decode import crossover, hopper
 from mla_suite.ops.decode.cdna4 import cdna4_config
 from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.decode.hopper import HopperConfig
@@ -23,7 +23,7 @@ from mla_suite.toolchain.params import ParamStruct, load
 
 MOST_ROW_TILES = 65535  # of a grid's second dimension
 SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
-RULES = {"gfx942": cdna_config, "gfx950": cdna4_config}
+RULES: dict[str, Callable[[Any, Arch, int], CdnaConfig]] = {"gfx942": cdna_config, "gfx950": cdna4_config}
 SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
 
 
@@ -37,11 +37,15 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     why = _unsupported(problem, arch)
     if why is not None:
         return Refusal(why)
-    config = RULES[arch.name](problem, arch)
+    row = crossover.find(problem, arch)
+    if row is not None and row.values["use"] == crossover.PORTABLE:
+        return Refusal(f"{crossover.reason(row)} leaves it to the portable kernel")
+    config = RULES[arch.name](problem, arch, MOST_ROWS if row is None else crossover.TILES[str(row.values["use"])])
     for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
         if not has_kernel(arch, needed):
             return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(config, f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows")
+    tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
+    return Offer(config, tiles if row is None else f"{tiles}, by {crossover.reason(row)}")
 
 
 def _unsupported(problem: Any, arch: Arch) -> str | None:

@@ -1,0 +1,93 @@
+"""Prints the counted rows of ops/decode/crossover/gfx950.csv: which tile has the lower bound, from emulator counters.
+
+  python benchmarks/count_crossovers.py COMMIT DATE
+
+Bound of a call in clocks: the larger of memory, at the chip's rate and with nothing shared between row tiles, and of
+what the busiest compute unit does, at the largest of its matrix, vector and LDS clocks per key. Cuts are those that
+decode makes by itself. Neither latency nor caches nor the merge are in it, so it is a bound and not a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core.arch import Arch
+from mla_suite.ops.decode import native
+from mla_suite.ops.decode.crossover import FORMAT
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.runtime import emulator
+
+KINDS = {
+    ("16bit", "16bit"): {},
+    ("16bit", "fp8"): {"layout": "fp8"},
+    ("fp8", "fp8"): {"layout": "fp8", "dtype": torch.float8_e4m3fn},
+}
+ROWS = (32, 64, 96, 128)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+TILES = (16, 32)
+STEP, LONGEST = native.SHORTEST_CUT, 1 << 15  # keys: between its multiples cuts are uneven
+
+
+@cache
+def unit_clocks(kind: tuple[str, str], rows: int) -> float:
+    """Clocks per key of a compute unit with one tile of `rows`, memory left out: what a longer sequence adds."""
+    found = []
+    for keys in (512, 1536):
+        args, kwargs = decode_sample((keys,), heads=rows, num_splits=1, **KINDS[kind]).make(torch.device("cpu"))
+        with mla_suite.emulate("gfx950") as arch, emulator.configured(collect=True) as reports:
+            torch.ops.mla_suite.decode(*args, **kwargs)
+        found.append(reports[0].bound(arch))
+    short, long = found
+    return max(long.matrix - short.matrix, long.valu - short.valu, long.lds_128 - short.lds_128) / 1024
+
+
+def bound(arch: Arch, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
+    tiles = -(-rows // tile)
+    cuts = max(1, min(arch.compute_units // (batch * tiles), context // native.SHORTEST_CUT))
+    turns = -(-batch * tiles * cuts // arch.compute_units)
+    nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
+    memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s
+    return max(memory, turns * unit_clocks(kind, tile) * -(-context // cuts))
+
+
+def limits(arch: Arch, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
+    """(context, tile): up to this context, the tile has the lowest bound; ends where one tile for all rows does."""
+    best = 0
+    for context in range(STEP, LONGEST + 1, STEP):
+        tiles = [tile for tile in (*TILES, rows) if tile <= rows]
+        now = min(tiles, key=lambda tile: (bound(arch, kind, rows, tile, batch, context), -tile))
+        if best and now != best:
+            yield context - STEP, best
+        best = now
+        if best == rows:
+            return
+
+
+def lines(commit: str, date: str) -> Iterator[str]:
+    arch = archs.get("gfx950")
+    for kind in KINDS:
+        for rows in ROWS:
+            for batch in BATCHES:
+                for context, tile in limits(arch, kind, rows, batch):
+                    cells = dict(
+                        policy="default",
+                        shape="any",
+                        query=kind[0],
+                        cache=kind[1],
+                        rows=rows,
+                        batch=batch,
+                        context=context,
+                    )
+                    yield FORMAT.line(
+                        {**cells, "use": f"rows{tile}", "kind": "counted", "commit": commit, "date": date}
+                    )
+
+
+if __name__ == "__main__":
+    print("\n".join(lines(*sys.argv[1:])))

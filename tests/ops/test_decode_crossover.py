@@ -1,0 +1,167 @@
+"""Crossovers of decode: published and counted limits as data, either side right at the other's lengths."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch, tuning
+from mla_suite.ops.decode import DECODE, crossover
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.runtime import has_kernel
+from mla_suite.testing import exact_decode
+from mla_suite.toolchain import compilers, manifest
+
+ARCH = archs.get("gfx950")
+TABLE = crossover.SHIPPED / "gfx950.csv"
+CPU = torch.device("cpu")
+FP8 = {"layout": "fp8", "dtype": torch.float8_e4m3fn}
+KINDS = {("16bit", "16bit"): {}, ("16bit", "fp8"): {"layout": "fp8"}, ("fp8", "fp8"): FP8}
+PUBLISHED = [(8, 4096), (16, 2048), (32, 1024), (64, 256), (256, 64)]
+NATIVE = "decode_fp8_query-fp8_weight-bf16_rows-16"
+
+
+@pytest.fixture(autouse=True)
+def gfx950():
+    if not has_kernel("gfx950", NATIVE):
+        pytest.skip(f"{NATIVE} is not built for gfx950; run `python -m mla_suite build --arch gfx950`")
+    with mla_suite.emulate("gfx950"):
+        yield
+
+
+def choose(batch, context, device="cuda", heads=32, q_len=4, **options):
+    """The choice for a problem of this size, of which only the metadata is made."""
+    args, kwargs = decode_sample([64] * 2, heads=heads, q_len=q_len, **(FP8 | options)).make(CPU)
+    problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=context)
+    return dispatch.choose("decode", DECODE.backends, problem, ARCH, device)
+
+
+def test_the_table_is_sound():
+    assert tuning.lint(crossover.FORMAT, "gfx950", TABLE) == ()
+    kinds = {(row.values["policy"], row.provenance["kind"]) for row in crossover.rows("gfx950")}
+    assert kinds == {("aiter-pr3003", "published"), ("default", "counted")}
+    published = [row.values for row in crossover.rows("gfx950") if row.values["policy"] == "aiter-pr3003"]
+    native = [(row["batch"], row["context"]) for row in published if row["use"] != crossover.PORTABLE]
+    assert native == PUBLISHED
+
+
+@pytest.mark.parametrize(
+    ("batch", "context", "backend"),
+    [(8, 4096, "native"), (8, 8192, "portable"), (32, 1024, "native"), (64, 512, "portable")],
+)
+def test_smoke_cases_of_the_published_policy(batch, context, backend):
+    with crossover.policy("aiter-pr3003"):
+        choice = choose(batch, context)
+    assert choice.backend.name == backend
+    assert "published row" in str(choice)
+    assert f"{TABLE}:" in str(choice)
+    assert choose(batch, context).backend.name == "native", "the default follows our own counts"
+
+
+@pytest.mark.parametrize(("batch", "context"), PUBLISHED)
+def test_both_sides_of_each_published_limit(batch, context):
+    with crossover.policy("aiter-pr3003"):
+        assert choose(batch, context).backend.name == "native"
+        assert choose(batch, context + 1).backend.name == "portable"
+        assert choose(batch + 1, context).backend.name == ("portable" if context != 64 or batch >= 256 else "native")
+        assert choose(257, 1).backend.name == "portable"
+        assert choose(batch, context + 1, heads=16).backend.name == "native", "the rule is about 32 x 4 query rows"
+        assert choose(batch, context + 1, layout="bf16", dtype=torch.bfloat16).backend.name == "native"
+
+
+def test_explain_names_the_row():
+    args, kwargs = decode_sample([300] * 2, heads=32, q_len=4, **FP8).make(CPU)
+    kwargs["max_kv_len"] = 8192
+    with crossover.policy("aiter-pr3003"):
+        text = str(mla_suite.explain("decode", *args, **kwargs))
+        assert f"published row {TABLE}:3 of crossover policy aiter-pr3003" in text
+        assert "leaves it to the portable kernel" in text
+        assert "context 8192 keys per sequence, from max_kv_len" in text
+    text = str(mla_suite.explain("decode", *args, **kwargs))
+    assert "tiles of 32 rows for 4 x 32 query rows, by counted row" not in text, "8192 keys are beyond the limit"
+    kwargs["max_kv_len"] = 1024
+    text = str(mla_suite.explain("decode", *args, **kwargs))
+    assert "by counted row" in text
+    assert "batch up to 2, context up to" in text
+
+
+def test_counted_limits_pick_the_tile():
+    for row in crossover.rows("gfx950"):
+        if row.values["policy"] == "default":
+            rows, batch, context = (int(row.values[name]) for name in ("rows", "batch", "context"))
+            kind = {"layout": "bf16", "dtype": torch.bfloat16} | KINDS[row.values["query"], row.values["cache"]]
+            choice = choose(batch, context, heads=rows, q_len=1, **kind)
+            assert choice.backend.name == "native"
+            assert choice.offer.config.rows == crossover.TILES[row.values["use"]]
+            assert row.place in choice.offer.reason
+            beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
+            assert beyond.offer.config.rows > choice.offer.config.rows
+
+
+@pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
+def test_counted_limits_are_about_our_own_cuts(options):
+    assert choose(1, 64).offer.config.rows == 16
+    assert choose(0 if "split_size" in options else 1, 64, **options).offer.config.rows == 128
+
+
+# What dispatch was promised does not hold, in either direction, as when a captured graph is replayed.
+@pytest.mark.parametrize(("heads", "q_len"), [(32, 4), (24, 2)])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=["bf16", "fp8 cache", "fp8"])
+def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
+    args, kwargs = decode_sample([1100, 1, 64], heads=heads, q_len=q_len, **kind).make(CPU)
+    exact = exact_decode(*args, **kwargs)
+    sizes = set()
+    for promised, batch in ((256, 1), (8192, 1), (1 << 16, 1)):
+        problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=promised)
+        choice = dispatch.choose("decode", DECODE.backends, problem, ARCH, "cpu")
+        assert choice.backend.name == "native"
+        sizes.add(choice.offer.config.rows)
+        out = torch.full((*args[0].shape[:-1], 512), torch.nan, dtype=torch.bfloat16)
+        lse = torch.full(args[0].shape[:-1], torch.nan)
+        choice.backend.run(choice.offer.config, (out, lse), *args, **{**kwargs, "max_kv_len": promised})
+        coarse = 0.14 if getattr(choice.offer.config, "fp8_weights", False) else 2.0**-7
+        assert bool(((out.double() - exact.out).abs() <= coarse * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
+    assert sizes >= {16, heads * q_len}
+
+
+def test_the_published_policy_is_right_on_both_sides():
+    args, kwargs = decode_sample([300, 65], heads=32, q_len=4, **FP8).make(CPU)
+    exact = exact_decode(*args, **kwargs)
+    with crossover.policy("aiter-pr3003"):
+        for promised in (4096, 8192):  # beyond the limit and without a GPU, the reference stands in for Triton
+            out, lse = mla_suite.decode(*args, **kwargs, max_kv_len=promised)
+            assert bool(((out.double() - exact.out).abs() <= 0.14 * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
+            torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
+
+
+def test_a_policy_ends_with_its_block_and_has_a_known_name():
+    with crossover.policy("aiter-pr3003"):
+        pass
+    assert choose(8, 8192).backend.name == "native"
+    with (
+        pytest.raises(ValueError, match="no crossover policy 'fastest'; there are default, aiter-pr3003"),
+        crossover.policy("fastest"),
+    ):
+        pass
+
+
+def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
+    entry = manifest.installed().find("gfx950", NATIVE)
+    if entry.compiler != compilers.packaged().version:
+        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
+    import count_crossovers
+
+    monkeypatch.setattr(count_crossovers, "ROWS", (128,))
+    monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
+    monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))
+    rows = [line.split(",")[:8] for line in count_crossovers.lines("0000000", "2026-01-01")]
+    assert rows
+    shipped = [line.split(",")[:8] for line in TABLE.read_text().splitlines()]
+    assert all(row in shipped for row in rows)
