@@ -47,8 +47,12 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def values(name: str, sample: Sample, turn: int) -> Values:
-    """The sample on the CPU; from turn 1 on with other values and lengths. What is written on the CPU is fresh."""
-    args, kwargs = sample.make(CPU)
+    """The sample on the CPU; from turn 1 on with other values and lengths. What is written on the CPU is fresh.
+
+    Made by the definition: a sample with a plan calls an operator, and inside `only` that need not run on a CPU.
+    """
+    with only("reference"):
+        args, kwargs = sample.make(CPU)
     if turn:
         generator = torch.Generator().manual_seed(turn)
         _VARY[name](args, kwargs, generator)
@@ -214,13 +218,31 @@ class Recorded:
             self.graph.replay()
 
 
+def steps(problem: Problem, backend: str, call: Callable[..., Any]) -> int:
+    """Four turns of `call` on the problem's arguments, each right; the GPU allocations of the last."""
+    made = 0
+    with only(backend):
+        for turn in (1, 2, 3, 4):
+            problem.load(turn)
+            before = allocations()
+            returned = call(*problem.args)
+            made = allocations() - before
+            for mine, theirs in zip(problem.outputs, tensors(returned), strict=True):
+                mine.copy_(theirs)
+            del returned
+            problem.check()
+    return made
+
+
+_choose = dispatch.choose
+
+
 @contextmanager
 def only(backend: str) -> Iterator[None]:
-    """Inside the block the operators choose among this one backend."""
-    original = dispatch.choose
+    """Inside the block the operators choose among this one backend; a block within a block counts alone."""
 
     def choose(name: str, backends: Any, *rest: Any) -> dispatch.Choice:
-        return original(name, [each for each in backends if each.name == backend], *rest)
+        return _choose(name, [each for each in backends if each.name == backend], *rest)
 
     dispatch.forget()
     try:
@@ -241,5 +263,5 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def allocations() -> int:
-    """Tensors that torch's allocator for GPUs has handed out so far in this process."""
+    """Tensors that torch's allocator for GPUs has handed out so far in this process; 0 without a GPU."""
     return int(torch.cuda.memory_stats().get("allocation.all.allocated", 0))

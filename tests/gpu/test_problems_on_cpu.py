@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_problems import CASES, CPU, FIRST, Problem, Recorded, only, tensors, values, written
+from gpu_problems import CASES, CPU, FIRST, Problem, Recorded, only, steps, tensors, values, written
 from gpu_summary import table
 
 import mla_suite
@@ -80,6 +80,34 @@ def test_only_one_backend() -> None:
         getattr(torch.ops.mla_suite, name)(*args, **kwargs)
     assert not dispatch._choices, "choices of either kind are forgotten"
     assert mla_suite.explain(name, *args, **kwargs)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@each
+def test_values_are_made_whatever_backend_runs(name: str, sample: Sample) -> None:
+    """A sample may call another operator for its plan: on the CPU, where the backend under test need not run."""
+    with only("native"):
+        args, kwargs = values(name, sample, 1)
+    free_args, free_kwargs = values(name, sample, 1)
+    assert kwargs == free_kwargs
+    pairs = list(zip(tensors(args), tensors(free_args), strict=True))
+    assert pairs
+    assert all(torch.equal(_flat(one), _flat(other)) for one, other in pairs)
+    assert not dispatch._choices, "what was chosen for making values is forgotten"
+
+
+@pytest.mark.parametrize(("name", "sample"), FIRST, ids=[name for name, _ in FIRST])
+def test_compiled_steps(name: str, sample: Sample) -> None:
+    """What test_compiled_on_gpu.py does with CUDA graphs, traced and run without Inductor."""
+    problem = Problem(name, sample, "reference", CPU)
+    packet, kwargs = getattr(torch.ops.mla_suite, name), problem.kwargs
+    torch._dynamo.reset()
+    call = torch.compile(lambda *args: packet(*args, **kwargs), fullgraph=True, backend="aot_eager")
+    assert steps(problem, "reference", call) == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
 def test_the_table_counts() -> None:
