@@ -65,8 +65,9 @@ class SparseDecode {
   static constexpr int weights = Shape::stages * Tile::bytes;
   static constexpr int places = weights + 2 * weights_bytes;
   static constexpr int maxima = places + waves * Gather::lds_bytes;      // [key group][row]
-  static constexpr int sums = maxima + Shape::key_groups * row_bytes;    // [key group][row]; factors of a rescale
-  static constexpr int masks = sums + Shape::key_groups * row_bytes;     // [stage] a bit per key
+  static constexpr int sums = maxima + Shape::key_groups * row_bytes;    // [key group][row]
+  static constexpr int factors = sums + Shape::key_groups * row_bytes;   // [row], of a rescale
+  static constexpr int masks = factors + row_bytes;                      // [stage] a bit per key
   static constexpr int flags = masks + 16;                               // [2]
   static constexpr int pools = flags + 16;
 
@@ -86,7 +87,6 @@ class SparseDecode {
       SparseDecode decode(p, work.take(p, selection.keys()), first_row, base, wave);
       decode.attend(p, selection);
       decode.store(reread_params<mla::SparseDecodeParams>());
-      mla::block_sync();
     }
   }
 
@@ -117,35 +117,42 @@ class SparseDecode {
     for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
-    uint32_t stage = 0;   // of the tile whose scores come next
+    uint32_t stage = 0;        // of the tile whose scores come next
+    uint32_t bits = masks;     // and which of its keys are there
     if (!Shape::own_keys) {
-      bring(gather, 0, stage);
+#pragma unroll
+      for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_);
+      mark(gather, bits);
       if (count > 1) gather.load(1);
     }
     mla::block_sync();
     for (int n = 0; n < count; ++n) {
       float sum[wave_rows];
-      const uint32_t next = stage == (Shape::stages - 1) * Tile::bytes ? 0 : stage + Tile::bytes;
+      const bool last = stage == (Shape::stages - 1) * Tile::bytes;
+      const uint32_t next = last ? 0 : stage + Tile::bytes;
+      const uint32_t next_bits = last ? masks : bits + 4;
       uint32_t valid;
       if (Shape::own_keys) {
-        bring(gather, n, stage);
+#pragma unroll
+        for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
         valid = gather.valid();
         if (n + 1 < count) gather.load(n + 1);
         wave_lds_fence();
         weigh(n, lds_ + stage, valid, sum, [](int) {});
       } else {
-        valid = lds_read_word(lds_place(lds_ + masks + n % 3 * 4));
+        valid = lds_read_word(lds_place(lds_ + bits));
         // The next tile is dequantised in the shadow of this one's products.
         weigh(n, lds_ + stage, valid, sum, [&](int s) {
           if (s % between == 0 && s / between < Gather::pieces && n + 1 < count) gather.store(s / between, lds_ + next);
         });
-        mark(gather, n + 1);
+        mark(gather, next_bits);
         if (n + 2 < count) gather.load(n + 2);
       }
       __builtin_amdgcn_sched_barrier(0);
       mla::block_sync();
       add_values(n, lds_ + stage, valid, sum);
       stage = next;
+      bits = next_bits;
     }
   }
 
@@ -162,15 +169,9 @@ class SparseDecode {
     }
   }
 
-  // The wave's keys of tile n, which were loaded last, into a stage.
-  MLA_DEVICE void bring(const Gather& gather, int n, uint32_t stage) const {
-#pragma unroll
-    for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
-    if (!Shape::own_keys) mark(gather, n);
-  }
-  // Which of them are there, for the waves that score them.
-  MLA_DEVICE void mark(const Gather& gather, int n) const {
-    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + masks + n % 3 * 4 + wave_)) = static_cast<uint8_t>(gather.valid());
+  // Which of the wave's keys that were loaded last are there, for the waves that score them.
+  MLA_DEVICE void mark(const Gather& gather, uint32_t at) const {
+    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
   }
 
   // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.
@@ -315,13 +316,13 @@ class SparseDecode {
       const float factor = Policy::exp2(softmax_[r].max - max);
       softmax_[r].max = max;
       softmax_[r].sum *= factor;
-      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_place(row + (sums - maxima) + r * 64), factor);
+      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_place(row + (factors - maxima) + r * 64), factor);
     }
     write_weights(n, t, sum);
     mla::block_sync();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r) {
-      const float factor = lds_read_float(lds_place(lds_ + sums + (r * 16 + lane.column) * 4));
+      const float factor = lds_read_float(lds_place(lds_ + factors + (r * 16 + lane.column) * 4));
 #pragma unroll
       for (int i = 0; i < column_tiles; ++i) {
         f32x4& x = output_[r][i];
@@ -397,7 +398,6 @@ class SparseDecode {
   MLA_DEVICE void store(const mla::SparseDecodeParams& p) const {
     const Lane lane = Lane::current();
     const uint32_t row = lds_ + maxima + (row_group_ * wave_rows * 16 + lane.column) * 4;
-    mla::block_sync();   // all have read the factors of a rescale
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) {
       const float sum = sum_over_groups(softmax_[r].sum, lane);
