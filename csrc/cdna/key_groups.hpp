@@ -8,7 +8,8 @@ namespace cdna {
 
 // Each wave and the wave `distance` apart hold `tiles` tiles of the same rows. Afterwards the wave of group 0 holds the
 // merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
-// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this.
+// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and meet once more
+// before any of them writes there again.
 template <class Policy, int tiles>
 MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane, mla::RowSoftmax (&softmax)[tiles],
                              OutputTile (&output)[tiles]) {
@@ -65,7 +66,7 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
         }
       }
     }
-    mla::block_sync();
+    if (b + 1 < OUTPUT_BLOCKS) mla::block_sync();
   }
 }
 
