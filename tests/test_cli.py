@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import mla_suite
 from mla_suite.__main__ import main
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
 from mla_suite.core import dispatch
@@ -127,6 +128,20 @@ def test_demo_names_what_can_be_emulated(arch: str, sentence: str, capsys: pytes
     printed = capsys.readouterr().err
     assert sentence in printed
     assert "gfx942" in printed
+
+
+def test_demo_needs_a_reference_beside_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    with mla_suite.emulate("gfx942"):  # as MLA_SUITE_EMULATE does
+        assert main(["demo", "--emulate", "gfx950"]) == 1
+    assert "MLA_SUITE_EMULATE=gfx942 leaves no reference to compare with; unset it" in capsys.readouterr().err
+
+
+def test_demo_calls_an_emulators_speed_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with mla_suite.emulate("gfx942"):
+        assert main(["demo", "--tokens", "2", "--layers", "1"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "of this CPU, which emulates gfx942: it says nothing about that GPU" in printed
+    assert "decode on gfx942 -> native" in printed
 
 
 def test_demo_compares_values_and_bytes() -> None:

@@ -78,6 +78,7 @@ def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> 
     from mla_suite.models import MLAConfig, PagedLatentCache
     from mla_suite.models.config import LATENT, ROPE
     from mla_suite.models.decoder import Decoder
+    from mla_suite.runtime import current_arch
 
     torch.manual_seed(seed)
     r1 = MLAConfig.deepseek_r1()
@@ -134,12 +135,14 @@ def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> 
         "decode": mla_suite.explain("decode", q, layer, lengths, table, softmax_scale=1.0, layout=layout),
         "append_kv": mla_suite.explain("append_kv", kv_c, k_pe, layer, step.slot_mapping, layout=layout),
     }
+    emulated = current_arch(torch.empty(0))
     full = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
     return {
         "model": f"{layers} layers, {config.num_heads} heads of {r1.qk_nope_head_dim} + {ROPE}, {layout}",
         "prompts": list(PROMPTS),
         "tokens_decoded": tokens * len(PROMPTS),
         "compile_seconds": round(compile_seconds, 2),
+        "emulated": emulated.name if emulated else None,
         "tokens_per_second": round((tokens - 1) * len(PROMPTS) / decode_seconds, 1),
         "cache_bytes_per_token_and_layer": cache.bytes_per_token // layers,
         "full_attention_bytes_per_token_and_layer": full,
@@ -157,9 +160,10 @@ def _print(report: dict[str, Any]) -> None:
     table = Table(show_header=False, title="python -m mla_suite demo")
     table.add_row("model", report["model"])
     table.add_row("decoded", f"{report['tokens_decoded']} tokens after ragged prompts of {report['prompts']}")
-    table.add_row(
-        "speed", f"{report['tokens_per_second']} tokens/s (first step, compilation: {report['compile_seconds']} s)"
-    )
+    speed = f"{report['tokens_per_second']} tokens/s (first step, compilation: {report['compile_seconds']} s)"
+    if report["emulated"]:
+        speed += f" of this CPU, which emulates {report['emulated']}: it says nothing about that GPU"
+    table.add_row("speed", speed)
     latent, full = report["cache_bytes_per_token_and_layer"], report["full_attention_bytes_per_token_and_layer"]
     table.add_row(
         "cache", f"{latent} bytes per token and layer; full multi-head attention: {full} ({full / latent:.0f}x)"
