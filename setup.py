@@ -8,7 +8,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).absolute().parent
 
 for link in ("ops", "csrc"):
     if not (ROOT / "mla_suite" / link).is_dir():

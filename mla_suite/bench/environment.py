@@ -13,7 +13,7 @@ import torch
 
 import mla_suite
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).absolute().parent.parent
 
 
 def describe(device: torch.device) -> dict[str, str | int | bool]:
