@@ -96,6 +96,10 @@ def step5_inputs(batch, width):
     )
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="AOTInductor of torch 2.9 hands an operator another dtype than asked for: combine's float32 becomes float64",
+)
 def test_all_operators_in_a_package_at_another_batch(tmp_path):
     batch, width = torch.export.Dim("batch", min=2, max=32), torch.export.Dim("width", min=2, max=64)
     one = {0: batch}
