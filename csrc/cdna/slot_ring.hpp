@@ -62,7 +62,7 @@ class SlotRing {
   // Begins to copy the wave's keys of a tile into its stage; tiles in order. Before the first, every load of the wave
   // must have arrived.
   MLA_DEVICE void copy(int tile, uint32_t stage_at) {
-    const uint32_t lane = static_cast<uint32_t>(rederived(lane_));
+    const uint32_t lane = lane_index();
     if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false)) fetch_pages(tile / block_tiles + 1);
     const uint32_t stage = lds_ + stage_at;
     const uint32_t page_numbers = pages_ + tile / block_tiles % 2 * (WAVE * 4) + tile % block_tiles * wave_keys * 4;
@@ -108,6 +108,10 @@ class SlotRing {
     const uint32_t lane = static_cast<uint32_t>(rederived(lane_));
     const uint32_t key = key_of(block * block_tiles + static_cast<int>(lane / wave_keys), lane % wave_keys);
     copy_words(source_.page_entry(key), pages_ + block % 2 * (WAVE * 4));
+  }
+  // What derives from it stays in registers where there are some to spare.
+  MLA_DEVICE uint32_t lane_index() const {
+    return static_cast<uint32_t>(Problem::row_tiles > Policy::waves ? rederived(lane_) : lane_);
   }
   MLA_DEVICE uint32_t key_of(int tile, uint32_t in_wave) const {
     const int key = first_key_ + tile * keys + static_cast<int>(in_wave);

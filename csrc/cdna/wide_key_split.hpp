@@ -180,6 +180,7 @@ class WideKeySplit {
   static constexpr int reads = Softmax::products * Values::reads;   // per column tile
   static constexpr int column_group = 8 / reads;                   // column tiles that are read at once
   static constexpr int column_groups = WideOutput::tiles / column_group;
+  static constexpr int pair = column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(int g, u32x2 (&values)[column_group][reads]) const {
 #pragma unroll
@@ -201,21 +202,22 @@ class WideKeySplit {
       } else {
         wait_lds<0>();
       }
+      // Two column tiles in turn, so that no product follows one into the same accumulator.
 #pragma unroll
-      for (int c = 0; c < column_group; ++c) {
-        typename Values::Columns columns[Softmax::products];
+      for (int c = 0; c < column_group; c += pair) {
+        typename Values::Columns columns[pair][Softmax::products];
 #pragma unroll
-        for (int n = 0; n < Softmax::products; ++n) {
+        for (int i = 0; i < pair * Softmax::products; ++i) {
           u32x2 read[Values::reads];
 #pragma unroll
-          for (int i = 0; i < Values::reads; ++i) read[i] = now[c][n * Values::reads + i];
-          columns[n] = Values::columns(read);
+          for (int k = 0; k < Values::reads; ++k) read[k] = now[c + i % pair][i / pair * Values::reads + k];
+          columns[i % pair][i / pair] = Values::columns(read);
         }
         if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
 #pragma unroll
-        for (int n = 0; n < Softmax::products; ++n) {
-          f32x4& sum = output_.tile[g * column_group + c];
-          sum = Values::multiply(columns[n], weights[n], sum);
+        for (int i = 0; i < pair * Softmax::products; ++i) {
+          f32x4& sum = output_.tile[g * column_group + c + i % pair];
+          sum = Values::multiply(columns[i % pair][i / pair], weights[i / pair], sum);
         }
       }
     }

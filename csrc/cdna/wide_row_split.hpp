@@ -222,6 +222,7 @@ class WideRowSplitWave {
   static constexpr int reads = products * Values::reads;   // per column tile
   static constexpr int column_group = 8 / reads;       // column tiles that are read at once
   static constexpr int column_groups = WideOutput::tiles / column_group;
+  static constexpr int pair = tiles == 1 && column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(uint32_t tile, int g, u32x2 (&values)[column_group][reads]) const {
 #pragma unroll
@@ -242,24 +243,26 @@ class WideRowSplitWave {
       } else {
         wait_lds<0>();
       }
+      // Two column tiles or row tiles in turn, so that no product follows one into the same accumulator.
 #pragma unroll
-      for (int c = 0; c < column_group; ++c) {
-        typename Values::Columns columns[Softmax::products];
+      for (int c = 0; c < column_group; c += pair) {
+        typename Values::Columns columns[pair][Softmax::products];
 #pragma unroll
-        for (int n = 0; n < Softmax::products; ++n) {
+        for (int i = 0; i < pair * Softmax::products; ++i) {
           u32x2 read[Values::reads];
 #pragma unroll
-          for (int i = 0; i < Values::reads; ++i) read[i] = now[c][n * Values::reads + i];
-          columns[n] = Values::columns(read);
+          for (int k = 0; k < Values::reads; ++k) read[k] = now[c + i % pair][i / pair * Values::reads + k];
+          columns[i % pair][i / pair] = Values::columns(read);
         }
         if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
 #pragma unroll
-        for (int n = 0; n < Softmax::products; ++n) {
+        for (int i = 0; i < pair * Softmax::products; ++i) {
 #pragma unroll
           for (int r = 0; r < tiles; ++r) {
-            f32x4& sum = output_[r].tile[g * column_group + c];
-            sum = Values::multiply(columns[n], weights[r][n], sum);
-            if (r == 1 && g * column_group + c >= WideOutput::tiles - ordinary) keep_ordinary(sum);
+            const int column = g * column_group + c + i % pair;
+            f32x4& sum = output_[r].tile[column];
+            sum = Values::multiply(columns[i % pair][i / pair], weights[r][i / pair], sum);
+            if (r == 1 && column >= WideOutput::tiles - ordinary) keep_ordinary(sum);
           }
         }
       }
