@@ -4,6 +4,7 @@
   python -m mla_suite emulate decode                  the first sample of decode, on gfx942
   python -m mla_suite emulate decode NAME --on gfx950
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
+  python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --layout fp8
   python -m mla_suite emulate combine --json
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from mla_suite.runtime.emulator import Report
 
 
+Q_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator; without one, operators and samples are listed")
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
@@ -30,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, help="decode only: heads of a problem of your own (with --kv)")
     parser.add_argument("--kv", type=int, help="decode only: cached keys of a problem of your own (with --heads)")
     parser.add_argument("--q-len", type=int, default=1, help="decode only: query tokens (default 1)")
+    parser.add_argument("--layout", default="bf16", help="decode only: the cache's layout (default bf16)")
+    parser.add_argument("--q-dtype", choices=Q_DTYPES, default="bfloat16", help="decode only: default bfloat16")
+    parser.add_argument("--num-splits", type=int, default=0, help="decode only: cuts; 0, the default: decode's own")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -59,9 +66,13 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
     if (args.heads is None) != (args.kv is None) or (args.heads is not None and op.name != "decode"):
         raise SystemExit("emulate: --heads and --kv go together, and only decode takes them")
     if args.heads is not None:
+        import torch
+
         from mla_suite.ops.decode.samples import decode_sample
 
-        return decode_sample([args.kv], heads=args.heads, q_len=args.q_len)
+        dtype, splits = getattr(torch, args.q_dtype), args.num_splits
+        shape = dict(heads=args.heads, q_len=args.q_len, num_splits=splits)
+        return decode_sample([args.kv], layout=args.layout, dtype=dtype, **shape)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
