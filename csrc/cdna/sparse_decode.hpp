@@ -55,7 +55,9 @@ class SparseDecode {
   static constexpr int column_tiles = mla::VALUE_DIM / 16 / waves;
   static constexpr int chunks = Record::qk_dim / 32;
   static constexpr int key_steps = keys / 32;   // of the second product
-  using Gather = SparseGather<Record, keys, waves>;
+  // Tiles of 32 keys that wait in registers: two where there is room, since the memory of one takes longer than its products.
+  static constexpr int depth = !Shape::own_keys && row_tiles <= 4 ? 2 : 1;
+  using Gather = SparseGather<Record, keys, waves, depth>;
   using Tile = typename Gather::Tile;
   using Query = SparseQuery<Record::qk_dim>;
   using Matrix = Matrix16x16x32<mla::bf16>;
@@ -112,7 +114,8 @@ class SparseDecode {
     const int count = (item_.end_key - item_.first_key + keys - 1) / keys;
     if (count <= 0) return;
     Gather gather(selection, item_, lds_ + places + wave_ * Gather::lds_bytes, wave_);
-    gather.load(0);
+    gather.template load<0>(0);
+    if (depth == 2 && count > 1) gather.template load<1 % depth>(1);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
     spread_query();
@@ -121,39 +124,45 @@ class SparseDecode {
     uint32_t bits = masks;     // and which of its keys are there
     if (!Shape::own_keys) {
 #pragma unroll
-      for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_);
-      mark(gather, bits);
-      if (count > 1) gather.load(1);
+      for (int i = 0; i < Gather::pieces; ++i) gather.template store<0>(i, lds_);
+      load_after<0>(gather, 0, count, bits);
     }
     mla::block_sync();
     for (int n = 0; n < count; ++n) {
-      float sum[wave_rows];
-      const bool last = stage == (Shape::stages - 1) * Tile::bytes;
-      const uint32_t next = last ? 0 : stage + Tile::bytes;
-      const uint32_t next_bits = last ? masks : bits + 4;
-      uint32_t valid;
-      if (Shape::own_keys) {
-#pragma unroll
-        for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
-        valid = gather.valid();
-        if (n + 1 < count) gather.load(n + 1);
-        wave_lds_fence();
-        weigh(n, lds_ + stage, valid, sum, [](int) {});
-      } else {
-        valid = lds_read_word(lds_place(lds_ + bits));
-        // The next tile is dequantised in the shadow of this one's products.
-        weigh(n, lds_ + stage, valid, sum, [&](int s) {
-          if (s % between == 0 && s / between < Gather::pieces && n + 1 < count) gather.store(s / between, lds_ + next);
-        });
-        mark(gather, next_bits);
-        if (n + 2 < count) gather.load(n + 2);
-      }
-      __builtin_amdgcn_sched_barrier(0);
-      mla::block_sync();
-      add_values(n, lds_ + stage, valid, sum);
-      stage = next;
-      bits = next_bits;
+      turn<1 % depth>(gather, n, count, stage, bits);
+      if (depth == 2 && ++n < count) turn<0>(gather, n, count, stage, bits);
     }
+  }
+
+  // Tile n; `slot` holds the one after it, or this one where a wave scores its own keys.
+  template <int slot>
+  MLA_DEVICE void turn(Gather& gather, int n, int count, uint32_t& stage, uint32_t& bits) {
+    float sum[wave_rows];
+    const bool last = stage == (Shape::stages - 1) * Tile::bytes;
+    const uint32_t next = last ? 0 : stage + Tile::bytes;
+    const uint32_t next_bits = last ? masks : bits + 4;
+    uint32_t valid;
+    if (Shape::own_keys) {
+#pragma unroll
+      for (int i = 0; i < Gather::pieces; ++i) gather.template store<slot>(i, lds_ + stage);
+      valid = gather.template valid<slot>();
+      if (n + 1 < count) gather.template load<slot>(n + 1);
+      wave_lds_fence();
+      weigh(n, lds_ + stage, valid, sum, [](int) {});
+    } else {
+      valid = lds_read_word(lds_place(lds_ + bits));
+      // In the shadow of this tile's products the next one is dequantised, and a later one begins to load.
+      weigh(n, lds_ + stage, valid, sum, [&](int s) {
+        if (s < Gather::pieces && n + 1 < count) gather.template store<slot>(s, lds_ + next);
+        if (s == load_step) load_after<slot>(gather, n + 1, count, next_bits);
+      });
+      if (load_step == steps) load_after<slot>(gather, n + 1, count, next_bits);
+    }
+    __builtin_amdgcn_sched_barrier(0);
+    mla::block_sync();
+    add_values(n, lds_ + stage, valid, sum);
+    stage = next;
+    bits = next_bits;
   }
 
   // As much of the queries as output and scores leave room for goes to accumulation registers.
@@ -169,9 +178,13 @@ class SparseDecode {
     }
   }
 
-  // Which of the wave's keys that were loaded last are there, for the waves that score them.
-  MLA_DEVICE void mark(const Gather& gather, uint32_t at) const {
-    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
+  // Tile n of `slot` has been stored: which of the wave's keys are there, for the waves that score them, and the slot's next.
+  template <int slot>
+  MLA_DEVICE void load_after(Gather& gather, int n, int count, uint32_t bits) const {
+    if (own_ == 0) {
+      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + bits + wave_)) = static_cast<uint8_t>(gather.template valid<slot>());
+    }
+    if (n + depth < count) gather.template load<slot>(n + depth);
   }
 
   // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.
@@ -180,7 +193,10 @@ class SparseDecode {
   static constexpr int step_reads = step_chunks * key_tiles;
   static constexpr int ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;   // steps of keys read ahead of the products
 
-  static constexpr int between = steps / Gather::pieces > 0 ? steps / Gather::pieces : 1;   // steps per piece of the next tile
+  // The step beside which the next load begins: as soon as the loaded pieces are stored, or, where they are many
+  // registers, behind the softmax.
+  static constexpr int load_step = Record::raw_registers <= 32 ? Gather::pieces : steps;
+  static_assert(Shape::own_keys || Gather::pieces <= steps, "sparse decode: a step for every piece of a tile");
 
   // `aside(s)` is done between the products of steps s and s + 1.
   template <class Aside>
