@@ -38,6 +38,9 @@ def _machine(report: Report) -> Iterator[str]:
     ]
     yield f"**{facts['device']}** ({facts['arch']}): {', '.join(about)}. Command: `{report.command}`"
     yield ""
+    if facts.get("note"):
+        yield f"{facts['note']}"
+        yield ""
     if report.floors:
         yield (
             f"Device time of a call by CUDA graph replay with cold caches. Ceilings measured in the same run: read "

@@ -84,7 +84,10 @@ class Result:
 
 @dataclass
 class Report:
-    """A whole run."""
+    """A whole run.
+
+    environment   as `environment.describe` finds it; a `note` that a person added to a file is shown with its numbers
+    """
 
     environment: dict[str, Any]
     command: str

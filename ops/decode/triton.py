@@ -2,11 +2,15 @@
 
 A program holds one tile of query rows and walks work items; an item is a range of one sequence's keys. A block of keys
 is loaded once per row tile and serves as K, transposed, and as V.
+
+On an H200 it takes 0.26 to 0.87 of the time of SGLang's Triton kernel with its best number of splits, and 0.9 to 2.6
+times that of FlashMLA: benchmarks/README.md has the table, its date and versions.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -397,6 +401,7 @@ def run(
         lse.copy_(flat_lse.view(lse.shape))
 
 
+@cache  # asking torch takes 2 us of every call
 def _compute_units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 

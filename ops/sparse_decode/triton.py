@@ -430,7 +430,10 @@ def _splits(
     if split_size:
         ragged = any(indptr is not None for indptr in indptrs)
         return 1 if ragged else max(1, triton.cdiv(sum(index.shape[-1] for index in indices), split_size))
-    device = indices[0].device
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     keys = sum(index.numel() for index in indices) // tokens
-    return max(1, min(units // (tokens * tiles), keys // 128))
+    return max(1, min(_compute_units(indices[0].device) // (tokens * tiles), keys // 128))
+
+
+@functools.cache  # asking torch takes 2 us of every call
+def _compute_units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

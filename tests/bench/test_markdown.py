@@ -32,6 +32,13 @@ def test_it_names_the_machine_versions_date_command_and_what_was_not_timed() -> 
     assert "Not timed: decode b1-odd (native: no kernel for it)." in text
 
 
+def test_a_note_of_a_person_is_shown() -> None:
+    report = made_up()
+    assert "older driver" not in markdown.latency([report])
+    report.environment["note"] = "Measured with an older driver."
+    assert "\nMeasured with an older driver.\n" in markdown.latency([report])
+
+
 def test_a_row_is_the_fastest_of_our_own_backends_beside_the_peer() -> None:
     report = made_up()
     rows = [line for line in markdown.latency([report]).splitlines() if line.startswith("| decode | `")]
