@@ -17,6 +17,6 @@ def test_every_chain_ends_where_it_should() -> None:
     assert found.tolist() == [-1, -2, -3, -4, -5]
     following = lines[:, 0]
     assert len(following.unique()) == 5 * HOPS, "no line has two that lead to it"
-    lines[int(following[0])] = -9
+    lines[following == -1] = -9  # the last line of the first chain
     chase(lines, found)
     assert found.tolist() == [-9, -2, -3, -4, -5]
