@@ -111,9 +111,12 @@ def hard_scores(kind: str, args: Sequence[Any]) -> None:
     elif kind == "dominating":
         cache[table[0, 4].item(), 10] = (q[0, 0, 0] * 4).to(cache.dtype)
     else:
-        slope = {"large": torch.randn(300) * 8, "rising": torch.arange(300) / 4, "falling": -torch.arange(300) / 4}
-        direction = torch.randn(576)
+        keys, direction = torch.arange(300), torch.randn(576)
+        logits = torch.linspace(-200, 200, 300)
+        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
         q[:] = direction.bfloat16()
-        keys = torch.arange(300)
-        rows = slope[kind][:, None] * direction / direction.norm() + torch.randn(300, 576) / 4
+        rows = logits[:, None] * 24 / direction.square().sum() * direction + torch.randn(300, 576) / 4
         cache[table[0].long()[keys // 64], keys % 64] = rows.bfloat16()
+        reached = rows.double() @ direction.double() / 24
+        assert float(reached.min()) < -195
+        assert float(reached.max()) > 195

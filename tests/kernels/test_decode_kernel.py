@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from decode_grid import HEADS, PAGES, Q_LENS, assert_within_bound, hard_scores, hostile
 
 import mla_suite
 from mla_suite.core import arch as archs
@@ -18,10 +19,9 @@ from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.config import CdnaConfig, tile_rows
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.runtime import current_arch, emulator, has_kernel, scratch
-from mla_suite.testing import exact_decode, poison, ulp
+from mla_suite.testing import exact_decode, poison
 from mla_suite.toolchain import compilers, manifest
 
-ABSURD = 2**31 - 1
 CPU = torch.device("cpu")
 
 
@@ -46,23 +46,6 @@ def gfx942():
         yield record
 
 
-def hostile(sample):
-    """The sample with NaN in every row no sequence owns, and absurd page numbers behind the used ones."""
-    args, kwargs = sample.make(CPU)
-    q, cache, lens, table, indptr, indices = (args[i].clone() if args[i] is not None else None for i in range(6))
-    page = cache.shape[1]
-    owned = torch.zeros(cache.shape[:2], dtype=torch.bool)
-    for b, length in enumerate(lens.tolist()):
-        used = -(-length // page)
-        pages = table[b, :used] if table is not None else indices[indptr[b] : indptr[b] + used]
-        keys = torch.arange(length)
-        owned[pages.long()[keys // page], keys % page] = True
-        if table is not None:
-            table[b, used:] = ABSURD
-    cache[~owned] = torch.nan if cache.dtype != torch.uint8 else 0x80  # FNUZ's one NaN
-    return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
-
-
 def decode(args, kwargs, device=DEVICE):
     """Runs the native kernels and nothing else; the results are on the CPU."""
     args = [None if tensor is None else tensor.to(device) for tensor in args]
@@ -72,29 +55,14 @@ def decode(args, kwargs, device=DEVICE):
     return tuple(result.cpu() for result in torch.ops.mla_suite.decode(*args, **kwargs))
 
 
-def assert_within_bound(out, lse, exact):
-    """|out - exact| <= 2^-8 sum(p |v|) + 1 ulp of out: P is rounded to 16 bits. lse within 1e-4."""
-    error, allowed = (out.double() - exact.out).abs(), 2.0**-8 * exact.magnitude + ulp(exact.out, out.dtype)
-    worst = float((error / allowed).max()) if error.numel() else 0.0
-    assert bool((error <= allowed).all()), f"out is {worst:.3g} times as far from the exact result as it may be"
-    empty = exact.lse.isinf()
-    assert torch.equal(lse[empty].double(), exact.lse[empty])
-    assert not bool(out[empty].any()), "a row that sees nothing must be 0"
-    off = (lse.double() - exact.lse)[~empty].abs()
-    assert bool((off <= 1e-4 * exact.lse[~empty].abs().clamp(min=1.0)).all()), f"lse is off by {float(off.max()):.3g}"
-
-
 def check(sample):
-    args, kwargs = hostile(sample)
+    args, kwargs = hostile(sample, "gfx942")
     poison(scratch.take(DEVICE, 1 << 20))
     out, lse = decode(args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs))
     return out, lse
 
 
-HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
-Q_LENS = (1, 2, 3, 4, 8)
-PAGES = (1, 16, 61, 64)
 LENS = (0, 1, 15, 16, 17, 63, 64, 65, 300, 1000)
 MODES = (
     {"num_splits": 1},
@@ -187,21 +155,7 @@ def test_hard_scores(heads, kind):
     """Logits to +-200, rows that are all equal, one key above all others, and references that rise or never do."""
     sample = decode_sample((300,), heads=heads, q_len=2, num_splits=1)
     args, kwargs = sample.make(CPU)
-    q, cache, table = args[0], args[1], args[3]
-    if kind == "equal":
-        cache[:] = cache[0, 0]
-    elif kind == "dominating":
-        cache[table[0, 4].item(), 10] = (q[0, 0, 0] * 4).to(cache.dtype)
-    else:
-        keys, direction = torch.arange(300), torch.randn(576)
-        logits = torch.linspace(-200, 200, 300)
-        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
-        q[:] = direction.bfloat16()
-        rows = logits[:, None] * 24 / direction.square().sum() * direction + torch.randn(300, 576) / 4
-        cache[table[0].long()[keys // 64], keys % 64] = rows.bfloat16()
-        reached = rows.double() @ direction.double() * kwargs["softmax_scale"]
-        assert float(reached.min()) < -195
-        assert float(reached.max()) > 195
+    hard_scores(kind, args)
     out, lse = decode(args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs))
 
