@@ -6,11 +6,13 @@
 
 namespace cdna {
 
-// What a tile holds: `shared_keys` where the waves share it, `private_keys` where each has its own.
+// What a tile holds: `shared_keys` where the waves share it, `private_keys` where each has its own. `splits_keys`: few rows
+// are worth splitting the waves over keys as well.
 
 // 16-bit caches: everything in the type of the cache.
 template <class Policy, class Problem>
 struct SameTypeArithmetic {
+  static constexpr bool splits_keys = false;
   static constexpr int shared_keys = 32;
   static constexpr int private_keys = 32;
   using Scores = SameTypeScores<Problem>;
@@ -24,6 +26,7 @@ struct Fp8Arithmetic;
 
 template <class Policy, class Problem>
 struct Fp8Arithmetic<Policy, Problem, mla::bf16, mla::bf16> {
+  static constexpr bool splits_keys = true;
   static constexpr int shared_keys = 64;
   static constexpr int private_keys = 64;
   using Scores = ConvertedScores<Policy, Problem>;
@@ -39,6 +42,7 @@ struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::bf16> : Fp8Arithmetic<Polic
 // One row tile has clocks to spare: a private tile is multiplied 32 keys at a time.
 template <class Policy, class Problem>
 struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::fp8> {
+  static constexpr bool splits_keys = false;
   static constexpr int shared_keys = 128;
   static constexpr int private_keys = 64;
   using Scores = NarrowScores<Problem>;

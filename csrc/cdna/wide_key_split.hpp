@@ -226,12 +226,11 @@ class WideKeySplit {
   // The four waves' rows become one: statistics and outputs through LDS, each wave adding up a quarter of the columns.
   MLA_DEVICE void merge_and_store(const mla::DecodeParams& p) {
     const int mine = statistics + (wave_ * 16 + lane_.column) * 4;
-    const float sum = sum_over_groups(softmax_.sum, lane_);
-    const float divisor = Values::coarse ? sum_over_groups(softmax_.divisor(), lane_) : sum;
+    softmax_.join(lane_);
     if (lane_.group == 0) {
       lds_write_float(lds_ + mine, softmax_.max);
-      lds_write_float(lds_ + mine + row_floats, sum);
-      if (Values::coarse) lds_write_float(lds_ + mine + 2 * row_floats, divisor);
+      lds_write_float(lds_ + mine + row_floats, softmax_.sum);
+      if (Values::coarse) lds_write_float(lds_ + mine + 2 * row_floats, softmax_.divisor());
     }
 #pragma unroll
     for (int t = 0; t < WideOutput::tiles; ++t) {

@@ -201,6 +201,8 @@ template <bool coarse>
 struct WideRow : mla::RowSoftmax {
   MLA_DEVICE static WideRow empty() { return WideRow{mla::RowSoftmax::empty()}; }
   MLA_DEVICE void scale(float factor) { sum *= factor; }
+  // The sums of the four lanes that share the row, in each of them.
+  MLA_DEVICE void join(const Lane& lane) { sum = sum_over_groups(sum, lane); }
   MLA_DEVICE float divisor() const { return sum; }
 };
 template <>
@@ -211,6 +213,10 @@ struct WideRow<true> : mla::RowSoftmax {
   MLA_DEVICE void scale(float factor) {
     sum *= factor;
     rounded_sum *= factor;
+  }
+  MLA_DEVICE void join(const Lane& lane) {
+    sum = sum_over_groups(sum, lane);
+    rounded_sum = sum_over_groups(rounded_sum, lane);
   }
   MLA_DEVICE float divisor() const { return rounded_sum; }
 };

@@ -1,6 +1,9 @@
 // Decode of 32 to 128 rows with transposed LDS reads: the waves share tiles of keys in LDS and split the query rows, wave
 // w taking the 16-row tiles w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage
 // over and frees the one before it.
+//
+// Where keys or values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over the
+// keys of a tile. Each conversion and each LDS read then serves two row tiles; the results are merged when the item ends.
 #pragma once
 
 #include "cdna/kernel_params.hpp"
@@ -14,6 +17,8 @@ template <class Policy, class Problem, class Arithmetic>
 class WideRowSplit {
   using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
   static constexpr int waves = Policy::waves;
+  static constexpr int key_groups = Arithmetic::splits_keys && Problem::row_tiles <= waves ? 2 : 1;
+  static constexpr int row_waves = waves / key_groups;
 
  public:
   static constexpr int threads = waves * WAVE;
@@ -21,9 +26,9 @@ class WideRowSplit {
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
-    constexpr int most = (Problem::row_tiles + waves - 1) / waves;
-    constexpr int full_waves = Problem::row_tiles - (most - 1) * waves;   // waves with `most` tiles; the others have one less
-    if (full_waves == waves || wave < full_waves) {
+    constexpr int most = (Problem::row_tiles + row_waves - 1) / row_waves;
+    constexpr int full_waves = Problem::row_tiles - (most - 1) * row_waves;   // with `most` tiles; the others have one less
+    if (full_waves == row_waves || wave % row_waves < full_waves) {
       run_wave<most>(lds, wave);
     } else {
       run_wave<most - 1>(lds, wave);
@@ -36,7 +41,7 @@ class WideRowSplit {
 };
 
 // One wave's part: `tiles` 16-row tiles against every key of an item. A wave without rows still copies its keys.
-template <class Policy, class Problem, class Arithmetic, int tiles>
+template <class Policy, class Problem, class Arithmetic, int tiles, int key_groups>
 class WideRowSplitWave {
   using Element = typename Problem::Element;
   using Scores = typename Arithmetic::Scores;
@@ -44,8 +49,10 @@ class WideRowSplitWave {
   using Query = typename Scores::Query;
   using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
   using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::shared_keys>;
-  static constexpr int tile_keys = Arithmetic::shared_keys;
+  static constexpr int shared_keys = Arithmetic::shared_keys;
+  static constexpr int tile_keys = shared_keys / key_groups;   // of a shared tile, that the wave multiplies
   static constexpr int score_tiles = tile_keys / 16;
+  static constexpr int row_waves = Policy::waves / key_groups;
   static constexpr int array = tiles > 0 ? tiles : 1;
   static constexpr int ordinary = 4;   // of the second row tile's accumulators, which make room for those of scores
   using Softmax = WideSoftmax<Policy, Values, score_tiles>;
@@ -55,17 +62,20 @@ class WideRowSplitWave {
   MLA_DEVICE WideRowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
                               LdsBytes lds, int wave)
       : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
-        pieces_(lane_), columns_(lane_), scale_(score_scale<typename Problem::Format>(p)) {
+        key_group_(wave / row_waves), pieces_(lane_), columns_(lane_), scale_(score_scale<typename Problem::Format>(p)) {
+    pieces_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
+    pieces_.tail += key_group_ * (tile_keys * 64);
+    columns_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave + r * Policy::waves);
+      first_row_[r] = first_row + 16 * (wave % row_waves + r * row_waves);
       softmax_[r] = Softmax::Row::empty();
       output_[r].clear();
     }
   }
 
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
-    const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
+    const int count = (item_.end_key - item_.first_key + shared_keys - 1) / shared_keys;
     if (count <= 0) return;
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     Ring ring(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
@@ -84,7 +94,7 @@ class WideRowSplitWave {
       ring.copy(n, filled);
       filled = Ring::stage_after(filled);
     }
-    int first = item_.first_key;
+    int first = item_.first_key + key_group_ * tile_keys;
     for (int n = 0; n < count; ++n) {
       ring.wait(n, used);
       mla::block_sync();
@@ -92,17 +102,26 @@ class WideRowSplitWave {
       filled = Ring::stage_after(filled);
       accumulate(lds_ + used, first);
       used = Ring::stage_after(used);
-      first += tile_keys;
+      first += shared_keys;
     }
+  }
+
+  // Makes each row's sums one, and one of the groups' results.
+  MLA_DEVICE void finish() {
+    const Lane lane = lane_.rederived();
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) softmax_[r].join(lane);
+    if constexpr (key_groups > 1) merge_groups(lane);
   }
 
   MLA_DEVICE void store(const mla::DecodeParams& p) const {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
+      if (key_groups > 1 && key_group_ != r) continue;
       const Lane lane = lane_.rederived();
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
-      const float sum = sum_over_groups(softmax_[r].sum, lane);
-      const float divisor = Values::coarse ? sum_over_groups(softmax_[r].divisor(), lane) : sum;
+      const float sum = softmax_[r].sum;
+      const float divisor = softmax_[r].divisor();
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum);
       if (lane.group == 0) sink.store_lse(result.lse);
       const float weight = Softmax::output_weight(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
@@ -115,6 +134,56 @@ class WideRowSplitWave {
   }
 
  private:
+  // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and gives
+  // the other away through LDS, which no stage needs any more.
+  MLA_DEVICE void merge_groups(const Lane& lane) {
+    static_assert(key_groups == 2 && tiles <= 2 && !Values::coarse, "merging: two groups, a row tile for each");
+    constexpr int output_bytes = WideOutput::tiles * WAVE * 16;
+    constexpr int statistics = Policy::waves * output_bytes;   // [wave][row tile][max, sum][16 rows]
+    static_assert(statistics + Policy::waves * 256 <= Ring::bytes, "merging: outputs of four waves fit the stages");
+    const uint32_t mine = lds_ + statistics + wave_ * 256 + lane.column * 4;
+    const uint32_t other = lds_ + statistics + (wave_ ^ row_waves) * 256 + lane.column * 4;
+    mla::block_sync();
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      if (lane.group == 0) {
+        lds_write_float(lds_place(mine + r * 128), softmax_[r].max);
+        lds_write_float(lds_place(mine + r * 128 + 64), softmax_[r].sum);
+      }
+      if (key_group_ != r) {
+#pragma unroll
+        for (int t = 0; t < WideOutput::tiles; ++t) {
+          keep(r, t);
+          lds_write_f32x4(lds_place(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16), output_[r].tile[t]);
+          if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);
+        }
+      }
+    }
+    mla::block_sync();
+#pragma unroll
+    for (int r = 0; r < tiles; ++r) {
+      if (key_group_ != r) continue;
+      const float other_max = lds_read_float(lds_place(other + r * 128));
+      const float max = __builtin_fmaxf(softmax_[r].max, other_max);
+      const float weight = Policy::exp2(softmax_[r].max - max);
+      const float other_weight = Policy::exp2(other_max - max);
+      softmax_[r].max = max;
+      softmax_[r].sum = softmax_[r].sum * weight + lds_read_float(lds_place(other + r * 128 + 64)) * other_weight;
+#pragma unroll
+      for (int t = 0; t < WideOutput::tiles; ++t) {
+        const uint32_t at = lds_ + (wave_ ^ row_waves) * output_bytes + t * (WAVE * 16) + lane.index * 16;
+        keep(r, t);
+        output_[r].tile[t] = output_[r].tile[t] * weight + lds_read_f32x4(lds_place(at)) * other_weight;
+        keep(r, t);
+        if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);
+      }
+    }
+  }
+
+  MLA_DEVICE void keep(int r, int t) {
+    if (r == 0 || t < WideOutput::tiles - ordinary) keep_accumulated(output_[r].tile[t]);
+  }
+
   MLA_DEVICE void accumulate(uint32_t tile, int first) {
     if (tiles == 0) return;
     f32x4 t[array][score_tiles];
@@ -276,8 +345,9 @@ class WideRowSplitWave {
   const Lane lane_;
   const int wave_;
   const uint32_t lds_;
-  const PiecePlaces<Tile> pieces_;
-  const ColumnPieces<Tile> columns_;
+  const int key_group_;
+  PiecePlaces<Tile> pieces_;
+  ColumnPieces<Tile> columns_;
   const float scale_;
   int visible_to_all_;
   int first_row_[array];
@@ -296,8 +366,10 @@ MLA_DEVICE void WideRowSplit<Policy, Problem, Arithmetic>::run_wave(LdsBytes lds
     mla::WorkItem item = work.take(p);
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
-    WideRowSplitWave<Policy, Problem, Arithmetic, tiles> part(p, item, rows, first_row, lds, wave);
+    item.partial_row = uniform(item.partial_row);   // or LLVM 20 keeps it, from a plan, in four registers of every lane
+    WideRowSplitWave<Policy, Problem, Arithmetic, tiles, key_groups> part(p, item, rows, first_row, lds, wave);
     part.attend(p);
+    part.finish();
     part.store(reread_params<mla::DecodeParams>());
     mla::block_sync();
   }
