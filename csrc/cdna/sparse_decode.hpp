@@ -12,6 +12,7 @@
 #pragma once
 
 #include "cdna/accumulation.hpp"
+#include "cdna/copy.hpp"
 #include "cdna/kernel_params.hpp"
 #include "cdna/sparse_gather.hpp"
 #include "cdna/sparse_rows.hpp"
@@ -55,9 +56,7 @@ class SparseDecode {
   static constexpr int column_tiles = mla::VALUE_DIM / 16 / waves;
   static constexpr int chunks = Record::qk_dim / 32;
   static constexpr int key_steps = keys / 32;   // of the second product
-  // Tiles of 32 keys that wait in registers: two where there is room, since the memory of one takes longer than its products.
-  static constexpr int depth = !Shape::own_keys && row_tiles <= 4 ? 2 : 1;
-  using Gather = SparseGather<Record, keys, waves, depth>;
+  using Gather = SparseGather<Record, keys, waves>;
   using Tile = typename Gather::Tile;
   using Query = SparseQuery<Record::qk_dim>;
   using Matrix = Matrix16x16x32<mla::bf16>;
@@ -114,55 +113,49 @@ class SparseDecode {
     const int count = (item_.end_key - item_.first_key + keys - 1) / keys;
     if (count <= 0) return;
     Gather gather(selection, item_, lds_ + places + wave_ * Gather::lds_bytes, wave_);
-    gather.template load<0>(0);
-    if (depth == 2 && count > 1) gather.template load<1 % depth>(1);
+    gather.load(0);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+    wait_loads();   // else the loop would wait for the queries, and so for all loads in flight, in every turn
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
     uint32_t stage = 0;        // of the tile whose scores come next
     uint32_t bits = masks;     // and which of its keys are there
     if (!Shape::own_keys) {
 #pragma unroll
-      for (int i = 0; i < Gather::pieces; ++i) gather.template store<0>(i, lds_);
-      load_after<0>(gather, 0, count, bits);
+      for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_);
+      mark(gather, bits);
+      if (count > 1) gather.load(1);
     }
     mla::block_sync();
     for (int n = 0; n < count; ++n) {
-      turn<1 % depth>(gather, n, count, stage, bits);
-      if (depth == 2 && ++n < count) turn<0>(gather, n, count, stage, bits);
-    }
-  }
-
-  // Tile n; `slot` holds the one after it, or this one where a wave scores its own keys.
-  template <int slot>
-  MLA_DEVICE void turn(Gather& gather, int n, int count, uint32_t& stage, uint32_t& bits) {
-    float sum[wave_rows];
-    const bool last = stage == (Shape::stages - 1) * Tile::bytes;
-    const uint32_t next = last ? 0 : stage + Tile::bytes;
-    const uint32_t next_bits = last ? masks : bits + 4;
-    uint32_t valid;
-    if (Shape::own_keys) {
+      float sum[wave_rows];
+      const bool last = stage == (Shape::stages - 1) * Tile::bytes;
+      const uint32_t next = last ? 0 : stage + Tile::bytes;
+      const uint32_t next_bits = last ? masks : bits + 4;
+      uint32_t valid;
+      if (Shape::own_keys) {
 #pragma unroll
-      for (int i = 0; i < Gather::pieces; ++i) gather.template store<slot>(i, lds_ + stage);
-      valid = gather.template valid<slot>();
-      if (n + 1 < count) gather.template load<slot>(n + 1);
-      wave_lds_fence();
-      weigh(n, lds_ + stage, valid, sum, [](int) {});
-    } else {
-      valid = lds_read_word(lds_place(lds_ + bits));
-      // In the shadow of this tile's products the next one is dequantised, and a later one begins to load.
-      weigh(n, lds_ + stage, valid, sum, [&](int s) {
-        if (s < Gather::pieces && n + 1 < count) gather.template store<slot>(s, lds_ + next);
-        if (s == load_step) load_after<slot>(gather, n + 1, count, next_bits);
-      });
-      if (load_step == steps) load_after<slot>(gather, n + 1, count, next_bits);
+        for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
+        valid = gather.valid();
+        if (n + 1 < count) gather.load(n + 1);
+        wave_lds_fence();
+        weigh(n, lds_ + stage, valid, sum, [](int) {});
+      } else {
+        valid = lds_read_word(lds_place(lds_ + bits));
+        // In the shadow of this tile's products the next one is dequantised, and the one after it begins to load.
+        weigh(n, lds_ + stage, valid, sum, [&](int s) {
+          if (s < Gather::pieces && n + 1 < count) gather.store(s, lds_ + next);
+          if (s == load_step) load_after(gather, n + 1, count, next_bits);
+        });
+        if (load_step == steps) load_after(gather, n + 1, count, next_bits);
+      }
+      __builtin_amdgcn_sched_barrier(0);
+      mla::block_sync();
+      add_values(n, lds_ + stage, valid, sum);
+      stage = next;
+      bits = next_bits;
     }
-    __builtin_amdgcn_sched_barrier(0);
-    mla::block_sync();
-    add_values(n, lds_ + stage, valid, sum);
-    stage = next;
-    bits = next_bits;
   }
 
   // As much of the queries as output and scores leave room for goes to accumulation registers.
@@ -178,13 +171,14 @@ class SparseDecode {
     }
   }
 
-  // Tile n of `slot` has been stored: which of the wave's keys are there, for the waves that score them, and the slot's next.
-  template <int slot>
+  // Tile n has been stored: the next one.
   MLA_DEVICE void load_after(Gather& gather, int n, int count, uint32_t bits) const {
-    if (own_ == 0) {
-      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + bits + wave_)) = static_cast<uint8_t>(gather.template valid<slot>());
-    }
-    if (n + depth < count) gather.template load<slot>(n + depth);
+    mark(gather, bits);
+    if (n + 1 < count) gather.load(n + 1);
+  }
+  // Which of the wave's keys that were loaded last are there, for the waves that score them.
+  MLA_DEVICE void mark(const Gather& gather, uint32_t at) const {
+    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
   }
 
   // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.

@@ -8,8 +8,8 @@
 
 namespace cdna {
 
-// `keys` to a tile; wave w brings keys w * wave_keys + 0..wave_keys-1 of each. Loaded tiles wait in `depth` slots of registers.
-template <class Record, int keys, int waves, int depth>
+// `keys` to a tile; wave w brings keys w * wave_keys + 0..wave_keys-1 of each.
+template <class Record, int keys, int waves>
 class SparseGather {
  public:
   using Tile = SlottedTile<2, Record::qk_dim * 2, keys>;
@@ -28,46 +28,48 @@ class SparseGather {
     fetch(1);
   }
 
-  // Finds the rows of a tile, and begins to load them into a slot; tiles in order.
-  template <int slot>
+  // Finds the rows of a tile, and begins to load them; tiles in order.
   MLA_DEVICE void load(int tile) {
     if (tile > 0 && tile % block_tiles == 0) {
       enter(tile / block_tiles);
       fetch(tile / block_tiles + 1);
     }
     const int in_block = tile % block_tiles * wave_keys;
-    valid_[slot] = static_cast<uint32_t>(block_valid_ >> in_block) & ((1u << wave_keys) - 1);
+    valid_ = static_cast<uint32_t>(block_valid_ >> in_block) & ((1u << wave_keys) - 1);
     const GatherLane lane(static_cast<uint32_t>(rederived(Lane::current().index)));
+    uint64_t row[groups], scales[groups];
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       const LdsBytes at = lds_place(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
       if constexpr (Record::apart) {
         const u32x4 both = lds_read16(at);
-        const uint32_t a = both[0], b = both[1], c = both[2], d = both[3];
-        Record::load(raw_[slot][g], static_cast<uint64_t>(b) << 32 | a, static_cast<uint64_t>(d) << 32 | c, lane);
+        row[g] = join(both[0], both[1]);
+        scales[g] = join(both[2], both[3]);
       } else {
-        const u32x2 row = lds_read8(at);
-        const uint32_t a = row[0], b = row[1];
-        Record::load(raw_[slot][g], static_cast<uint64_t>(b) << 32 | a, 0, lane);
+        const u32x2 one = lds_read8(at);
+        row[g] = join(one[0], one[1]);
+        scales[g] = 0;
       }
     }
+#pragma unroll
+    for (int g = 0; g < groups; ++g) Record::load_half(raw_[g], row[g], lane);
+#pragma unroll
+    for (int g = 0; g < groups; ++g) Record::load(raw_[g], row[g], scales[g], lane);
   }
 
-  // One of the `pieces` in which a slot's rows go as bf16 into a tile that begins at `at`.
+  // One of the `pieces` in which the loaded rows go as bf16 into a tile that begins at `at`.
   static constexpr int pieces = groups * Record::pieces;
-  template <int slot>
   MLA_DEVICE void store(int piece, uint32_t at) const {
     const int g = piece / Record::pieces, eight = wave_ * groups + g;
-    Record::store(piece % Record::pieces, raw_[slot][g], at + eight * Tile::group_bytes, places_.turned(static_cast<uint32_t>(eight) % 2));
+    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes, places_.turned(static_cast<uint32_t>(eight) % 2));
   }
 
-  // Bit k: whether the wave's key k of the slot's tile is there.
-  template <int slot>
-  MLA_DEVICE uint32_t valid() const {
-    return valid_[slot];
-  }
+  // Bit k: whether the wave's key k of the tile that was loaded last is there.
+  MLA_DEVICE uint32_t valid() const { return valid_; }
 
  private:
+  MLA_DEVICE static uint64_t join(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
+
   MLA_DEVICE int key(int block) const {
     const int lane = rederived(Lane::current().index);
     return first_key_ + (block * block_tiles + lane / wave_keys) * keys + lane % wave_keys;
@@ -108,8 +110,8 @@ class SparseGather {
   const GatherPlaces places_;
   int index_;              // of the lane's key of the next block
   uint64_t block_valid_;   // bit l: the key of lane l of this block
-  uint32_t valid_[depth];
-  typename Record::Raw raw_[depth][groups];
+  uint32_t valid_;
+  typename Record::Raw raw_[groups];
 };
 
 }  // namespace cdna

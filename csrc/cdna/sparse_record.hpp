@@ -95,12 +95,15 @@ struct Dsv4Record {
     return token.page_at + static_cast<uint64_t>(token.page) * 576 + token.in_page * static_cast<uint64_t>(8);
   }
 
+  // What half the lanes load; before everything else, or a scale is widened behind the branch, by an instruction that waits.
+  MLA_DEVICE static void load_half(Raw& raw, uint64_t row, const GatherLane& lane) {
+    if (lane.half == 0) raw.latent[3] = load_global<u32x4>(row + lane.piece() * 16 + 3 * 128);
+  }
   MLA_DEVICE static void load(Raw& raw, uint64_t row, uint64_t scales, const GatherLane& lane) {
     const uint64_t at = row + lane.piece() * 16;
     raw.scale = load_global<uint8_t>(scales + 2 * lane.part + lane.half);
 #pragma unroll
     for (int m = 0; m < 3; ++m) raw.latent[m] = load_global<u32x4>(at + m * 128);
-    if (lane.half == 0) raw.latent[3] = load_global<u32x4>(at + 3 * 128);
     raw.rope = load_global<u32x4>(row + 448 + lane.slot() * 16);
   }
 
@@ -136,6 +139,7 @@ struct V32Record {
 
   MLA_DEVICE static uint64_t row_at(const SelectedToken& token) { return token.page_at + token.in_page * static_cast<uint64_t>(656); }
 
+  MLA_DEVICE static void load_half(Raw&, uint64_t, const GatherLane&) {}
   MLA_DEVICE static void load(Raw& raw, uint64_t row, uint64_t, const GatherLane& lane) {
     raw.scale = load_global<uint32_t>(row + 512 + lane.part * 4);
 #pragma unroll
@@ -175,6 +179,7 @@ struct Bf16Record {
     return token.page_at + token.in_page * static_cast<uint64_t>(qk_dim_ * 2);
   }
 
+  MLA_DEVICE static void load_half(Raw&, uint64_t, const GatherLane&) {}
   MLA_DEVICE static void load(Raw& raw, uint64_t row, uint64_t, const GatherLane& lane) {
 #pragma unroll
     for (int b = 0; b < blocks; ++b) raw.block[b] = load_global<u32x4>(row + lane.slot() * 16 + b * 128);
