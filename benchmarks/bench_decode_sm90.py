@@ -29,7 +29,7 @@ import torch
 import mla_suite
 from mla_suite.bench import floors
 from mla_suite.bench.clock import Effort, Replay, cold_bytes
-from mla_suite.bench.inputs import PLAN, Call, compute_units, rotation
+from mla_suite.bench.inputs import PLAN, Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE, hopper
@@ -174,11 +174,10 @@ def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -
     kwargs["max_kv_len"] = width
     arch = dispatch.arch_of(args[0])
     assert arch is not None
-    units = compute_units(device)
     splits = hopper.cuts(arch, row.batch, rows, -(-width // hopper.KEYS))
     shown = str(splits)
     if row.ragged:
-        workers = max(1, units // -(-rows // hopper.ROWS))
+        workers = mla_suite.workers(args[2], rows)
         plan = mla_suite.plan(args[2], rows=rows, workers=workers, max_kv_len=width)
         args, shown = (*args[:PLAN], plan, *args[PLAN + 1 :]), "plan"
     first = Call(args, kwargs)

@@ -24,4 +24,5 @@ if importlib.util.find_spec("torch") is not None:
     from mla_suite.ops import decode as decode
     from mla_suite.ops import plan as plan
     from mla_suite.ops import sparse_decode as sparse_decode
+    from mla_suite.ops import workers as workers
     from mla_suite.runtime import emulate as emulate

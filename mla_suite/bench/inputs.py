@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+import mla_suite
 from mla_suite import testing
 from mla_suite.bench.sets import Case
 from mla_suite.core import library
@@ -39,7 +40,7 @@ def make(case: Case, device: torch.device) -> Call:
         return Call(args, kwargs)
     q, seq_lens, cu_seqlens_q = args[0], args[2], args[6]
     rows = case.facts["heads"] * case.facts["q_len"]
-    workers = compute_units(device)
+    workers = mla_suite.workers(seq_lens, rows)
     made = torch.ops.mla_suite.plan(
         seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_kv_len=int(seq_lens.max()) if len(q) else 0
     )

@@ -122,7 +122,7 @@ def _decoded(
     arch: Arch, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
 ) -> torch.Tensor:
     rows = layer.config.num_heads * x.shape[1]
-    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=arch.compute_units, max_kv_len=0)
+    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=mla_suite.workers(kv_cache, rows), max_kv_len=0)
     return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
@@ -167,7 +167,7 @@ def sparse_layer(arch: Arch) -> Part:
         mla_suite.append_kv(
             kv[:, :-rope], kv[:, -rope:].contiguous(), kv_cache, slots, None, table, positions, layout="dsv4"
         )
-        plan = mla_suite.plan(selected, rows=heads, workers=arch.compute_units, max_kv_len=0)
+        plan = mla_suite.plan(selected, rows=heads, workers=mla_suite.workers(kv_cache, heads), max_kv_len=0)
         out, _ = mla_suite.sparse_decode(
             q,
             [kv_cache, compressed],

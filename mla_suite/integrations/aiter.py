@@ -160,7 +160,7 @@ def get_mla_metadata_info_v1(
     """
     tiles = batch_size * max_seqlen_qo if is_sparse else batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    workers = plans.workers_for(torch.empty(0, device=device))
+    workers = mla_suite.workers(torch.empty(0, device=device), 1)
     works = tiles + workers
     return (
         (2, torch.uint64),

@@ -79,7 +79,7 @@ def _older(
     if num_heads_k != 1:
         _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    workers = plans.workers_for(cache_seqlens)
+    workers = mla_suite.workers(cache_seqlens, rows)
     plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_kv_len=0)
     made = plans.to_flash_mla(plan, lengths, workers=workers, columns=plans.OlderFlashMlaColumn)
     plans.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
@@ -304,7 +304,7 @@ def _plan_of(
         if num_splits is not None:
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
         if metadata.tile_scheduler_metadata is None:
-            workers = plans.workers_for(cache_seqlens)
+            workers = mla_suite.workers(cache_seqlens, rows)
             metadata.tile_scheduler_metadata = mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
         return metadata.tile_scheduler_metadata
     if metadata.dim() != 2 or metadata.shape[1] != plans.FLASH_MLA_WORDS or metadata.dtype != torch.int32:

@@ -23,14 +23,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_suite import runtime
 from mla_suite.ops.plan.cost import Cuts
 from mla_suite.ops.plan.layout import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
 
 FLASH_MLA_BLOCK = 64
 FLASH_MLA_WORDS = 8
-CPU_WORKERS = 8  # a CPU shares nothing out; this many show how a plan looks
 _SPAN = 2**31  # more than any key, so sequence * _SPAN + key orders places on the line of all sequences
 
 
@@ -80,14 +78,6 @@ class AiterPlan(NamedTuple):
     reduce_indptr: torch.Tensor
     reduce_final_map: torch.Tensor
     reduce_partial_map: torch.Tensor
-
-
-def workers_for(tensor: torch.Tensor) -> int:
-    """The compute units that would share the work of this tensor's device."""
-    arch = runtime.current_arch(tensor)
-    if tensor.is_cuda:
-        return int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
-    return arch.compute_units if arch is not None else CPU_WORKERS
 
 
 def to_flash_mla(

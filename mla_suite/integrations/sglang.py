@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations import plans
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
@@ -116,5 +115,5 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
         self._plan = None
         if not self._split_size:
-            workers = plans.workers_for(self._lens)
+            workers = mla_suite.workers(self._lens, heads)
             self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_kv_len=0)

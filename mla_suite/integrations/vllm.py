@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations import plans
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -115,7 +114,8 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         plan = None
         if not envs.VLLM_BATCH_INVARIANT:
             rows = self.num_heads * max(num_decode_tokens // batch, 1)
-            made = mla_suite.plan(seq_lens_device, rows=rows, workers=plans.workers_for(seq_lens_device), max_kv_len=0)
+            workers = mla_suite.workers(seq_lens_device, rows)
+            made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_kv_len=0)
             plan = self._plans.setdefault(batch, made)
             if plan is not made:
                 plan.copy_(made)

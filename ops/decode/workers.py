@@ -1,0 +1,32 @@
+"""How many workers a plan is cut for."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite import runtime
+from mla_suite.ops.decode import hopper
+from mla_suite.ops.decode.config import MOST_ROWS
+
+CPU_WORKERS = 8  # a CPU shares nothing out; this many show how a plan looks
+TILE_ROWS = {"sm_90": hopper.ROWS}  # query rows that a workgroup holds; elsewhere MOST_ROWS
+
+
+def workers(tensor: torch.Tensor, rows: int) -> int:
+    """Pieces of keys that a device works on at a time, for `plan(workers=...)`.
+
+    tensor  any tensor on the device, or on the CPU while an arch is emulated
+    rows    query rows of a sequence, q_len x heads: each tile of them takes a compute unit beside the others
+
+    -> compute units over tiles of rows, at least 1; ValueError for rows below 1.
+    More workers than that are right too, but their pieces wait for each other and cost a merge.
+    """
+    if rows < 1:
+        raise ValueError(f"workers: rows is {rows}; give q_len x heads, 1 or more")
+    arch = runtime.current_arch(tensor)
+    tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
+    if tensor.is_cuda:
+        units = int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
+    else:
+        units = arch.compute_units if arch is not None else CPU_WORKERS
+    return max(1, units // -(-rows // tile))
