@@ -1,7 +1,8 @@
 """A kernel with one instruction deleted gives a finding of the sanitizer, or the same bytes as before.
 
 Every executed barrier, wait, write-back, invalidate, atomic and store of the kernels in kernels/mutated.hip is deleted
-in turn, then those of combine's and decode's own machine code; outputs are shrunk, and memory is left uninitialised.
+in turn, then those of combine's, decode's and sparse_decode's own machine code; outputs are shrunk, and memory is left
+uninitialised.
 
 Two exceptions, and no other: a wait changes nothing where the text waits for the same again on every way from there
 (`why_redundant` finds that, or the test fails); and what a kernel leaves in memory for the next launch, as the reset of
@@ -28,6 +29,8 @@ from mla_suite.core.arch import CSRC
 from mla_suite.ops.combine import config as combine_config
 from mla_suite.ops.combine import native as combine_native
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.sparse_decode.samples import PoolShape
+from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 from mla_suite.runtime import has_kernel
 from mla_suite.runtime.emulator import Emulator, Memory
 from mla_suite.runtime.emulator.driver import EmulatorDriver
@@ -204,6 +207,23 @@ def test_decode(name, rows, lengths):
     reported = judge(launch, ("barrier", "wait"), 20)
     assert reported["barrier"] == len(list(deletions(launch.text, launch.kernel, "barrier"))) >= 2
     assert reported["wait"] >= 8  # by compiler: 10 with clang 19, 20 with clang 22
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_sparse_decode(rows):
+    """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
+    instance = f"sparse_decode_layout-dsv4_rows-{rows}"
+    if not has_kernel("gfx950", instance):
+        pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
+    pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]
+    (*args, sink), kwargs = sparse_sample(2, 1, rows, pools, sink=True).make(CPU)
+    plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), rows=rows, workers=1, max_kv_len=180)
+    with mla_suite.emulate("gfx950"), first_launch() as found:
+        torch.ops.mla_suite.sparse_decode(*args, sink, plan, **kwargs)
+    (launch,) = found
+    reported = judge(launch, ("barrier", "wait"), 12)
+    assert reported["barrier"] == len(list(deletions(launch.text, launch.kernel, "barrier"))) >= 4
+    assert reported["wait"] >= 6
 
 
 def test_the_kinds_match_what_they_name():
