@@ -342,6 +342,15 @@ def test_batch_invariant_bits(heads):
         assert all(torch.equal(a[t], b[0]) for a, b in zip(whole, alone, strict=True))
 
 
+def test_a_pool_beyond_four_gigabytes():
+    args, kwargs = problem([("v32", 1, 64, 3)], 1, 16)
+    pages = 103_000  # 4.3 GB of address space, of which two pages are touched
+    cache, last = caches.empty(layout("v32"), pages, 64), pages * 64 - 1
+    caches.scatter(layout("v32"), cache, torch.tensor([0, last]), torch.randn(2, 576))
+    args[1], args[2] = [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32)]
+    check(args, kwargs)
+
+
 class Recorded(TorchDispatchMode):
     """Names of the aten operators called."""
 
