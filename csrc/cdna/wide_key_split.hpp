@@ -63,7 +63,9 @@ class WideKeySplit {
                           LdsBytes lds)
       : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
         latent_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave_ * wave_bytes), places_(lane_), columns_(lane_),
-        scale_(score_scale<typename Problem::Format>(p)), softmax_(Softmax::Row::empty()) {}
+        scale_(score_scale<typename Problem::Format>(p)) {
+    softmax_.clear();
+  }
 
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     output_.clear();

@@ -199,7 +199,10 @@ struct WideOutput {
 // A row's softmax so far: lse comes from `sum`, outputs are divided by `divisor`.
 template <bool coarse>
 struct WideRow : mla::RowSoftmax {
-  MLA_DEVICE static WideRow empty() { return WideRow{mla::RowSoftmax::empty()}; }
+  MLA_DEVICE void clear() {
+    max = NOTHING;
+    sum = 0.0f;
+  }
   MLA_DEVICE void scale(float factor) { sum *= factor; }
   // The sums of the four lanes that share the row, in each of them.
   MLA_DEVICE void join(const Lane& lane) { sum = sum_over_groups(sum, lane); }
@@ -209,7 +212,13 @@ template <>
 struct WideRow<true> : mla::RowSoftmax {
   float rounded_sum;
 
-  MLA_DEVICE static WideRow empty() { return WideRow{mla::RowSoftmax::empty(), 0.0f}; }
+  // Not as constants: LLVM 20 and 21 store two of those at once, and then keep all three in LDS.
+  MLA_DEVICE void clear() {
+    const float zero = mla::bit_cast<float>(rederived(0));
+    max = NOTHING;
+    sum = zero;
+    rounded_sum = zero;
+  }
   MLA_DEVICE void scale(float factor) {
     sum *= factor;
     rounded_sum *= factor;

@@ -69,7 +69,7 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       first_row_[r] = first_row + 16 * (wave % row_waves + r * row_waves);
-      softmax_[r] = Softmax::Row::empty();
+      softmax_[r].clear();
       output_[r].clear();
     }
   }
