@@ -9,6 +9,15 @@
 
 namespace cdna {
 
+// Before LLVM 22 a constant zero would be kept in registers between items; LLVM 22 finds better without being told.
+MLA_DEVICE float fresh_zero() {
+#if __clang_major__ < 22
+  return mla::bit_cast<float>(rederived(0));
+#else
+  return 0.0f;
+#endif
+}
+
 // 16 query rows as right operands: chunk c of a lane is columns 32 c + 8 * lane.group + 0..7 of row lane.column.
 template <int qk_dim>
 struct SparseQuery {
