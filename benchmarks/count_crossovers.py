@@ -18,7 +18,7 @@ import torch
 import mla_suite
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import Arch
-from mla_suite.ops.decode import native
+from mla_suite.ops.decode import prepare
 from mla_suite.ops.decode.crossover import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.runtime import emulator
@@ -31,7 +31,7 @@ KINDS = {
 ROWS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
-STEP, LONGEST = native.SHORTEST_CUT, 1 << 15  # keys: between its multiples cuts are uneven
+STEP, LONGEST = prepare.SHORTEST_CUT, 1 << 15  # keys: between its multiples cuts are uneven
 
 
 @cache
@@ -49,7 +49,7 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
 
 def bound(arch: Arch, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
     tiles = -(-rows // tile)
-    cuts = max(1, min(arch.compute_units // (batch * tiles), context // native.SHORTEST_CUT))
+    cuts = max(1, min(arch.compute_units // (batch * tiles), context // prepare.SHORTEST_CUT))
     turns = -(-batch * tiles * cuts // arch.compute_units)
     nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
     memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s

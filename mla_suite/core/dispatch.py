@@ -13,9 +13,10 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -177,10 +178,23 @@ def remember(key: tuple[Any, ...], found: Known) -> Known:
     return found
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_kept: list[Callable[[], None]] = []
+
+
+def keep(function: _Function) -> _Function:
+    """Decorates a function of hashable arguments whose answers are remembered until `forget()`."""
+    remembering = lru_cache(maxsize=_MOST_KNOWN)(function)
+    _kept.append(remembering.cache_clear)
+    return cast(_Function, remembering)
+
+
 def forget() -> None:
     """Drop cached choices, after a tuned table or the set of built kernels has changed."""
     _choices.clear()
     _known.clear()
+    for clear in _kept:
+        clear()
 
 
 def first_tensor(args: Sequence[Any]) -> torch.Tensor:

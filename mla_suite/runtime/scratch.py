@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 
 import torch
 
@@ -40,8 +39,12 @@ def take(device: torch.device, elements: int) -> torch.Tensor:
 
 def partials(device: torch.device, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(partial_out [splits, rows, dim_v], partial_lse [splits, rows]), fp32 and uninitialised; see `take`."""
-    outs, lses = prod((splits, rows, dim_v)), splits * rows
-    buffer = take(device, outs + lses)
+    return shaped(take(device, splits * rows * (dim_v + 1)), splits, rows, dim_v)
+
+
+def shaped(buffer: torch.Tensor, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `partials` gives, in a buffer that was taken for splits x rows x (dim_v + 1) values: lse lies behind out."""
+    outs, lses = splits * rows * dim_v, splits * rows
     return buffer[:outs].view(splits, rows, dim_v), buffer[outs : outs + lses].view(splits, rows)
 
 

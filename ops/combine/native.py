@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Backend, Offer, Refusal, keep
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
 from mla_suite.runtime import Buffer, current_arch, has_kernel, launch
+from mla_suite.runtime.driver import Buffers
 from mla_suite.toolchain.params import load
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
@@ -43,7 +44,7 @@ def _division(divisor: int) -> tuple[int, int]:
     return -(-(1 << 31 + shift) // divisor), shift
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """What a launch takes beside pointers. It follows from metadata, so equal calls share one."""
 
     instance: str
@@ -57,7 +58,7 @@ _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 
 
 @lru_cache(maxsize=4096)
-def _prepare(
+def prepare(
     config: Config,
     shape: tuple[int, int, int],
     strides: tuple[tuple[int, ...], ...],
@@ -66,7 +67,7 @@ def _prepare(
     sink_heads: int,
     num_splits: int,
     skip: tuple[bool, bool],
-) -> _Launch:
+) -> Launch:
     """shape is (batch, rows, heads); strides are those of partial_out, partial_lse, out and lse."""
     batch, rows, heads = shape
     partial, partial_lse, out, lse = strides
@@ -102,7 +103,7 @@ def _prepare(
     )
     if params.fields[len(_POINTERS) - 1].name != _POINTERS[-1]:
         raise RuntimeError("combine: the parameter struct must begin with its pointers")
-    return _Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
+    return Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
 
 
 def merge(
@@ -129,7 +130,7 @@ def merge(
     if batch == 0 or rows == 0:
         return
     partial_at, out_at = partial_out.data_ptr(), out.data_ptr()
-    prepared = _prepare(
+    prepared = prepare(
         config,
         (batch, rows, heads),
         (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
@@ -139,7 +140,7 @@ def merge(
         num_splits,
         (skip_none, skip_single),
     )
-    pointers = _pack_pointers(
+    addresses = (
         partial_at,
         partial_lse.data_ptr(),
         0 if split_indptr is None else split_indptr.data_ptr(),
@@ -148,25 +149,37 @@ def merge(
         out_at,
         lse.data_ptr(),
     )
-
-    def buffers() -> Iterator[Buffer]:
-        read = dict(partial_out=partial_out, partial_lse=partial_lse, split_indptr=split_indptr)
-        read |= dict(cu_seqlens_q=cu_seqlens_q, attn_sink=attn_sink)
-        yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
-        access = "rw" if skip_none or skip_single or cu_seqlens_q is not None else "all"
-        yield from (Buffer("out", out, access), Buffer("lse", lse, access))
-
-    launch(
-        "combine",
-        prepared.instance,
+    partly = skip_none or skip_single or cu_seqlens_q is not None
+    start(
+        prepared,
         partial_out,
-        prepared.grid,
-        prepared.threads,
-        0,
-        pointers + prepared.numbers,
-        buffers,
-        overlap=True,
+        addresses,
+        lambda: buffers(partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse, partly),
     )
+
+
+def start(prepared: Launch, place: torch.Tensor, addresses: tuple[int, ...], named: Buffers) -> None:
+    """Enqueue what `prepare` found, on the device of `place`; addresses as in `merge`'s tensors, 0 for none."""
+    params = _pack_pointers(*addresses) + prepared.numbers
+    launch("combine", prepared.instance, place, prepared.grid, prepared.threads, 0, params, named, overlap=True)
+
+
+def buffers(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    partly: bool,
+) -> Iterator[Buffer]:
+    """The tensors of `merge`; `partly` where some rows of the results are left as they are."""
+    read = dict(partial_out=partial_out, partial_lse=partial_lse, split_indptr=split_indptr)
+    read |= dict(cu_seqlens_q=cu_seqlens_q, attn_sink=attn_sink)
+    yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
+    access = "rw" if partly else "all"
+    yield from (Buffer("out", out, access), Buffer("lse", lse, access))
 
 
 def run(
@@ -202,16 +215,17 @@ def merge_config(place: torch.Tensor, out: torch.Tensor, rows: int, batch: int, 
     arch = current_arch(place)
     if arch is None:
         raise RuntimeError(f"combine: {place.device} has no native kernels")
-    return _merge_config(arch, out.shape[-1], OUT_TYPES[out.dtype][1], rows, batch, splits, fixed)
+    return config_for(arch, out.shape[-1], out.dtype, rows, batch, splits, fixed)
 
 
-@lru_cache(maxsize=4096)
-def _merge_config(
-    arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int, fixed: bool
+@keep
+def config_for(
+    arch: Arch, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool
 ) -> Config:
+    """The same by metadata: `splits` per sequence of `rows` rows."""
     if fixed:
         return configs.invariant(arch, head_dim_v)
-    return configs.choose(arch, head_dim_v, out_dtype, rows, batch, splits)[0]
+    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
 
 
 BACKEND = Backend("native", offer, run)

@@ -1,19 +1,19 @@
-"""decode on sm_90: which instance, into how many cuts, and its launch with the copy engine's maps."""
+"""decode on sm_90: which instance, into how many cuts, and the copy engine's maps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import struct
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.runtime import Buffer, has_kernel, launch, tensor_map
-from mla_suite.toolchain.params import load
+from mla_suite.runtime import has_kernel, tensor_map
 
 ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
 KEYS = 32  # of a stage: one copy, one Q K^T, one P V
@@ -148,74 +148,57 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
     return min(range(1, max(1, most) + 1), key=microseconds)
 
 
-def start(
-    config: HopperConfig,
-    tensors: Mapping[str, tuple[torch.Tensor | None, str]],
-    shape: Mapping[str, int | float],
-    items: int,
-) -> None:
-    """Enqueue the kernel over `items` work items. `tensors` by name with their access; `shape` as the struct has it."""
-    placed = {name: tensor for name, (tensor, _) in tensors.items() if tensor is not None}
-    q, kv_cache, out = placed["q"], placed["kv_cache"], placed["out"]
-    ragged = "kv_indices" in placed
-    page_ids = placed["kv_indices" if ragged else "block_table"]
-    none = (0,) * tensor_map.WORDS
-    keys_map = _map(kv_cache, q) if config.source == "tma" else none
-    pitch = _pitch(q)
-    if pitch is None:
-        q = placed["q"] = q.clone(memory_format=torch.contiguous_format)
-    queries_map = _queries_map(q, pitch or q.shape[-1], int(shape["q_len"]))
-    pointers = ("kv_indptr", "cu_seqlens_q", "attn_sink", "plan", "lse", "partial_out", "partial_lse", "seq_lens")
-    tiles = int(shape["row_tiles"])
-    groups = workers(config.arch, items, tiles)
-    params = load("decode_tma").pack(
-        **{f"kv_map_{index}": word for index, word in enumerate(keys_map)},
-        **{f"q_map_{index}": word for index, word in enumerate(queries_map)},
-        **{name: placed[name].data_ptr() if name in placed else 0 for name in pointers},
-        q=q.data_ptr(),
-        kv_cache=kv_cache.data_ptr(),
-        page_ids=page_ids.data_ptr(),
-        out=out.data_ptr(),
-        q_batch_stride=q.stride(0) if q.dim() == 4 else 0,
-        q_token_stride=q.stride(-3),
-        q_head_stride=q.stride(-2),
-        kv_page_stride=kv_cache.stride(0),
-        page_ids_stride=0 if ragged else page_ids.stride(0),
-        out_token_stride=out.stride(-3),
-        out_head_stride=out.stride(-2),
-        workers=groups,
-        **shape,
-    )
-
-    def buffers() -> Iterator[Buffer]:
-        return (Buffer(name, tensor, tensors[name][1]) for name, tensor in placed.items())
-
-    grid = (groups * tiles, 1, 1)
-    launch("decode", config.instance, q, grid, config.threads, config.lds, params, buffers, overlap=True)
+_MAPS = tuple(f"{what}_map_{word}" for what in ("kv", "q") for word in range(tensor_map.WORDS))
+_POINTERS = (
+    *("q", "kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q"),
+    *("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse"),
+)
+LEADING = (*_MAPS, *_POINTERS)
+"""The parameters that are made anew for every call: they hold addresses."""
+_pack_leading = struct.Struct(f"<{len(LEADING)}Q").pack
+_NO_MAP = (0,) * tensor_map.WORDS
 
 
-def _map(kv_cache: torch.Tensor, q: torch.Tensor) -> tuple[int, ...]:
-    """The copy engine's view of the cache: boxes of 32 keys x 64 values within a page."""
-    pages, page, width = kv_cache.shape
-    # A stride along a dimension of one page means nothing, and a cache without pages has no address: nothing is read.
-    apart = kv_cache.stride(0) if pages > 1 else page * width
-    address = kv_cache.data_ptr() if pages else q.data_ptr()
-    sizes, strides = (width, page, max(pages, 1)), (width * 2, apart * 2)
-    return tensor_map.swizzled(address, kv_cache.dtype, sizes, strides, (64, KEYS, 1))
+class Boxes(NamedTuple):
+    """How the copy engine sees a tensor: what a map holds beside the address."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
 
 
-def _pitch(q: torch.Tensor) -> int | None:
+def leading(keys: Boxes | None, queries: Boxes, addresses: tuple[int, ...]) -> bytes:
+    """The parameters LEADING for tensors at `addresses`, in the order of _POINTERS; keys is None where none are mapped.
+
+    A cache without pages has no address; nothing of it is read, but a map needs one.
+    """
+    keys_map = _NO_MAP if keys is None else tensor_map.swizzled(addresses[1] or addresses[0], *keys)
+    return _pack_leading(*keys_map, *tensor_map.swizzled(addresses[0], *queries), *addresses)
+
+
+def key_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Boxes:
+    """The cache in boxes of 32 keys x 64 values within a page."""
+    pages, page, width = shape
+    # A stride along a dimension of one page means nothing.
+    apart = strides[0] if pages > 1 else page * width
+    return Boxes(dtype, (width, page, max(pages, 1)), (width * 2, apart * 2), (64, KEYS, 1))
+
+
+def query_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> Boxes:
+    """The queries, as one matrix of rows that have a pitch, in boxes of 32 columns of a block's rows."""
+    apart = pitch(shape, strides)
+    if apart is None:
+        raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
+    heads, width = shape[-2:]
+    return Boxes(dtype, (width, prod(shape[:-1])), (apart * 2,), (32, min(ROWS, heads * q_len)))
+
+
+def pitch(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Elements from each row of the queries to the next, heads, tokens and sequences alike; None where they vary."""
-    pitch, rows = 0, 1
-    for size, stride in zip(reversed(q.shape[:-1]), reversed(q.stride()[:-1]), strict=True):
-        if size > 1 and (stride == 0 or stride != (pitch * rows if pitch else stride)):
+    apart, rows = 0, 1
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size > 1 and (stride == 0 or stride != (apart * rows if apart else stride)):
             return None
-        pitch, rows = pitch or (stride if size > 1 else 0), rows * size
-    return pitch or q.shape[-1]
-
-
-def _queries_map(q: torch.Tensor, pitch: int, q_len: int) -> tuple[int, ...]:
-    """The copy engine's view of the queries: boxes of 32 columns of a block's rows."""
-    heads, width = q.shape[-2:]
-    sizes, box = (width, q.numel() // width), (32, min(ROWS, heads * q_len))
-    return tensor_map.swizzled(q.data_ptr(), q.dtype, sizes, (pitch * 2,), box)
+        apart, rows = apart or (stride if size > 1 else 0), rows * size
+    return apart or shape[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,20 +11,18 @@ import torch
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.ops.combine.native import merge, merge_config
+from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import crossover, hopper
 from mla_suite.ops.decode.cdna4 import cdna4_config
 from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.decode.hopper import HopperConfig
-from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
+from mla_suite.ops.decode.prepare import POINTERS, Prepared, pack_leading, prepare
+from mla_suite.ops.plan.layout import HEADER_WORDS
 from mla_suite.runtime import Buffer, has_kernel, launch
-from mla_suite.runtime.scratch import partials
-from mla_suite.toolchain.params import ParamStruct, load
+from mla_suite.runtime.scratch import shaped, take
 
 MOST_ROW_TILES = 65535  # of a grid's second dimension
-SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
 RULES: dict[str, Callable[[Any, Arch, int], CdnaConfig]] = {"gfx942": cdna_config, "gfx950": cdna4_config}
-SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -71,11 +69,6 @@ def _unsupported(problem: Any, arch: Arch) -> str | None:
     return None
 
 
-@cache
-def _params() -> ParamStruct:
-    return load("decode")
-
-
 def run(
     config: CdnaConfig | HopperConfig,
     outputs: tuple[torch.Tensor, ...],
@@ -102,156 +95,123 @@ def run(
     split_size: int = 0,
 ) -> None:
     out, lse = outputs
-    batch, page, heads = seq_lens.shape[0], kv_cache.shape[1], q.shape[-2]
-    q_len = q.shape[1] if cu_seqlens_q is None else max_q_len
-    rows = q_len * heads
+    batch = seq_lens.shape[0]
     if batch == 0 or out.numel() == 0:
         return
-    tiles = config.tiles(rows)
     on_hopper = isinstance(config, HopperConfig)
-    if on_hopper and plan is None:
-        split_size = hopper.whole_blocks(split_size)
-    if plan is not None:
-        splits, slots = 1, int(most_items(plan.shape[0], batch))
-        items = min(slots, config.arch.compute_units)
-    else:
-        bound = max_kv_len or (block_table.shape[1] if block_table is not None else _length(kv_indices)) * page
-        splits = num_splits or (
-            max(1, int(splits_of(bound, split_size))) if split_size else _splits(config, batch, rows, bound)
-        )
-        slots = batch * splits if splits > 1 else 0
-        items = batch * splits
     if softmax_scale < 0:  # the kernel finds the largest score before it scales
         q, softmax_scale = _negated(q), -softmax_scale
-    softmax_scale = max(softmax_scale, SMALLEST_SCALE)
-    if on_hopper and q_descale is not None:  # its kernels take 16-bit queries as they are
+    if q_descale is not None and on_hopper:  # its kernels take 16-bit queries as they are
         q = (q.float() * q_descale).to(q.dtype)
-    q = _readable(q)
-    final_out = out if _writable(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-    final_lse = lse if lse.is_contiguous() else torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    partial_out, partial_lse = partials(q.device, slots, rows, head_dim_v) if slots else (None, None)
-    tensors: dict[str, tuple[torch.Tensor | None, str]] = {
-        "q": (q, "r"),
-        "kv_cache": (kv_cache, "r"),
-        "seq_lens": (seq_lens, "r"),
-        "block_table": (block_table, "r"),
-        "kv_indptr": (kv_indptr, "r"),
-        "kv_indices": (kv_indices, "r"),
-        "cu_seqlens_q": (cu_seqlens_q, "r"),
-        "q_descale": (q_descale, "r"),
-        "kv_descale": (kv_descale, "r"),
-        "attn_sink": (attn_sink, "r"),
-        "rope_cos_sin": (rope_cos_sin, "r"),
-        "plan": (plan, "r"),
-        "out": (final_out, "w"),
-        "lse": (final_lse, "w"),
-        "partial_out": (partial_out, "w"),
-        "partial_lse": (partial_lse, "w"),
-    }
-    shape: dict[str, int | float] = dict(
-        batch=batch,
-        heads=heads,
-        q_len=q_len,
-        row_tiles=tiles,
-        page=page,
-        num_splits=splits,
-        split_size=split_size if splits > 1 and not num_splits else 0,
-        causal=int(causal),
-        softmax_scale=softmax_scale,
+    q_at, out_at = q.data_ptr(), out.data_ptr()
+    known = prepare(
+        config,
+        (q.dtype, q.shape, q.stride(), q_at % 16 == 0),
+        (kv_cache.shape, kv_cache.stride()),
+        None if block_table is None else (block_table.shape, block_table.stride()),
+        0 if kv_indices is None else kv_indices.shape[0],
+        batch,
+        0 if cu_seqlens_q is None else max_q_len,
+        0 if plan is None else plan.shape[0],
+        attn_sink is not None,
+        (out.dtype, out.stride(), out_at % 16 == 0),
+        lse.is_contiguous(),
+        (softmax_scale, max_kv_len, head_dim_v, causal, num_splits, split_size),
     )
-    if isinstance(config, HopperConfig):
-        hopper.start(config, tensors, shape, items)
+    final_out, final_lse = out, lse
+    if known.copies_q:
+        q = q.clone(memory_format=torch.contiguous_format)
+        q_at = q.data_ptr()
+    if known.copies_out:
+        final_out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        out_at = final_out.data_ptr()
+    if known.copies_lse:
+        final_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    partial_values = known.slots * known.rows * head_dim_v
+    scratch = take(q.device, partial_values + known.slots * known.rows) if known.merge is not None else None
+    partial_at = 0 if scratch is None else scratch.data_ptr()
+    partial_lse_at = partial_at and partial_at + 4 * partial_values
+    table_at = 0 if block_table is None else block_table.data_ptr()
+    indptr_at = 0 if kv_indptr is None else kv_indptr.data_ptr()
+    indices_at = 0 if kv_indices is None else kv_indices.data_ptr()
+    tokens_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
+    sink_at = 0 if attn_sink is None else attn_sink.data_ptr()
+    plan_at = 0 if plan is None else plan.data_ptr()
+    inputs_at = q_at, kv_cache.data_ptr(), seq_lens.data_ptr()
+    outputs_at = out_at, final_lse.data_ptr(), partial_at, partial_lse_at
+    if known.boxes is not None:
+        pages_at = indices_at if block_table is None else table_at
+        pointers = (*inputs_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at)
+        leading = hopper.leading(*known.boxes, pointers)
     else:
-        _start(config, tensors, shape, items, max_kv_len)
-    if partial_out is not None and partial_lse is not None:
-        merge(
-            partial_out,
-            partial_lse,
-            plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None,
-            cu_seqlens_q,
-            attn_sink,
-            final_out.view(-1, heads, head_dim_v),
-            final_lse.view(-1, heads),
-            config=merge_config(q, out, rows, batch, -(-slots // batch), split_size > 0),
-            batch=batch,
-            num_splits=splits,
-            skip_none=plan is not None,
+        leading = pack_leading(
+            *inputs_at,
+            table_at,
+            indptr_at,
+            indices_at,
+            tokens_at,
+            0 if q_descale is None else q_descale.data_ptr(),
+            0 if kv_descale is None else kv_descale.data_ptr(),
+            sink_at,
+            0 if rope_cos_sin is None else rope_cos_sin.data_ptr(),
+            plan_at,
+            *outputs_at,
         )
-    if final_out is not out:
+    params = leading + known.numbers
+    inputs = (
+        *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale),
+        *(kv_descale, attn_sink, rope_cos_sin, plan),
+    )
+    named = partial(_buffers, inputs, (final_out, final_lse), scratch, known)
+    launch("decode", known.instance, q, known.grid, known.threads, known.shared, params, named, overlap=on_hopper)
+    if scratch is not None and known.merge is not None:
+        cuts_at = plan_at and plan_at + 4 * HEADER_WORDS
+        addresses = partial_at, partial_lse_at, cuts_at, tokens_at, sink_at, out_at, outputs_at[1]
+        named = partial(_merged, batch, cu_seqlens_q, attn_sink, plan, (final_out, final_lse), scratch, known)
+        combine.start(known.merge, q, addresses, named)
+    if known.copies_out:
         out.copy_(final_out)
-    if final_lse is not lse:
+    if known.copies_lse:
         lse.copy_(final_lse)
 
 
-def _start(
-    config: CdnaConfig,
-    tensors: dict[str, tuple[torch.Tensor | None, str]],
-    shape: dict[str, int | float],
-    workers: int,
-    max_kv_len: int,
-) -> None:
-    """Enqueue a CDNA kernel: a workgroup for every worker and row tile."""
-    placed = {name: tensor for name, (tensor, _) in tensors.items() if tensor is not None}
-    q, kv_cache, out, block_table = placed["q"], placed["kv_cache"], placed["out"], placed.get("block_table")
-    page = kv_cache.shape[1]
-    shift = max(page - 1, 0).bit_length()
-    params = _params().pack(
-        **{name: placed[name].data_ptr() if name in placed else 0 for name in tensors},
-        **{f"kv_map_{word}": 0 for word in range(16)},
-        counters=0,
-        q_batch_stride=q.stride(0) if q.dim() == 4 else 0,
-        q_token_stride=q.stride(-3),
-        q_head_stride=q.stride(-2),
-        kv_page_stride=kv_cache.stride(0),
-        kv_token_stride=kv_cache.stride(1),
-        block_table_stride=block_table.stride(0) if block_table is not None else 0,
-        out_token_stride=out.stride(-3),
-        out_head_stride=out.stride(-2),
-        rows=int(shape["heads"]) * int(shape["q_len"]),
-        pages=kv_cache.shape[0],
-        page_magic=-(-(1 << (31 + shift)) // page),
-        page_shift=shift,
-        workers=workers,
-        max_kv_len=max_kv_len,
-        merge=0,
-        **shape,
-    )
-
-    def buffers() -> Iterator[Buffer]:
-        return (Buffer(name, tensor, tensors[name][1]) for name, tensor in placed.items())
-
-    grid = (workers, int(shape["row_tiles"]), 1)
-    launch("decode", config.instance, q, grid, config.threads, 0, params, buffers)
+_INPUTS = POINTERS[: POINTERS.index("out")]
 
 
-def _length(kv_indices: torch.Tensor | None) -> int:
-    return 0 if kv_indices is None else kv_indices.shape[0]
+def _buffers(
+    inputs: tuple[torch.Tensor | None, ...],
+    results: tuple[torch.Tensor, torch.Tensor],
+    scratch: torch.Tensor | None,
+    known: Prepared,
+) -> Iterator[Buffer]:
+    """What the kernel touches; inputs in the order of _INPUTS."""
+    yield from (Buffer(name, tensor, "r") for name, tensor in zip(_INPUTS, inputs, strict=True) if tensor is not None)
+    written = dict(zip(("out", "lse"), results, strict=True))
+    if scratch is not None:
+        parts = shaped(scratch, known.slots, known.rows, results[0].shape[-1])
+        written |= dict(zip(("partial_out", "partial_lse"), parts, strict=True))
+    yield from (Buffer(name, tensor, "w") for name, tensor in written.items())
 
 
-def _splits(config: CdnaConfig | HopperConfig, batch: int, rows: int, bound: int) -> int:
-    """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
-    if isinstance(config, HopperConfig):
-        return hopper.cuts(config.arch, batch, rows, -(-bound // hopper.KEYS))
-    return max(1, min(config.arch.compute_units // (batch * config.tiles(rows)), bound // SHORTEST_CUT))
+def _merged(
+    batch: int,
+    cu_seqlens_q: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    results: tuple[torch.Tensor, torch.Tensor],
+    scratch: torch.Tensor,
+    known: Prepared,
+) -> Iterator[Buffer]:
+    """What the merge touches."""
+    out, lse = results[0].flatten(0, -3), results[1].flatten(0, -2)  # views: one stride leads from token to token
+    parts = shaped(scratch, known.slots, known.rows, out.shape[-1])
+    indptr = None if plan is None else plan[HEADER_WORDS : HEADER_WORDS + batch + 1]
+    partly = plan is not None or cu_seqlens_q is not None
+    return combine.buffers(*parts, indptr, cu_seqlens_q, attn_sink, out, lse, partly)
 
 
 def _negated(q: torch.Tensor) -> torch.Tensor:
     return -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
-
-
-def _readable(q: torch.Tensor) -> torch.Tensor:
-    """q with rows that 16-byte loads can read."""
-    return q if _in_whole_vectors(q) else q.clone(memory_format=torch.contiguous_format)
-
-
-def _writable(out: torch.Tensor) -> bool:
-    """Whether 16-byte stores reach every row, and one stride leads from token to token."""
-    return _in_whole_vectors(out) and (out.dim() == 3 or out.stride(0) == out.shape[1] * out.stride(1))
-
-
-def _in_whole_vectors(rows: torch.Tensor) -> bool:
-    size = rows.element_size()
-    return rows.data_ptr() % 16 == 0 and rows.stride(-1) == 1 and all(s * size % 16 == 0 for s in rows.stride()[:-1])
 
 
 BACKEND = Backend("native", offer, run)

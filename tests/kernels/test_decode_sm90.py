@@ -12,6 +12,7 @@ import torch
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
 from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import DECODE, hopper, native
 from mla_suite.ops.decode.hopper import KEYS, HopperConfig, cuts, workers
 from mla_suite.ops.decode.samples import decode_sample
@@ -163,9 +164,8 @@ def launched(monkeypatch, sample, given=None, asked=None):
         names = {buffer.name: buffer for buffer in buffers()}
         calls.append((instance, grid, block, dynamic_lds, params.load("decode_tma").unpack(packed), overlap, names))
 
-    monkeypatch.setattr(hopper, "launch", launch)
-    monkeypatch.setattr(native, "merge", lambda *args, **kwargs: None)
-    monkeypatch.setattr(native, "merge_config", lambda *args: None)
+    monkeypatch.setattr(native, "launch", launch)
+    monkeypatch.setattr(combine, "launch", lambda *args, **kwargs: None)
     asked = [] if asked is None else asked
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
     args, kwargs = given or sample.make(CPU)
@@ -295,7 +295,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
     tensor_map.swizzled.cache_clear()
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
-    words = hopper._map(cache, cache)
+    words = tensor_map.swizzled(cache.data_ptr(), *hopper.key_boxes(cache.shape, cache.stride(), dtype))
     assert driver.given == (
         (0, number, cache.data_ptr(), [576, 64, 9], [1152, 70 * 1152]),
         ([64, 32, 1], [1, 1, 1], 0, 3, 2, 0),
@@ -316,8 +316,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     ],
 )
 def test_rows_one_stride_apart(shape, strides, pitch):
-    storage = torch.empty(100_000, dtype=torch.bfloat16)
-    assert hopper._pitch(storage.as_strided(shape, (*strides, 1))) == pitch
+    assert hopper.pitch(shape, (*strides, 1)) == pitch
 
 
 @pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
@@ -339,14 +338,18 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
 
 
 def test_a_cache_of_one_page_or_none(monkeypatch):
+    """A stride between pages means nothing then, and the map of nothing takes the queries' address."""
+    boxes = [
+        hopper.key_boxes(shape, strides, torch.bfloat16)
+        for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
+    ]
+    assert [given[1:] for given in boxes] == [((576, 64, 1), (1152, 64 * 1152), (64, 32, 1))] * 2
     asked = []
-    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args))
-    q = torch.empty(16, dtype=torch.bfloat16)
-    one = torch.empty(64 * 576, dtype=torch.bfloat16).as_strided((1, 64, 576), (1, 576, 1))
-    hopper._map(one, q)
-    hopper._map(torch.empty(0, 64, 576, dtype=torch.bfloat16), q)
-    assert [call[2:] for call in asked] == [((576, 64, 1), (1152, 64 * 1152), (64, 32, 1))] * 2
-    assert [call[0] for call in asked] == [one.data_ptr(), q.data_ptr()]
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
+    queries = hopper.query_boxes((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
+    for cache_at in (4096, 0):
+        hopper.leading(boxes[0], queries, (32, cache_at, *[0] * 10))
+    assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 
 def test_a_map_the_driver_refuses():

@@ -1,0 +1,190 @@
+"""What a native decode call takes beside addresses: which launch, how much scratch, and the merge behind it."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.core.dispatch import keep
+from mla_suite.ops.combine import native as combine
+from mla_suite.ops.decode import hopper
+from mla_suite.ops.decode.config import CdnaConfig
+from mla_suite.ops.decode.hopper import HopperConfig
+from mla_suite.ops.plan.layout import most_items, splits_of
+from mla_suite.toolchain.params import load
+
+SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
+SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
+
+POINTERS = (
+    *("q", "kv_cache", "seq_lens", "block_table", "kv_indptr", "kv_indices", "cu_seqlens_q", "q_descale"),
+    *("kv_descale", "attn_sink", "rope_cos_sin", "plan", "out", "lse", "partial_out", "partial_lse"),
+)
+_UNUSED = tuple(f"kv_map_{word}" for word in range(16))  # before the pointers, and 0 on CDNA
+pack_leading = struct.Struct(f"<{8 * len(_UNUSED)}x{len(POINTERS)}Q").pack
+
+
+class Prepared(NamedTuple):
+    """It follows from metadata, so equal calls share one."""
+
+    instance: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int  # bytes of dynamic shared memory
+    numbers: bytes  # the parameters after those that hold addresses
+    boxes: tuple[hopper.Boxes | None, hopper.Boxes] | None  # of keys and queries, which sm_90 alone maps
+    copies_q: bool  # the kernel cannot reach the rows of q, out or lse as they lie
+    copies_out: bool
+    copies_lse: bool
+    slots: int  # splits with partials
+    rows: int  # of a split
+    merge: combine.Launch | None  # None when nothing is split
+
+
+class Rows(NamedTuple):
+    """Rows of queries or results by their metadata."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    aligned: bool  # the address is a multiple of 16
+
+    @property
+    def in_whole_vectors(self) -> bool:
+        """Whether 16-byte accesses reach every row."""
+        size = self.dtype.itemsize
+        return self.aligned and self.strides[-1] == 1 and all(s * size % 16 == 0 for s in self.strides[:-1])
+
+    def copied(self) -> Rows:
+        """The same in memory of its own."""
+        strides = [1]
+        for size in reversed(self.shape[1:]):
+            strides.append(strides[-1] * size)
+        return Rows(self.dtype, self.shape, tuple(reversed(strides)), True)
+
+
+@keep
+def prepare(
+    config: CdnaConfig | HopperConfig,
+    queries: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], bool],
+    cache: tuple[tuple[int, ...], tuple[int, ...]],
+    table: tuple[tuple[int, ...], tuple[int, ...]] | None,
+    entries: int,
+    batch: int,
+    longest: int,
+    words: int,
+    sink: bool,
+    result: tuple[torch.dtype, tuple[int, ...], bool],
+    dense_lse: bool,
+    options: tuple[float, int, int, bool, int, int],
+) -> Prepared:
+    """What calls with this metadata share.
+
+    queries    of q: dtype, sizes, strides, whether its address is a multiple of 16
+    cache      sizes and strides
+    table      the same of the block table; None where pages come from kv_indices, which has `entries`
+    longest    query tokens of the longest sequence where they are ragged, else 0
+    words      of the plan, 0 for none
+    result     of out: dtype, strides, whether its address is a multiple of 16
+    dense_lse  whether lse is contiguous
+    options    softmax_scale (not negative), max_kv_len, head_dim_v, causal, num_splits, split_size
+    """
+    softmax_scale, max_kv_len, head_dim_v, causal, num_splits, split_size = options
+    q, out = Rows(*queries), Rows(result[0], (*queries[1][:-1], head_dim_v), *result[1:])
+    ragged = longest > 0
+    heads, q_len, (pages, page, _) = q.shape[-2], longest if ragged else q.shape[1], cache[0]
+    rows = heads * q_len
+    tiles = config.tiles(rows)
+    on_hopper = isinstance(config, HopperConfig)
+    if words:
+        splits, slots = 1, int(most_items(words, batch))
+        items = min(slots, config.arch.compute_units)
+    else:
+        if on_hopper:
+            split_size = hopper.whole_blocks(split_size)
+        bound = max_kv_len or (entries if table is None else table[0][1]) * page
+        by_size = max(1, int(splits_of(bound, split_size))) if split_size else 0
+        splits = num_splits or by_size or _splits(config, batch, rows, bound)
+        items = batch * splits
+        slots = items if splits > 1 else 0
+    copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
+    q = q.copied() if copies_q else q
+    # One stride leads from token to token of the results.
+    copies_out = not out.in_whole_vectors or (not ragged and out.strides[0] != q_len * out.strides[1])
+    out = out.copied() if copies_out else out
+    numbers = dict(
+        q_batch_stride=0 if ragged else q.strides[0],
+        q_token_stride=q.strides[-3],
+        q_head_stride=q.strides[-2],
+        kv_page_stride=cache[1][0],
+        out_token_stride=out.strides[-3],
+        out_head_stride=out.strides[-2],
+        batch=batch,
+        heads=heads,
+        q_len=q_len,
+        row_tiles=tiles,
+        page=page,
+        num_splits=splits,
+        split_size=split_size if splits > 1 and not num_splits else 0,
+        causal=int(causal),
+        softmax_scale=max(softmax_scale, SMALLEST_SCALE),
+    )
+    table_stride = 0 if table is None else table[1][0]
+    boxes: tuple[hopper.Boxes | None, hopper.Boxes] | None = None
+    if isinstance(config, HopperConfig):
+        workers = hopper.workers(config.arch, items, tiles)
+        grid, shared = (workers * tiles, 1, 1), config.lds
+        keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
+        boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
+        packed = _pack("decode_tma", hopper.LEADING, page_ids_stride=table_stride, workers=workers, **numbers)
+    else:
+        grid, shared = (items, tiles, 1), 0
+        shift = max(page - 1, 0).bit_length()
+        packed = _pack(
+            "decode",
+            (*_UNUSED, *POINTERS),
+            counters=0,
+            kv_token_stride=cache[1][1],
+            block_table_stride=table_stride,
+            rows=rows,
+            pages=pages,
+            page_magic=-(-(1 << (31 + shift)) // page),
+            page_shift=shift,
+            workers=items,
+            max_kv_len=max_kv_len,
+            merge=0,
+            **numbers,
+        )
+    merge = None
+    if slots:
+        merge = combine.prepare(
+            combine.config_for(config.arch, head_dim_v, out.dtype, rows, batch, -(-slots // batch), split_size > 0),
+            (batch, rows, heads),
+            ((rows * head_dim_v, head_dim_v), (rows, 1), out.strides[-3:-1], (heads, 1)),
+            True,  # scratch and results begin on 16 bytes
+            out.dtype,
+            heads if sink else 1,
+            splits,
+            (words > 0, False),
+        )
+    return Prepared(
+        *(config.instance, grid, config.threads, shared, packed, boxes),
+        *(copies_q, copies_out, not dense_lse, slots, rows, merge),
+    )
+
+
+def _pack(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
+    """The parameters after the `leading` ones."""
+    params = load(kernel)
+    if tuple(field.name for field in params.fields[: len(leading)]) != leading:
+        raise RuntimeError(f"{kernel}: the parameter struct must begin with what holds addresses, in the order packed")
+    return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
+
+
+def _splits(config: CdnaConfig | HopperConfig, batch: int, rows: int, bound: int) -> int:
+    """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
+    if isinstance(config, HopperConfig):
+        return hopper.cuts(config.arch, batch, rows, -(-bound // hopper.KEYS))
+    return max(1, min(config.arch.compute_units // (batch * config.tiles(rows)), bound // SHORTEST_CUT))
