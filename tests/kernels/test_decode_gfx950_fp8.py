@@ -71,15 +71,18 @@ def test_descales(heads, query):
 def test_hard_scores(heads, kind):
     """Logits to +-200, rows that are all equal, one key above all others, and references that rise or never do."""
     args, kwargs = decode_sample((300,), heads=heads, page=300, pages=1, num_splits=1, **QUERIES["fp8"]).make(CPU)
-    direction, keys = torch.randn(576), torch.arange(300.0)
-    slopes = {"large": torch.randn(300) * 8, "rising": keys / 4, "falling": -keys / 4}
+    direction, logits = torch.randn(576), torch.linspace(-200, 200, 300)
+    slopes = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}
     rows = torch.randn(300, 576) / 4
     if kind == "equal":
         rows[:] = rows[0]
     elif kind == "dominating":
         rows[266] = direction * 4
     else:
-        rows += slopes[kind][:, None] * direction / direction.norm()
+        rows += slopes[kind][:, None] * 24 / direction.square().sum() * direction
+        reached = rows.to(E4M3).double() @ direction.to(E4M3).double() * kwargs["softmax_scale"]
+        assert float(reached.min()) < -195
+        assert float(reached.max()) > 195
     q = direction.expand(1, 1, heads, 576).to(E4M3).contiguous()
     cache = rows.to(E4M3).view(torch.uint8)[None].contiguous()
     args = [q, cache, *args[2:8], torch.tensor(1.0), *args[9:]]

@@ -228,10 +228,13 @@ def test_hard_scores(heads, kind):
     elif kind == "dominating":
         keys[200] = q[0, 0].float() * 4
     else:
-        at = torch.arange(320.0)
-        slope = {"large": torch.randn(320) * 8, "rising": at / 4, "falling": -at / 4}[kind]
+        logits = torch.linspace(-200, 200, 300)
+        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
         q[:] = direction.bfloat16()
-        keys = slope[:, None] * direction / direction.norm() + keys / 4
+        keys[:300] = logits[:, None] * 24 / direction.square().sum() * direction + keys[:300] / 4
+        reached = keys[:300].bfloat16().double() @ direction.bfloat16().double() * kwargs["softmax_scale"]
+        assert float(reached.min()) < -195
+        assert float(reached.max()) > 195
     cache.copy_(keys.view(5, 64, 576))
     check([q, [cache], [index], *rest], kwargs | {"num_splits": 1})
 
