@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class HopperConfig:
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
     """
 
-    arch: Arch
+    arch: Arch = field(repr=False)
     dtype: str
     width: int
     source: str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mla_suite.core.arch import Arch
@@ -29,7 +29,7 @@ class SparseConfig:
     rows    query rows (heads of one token) that a workgroup holds
     """
 
-    arch: Arch
+    arch: Arch = field(repr=False)
     record: str
     rows: int
 

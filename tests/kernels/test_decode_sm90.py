@@ -49,6 +49,10 @@ def test_an_illegal_config_says_why(changed, sentence):
         HopperConfig(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
 
 
+def test_a_config_prints_its_point_alone():
+    assert str(HopperConfig(H200, "bf16", 576, "tma")) == "HopperConfig(dtype='bf16', width=576, source='tma')"
+
+
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of policy.hpp."""
     nvidia = compilers.find_nvidia()

@@ -505,6 +505,10 @@ def test_an_illegal_config_says_why(changed, sentence):
         SparseConfig(**({"arch": GFX950, "record": "dsv4", "rows": 16} | changed))
 
 
+def test_a_config_prints_its_point_alone():
+    assert str(SparseConfig(GFX950, "dsv4", 16)) == "SparseConfig(record='dsv4', rows=16)"
+
+
 def test_every_declared_kernel_is_one_of_the_rules():
     names = {key[1] for key in manifest.installed().kernels if key[1].startswith("sparse_decode_")}
     assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in ROWS}
