@@ -191,15 +191,23 @@ def test_combine(arch):
 
 # Lengths after which the next item's copies go where the last tile of the one before it was read.
 @pytest.mark.parametrize(
-    ("name", "rows", "lengths"),
-    [("gfx942", 16, (130, 40)), ("gfx942", 64, (80, 40)), ("gfx950", 16, (130, 40)), ("gfx950", 64, (130, 40))],
+    ("name", "rows", "layout", "lengths"),
+    [
+        ("gfx942", 16, "bf16", (130, 40)),
+        ("gfx942", 64, "bf16", (80, 40)),
+        ("gfx942", 64, "fp8_fnuz", (96, 64)),
+        ("gfx950", 16, "bf16", (130, 40)),
+        ("gfx950", 64, "bf16", (130, 40)),
+    ],
 )
-def test_decode(name, rows, lengths):
+def test_decode(name, rows, layout, lengths):
     """Several items for one workgroup, so that the barrier between two items counts; 20 of the waits."""
     instance = f"decode_dtype-bf16_rows-{rows}_width-576_rotate-0"
+    if layout == "fp8_fnuz":
+        instance = f"decode_fp8_query-bf16_rows-{rows}"
     if not has_kernel(name, instance):
         pytest.skip(f"{instance} is not built for {name}; run `python -m mla_suite build`")
-    args, kwargs = decode_sample(lengths, heads=rows, planned=True).make(CPU)
+    args, kwargs = decode_sample(lengths, heads=rows, layout=layout, planned=True).make(CPU)
     plan = mla_suite.plan(args[2], rows=rows, workers=1, max_kv_len=max(lengths))
     with mla_suite.emulate(name), first_launch() as found:
         mla_suite.decode(*args[:11], plan, **kwargs)
