@@ -149,7 +149,7 @@ FORMAT = tuning.Format(
         tuning.Integer("vec", 1, 8),
         tuning.Integer("waves", 1, 32),
         tuning.Integer("slices", 1, 128),
-        tuning.Integer("num_splits", 1, 1024),  # what decode should cut a sequence into at this concurrency
+        tuning.Integer("num_splits", 0, 1024),  # that decode makes of a sequence; 0: by its own rule
     ),
     refuse=_refuse_row,
 )
@@ -174,21 +174,16 @@ def choose(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int, s
 
 
 def split_count(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int) -> int:
-    """How many splits decode should make of each of `batch` sequences of `rows` query rows; never rises with batch.
-
-    A table's row for this concurrency, else one workgroup of 128 rows for every compute unit.
-    """
-    tiles = batch * -(-rows // 128)
-    rule = max(1, arch.compute_units // max(tiles, 1))
+    """Splits that a table wants of each of `batch` sequences of `rows` query rows; 0 where none says so for them."""
     facts: dict[str, int | str] = dict(
         head_dim_v=head_dim_v,
         out_dtype=out_dtype,
         device_units=arch.compute_units,
         rows=max(rows, 1),
         batch=max(batch, 1),
-        splits=rule,
+        splits=1,
     )
     match = tuning.find(FORMAT, arch.name, facts)
     if match is None or any(name in ("device_units", "rows", "batch") for name, _, _ in match.moved):
-        return rule
+        return 0
     return int(match.row.values["num_splits"])

@@ -42,7 +42,7 @@ def facts(problem: Any, arch: Arch) -> Mapping[str, Value]:
 
 
 def cells(problem: Any, arch: Arch, point: Config) -> Mapping[str, Value]:
-    """The point; decode's split count stays what it is now, since timing combine alone says nothing about it."""
+    """The point; decode's split count stays what tables say now, since timing combine alone says nothing about it."""
     now = configs.split_count(
         arch, problem.head_dim_v, OUT_TYPES[problem.out_dtype][1], rows=problem.rows, batch=problem.batch
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.core.dispatch import keep
+from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.config import CdnaConfig
@@ -106,7 +107,7 @@ def prepare(
             split_size = hopper.whole_blocks(split_size)
         bound = max_kv_len or (entries if table is None else table[0][1]) * page
         by_size = max(1, int(splits_of(bound, split_size))) if split_size else 0
-        splits = num_splits or by_size or _splits(config, batch, rows, bound)
+        splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
         items = batch * splits
         slots = items if splits > 1 else 0
     copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
@@ -183,8 +184,16 @@ def _pack(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> byte
     return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
 
 
-def _splits(config: CdnaConfig | HopperConfig, batch: int, rows: int, bound: int) -> int:
-    """Cuts per sequence where none were asked for: a workgroup for every compute unit, none with too few keys."""
+def split_count(
+    config: CdnaConfig | HopperConfig, head_dim_v: int, out_dtype: torch.dtype, batch: int, rows: int, bound: int
+) -> int:
+    """Cuts per sequence where none were asked for: what combine's table says for so many rows at once, as far as there
+    are keys. Without a row, by cost on sm_90, else a workgroup for every compute unit, which never rises with the
+    batch, none with too few keys.
+    """
+    tuned = combine_configs.split_count(config.arch, head_dim_v, combine.OUT_TYPES[out_dtype][1], rows, batch)
+    if tuned:
+        return max(1, min(tuned, bound // SHORTEST_CUT))
     if isinstance(config, HopperConfig):
         return hopper.cuts(config.arch, batch, rows, -(-bound // hopper.KEYS))
     return max(1, min(config.arch.compute_units // (batch * config.tiles(rows)), bound // SHORTEST_CUT))

@@ -463,15 +463,6 @@ def test_the_rule_only_picks_points_that_are_built(name):
         assert config.unaligned(record, head_dim_v).instance in wanted
 
 
-@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
-def test_the_split_count_never_rises_with_the_batch(name):
-    record = archs.get(name)
-    for rows in (1, 16, 128, 512):
-        counts = [config.split_count(record, 512, "bf16", rows, batch) for batch in (1, 2, 3, 8, 64, 128, 500)]
-        assert counts == sorted(counts, reverse=True)
-        assert counts[-1] >= 1
-
-
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
     monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
     args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
