@@ -1,18 +1,21 @@
-"""Hostile decode problems for one arch's machine code, run in the emulator with every check on, against fp64."""
+"""Hostile decode problems for machine code, in the emulator with every check on or on a GPU, against fp64."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
 from mla_suite.core.library import Sample
 from mla_suite.ops.decode import DECODE
-from mla_suite.runtime import emulator
-from mla_suite.testing import Exact, exact_decode, ulp
+from mla_suite.runtime import emulator, scratch
+from mla_suite.testing import Exact, exact_decode, poison, ulp
+from mla_suite.toolchain import compilers, manifest
 
 ABSURD = 2**31 - 1
 CPU = torch.device("cpu")
@@ -22,6 +25,15 @@ HEADS = (1, 8, 12, 16, 24, 32, 40, 64, 96, 128)
 Q_LENS = (1, 2, 3, 4, 8)
 PAGES = (1, 16, 61, 64)
 LENS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 300, 1000)
+MODES: tuple[dict[str, Any], ...] = (
+    {"num_splits": 1},
+    {"num_splits": 3, "sink": True},
+    {"planned": True},
+    {"split_size": 128},
+    {"varlen": True, "planned": True, "sink": True},
+    {"ragged_pages": True, "num_splits": 1, "sink": True},
+    {"causal": False, "num_splits": 2, "varlen": True},
+)
 
 
 def hostile(sample: Sample, arch: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,16 +53,26 @@ def hostile(sample: Sample, arch: str) -> tuple[tuple[Any, ...], dict[str, Any]]
     return (q, cache, lens, table, indptr, indices, *args[6:]), kwargs
 
 
-def chosen(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dispatch.Choice:
-    return dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), archs.get(arch), "cpu")
+def chosen(arch: str, args: Sequence[Any], kwargs: dict[str, Any], device: str = "cpu") -> dispatch.Choice:
+    return dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), archs.get(arch), device)
 
 
-def decode(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the arch's native kernels and nothing else."""
-    choice = chosen(arch, args, kwargs)
+def decode(
+    arch: str, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device = CPU
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs the arch's native kernels and nothing else; the results are on the CPU."""
+    args = [None if tensor is None else tensor.to(device) for tensor in args]
+    choice = chosen(arch, args, kwargs, device.type)
     assert choice.backend.name == "native", str(choice)
     out, lse = torch.ops.mla_suite.decode(*args, **kwargs)
-    return out, lse
+    return out.cpu(), lse.cpu()
+
+
+def counted_by_packaged_compiler(arch: str, instance: str) -> None:
+    """Skips where the arch's kernels were built by another compiler than the one whose counts the tests name."""
+    entry = manifest.installed().find(arch, instance)
+    if entry.compiler != compilers.packaged().version:
+        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
 
 
 def counted(arch: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -79,9 +101,10 @@ def assert_within_bound(out: torch.Tensor, lse: torch.Tensor, exact: Exact, roun
 COARSE = 0.14
 
 
-def check(arch: str, sample: Sample) -> None:
+def check(arch: str, sample: Sample, device: torch.device = CPU) -> None:
     args, kwargs = hostile(sample, arch)
-    out, lse = decode(arch, args, kwargs)
+    poison(scratch.take(device, 1 << 20))
+    out, lse = decode(arch, args, kwargs, device)
     coarse = getattr(chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs), COARSE if coarse else 2.0**-8)
 
@@ -91,7 +114,22 @@ def cover(modes: Sequence[dict[str, Any]]) -> Iterator[tuple[int, int, int, int,
     # Strides that are prime to the number of choices walk through all pairs.
     for i, heads in enumerate(HEADS):
         for j, mode in enumerate(modes):
-            yield heads, Q_LENS[(i + j) % len(Q_LENS)], PAGES[(i + 3 * j) % len(PAGES)], (3 * i + j) % len(LENS), mode
+            start = (3 * i + 4 * j) % len(LENS)
+            yield heads, Q_LENS[(i + j) % len(Q_LENS)], PAGES[(i + 3 * j) % len(PAGES)], start, mode
+
+
+def assert_pairwise(modes: Sequence[dict[str, Any]]) -> None:
+    """Any two of heads, q_len, page and mode meet in the cover, and each length meets every q_len, page and mode."""
+    met: set[tuple[Any, ...]] = set()
+    for heads, q_len, page, start, mode in cover(modes):
+        number = modes.index(mode)
+        met |= {(heads, "q_len", q_len), (heads, "page", page), (heads, "mode", number)}
+        met |= {("mode", number, "q_len", q_len), ("mode", number, "page", page), ("q_len", q_len, "page", page)}
+        for length in lengths(start, heads, q_len):
+            met |= {(name, value, length) for name, value in (("q_len", q_len), ("page", page), ("mode", number))}
+    factors = len(HEADS), len(Q_LENS), len(PAGES), len(modes)
+    pairs = sum(a * b for a, b in itertools.combinations(factors, 2))
+    assert len(met) == pairs + len(LENS) * sum(factors[1:])
 
 
 def lengths(start: int, heads: int, q_len: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decode_grid as grid
 import pytest
 import torch
 from decode_grid import (
@@ -10,9 +11,11 @@ from decode_grid import (
     LENS,
     PAGES,
     Q_LENS,
+    assert_pairwise,
     assert_within_bound,
     check,
     counted,
+    counted_by_packaged_compiler,
     cover,
     decode,
     hard_scores,
@@ -25,7 +28,7 @@ from mla_suite.ops.decode.cdna4 import Cdna4Config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import compilers, manifest
+from mla_suite.toolchain import manifest
 
 ARCH = "gfx950"
 SMALLEST = "decode_dtype-bf16_rows-16_width-576_rotate-0"
@@ -40,19 +43,17 @@ def gfx950():
 
 
 MODES = (
-    {"num_splits": 1},
-    {"num_splits": 3, "sink": True},
-    {"planned": True},
-    {"split_size": 128},
-    {"varlen": True, "planned": True, "sink": True},
-    {"ragged_pages": True, "num_splits": 1, "sink": True},
-    {"causal": False, "num_splits": 2, "varlen": True},
+    *grid.MODES,
     {"rotate": True, "num_splits": 1},
     {"rotate": True, "planned": True},
     {"rope": 0, "num_splits": 1},
     {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
     {"layout": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
 )
+
+
+def test_the_cover_is_pairwise():
+    assert_pairwise(MODES)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -129,12 +130,6 @@ def test_batch_invariant_bits(heads):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
-def counted_by_packaged_compiler():
-    entry = manifest.installed().find(ARCH, SMALLEST)
-    if entry.compiler != compilers.packaged().version:
-        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
-
-
 KV = 1024
 
 
@@ -159,7 +154,7 @@ def vector(report):
 )
 def test_counters(rows, instructions, valu):
     """Per KV token and workgroup at kv 1024; matrix FLOP exact, every cached byte read once, bound by memory."""
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     report = report_of(rows)
     bound = report.bound(archs.get(ARCH))
     assert matrix_flop(report) == KV * rows * 2 * (576 + 512)
@@ -175,7 +170,7 @@ def test_counters(rows, instructions, valu):
 @pytest.mark.parametrize("rows", [16, 128])
 def test_a_token_costs_its_bytes(rows):
     """What one more token adds: 1,152 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     short, long = (report_of(rows, kv).bound(archs.get(ARCH)) for kv in (1024, 2048))
     assert (long.memory - short.memory) / 1024 <= 90
     assert (long.matrix - short.matrix) / 1024 <= 70
@@ -187,7 +182,7 @@ def test_a_token_costs_its_bytes(rows):
     + [(rows, {"rope": 0, "layout": "fp16", "dtype": torch.float16}, "memory") for rows in (16, 128)],
 )
 def test_bound_of_other_instances(rows, options, limiter):
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     report = report_of(rows, **options)
     bound = report.bound(archs.get(ARCH))
     # What rounding leaves of turned rope parts is multiplied as well.

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from decode_grid import COARSE, CPU, HEADS, LENS, assert_within_bound, check, counted, cover, decode, lengths
+from decode_grid import (
+    COARSE,
+    CPU,
+    HEADS,
+    LENS,
+    assert_pairwise,
+    assert_within_bound,
+    check,
+    counted,
+    counted_by_packaged_compiler,
+    cover,
+    decode,
+    lengths,
+)
 
 import mla_suite
 from mla_suite.core import arch as archs
@@ -13,7 +26,7 @@ from mla_suite.ops.decode.cdna4 import Cdna4Config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import compilers, manifest
+from mla_suite.toolchain import manifest
 
 ARCH = "gfx950"
 E4M3 = torch.float8_e4m3fn
@@ -41,6 +54,10 @@ MODES = tuple(
         {"ragged_pages": True, "num_splits": 1, "causal": False},
     )
 )
+
+
+def test_the_cover_is_pairwise():
+    assert_pairwise(MODES)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -154,12 +171,6 @@ MATRIX = {
 }
 
 
-def counted_by_packaged_compiler():
-    entry = manifest.installed().find(ARCH, SMALLEST)
-    if entry.compiler != compilers.packaged().version:
-        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
-
-
 def assert_counts(report, rows, kv=KV):
     """Matrix FLOP exact, every cached byte read once."""
     mix = {name: times for name, times in report.mix().items() if "mfma" in name}
@@ -192,7 +203,7 @@ def assert_counts(report, rows, kv=KV):
 )
 def test_counters(query, rows, instructions, valu, matrix, limiter):
     """Per KV token and workgroup at kv 1024."""
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     report = counted(ARCH, *decode_sample((KV,), heads=rows, num_splits=1, **QUERIES[query]).make(CPU))
     bound = report.bound(archs.get(ARCH))
     assert_counts(report, rows)
@@ -209,7 +220,7 @@ def test_counters(query, rows, instructions, valu, matrix, limiter):
 )
 def test_a_token_costs_its_bytes(query, rows, matrix):
     """What one more token adds: 576 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     short, long = (
         counted(ARCH, *decode_sample((kv,), heads=rows, num_splits=1, **QUERIES[query]).make(CPU)).bound(
             archs.get(ARCH)
@@ -223,7 +234,7 @@ def test_a_token_costs_its_bytes(query, rows, matrix):
 
 
 def test_bf16_weights_cost_half_as_many_clocks_again():
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, SMALLEST)
     args, kwargs = decode_sample((KV,), heads=128, num_splits=1, **QUERIES["fp8"]).make(CPU)
     with emulator.configured(collect=True) as reports:
         with_weights(128, False, args, kwargs)

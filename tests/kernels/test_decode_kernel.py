@@ -7,29 +7,42 @@ from __future__ import annotations
 
 import itertools
 
+import decode_grid as grid
 import pytest
 import torch
-from decode_grid import HEADS, PAGES, Q_LENS, assert_within_bound, hard_scores, hostile
+from decode_grid import (
+    CPU,
+    HEADS,
+    LENS,
+    PAGES,
+    Q_LENS,
+    assert_pairwise,
+    assert_within_bound,
+    counted,
+    counted_by_packaged_compiler,
+    cover,
+    hard_scores,
+    lengths,
+)
 
 import mla_suite
 from mla_suite.core import arch as archs
-from mla_suite.core import dispatch, tuning
+from mla_suite.core import tuning
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.config import CdnaConfig, tile_rows
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import current_arch, emulator, has_kernel, scratch
-from mla_suite.testing import exact_decode, poison
-from mla_suite.toolchain import compilers, manifest
+from mla_suite.runtime import current_arch, emulator, has_kernel
+from mla_suite.testing import exact_decode
+from mla_suite.toolchain import manifest
 
-CPU = torch.device("cpu")
+ARCH = "gfx942"
 
 
 def machine():
     """The device whose gfx942 kernels are called."""
     if torch.cuda.is_available():
         arch = current_arch(torch.empty(0, device="cuda"))
-        if arch is not None and arch.name == "gfx942":
+        if arch is not None and arch.name == ARCH:
             return torch.device("cuda")
     return CPU
 
@@ -39,39 +52,23 @@ DEVICE = machine()
 
 @pytest.fixture(autouse=True)
 def gfx942():
-    config = CdnaConfig(archs.get("gfx942"), "bf16", "bf16", 16, 576, False)
-    if not has_kernel("gfx942", config.instance):
+    config = CdnaConfig(archs.get(ARCH), "bf16", "bf16", 16, 576, False)
+    if not has_kernel(ARCH, config.instance):
         pytest.skip(f"{config.instance} is not built for gfx942; run `python -m mla_suite build --arch gfx942`")
-    with mla_suite.emulate("gfx942") as record:
+    with mla_suite.emulate(ARCH) as record:
         yield record
 
 
 def decode(args, kwargs, device=DEVICE):
-    """Runs the native kernels and nothing else; the results are on the CPU."""
-    args = [None if tensor is None else tensor.to(device) for tensor in args]
-    problem = DECODE.problem(*args, **kwargs)
-    choice = dispatch.choose("decode", DECODE.backends, problem, archs.get("gfx942"), device.type)
-    assert choice.backend.name == "native", str(choice)
-    return tuple(result.cpu() for result in torch.ops.mla_suite.decode(*args, **kwargs))
+    return grid.decode(ARCH, args, kwargs, device)
 
 
 def check(sample):
-    args, kwargs = hostile(sample, "gfx942")
-    poison(scratch.take(DEVICE, 1 << 20))
-    out, lse = decode(args, kwargs)
-    assert_within_bound(out, lse, exact_decode(*args, **kwargs))
-    return out, lse
+    grid.check(ARCH, sample, DEVICE)
 
 
-LENS = (0, 1, 15, 16, 17, 63, 64, 65, 300, 1000)
 MODES = (
-    {"num_splits": 1},
-    {"num_splits": 3, "sink": True},
-    {"planned": True},
-    {"split_size": 128},
-    {"varlen": True, "planned": True, "sink": True},
-    {"ragged_pages": True, "num_splits": 1, "sink": True},
-    {"causal": False, "num_splits": 2, "varlen": True},
+    *grid.MODES,
     {"rotate": True, "num_splits": 1},
     {"rope": 0, "num_splits": 1},
     {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
@@ -81,32 +78,9 @@ MODES = (
 )
 
 
-def cover():
-    """Shapes in which any two of heads, q_len, page and mode meet at least once."""
-    # Strides that are prime to the number of choices walk through all pairs.
-    for i, heads in enumerate(HEADS):
-        for j, mode in enumerate(MODES):
-            yield (
-                heads,
-                Q_LENS[(i + j) % len(Q_LENS)],
-                PAGES[(i + 3 * j) % len(PAGES)],
-                (3 * i + 2 * j) % len(LENS),
-                mode,
-            )
-
-
-def lengths(start, heads, q_len):
-    """Lengths of a batch: from all of LENS for few rows, fewer and shorter ones for many (the emulator's time)."""
-    rotated = LENS[start:] + LENS[:start]
-    if heads * q_len <= 64:
-        return rotated[:4]
-    kept = [length for length in rotated if length <= (300 if heads * q_len <= 256 else 65)]
-    return tuple(kept[:2])
-
-
 @pytest.mark.parametrize("heads", HEADS)
 def test_within_the_rounding_bound(heads):
-    for h, q_len, page, start, mode in cover():
+    for h, q_len, page, start, mode in cover(MODES):
         if h == heads:
             check(decode_sample(lengths(start, h, q_len), heads=h, q_len=q_len, page=page, seed=start, **mode))
 
@@ -130,17 +104,8 @@ def test_all_lengths_in_one_batch(heads):
 
 
 def test_the_cover_is_pairwise():
-    """Any two of heads, q_len, page, mode and length meet, in the cover or, with all lengths in one batch, there."""
-    met = {(h, "length", n) for h in HEADS for n in LENS}
-    for h, q_len, page, start, mode in cover():
-        number = MODES.index(mode)
-        met |= {(h, "q_len", q_len), (h, "page", page), (h, "mode", number), ("mode", number, "q_len", q_len)}
-        met |= {("mode", number, "page", page), ("q_len", q_len, "page", page)}
-        for n in lengths(start, h, q_len):
-            met |= {("q_len", q_len, "length", n), ("page", page, "length", n), ("mode", number, "length", n)}
-    wanted = len(HEADS) * (len(LENS) + len(Q_LENS) + len(PAGES) + len(MODES))
-    wanted += len(MODES) * (len(Q_LENS) + len(PAGES) + len(LENS)) + len(Q_LENS) * (len(PAGES) + len(LENS))
-    assert len(met) == wanted + len(PAGES) * len(LENS)
+    """With heads and lengths, whose pairs meet above in one batch, any two of the five."""
+    assert_pairwise(MODES)
 
 
 @pytest.mark.parametrize("length", LENS)
@@ -248,7 +213,7 @@ def test_batch_invariant_across_a_boundary_of_the_table(heads, tmp_path, monkeyp
     with monkeypatch.context() as patched:
         patched.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
         tuning.forget()
-        arch = archs.get("gfx942")
+        arch = archs.get(ARCH)
         chosen = {combine_configs.choose(arch, 512, "bf16", heads, batch, 4) for batch in points}
         assert len(chosen) == len(points), "the table has a boundary between any two of the batches"
         assert all("tuned" in reason or "row" in reason for _, reason in chosen), chosen
@@ -256,10 +221,7 @@ def test_batch_invariant_across_a_boundary_of_the_table(heads, tmp_path, monkeyp
     tuning.forget()
 
 
-def counted_by_packaged_compiler():
-    entry = manifest.installed().find("gfx942", "decode_dtype-bf16_rows-16_width-576_rotate-0")
-    if entry.compiler != compilers.packaged().version:
-        pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
+COUNTED = "decode_dtype-bf16_rows-16_width-576_rotate-0"
 
 
 @pytest.mark.parametrize(
@@ -269,12 +231,9 @@ def counted_by_packaged_compiler():
 def test_counters(rows, instructions, lds, valu):
     """Per KV token and workgroup at kv 1024; matrix FLOP exact, every cached byte read once, bound by memory."""
     kv = 1024
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, COUNTED)
     args, kwargs = decode_sample((kv,), heads=rows, num_splits=1).make(CPU)
-    with emulator.configured(collect=True) as reports:
-        decode(args, kwargs, CPU)
-    (report,) = reports
-    assert not report.findings
+    report = counted(ARCH, args, kwargs)
     mix = report.mix()
     matrix = sum(times for name, times in mix.items() if "mfma" in name)
     assert matrix * 2 * 16**3 == kv * rows * 2 * (576 + 512)
@@ -283,7 +242,7 @@ def test_counters(rows, instructions, lds, valu):
     assert report.instructions() <= instructions * kv
     assert report.lds_clocks() <= lds * kv
     assert sum(times for name, times in mix.items() if name.startswith("v_") and "mfma" not in name) <= valu * kv
-    assert report.bound(archs.get("gfx942")).limiter == "memory"
+    assert report.bound(archs.get(ARCH)).limiter == "memory"
 
 
 @pytest.mark.parametrize(
@@ -293,19 +252,16 @@ def test_counters(rows, instructions, lds, valu):
 def test_counters_of_an_fp8_cache(rows, instructions, valu, limiter):
     """As above at 576 bytes per token; 128 rows are bound by the bf16 products."""
     kv = 1024
-    counted_by_packaged_compiler()
+    counted_by_packaged_compiler(ARCH, COUNTED)
     args, kwargs = decode_sample((kv,), heads=rows, layout="fp8_fnuz", num_splits=1).make(CPU)
-    with emulator.configured(collect=True) as reports:
-        decode(args, kwargs, CPU)
-    (report,) = reports
-    assert not report.findings
+    report = counted(ARCH, args, kwargs)
     mix = report.mix()
     assert report.loaded["kv_cache"] == kv * 576
     assert sum(times for name, times in mix.items() if "mfma" in name) * 2 * 16**3 == kv * rows * 2 * (576 + 512)
     assert report.instructions() <= instructions * kv
     assert sum(times for name, times in mix.items() if name.startswith("v_") and "mfma" not in name) <= valu * kv
     assert report.lds_clocks() <= 88 * kv
-    assert report.bound(archs.get("gfx942")).limiter == limiter
+    assert report.bound(archs.get(ARCH)).limiter == limiter
 
 
 CACHES = {
@@ -321,7 +277,7 @@ TILES = range(16, 129, 16)
 
 
 def test_every_instance_is_listed():
-    built = {name for arch, name in manifest.installed().kernels if arch == "gfx942"}
+    built = {name for arch, name in manifest.installed().kernels if arch == ARCH}
     expected = {name.format(rows) for name in CACHES for rows in TILES}
     assert {name for name in built if name.startswith("decode_")} == expected
 
@@ -331,14 +287,11 @@ def test_every_instance_is_listed():
 def test_every_instance_is_bound_by_memory_or_matrix(instance, rows):
     """Exact FLOP and bytes, and a bound of memory or matrix that holds on longer sequences as well."""
     kv, options = 1024, CACHES[instance]
-    counted_by_packaged_compiler()
-    arch = archs.get("gfx942")
+    counted_by_packaged_compiler(ARCH, COUNTED)
+    arch = archs.get(ARCH)
     args, kwargs = decode_sample((kv,), heads=rows, num_splits=1, **options).make(CPU)
-    with emulator.configured(collect=True) as reports:
-        decode(args, kwargs, CPU)
-    (report,) = reports
-    assert not report.findings
-    entry = manifest.installed().find("gfx942", instance.format(rows))
+    report = counted(ARCH, args, kwargs)
+    entry = manifest.installed().find(ARCH, instance.format(rows))
     assert report.kernel == entry.symbol
     assert (entry.spills, entry.scratch) == (0, 0)
     width = 512 + options.get("rope", 64)
@@ -386,7 +339,7 @@ def test_tiles_are_near_equal():
 )
 def test_an_illegal_config_says_why(changed, sentence):
     point = {
-        "arch": archs.get("gfx942"),
+        "arch": archs.get(ARCH),
         "query": "bf16",
         "cache": "bf16",
         "rows": 16,
