@@ -23,8 +23,7 @@ POINTERS = (
     *("q", "kv_cache", "seq_lens", "block_table", "kv_indptr", "kv_indices", "cu_seqlens_q", "q_descale"),
     *("kv_descale", "attn_sink", "rope_cos_sin", "plan", "out", "lse", "partial_out", "partial_lse"),
 )
-_UNUSED = tuple(f"kv_map_{word}" for word in range(16))  # before the pointers, and 0 on CDNA
-pack_leading = struct.Struct(f"<{8 * len(_UNUSED)}x{len(POINTERS)}Q").pack
+pack_leading = struct.Struct(f"<{len(POINTERS)}Q").pack
 
 
 class Prepared(NamedTuple):
@@ -145,8 +144,7 @@ def prepare(
         shift = max(page - 1, 0).bit_length()
         packed = _pack(
             "decode",
-            (*_UNUSED, *POINTERS),
-            counters=0,
+            POINTERS,
             kv_token_stride=cache[1][1],
             block_table_stride=table_stride,
             rows=rows,
@@ -155,7 +153,6 @@ def prepare(
             page_shift=shift,
             workers=items,
             max_kv_len=max_kv_len,
-            merge=0,
             **numbers,
         )
     merge = None

@@ -1,4 +1,4 @@
-// What one decode launch is given: gfx942, gfx950 and sm_90 take the same struct.
+// What one decode launch of gfx942 or gfx950 is given.
 #pragma once
 
 #include "mla/device.hpp"
@@ -6,25 +6,8 @@
 namespace mla {
 
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512.
-// The map comes first and the size is a multiple of 64 bytes: sm_90 aligns the parameter to 64, which TMA needs.
 // A query row is (token i of the sequence, head h) = row i * heads + h; rows = q_len * heads of the longest sequence.
 struct DecodeParams {
-  uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where no TMA is used
-  uint64_t kv_map_1;
-  uint64_t kv_map_2;
-  uint64_t kv_map_3;
-  uint64_t kv_map_4;
-  uint64_t kv_map_5;
-  uint64_t kv_map_6;
-  uint64_t kv_map_7;
-  uint64_t kv_map_8;
-  uint64_t kv_map_9;
-  uint64_t kv_map_10;
-  uint64_t kv_map_11;
-  uint64_t kv_map_12;
-  uint64_t kv_map_13;
-  uint64_t kv_map_14;
-  uint64_t kv_map_15;
   const void* q;                 // [batch, q_len, heads, D_QK], or [tokens, heads, D_QK] with cu_seqlens_q
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
@@ -41,7 +24,6 @@ struct DecodeParams {
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, rows, D_V], or null when nothing is split
   float* partial_lse;            // [splits, rows], or null when nothing is split
-  int32_t* counters;             // [batch * row_tiles * 16], zero before and after a launch; or null: no merge in the kernel
   int64_t q_batch_stride;        // between sequences; unused with cu_seqlens_q
   int64_t q_token_stride;        // between tokens
   int64_t q_head_stride;         // between heads
@@ -61,9 +43,8 @@ struct DecodeParams {
   uint32_t page_shift;           // ceil(log2(page))
   int32_t num_splits;            // cuts per sequence when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // workgroups (or clusters) that walk the work list
+  int32_t workers;               // workgroups that walk the work list
   int32_t max_kv_len;            // no sequence is longer, or 0 when that is not known
-  int32_t merge;                 // 1: the last arriver merges the partials, 0: they are left for combine
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;
 };
