@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import subprocess
 
@@ -24,7 +23,7 @@ from merges import (
 
 import mla_suite
 from mla_suite.core import arch as archs
-from mla_suite.core import dispatch, tuning
+from mla_suite.core import dispatch
 from mla_suite.core.arch import CSRC
 from mla_suite.ops.combine import COMBINE, config, native
 from mla_suite.ops.combine.config import Config
@@ -34,7 +33,11 @@ from mla_suite.testing import assert_close, poison
 from mla_suite.toolchain import compilers
 
 ARCHS = ("gfx942", "gfx950")
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
 MOST_WORK = 70_000  # splits x rows of a case: half a second
 
 
@@ -283,32 +286,6 @@ def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
 # The template's axes
 
 
-@pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
-@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
-def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
-    for rows, vec in itertools.product(config.ROWS, config.VECS):
-        assert Config(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (dict(rows=3), "rows is one of 1, 2, 4, 8"),
-        (dict(vec=16), "vec is one of 1, 2, 4, 8"),
-        (dict(head_dim_v=192), "head_dim_v is one of 512, 128"),
-        (dict(waves=64), "takes 1..16 waves"),
-        (dict(slices=3), "slices must cut head_dim_v into whole vectors"),
-        (dict(slices=64, vec=8), "1 lanes would share a row"),
-        (dict(rows=8, waves=4), "4 waves hold 4 rows"),
-    ],
-)
-def test_an_illegal_point_is_one_sentence(change, why):
-    legal = dict(head_dim_v=512, rows=1, vec=4, waves=8, slices=1)
-    with pytest.raises(ValueError, match=why) as error:
-        Config(archs.get("gfx942"), **{**legal, **change})
-    assert "\n" not in str(error.value)
-
-
 def compiled(record, point, folder):
     """Assembly text of one point."""
     constants = dict(D_V=point.head_dim_v, ROWS=point.rows, VEC=point.vec, WAVES=point.waves, SLICES=point.slices)
@@ -363,50 +340,6 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
         assert_close(merged, total, exact(out, lse, bounds))
 
 
-# Choosing
-
-
-def cells(**change):
-    row = dict(head_dim_v=512, out_dtype="bf16", device_units=304, rows=16, batch=1, splits=64, rows_per_group=2)
-    row |= dict(vec=8, waves=8, slices=1, num_splits=24, kind="counted", date="2026-11-21", commit="0123456")
-    return row | change
-
-
-@pytest.fixture
-def table(tmp_path, monkeypatch):
-    """Writes rows as the user's table for gfx942."""
-
-    def write(*rows):
-        folder = tmp_path / "combine"
-        folder.mkdir(exist_ok=True)
-        text = "\n".join([",".join(config.FORMAT.header), *(config.FORMAT.line(row) for row in rows)])
-        (folder / "gfx942.csv").write_text(text + "\n")
-        tuning.forget()
-
-    monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
-    yield write
-    tuning.forget()
-
-
-def test_a_row_of_a_table_decides(table):
-    gfx942 = archs.get("gfx942")
-    ruled, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
-    assert reason.startswith("rule")
-    table(cells(), cells(batch=64, num_splits=2))
-    chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
-    assert (chosen.rows, chosen.vec) == (2, 8)
-    assert "gfx942.csv:2" in reason
-    near, reason = config.choose(gfx942, 512, "bf16", 16, 1, 66)
-    assert near == chosen
-    assert "nearest" in reason
-    assert config.choose(gfx942, 512, "bf16", 16, 1, 512)[0] == dataclasses.replace(
-        ruled, waves=16
-    )  # too far: the rule
-    assert config.choose(gfx942, 512, "fp16", 16, 1, 64)[0] == ruled  # another dtype
-    assert config.split_count(gfx942, 512, "bf16", 16, 1) == 24
-    assert config.split_count(gfx942, 512, "bf16", 16, 64) == 2
-
-
 def test_a_miss_gives_the_same_numbers(arch):
     """A tuned point and the rule's differ in the order of additions only."""
     out, lse = partials(2 * 33, 16)
@@ -417,65 +350,6 @@ def test_a_miss_gives_the_same_numbers(arch):
         assert_close(merged, total, exact(out, lse, [0, 33, 66]))
         results.append(merged)
     assert_close(results[0], total, exact(out, lse, [0, 33, 66]))
-
-
-@pytest.mark.parametrize(
-    ("row", "why"),
-    [
-        (cells(waves=4, rows_per_group=8), r"gfx942.csv:2: this configuration is not legal.*4 waves hold 4 rows"),
-        (cells(vec=3), r"gfx942.csv:2: .*vec is one of 1, 2, 4, 8"),
-        (cells(rows_per_group=0), r"gfx942.csv:2: rows_per_group is '0'"),
-        (cells(microseconds=3), r"gfx942.csv:2: a counted row has a time"),
-    ],
-)
-def test_a_bad_row_is_refused_with_file_and_line(table, row, why):
-    table(row)
-    with pytest.raises(ValueError, match=why):
-        config.choose(archs.get("gfx942"), 512, "bf16", 16, 1, 64)
-
-
-@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
-def test_shipped_tables(name):
-    path = tuning.SHIPPED / "combine" / "tuned" / f"{name}.csv"
-    if path.is_file():
-        assert tuning.lint(config.FORMAT, name, path) == ()
-        found = tuning.load(config.FORMAT, name, path)
-        for row in found:
-            assert config._of_row(archs.get(name), row.values).instance in built_instances(name)
-        for a, b in itertools.product(found, found):
-            same = all(a.values[key] == b.values[key] for key in ("head_dim_v", "device_units", "rows"))
-            if same and a.values["batch"] <= b.values["batch"]:
-                assert a.values["num_splits"] >= b.values["num_splits"], f"{a.place} and {b.place}"
-
-
-def built_instances(name):
-    from mla_suite.toolchain.instances import instances
-
-    return {item.id for item in instances(name) if item.kernel == "combine"}
-
-
-@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
-def test_the_rule_only_picks_points_that_are_built(name):
-    record, wanted = archs.get(name), built_instances(name)
-    for head_dim_v, rows, splits in itertools.product(config.HEAD_DIMS_V, (1, 16, 150, 1000, 20000), (1, 8, 97, 600)):
-        assert config.choose(record, head_dim_v, "bf16", rows, 1, splits)[0].instance in wanted
-        assert config.invariant(record, head_dim_v).instance in wanted
-        assert config.unaligned(record, head_dim_v).instance in wanted
-
-
-def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
-    args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
-    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
-    assert "python -m mla_suite build" in answer.reason
-
-
-def test_another_width_is_refused():
-    args, kwargs = (torch.zeros(2, 3, 64), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
-    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
-    assert "head_dim_v 64" in answer.reason
 
 
 def test_a_launch_error_names_operator_and_kernel(arch, monkeypatch):

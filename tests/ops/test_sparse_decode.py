@@ -8,32 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_pools import ABSURD, POOLS, poisoned, problem
 
 import mla_suite
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
-ABSURD = (-1, 2**31 - 1, -(2**31), -7)
-
-
-def poisoned(name, pages, page, used, seed, head_dim=None):
-    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every layout."""
-    one = layout(name) if head_dim is None else layout(name).sized(head_dim, 0)
-    cache = caches.empty(one, pages, page)
-    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
-    slots = torch.tensor(sorted(used), dtype=torch.int64)
-    rows = torch.randn(len(slots), one.head_dim, generator=torch.Generator().manual_seed(seed))
-    caches.scatter(one, cache, slots, rows)
-    return cache
-
-
-def select(tokens, topk, slots, seed, invalid=0.2):
-    """int32 [tokens, topk] of random slots, some repeated, some absurd."""
-    generator = torch.Generator().manual_seed(seed)
-    index = torch.randint(0, slots, (tokens, topk), generator=generator)
-    absurd = torch.tensor([*ABSURD, slots])[torch.randint(0, 5, (tokens, topk), generator=generator)]
-    return torch.where(torch.rand(tokens, topk, generator=generator) < invalid, absurd, index).int()
 
 
 def exact(q, pools, scale, sink, head_dim_v):
@@ -72,30 +53,6 @@ def assert_exact(out, lse, expected, dtype=torch.bfloat16):
     assert torch.equal(lse == -torch.inf, empty)
     difference = torch.where(empty, 0.0, lse - exact_lse).abs()
     assert (difference <= 1e-5 * torch.maximum(exact_lse.abs().nan_to_num(posinf=0), torch.ones(()))).all()
-
-
-POOLS = {
-    "v32": [("v32", 3, 64, 40)],
-    "dsv4 window and compressed": [("dsv4", 2, 64, 24), ("dsv4", 30, 2, 16)],
-    "two flavours": [("dsv4_fnuz", 2, 16, 13), ("dsv4", 3, 5, 7)],
-    "three pools": [("dsv4", 1, 256, 9), ("bf16", 4, 61, 8), ("dsv4_fnuz", 5, 1, 5)],
-    "bf16": [("bf16", 4, 16, 33)],
-}
-
-
-def problem(shape, tokens, heads, seed, dtype=torch.bfloat16):
-    """q, caches whose unselected slots are NaN, and dense indices per pool."""
-    head_dim = layout(shape[0][0]).head_dim if len(shape) == 1 else 512
-    q = torch.randn(tokens, heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    kv_caches, indices = [], []
-    for i, (name, pages, page, topk) in enumerate(shape):
-        index = select(tokens, topk, pages * page, seed + i)
-        used = {s for s in index.flatten().tolist() if 0 <= s < pages * page}
-        kv_caches.append(
-            poisoned(name, pages, page, used, seed + i, 512 if len(shape) > 1 and name == "bf16" else None)
-        )
-        indices.append(index)
-    return q, kv_caches, indices, [name for name, *_ in shape]
 
 
 def pools_of(names, kv_caches, lists):
@@ -335,101 +292,3 @@ def test_compiled_fullgraph_equals_eager_with_two_pools():
     compiled = step(q, kv_caches, indices)
     assert torch.equal(eager[0], compiled[0])
     assert torch.equal(eager[1], compiled[1])
-
-
-def arguments(**changes):
-    q, kv_caches, indices, names = problem(POOLS["dsv4 window and compressed"], 2, 8, seed=0)
-    given = {"q": q, "kv_caches": kv_caches, "indices": indices, "layouts": names, "softmax_scale": 0.04}
-    return given | changes
-
-
-def ints(*shape):
-    return torch.zeros(shape, dtype=torch.int32)
-
-
-def pool_changed(at, make):
-    def build():
-        given = arguments()
-        given["kv_caches"][at] = make()
-        return given
-
-    return build
-
-
-BAD = {
-    "q rank": (lambda: arguments(q=torch.zeros(8, 512)), r"q has shape \(8, 512\); it takes 3 or 4 dimensions"),
-    "q dtype": (lambda: arguments(q=torch.zeros(2, 8, 512).double()), "q is float64; it takes bfloat16 or"),
-    "q stride": (lambda: arguments(q=torch.zeros(2, 8, 1024)[..., ::2]), "q has strides .* last dimension must be"),
-    "head_dim": (
-        lambda: arguments(q=torch.zeros(2, 8, 576)),
-        r"kv_caches\[0\] is read as rows of 576; layout 'dsv4' holds rows of 512",
-    ),
-    "no pools": (lambda: arguments(kv_caches=[], indices=[], layouts=[]), "kv_caches is empty"),
-    "few layouts": (lambda: arguments(layouts=["dsv4"]), "layouts has 1 entries; there are 2 kv_caches"),
-    "few indices": (lambda: arguments(indices=[ints(2, 4)]), "indices has 1 entries; there are 2 kv_caches"),
-    "unknown layout": (lambda: arguments(layouts=["dsv4", "dsv5"]), "layout 'dsv5' is unknown; the layouts are"),
-    "cache dtype": (pool_changed(1, lambda: torch.zeros(2, 4, 584)), r"kv_caches\[1\] is float32; it takes uint8"),
-    "cache rank": (pool_changed(0, lambda: torch.zeros(2, 4, 1, 584).byte()), r"kv_caches\[0\] has shape"),
-    "cache width": (pool_changed(0, lambda: torch.zeros(2, 4, 656).byte()), r"takes \[pages, page, 584\]"),
-    "cache stride": (
-        pool_changed(0, lambda: torch.zeros(2, 4, 592).byte()[..., :584]),
-        r"kv_caches\[0\] has strides .* exactly 584 elements apart",
-    ),
-    "cache device": (pool_changed(0, lambda: torch.empty(2, 4, 584, device="meta").byte()), "is on meta"),
-    "misaligned cache": (
-        pool_changed(0, lambda: torch.zeros(584 * 4 + 4).byte()[4:].view(1, 4, 584)),
-        r"kv_caches\[0\] begins 4 bytes past a multiple of 8",
-    ),
-    "misaligned blocks": (
-        pool_changed(0, lambda: torch.zeros(1172 * 2).byte().as_strided((2, 2, 584), (1172, 584, 1))),
-        "blocks a multiple of 8 bytes apart",
-    ),
-    "indices dtype": (
-        lambda: arguments(indices=[ints(2, 4), torch.zeros(2, 4, dtype=torch.int64)]),
-        r"indices\[1\] is int64; it takes int32",
-    ),
-    "indices tokens": (
-        lambda: arguments(indices=[ints(3, 4), ints(2, 4)]),
-        r"indices\[0\] has shape \(3, 4\); it takes \[tokens, topk\] = \(2, 4\)",
-    ),
-    "ragged without indptr": (
-        lambda: arguments(indices=[ints(4), ints(2, 4)]),
-        r"indices\[0\] has shape \(4,\) and indptrs\[0\] is None",
-    ),
-    "indptr length": (
-        lambda: arguments(indices=[ints(4), ints(2, 4)], indptrs=[ints(2), None]),
-        r"indptrs\[0\] has shape \(2,\); it takes \[query tokens \+ 1\] = \(3,\)",
-    ),
-    "indptr and lengths": (
-        lambda: arguments(indices=[ints(4), ints(2, 4)], indptrs=[ints(3), None], topk_lengths=[ints(2), None]),
-        r"topk_lengths\[0\] is given with indptrs\[0\]",
-    ),
-    "indptr falls": (
-        lambda: arguments(indices=[ints(4), ints(2, 4)], indptrs=[torch.tensor([0, 3, 2]).int(), None]),
-        r"indptrs\[0\] goes from 0 to 2, smallest step -1",
-    ),
-    "indptr too long": (
-        lambda: arguments(indices=[ints(4), ints(2, 4)], indptrs=[torch.tensor([0, 3, 5]).int(), None]),
-        r"indptrs\[0\] goes from 0 to 5, .* within the 4 entries",
-    ),
-    "lengths shape": (lambda: arguments(topk_lengths=[ints(3), None]), r"topk_lengths\[0\] has shape \(3,\)"),
-    "negative length": (
-        lambda: arguments(topk_lengths=[torch.tensor([-1, 3]).int(), None]),
-        r"topk_lengths\[0\] holds lengths -1\.\.3; indices\[0\] has 24 entries",
-    ),
-    "length too large": (lambda: arguments(topk_lengths=[None, ints(2) + 17]), r"topk_lengths\[1\] holds lengths 17"),
-    "sink heads": (lambda: arguments(attn_sink=torch.zeros(4)), r"attn_sink has shape \(4,\); it takes \[heads\]"),
-    "sink dtype": (lambda: arguments(attn_sink=torch.zeros(8).half()), "attn_sink is float16; it takes float32"),
-    "plan dtype": (lambda: arguments(plan=torch.zeros(9)), "plan is float32; it takes int32"),
-    "head_dim_v": (lambda: arguments(head_dim_v=513), r"head_dim_v is 513; V is a part of a row: 1\.\.512"),
-    "num_splits": (lambda: arguments(num_splits=-1), "num_splits is -1; it is 0"),
-    "both splits": (lambda: arguments(num_splits=2, split_size=16), "split_size is 16 and num_splits is 2"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_in_a_sentence(case):
-    make, sentence = BAD[case]
-    with pytest.raises((ValueError, TypeError), match=sentence) as caught:
-        mla_suite.sparse_decode(**make())
-    assert "\n" not in str(caught.value)

@@ -1,0 +1,109 @@
+"""One decode step in AITER's names, and its result by the formula."""
+
+import itertools
+
+import torch
+
+from mla_suite.integrations import aiter
+
+
+def attend(q, keys, scale, d_v=512):
+    """One query token [heads, d] over keys [n, d]."""
+    if len(keys) == 0:
+        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), -torch.inf)
+    scores = q.float() @ keys.float().T * scale
+    return torch.softmax(scores, -1) @ keys[:, :d_v].float(), scores.logsumexp(-1)
+
+
+class Step:
+    """The tensors of one decode step, named as AITER names them; rows past a sequence's end are NaN."""
+
+    def __init__(self, kv_lens, q_lens, page_size=1, heads=16, width=576, q_dtype=torch.bfloat16, dtype=None):
+        dtype = dtype or q_dtype
+        counts = [-(-n // page_size) for n in kv_lens]
+        self.kv_lens, self.q_lens, self.page_size = kv_lens, q_lens, page_size
+        self.num_page = sum(counts) + 3
+        self.kv_indptr = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        self.qo_indptr = torch.tensor([0, *itertools.accumulate(q_lens)], dtype=torch.int32)
+        self.kv_indices = torch.randperm(self.num_page)[: sum(counts)].int()
+        last = [n - (count - 1) * page_size if n else 1 for n, count in zip(kv_lens, counts, strict=True)]
+        self.kv_last_page_lens = torch.tensor(last, dtype=torch.int32)
+        self.kv_buffer = torch.full((self.num_page, page_size, 1, width), torch.nan).to(dtype)
+        for b, n in enumerate(kv_lens):
+            rows = torch.arange(n)
+            pages = self.kv_indices[int(self.kv_indptr[b]) + rows // page_size].long()
+            self.kv_buffer[pages, rows % page_size, 0] = torch.randn(n, width).to(dtype)
+        self.total = sum(q_lens)
+        self.max_seqlen_q = max(q_lens)
+        self.q = torch.randn(self.total, heads, width).to(q_dtype)
+        out_dtype = torch.bfloat16 if self.q.dtype.itemsize == 1 else q_dtype
+        self.o = torch.full((self.total, heads, 512), torch.nan, dtype=out_dtype)
+
+    @property
+    def args(self):
+        return (
+            self.q,
+            self.kv_buffer,
+            self.o,
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_indices,
+            self.kv_last_page_lens,
+            self.max_seqlen_q,
+        )
+
+    def keys(self, b):
+        pages = self.kv_indices[self.kv_indptr[b] : self.kv_indptr[b + 1]].long()
+        return self.kv_buffer[pages].flatten(0, 2)[: self.kv_lens[b]]
+
+    def expected(self, scale=None, causal=True):
+        scale = self.q.shape[-1] ** -0.5 if scale is None else scale
+        found = []
+        for b, (kv_len, q_len) in enumerate(zip(self.kv_lens, self.q_lens, strict=True)):
+            for i in range(q_len):
+                visible = max(kv_len - (q_len - 1 - i), 0) if causal else kv_len
+                found.append(attend(self.q[self.qo_indptr[b] + i], self.keys(b)[:visible], scale))
+        return tuple(torch.stack(parts) for parts in zip(*found, strict=True))
+
+    def check(self, lse, expected):
+        torch.testing.assert_close(self.o.float(), expected[0], rtol=2**-8, atol=2e-5)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+
+    def metadata(self, heads=16):
+        """Buffers as `get_mla_metadata_info_v1` sizes them, filled by `get_mla_metadata_v1`."""
+        sizes = aiter.get_mla_metadata_info_v1(
+            len(self.kv_lens), self.max_seqlen_q, heads, self.q.dtype, self.kv_buffer.dtype, is_sparse=False
+        )
+        buffers = [torch.empty(size, dtype=dtype) for size, dtype in sizes]
+        for buffer in buffers:
+            buffer.view(torch.uint8).fill_(0x7F)
+        work_metadata, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map = buffers
+        aiter.get_mla_metadata_v1(
+            self.qo_indptr,
+            self.kv_indptr,
+            self.kv_last_page_lens,
+            heads,
+            1,
+            True,
+            work_metadata,
+            work_info_set,
+            work_indptr,
+            reduce_indptr,
+            reduce_final_map,
+            reduce_partial_map,
+            page_size=self.page_size,
+            kv_granularity=max(self.page_size, 16),
+            max_seqlen_qo=self.max_seqlen_q,
+            uni_seqlen_qo=self.max_seqlen_q if len(set(self.q_lens)) == 1 else -1,
+            fast_mode=True,
+            dtype_q=self.q.dtype,
+            dtype_kv=self.kv_buffer.dtype,
+        )
+        return dict(
+            work_meta_data=work_metadata,
+            work_indptr=work_indptr,
+            work_info_set=work_info_set,
+            reduce_indptr=reduce_indptr,
+            reduce_final_map=reduce_final_map,
+            reduce_partial_map=reduce_partial_map,
+        )

@@ -1,0 +1,154 @@
+"""AITER's metadata and its reductions, one stage at a time, against the formula."""
+
+import itertools
+
+import pytest
+import torch
+from aiter_steps import Step, attend
+
+from mla_suite.integrations import aiter, plans
+
+
+def test_plan_written_in_aiters_format_is_the_one_that_runs():
+    step = Step([700, 2, 130], [4] * 3, page_size=16)
+    made = step.metadata()
+    pointers = made["work_meta_data"].view(torch.int64).tolist()
+    assert pointers == [made["work_indptr"].data_ptr(), made["work_info_set"].data_ptr()]
+    kept = plans.recall(made["work_info_set"], 3)
+    read = plans.from_aiter(made["work_indptr"], made["work_info_set"], step.kv_indptr, page_size=16)
+    assert torch.equal(kept, read)
+    works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
+    assert {tuple(work[2:4]) for work in works} == {(0, 4), (4, 8), (8, 12)}
+    for batch in range(3):
+        spans = [(work[4], work[5]) for work in works if work[0] == batch]
+        assert spans[0][0] == step.kv_indptr[batch]
+        assert spans[-1][1] == step.kv_indptr[batch + 1]
+        assert all(left[1] == right[0] for left, right in itertools.pairwise(spans))
+
+
+def test_metadata_for_the_next_step_goes_into_the_same_plan():
+    """So that a captured step that reads the plan replays with the new one."""
+    step = Step([700, 2, 130], [1] * 3)
+    made = step.metadata()
+    before = plans.recall(made["work_info_set"], 3)
+    words = before.clone()
+    grown = Step([1, 1800, 9], [1] * 3)
+    buffers = [made[key] for key in ("work_meta_data", "work_info_set", "work_indptr")]
+    reduce = [made[key] for key in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")]
+    lengths = (grown.qo_indptr, grown.kv_indptr, grown.kv_last_page_lens)
+    aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, *reduce)
+    assert plans.recall(made["work_info_set"], 3) is before
+    assert not torch.equal(before, words)
+    _, lse = aiter.mla_decode_fwd(*grown.args, return_lse=True, **made)
+    grown.check(lse, grown.expected())
+
+
+def test_two_stages_by_hand():
+    """The works of a plan done one by one, then `mla_reduce_v1`, as a caller of AITER's low level does."""
+    step = Step([700, 0, 130, 64], [2] * 4, page_size=4)
+    made = step.metadata()
+    heads, entries = 16, made["reduce_partial_map"].shape[0]
+    partial_output = torch.full((entries * 2, 1, heads, 512), torch.nan)
+    partial_lse = torch.full((entries * 2, 1, heads, 1), torch.nan)
+    final_lse = torch.full((step.total, heads), torch.nan)
+    splits = 0
+    for work in made["work_info_set"][: int(made["work_indptr"][-1])].tolist():
+        b, row, q_start, q_end, kv_start, kv_end = work[:6]
+        for token in range(q_start, q_end):
+            visible = step.kv_lens[b] - (q_end - 1 - token)
+            first = (kv_start - int(step.kv_indptr[b])) * 4
+            keys = step.keys(b)[first : max(min((kv_end - int(step.kv_indptr[b])) * 4, visible), first)]
+            out, lse = attend(step.q[token], keys, 576**-0.5)
+            if row < 0:
+                step.o[token], final_lse[token] = out.bfloat16(), lse
+            else:
+                splits += 1
+                partial_output[row + token - q_start, 0], partial_lse[row + token - q_start, 0, :, 0] = out, lse
+    assert splits
+    aiter.mla_reduce_v1(
+        partial_output,
+        partial_lse,
+        made["reduce_indptr"],
+        made["reduce_final_map"],
+        made["reduce_partial_map"],
+        2,
+        0,
+        step.o,
+        final_lse,
+    )
+    step.check(final_lse, step.expected())
+
+
+def merge(outs, lses):
+    weight = torch.softmax(lses, 0).nan_to_num(0.0)
+    return (weight[..., None] * outs.nan_to_num(0.0)).sum(0), torch.logsumexp(lses, 0)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("final_map", [True, False])
+def test_reduce_of_a_general_map(out_dtype, final_map):
+    """Tiles out of order, partials scattered, tiles of 0 and 1 split left alone, absurd entries past the end."""
+    outs, lses = torch.randn(40, 8, 128), torch.randn(40, 8) * 3
+    lses[6:8] = -torch.inf
+    reduce_indptr = torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)
+    reduce_partial_map = torch.tensor([6, 0, 20, 30, 2, 4, 38, 10, 12, 2**31 - 1, -7], dtype=torch.int32)
+    starts = [4, 0, 6, 2] if final_map else [0, 2, 4, 6]
+    tiles = torch.tensor([[s, s + 2] for s in starts], dtype=torch.int32) if final_map else None
+    final, final_lse = torch.full((9, 8, 128), 5.0, dtype=out_dtype), torch.full((9, 8), 5.0)
+    aiter.mla_reduce_v1(outs, lses, reduce_indptr, tiles, reduce_partial_map, 2, 0, final, final_lse)
+    untouched = torch.ones(9, dtype=torch.bool)
+    for tile in (0, 3):
+        rows = reduce_partial_map[reduce_indptr[tile] : reduce_indptr[tile + 1]].long()
+        for i in range(2):
+            token = starts[tile] + i
+            expected, lse = merge(outs[rows + i], lses[rows + i])
+            torch.testing.assert_close(final[token].float(), expected, rtol=2**-8, atol=1e-5)
+            torch.testing.assert_close(final_lse[token], lse)
+            untouched[token] = False
+    assert untouched.sum() == 5
+    assert bool((final[untouched] == 5).all() & (final_lse[untouched] == 5).all())
+
+
+@pytest.mark.parametrize("batch", [0, 2, 4, 8])
+@pytest.mark.parametrize("num_splits", [1, 5, 16])
+def test_decode_reduce(num_splits, batch):
+    """The standalone reduce of equal splits; a split without keys has lse -inf and may hold anything."""
+    T, heads = 6, 16
+    outs, lses = torch.randn(T, num_splits, heads, 512), torch.randn(T, num_splits, heads, 1) * 3
+    if num_splits > 1:
+        outs[:, -1], lses[:, -1] = torch.nan, -torch.inf
+        lses[2] = -torch.inf
+    reduced = torch.full((T, heads, 512), torch.nan, dtype=torch.bfloat16)
+    kv_indptr = torch.arange(T + 1, dtype=torch.int32) * 100
+    aiter.mla_decode_reduce(outs, lses, reduced, kv_indptr, T, batch, 4, num_splits)
+    for t in range(T):
+        expected, _ = merge(outs[t], lses[t, ..., 0])
+        torch.testing.assert_close(reduced[t].float(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_refused_plans_and_reductions():
+    step = Step([20, 3], [1, 1])
+    made = step.metadata()
+    lengths = (step.qo_indptr, step.kv_indptr, step.kv_last_page_lens)
+    order = ("work_meta_data", "work_info_set", "work_indptr", "reduce_indptr", "reduce_final_map")
+    buffers = [made[key] for key in order] + [made["reduce_partial_map"]]
+    for changes, message in (
+        (dict(topk=2048, page_size=16), "topk is 2048 and page_size 16"),
+        (dict(is_cp_round_robin=True), "round-robin"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, **changes)
+    with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
+        aiter.get_mla_metadata_v1(*lengths[:2], 16, 1, True, *buffers, 1)
+    with pytest.raises(ValueError, match="2 sequences and 8 workers need 10"):
+        aiter.get_mla_metadata_v1(*lengths, 16, 1, True, buffers[0], buffers[1][:9], *buffers[2:])
+    outs, reduced = torch.zeros(2, 3, 4, 512), torch.zeros(2, 4, 512, dtype=torch.bfloat16)
+    indptr = torch.zeros(3, dtype=torch.int32)
+    for arguments, message in (
+        ((2, 3, 0, 3), "batch is 3"),
+        ((2, 2, 8, 3), "vec is 8"),
+        ((3, 0, 0, 3), "with T = 3"),
+        ((2, 0, 0, 4), r"\(2, 4, 4, 512\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            aiter.mla_decode_reduce(outs, outs[..., 0], reduced, indptr, *arguments)

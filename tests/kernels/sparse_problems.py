@@ -1,0 +1,133 @@
+"""Hostile sparse_decode problems for gfx950's machine code, and their results in fp64."""
+
+from __future__ import annotations
+
+import torch
+from decode_grid import assert_within_bound
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.core import dispatch
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
+from mla_suite.testing import Exact, attention
+
+GFX950 = archs.get("gfx950")
+ABSURD = (-1, 2**31 - 1, -(2**31), -7)
+
+
+def kind_of(name, width):
+    kind = layout(name)
+    return kind.sized(width, 0) if kind.dense else kind
+
+
+def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
+    """Random rows, scaled by up to 2^+-spread, at the slots `used`; every other byte is 0xff: NaN in every layout."""
+    kind = kind_of(name, width)
+    cache = caches.empty(kind, pages, page, padded=padded)
+    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
+    slots = torch.tensor(sorted(used), dtype=torch.int64)
+    rows = torch.randn(len(slots), kind.head_dim, generator=torch.Generator().manual_seed(seed))
+    caches.scatter(kind, cache, slots, rows * 2.0 ** torch.randint(-spread, spread + 1, (len(slots), 1)))
+    return cache
+
+
+def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
+    """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (layout, pages, page, topk)."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    width = 512 if any(name == "dsv4" for name, *_ in pools) or len(pools) > 2 else 576
+    q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
+    kv_caches, indices = [], []
+    for i, (name, pages, page, topk) in enumerate(pools):
+        slots = pages * page
+        index = torch.randint(0, max(slots, 1), (tokens, topk), generator=generator)
+        absurd = torch.tensor([*ABSURD, slots])[torch.randint(0, 5, (tokens, topk), generator=generator)]
+        index = torch.where(torch.rand(tokens, topk, generator=generator) < invalid, absurd, index).int()
+        used = {slot for slot in index.flatten().tolist() if 0 <= slot < slots}
+        kv_caches.append(poisoned(name, pages, page, used, seed + i, width, padded, spread))
+        indices.append(index)
+    names = [name for name, *_ in pools]
+    args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
+    return args, {"layouts": names, "softmax_scale": width**-0.5}
+
+
+def exact(q, kv_caches, indices, indptrs, lengths, sink, plan=None, *, layouts, softmax_scale, rounded=True, **choices):
+    """fp64, each query token over its keys; `rounded`: those of arbitrary scales as the bf16 that they become."""
+    q_len = q.shape[1] if q.dim() == 4 else 1
+    heads = q.shape[-2]
+    sinks = torch.full((heads,), -torch.inf) if sink is None else sink
+    found = []
+    for t, query in enumerate(q.flatten(0, -3)):
+        keys = []
+        for name, cache, index, indptr, length in zip(layouts, kv_caches, indices, indptrs, lengths, strict=True):
+            chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, -2)[t]
+            if length is not None:
+                chosen = chosen[
+                    : int(length[t // q_len]) if q.dim() == 4 and length.dim() == 1 else length.flatten()[t]
+                ]
+            valid = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
+            rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
+            keys.append(rows.bfloat16().float() if rounded else rows)
+        every = torch.cat(keys)
+        found.append(attention(query, every, torch.full((heads,), len(every)), softmax_scale, 512, sinks))
+    joined = Exact(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+    return Exact(
+        joined.out.view(*q.shape[:-1], 512), joined.lse.view(q.shape[:-1]), joined.magnitude.view(*q.shape[:-1], 512)
+    )
+
+
+def attend(args, kwargs):
+    """Runs the native kernels and nothing else."""
+    facts = SPARSE_DECODE.problem(*args, **kwargs)
+    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, GFX950, "cpu")
+    assert choice.backend.name == "native", str(choice)
+    return torch.ops.mla_suite.sparse_decode(*args, **kwargs)
+
+
+def check(args, kwargs):
+    out, lse = attend(args, kwargs)
+    assert_within_bound(out, lse, exact(*args, **kwargs))
+    return out, lse
+
+
+POOLS = {
+    "v4": [("dsv4", 2, 64, 70), ("dsv4", 40, 2, 45)],
+    "v32": [("v32", 3, 64, 130)],
+    "v32 pow2": [("v32_pow2", 5, 16, 97), ("v32_pow2", 2, 64, 1)],
+    "both scales": [("v32", 2, 64, 33), ("v32_pow2", 3, 16, 40)],
+    "bf16": [("bf16", 3, 61, 100)],
+    "three pools": [("dsv4", 1, 256, 40), ("dsv4", 9, 1, 7), ("dsv4", 3, 16, 65)],
+    "four pools": [("bf16", 3, 16, 20), ("bf16", 3, 1, 3), ("bf16", 2, 64, 50), ("bf16", 1, 7, 9)],
+}
+
+
+MODES = ("one split", "splits and sink", "planned", "invariant", "ragged", "lengths and sink", "mtp")
+
+
+def in_mode(mode, args, kwargs, seed):
+    """The problem's six tokens as the mode gives them."""
+    q, _, indices, indptrs, lengths = args[:5]
+    generator = torch.Generator().manual_seed(seed)
+    if "sink" in mode:
+        args[5] = torch.randn(q.shape[1], generator=generator)
+    if mode in ("one split", "mtp"):
+        kwargs["num_splits"] = 1
+    elif mode == "splits and sink":
+        kwargs["num_splits"] = 3
+    elif mode == "invariant":
+        kwargs["split_size"] = 64
+    elif mode == "ragged":
+        keep = [torch.randint(0, index.shape[1] + 1, (len(q),), generator=generator) for index in indices]
+        indptrs[:] = [torch.cat([torch.zeros(1), n.cumsum(0)]).int() + 3 for n in keep]
+        for i, (index, n) in enumerate(zip(indices, keep, strict=True)):
+            indices[i] = torch.cat([torch.full((3,), 1).int(), *[row[:k] for row, k in zip(index, n, strict=True)]])
+    elif mode == "lengths and sink":
+        lengths[:] = [torch.randint(0, index.shape[1] + 1, (len(q),), generator=generator).int() for index in indices]
+    if mode == "planned":
+        keys = torch.full((len(q),), sum(index.shape[1] for index in indices), dtype=torch.int32)
+        args[6] = mla_suite.plan(keys, rows=q.shape[1], workers=7, max_kv_len=0)
+    if mode == "mtp":
+        args[0] = q.view(-1, 2, *q.shape[1:])
+        indices[:] = [index.view(-1, 2, index.shape[-1]) for index in indices]
+        lengths[0] = torch.randint(0, indices[0].shape[-1] + 1, (len(q) // 2,), generator=generator).int()
