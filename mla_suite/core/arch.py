@@ -110,10 +110,6 @@ class Arch:
         """Device memory bytes per clock and compute unit at the highest clock."""
         return self.memory_bytes_per_s / (self.compute_units * self.clock_mhz * 1e6)
 
-    def ridge(self, dtype: str) -> float:
-        """FLOP per byte of device memory at which matrix work and memory take equally long."""
-        return self.matrix_flop_per_clock[dtype] / self.memory_bytes_per_clock
-
     def waves_per_simd(self, registers: int, lds: int, threads: int) -> int:
         """Resident waves per SIMD for a kernel with these registers per lane, LDS bytes and threads per workgroup.
 
