@@ -29,9 +29,9 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if arch is not None and arch.name == "sm_90":
         return hopper.offer(problem, arch)
     if arch is None:
-        return Refusal(f"no arch of ours runs these tensors: it takes {' or '.join(RULES)}, on the GPU or emulated")
+        return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
     if arch.name not in RULES:
-        return Refusal(f"decode has no kernel for {arch.name} yet; it takes {' or '.join(RULES)}")
+        return Refusal(f"decode has no kernel for {arch.name} yet; it takes gfx942, gfx950 and sm_90")
     why = _unsupported(problem, arch)
     if why is not None:
         return Refusal(why)
