@@ -47,10 +47,6 @@ def make(case: Case, device: torch.device) -> Call:
     return Call((*args[:PLAN], made, *args[PLAN + 1 :]), kwargs)
 
 
-def compute_units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
-
-
 def copy(call: Call) -> Call:
     """The same call on tensors of its own, with the same strides."""
 

@@ -216,7 +216,8 @@ def _check_outputs(op: Op) -> Callable[..., None]:
 
 def _validate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if op.validate is not None and (dispatch.first_tensor(args).is_cpu or debug.enabled()):
-        op.validate(*args, **{key: value for key, value in kwargs.items() if key not in _only(op)})
+        beside = _only(op)
+        op.validate(*args, **{key: value for key, value in kwargs.items() if key not in beside})
 
 
 def _detach(name: str, overload: str) -> None:

@@ -10,7 +10,6 @@ times that of FlashMLA: benchmarks/README.md has the table, its date and version
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.decode import tiles as tuned
 from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
+from mla_suite.runtime.device import compute_units
 from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -335,10 +335,10 @@ def run(
         splits, capacity = 1, int(most_items(plan.shape[0], batch))
     else:
         invariant = int(splits_of(bound, split_size)) if split_size else 0
-        splits = num_splits or invariant or _splits(batch * tiles, bound, _compute_units(q.device))
+        splits = num_splits or invariant or _splits(batch * tiles, bound, compute_units(q.device))
         capacity = batch * splits if splits > 1 else 0
     partial_out, partial_lse = partials(q.device, capacity, rows, head_dim_v) if capacity else (None, None)
-    blocks = min(capacity, _compute_units(q.device)) if plan is not None else batch * splits
+    blocks = min(capacity, compute_units(q.device)) if plan is not None else batch * splits
     decode_kernel[(tiles, blocks)](
         tokens,
         kv_cache,
@@ -399,11 +399,6 @@ def run(
         out.copy_(flat_out.view(out.shape))
     if flat_lse.data_ptr() != lse.data_ptr():
         lse.copy_(flat_lse.view(lse.shape))
-
-
-@cache  # asking torch takes 2 us of every call
-def _compute_units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def _splits(blocks: int, bound: int, units: int) -> int:

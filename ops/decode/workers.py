@@ -7,8 +7,8 @@ import torch
 from mla_suite import runtime
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.config import MOST_ROWS
+from mla_suite.runtime.device import compute_units
 
-CPU_WORKERS = 8  # a CPU shares nothing out; this many show how a plan looks
 TILE_ROWS = {"sm_90": hopper.ROWS}  # query rows that a workgroup holds; elsewhere MOST_ROWS
 
 
@@ -25,8 +25,6 @@ def workers(tensor: torch.Tensor, rows: int) -> int:
         raise ValueError(f"workers: rows is {rows}; give q_len x heads, 1 or more")
     arch = runtime.current_arch(tensor)
     tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
-    if tensor.is_cuda:
-        units = int(torch.cuda.get_device_properties(tensor.device).multi_processor_count)
-    else:
-        units = arch.compute_units if arch is not None else CPU_WORKERS
+    emulated = None if tensor.is_cuda else arch
+    units = emulated.compute_units if emulated is not None else compute_units(tensor.device)
     return max(1, units // -(-rows // tile))

@@ -20,6 +20,7 @@ from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.layouts import layout as declared
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
+from mla_suite.runtime.device import compute_units
 from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -431,9 +432,4 @@ def _splits(
         ragged = any(indptr is not None for indptr in indptrs)
         return 1 if ragged else max(1, triton.cdiv(sum(index.shape[-1] for index in indices), split_size))
     keys = sum(index.numel() for index in indices) // tokens
-    return max(1, min(_compute_units(indices[0].device) // (tokens * tiles), keys // 128))
-
-
-@functools.cache  # asking torch takes 2 us of every call
-def _compute_units(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+    return max(1, min(compute_units(indices[0].device) // (tokens * tiles), keys // 128))
