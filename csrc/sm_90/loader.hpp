@@ -19,6 +19,9 @@ constexpr int LOADER_BARRIER = 2;
 // Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
 template <class Policy>
 class Loader {
+ protected:
+  using Params = typename Policy::Params;
+
  public:
   MLA_DEVICE Loader(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
@@ -67,7 +70,7 @@ class Loader {
     publish(item, items);
   }
 
- private:
+ protected:
   // Tells the scores warpgroup the next item: they have no registers to walk the list themselves.
   MLA_DEVICE void publish(const Item& item, Ring<Policy::ITEMS>& items) {
     if (group_thread() == 0) {

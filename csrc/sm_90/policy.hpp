@@ -1,6 +1,7 @@
 // What a decode block of sm_90 looks like: roles, registers, tile sizes and the picture of shared memory.
 #pragma once
 
+#include "mla/params/decode_tma.hpp"
 #include "sm_90/wgmma.hpp"
 
 namespace mla::sm90 {
@@ -21,12 +22,14 @@ constexpr int D_V = 512;
 constexpr int SOFTMAX_PARTS = 2;
 constexpr int SOFTMAX_GAP = 8;
 
-// How keys come: by 16-byte copies from pages of any size, or by the copy engine from pages that are multiples of a box.
-enum class Source { gather, tma };
+// How keys come: by 16-byte copies from pages of any size, by the copy engine from pages that are multiples of a box,
+// or chosen one by one (sparse_policy.hpp).
+enum class Source { gather, tma, selected };
 
-template <class T, int DEPTH_, Source SOURCE_>
+template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5>
 struct DecodePolicy {
   using Type = T;
+  using Params = DecodeTmaParams;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
   static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
@@ -34,7 +37,8 @@ struct DecodePolicy {
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
-  static constexpr int STAGES = 5;
+  static constexpr int STAGES = STAGES_;
+  static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
   static constexpr int Q_REGISTER_STEPS = Q_STEPS / 2;
@@ -64,6 +68,9 @@ struct DecodePolicy {
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
+
+  MLA_DEVICE static int rows(const Params& params) { return params.q_len * params.heads; }  // of a sequence
+  MLA_DEVICE static uint32_t nothing(const Params& params) { return params.causal & ~1u; }  // 0, which no compiler knows
 };
 
 // Addresses of the barriers, by role.

@@ -41,11 +41,13 @@ MLA_DEVICE float quad_sum(float x) {
 template <class Policy>
 class Scores {
   using T = typename Policy::Type;
+  using Params = typename Policy::Params;
   static constexpr int REGS = Policy::KEYS / 2;
+  static constexpr bool SELECTED = Policy::SOURCE == Source::selected;
 
  public:
   MLA_DEVICE Scores(const Params& params, uint32_t shared)
-      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), nothing_(params.causal & ~1u) {}
+      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), nothing_(Policy::nothing(params)) {}
 
   MLA_DEVICE void run() {
     while (next_item()) one_item();
@@ -105,7 +107,7 @@ class Scores {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
-      row_limit_[half] = row.limit(params_, queries, item_);
+      if constexpr (!SELECTED) row_limit_[half] = row.limit(params_, queries, item_);
       // What lies where a row has no query may not move the references of rows that have one.
       if (!row.valid) maximum_[half] = INFINITE;
     }
@@ -131,6 +133,8 @@ class Scores {
   MLA_DEVICE void start(float (&s)[REGS], const Between& between) {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
+    if constexpr (SELECTED)
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present_) : "r"(shared_ + Policy::PRESENT_OFFSET + ring_.stage * 4) : "memory");
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
@@ -154,7 +158,9 @@ class Scores {
   template <bool LAST_BLOCK>
   MLA_DEVICE void step(float (&s)[REGS], float (&next)[REGS], int first) {
     const int lane = group_thread() % 32;
-    if (first + Policy::KEYS > row_limit_[0] || first + Policy::KEYS > row_limit_[1]) {
+    if constexpr (SELECTED) {
+      keep_selected(s);
+    } else if (first + Policy::KEYS > row_limit_[0] || first + Policy::KEYS > row_limit_[1]) {
 #pragma unroll
       for (int i = 0; i < REGS; ++i) {
         const int key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -194,6 +200,15 @@ class Scores {
       wgmma_wait<0>();
       pin(next);
     }
+  }
+
+  // Scores of keys that are not there become -inf, by the bits that came with the stage.
+  MLA_DEVICE void keep_selected(float (&s)[REGS]) {
+    if (present_ == ~0u) return;
+    const uint32_t mine = present_ >> (group_thread() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < REGS; ++i)
+      if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
   }
 
   // Sums and probabilities are final, or made again if a reference must move; P to shared memory and handed over.
@@ -321,7 +336,7 @@ class Scores {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(sum_[half]);
-      const bool any = sum > 0.0f;
+      const bool any = sum != 0.0f;  // NaN included
       float denominator = sum;
       if (any && item_.partial_row < 0 && params_.attn_sink != nullptr) {
         const int row = first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8;
@@ -380,7 +395,8 @@ class Scores {
   Ring<Policy::P_SLOTS> slots_;
   Ring<Policy::ITEMS> items_;
   Item item_;
-  int row_limit_[2];
+  int row_limit_[2];      // unused where keys are selected
+  uint32_t present_;      // only there: a bit for each key of the stage whose scores come next
   float maximum_[2];
   float sum_[2];
   uint32_t q_[Policy::Q_REGISTER_STEPS * 4];

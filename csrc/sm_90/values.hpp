@@ -26,6 +26,7 @@ MLA_DEVICE void transpose_quad(uint32_t (&v)[4], int lane) {
 template <class Policy>
 class Values {
   using T = typename Policy::Type;
+  using Params = typename Policy::Params;
 
  public:
   // `side` 0 holds columns 0..255, side 1 the others.
@@ -155,7 +156,7 @@ class Values {
   }
 
   MLA_DEVICE int64_t partial_at(int partial_row, const Row& row) const {
-    return static_cast<int64_t>(partial_row) * (params_.q_len * params_.heads) + row.index;
+    return static_cast<int64_t>(partial_row) * Policy::rows(params_) + row.index;
   }
 
   template <class V>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "mla/params/decode_tma.hpp"
+#include "mla/params/sparse_decode_tma.hpp"
 
 namespace mla::sm90 {
 
@@ -40,6 +41,8 @@ struct Queries {
       count = params.q_len;
     }
   }
+  // Of sparse decode, where every query token is a sequence.
+  MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
 };
 
 // A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits.
@@ -131,7 +134,8 @@ class WorkList {
 // Rows to tokens and heads: row / heads by one multiplication, exact below 2^32 / heads.
 class Heads {
  public:
-  MLA_DEVICE explicit Heads(const Params& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
+  template <class AnyParams>
+  MLA_DEVICE explicit Heads(const AnyParams& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
   MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
   MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
 

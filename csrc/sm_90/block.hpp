@@ -1,0 +1,50 @@
+// A block from beginning to end: its barriers, and which warpgroup is what.
+#pragma once
+
+#include "sm_90/scores.hpp"
+#include "sm_90/values.hpp"
+
+namespace mla::sm90 {
+
+// Barriers, then every warpgroup its role. What a role needs is the policy's; who brings keys is `KeyLoader`.
+template <class Policy, class KeyLoader>
+MLA_DEVICE void run_block(const typename Policy::Params& params) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const uint32_t shared = shared_address(memory);
+  const Barriers<Policy> barriers(shared);
+  // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
+  const int group = __shfl_sync(~0u, thread_id() / 128, 0);
+  if (thread_id() == 0) {
+    for (int stage = 0; stage < Policy::STAGES; ++stage) {
+      barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
+      barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
+    }
+    for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
+      barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
+      barrier_init(barriers.p_empty(slot), 8);  // the warps of the values
+    }
+    for (int slot = 0; slot < Policy::ITEMS; ++slot) {
+      barrier_init(barriers.item_full(slot), 1);   // the loader
+      barrier_init(barriers.item_empty(slot), 4);  // the warps of the scores
+    }
+    barrier_init_done();
+  }
+  if constexpr (Policy::SOURCE == Source::tma)
+    if (thread_id() == 32) prefetch_map(&params.kv_map_0);
+  if (thread_id() == 64) prefetch_map(&params.q_map_0);
+  wait_for_producer();
+  release_consumer();
+  block_sync();
+  if (group == 0) {
+    give_registers<LOADER_REGISTERS>();
+    KeyLoader(params, shared).run();
+  } else if (group == 1) {
+    take_registers<SCORES_REGISTERS>();
+    Scores<Policy>(params, shared).run();
+  } else {
+    take_registers<VALUES_REGISTERS>();
+    Values<Policy>(params, shared, group - 2).run();
+  }
+}
+
+}  // namespace mla::sm90
