@@ -7,8 +7,8 @@
 //
 // Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
 // Loops stay rolled: a workgroup runs each a few times, and fetching instructions is what it waits for. One workgroup
-// that prices only candidates with a chance needs no second launch, but took 11 to 72 us on an H200 where this takes
-// 5.4 to 8.7: its few waves divide 64-bit numbers one after the other.
+// that prices only candidates with a chance needs no second launch, but took 11 to 72 us on an H200 where two launches
+// took 5.4 to 8.7: its few waves divide 64-bit numbers one after the other.
 #pragma once
 
 #include "mla/block_scan.hpp"
@@ -26,6 +26,8 @@ struct Plan {
   static constexpr int granule = 64;
   static constexpr int open = 0x7fffffff;
   static constexpr int64_t MOST = 0x7fffffffffffffff;
+  static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
+  static_assert(2 * most_workers <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
 
   struct Line {
     int64_t at[most_sequences + 1];  // where each sequence begins, and the end
@@ -53,9 +55,9 @@ struct Plan {
     return p.seq_lens[b];
   }
 
-  // The line of sequences of which each costs what `cost` says.
+  // The line of sequences of which each costs what `cost` says; of the longest one only if asked for it.
   template <class Cost>
-  MLA_DEVICE static void lay_line(const PlanParams& p, Shared& s, Cost cost) {
+  MLA_DEVICE static void lay_line(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
     const int thread = thread_id();
     int64_t begin = 0;
     int longest = 0;
@@ -74,7 +76,7 @@ struct Plan {
       if (b < p.batch) s.line.at[b] = begin + before;
       begin += all;
     }
-    longest = s.scan.largest(longest);
+    if (find_longest) longest = s.scan.largest(longest);
     if (thread == 0) {
       s.line.at[p.batch] = begin;
       s.line.longest = static_cast<int64_t>(longest) * granule;
@@ -127,81 +129,89 @@ struct Plan {
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Shared s;
     MLA_SHARED int64_t costs[2][waves_];
+    MLA_SHARED int partials_of[waves_];
     Wave::wait_for_producer();
     Wave::release_consumer();
-    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     const int used = block_id_x() + 1;
     place_cuts(p, s, used);
     int64_t whole = 0, split = 0;
-    int any = 0;
+    int partials = 0;  // one for every cut within a sequence, one more for every such sequence
 #pragma unroll 1
     for (int j = thread_id(); j < p.workers; j += threads) {
       whole = larger(whole, load(p, s.line, s.cuts.whole[j], 0, s.cuts.whole[j + 1], 0));
+      const int sequence = s.cuts.sequence[j], next = s.cuts.sequence[j + 1];
       const int key = s.cuts.key[j], next_key = s.cuts.key[j + 1];
-      split = larger(split, load(p, s.line, s.cuts.sequence[j], key, s.cuts.sequence[j + 1], next_key));
-      any |= key > 0 ? 1 : 0;
+      split = larger(split, load(p, s.line, sequence, key, next, next_key));
+      if (begins_item(sequence, key, next, next_key)) partials += splits_sequence(sequence, key, next) ? 2 : 1;
     }
-    any = s.scan.largest(any);
     whole = wave_largest(whole);
     split = wave_largest(split);
+    for (int apart = 1; apart < Wave::lanes; apart *= 2)
+      partials += Wave::from_lane(partials, thread_id() % Wave::lanes ^ apart);
     const int wave = thread_id() / Wave::lanes;
     if (thread_id() % Wave::lanes == 0) {
       costs[0][wave] = whole;
       costs[1][wave] = split;
+      partials_of[wave] = partials;
     }
     block_sync();
-    if (thread_id() >= 2) return;
+    const int family = thread_id();
+    if (family >= 2) return;
     int64_t cost = 0;
-    for (int w = 0; w < waves_; ++w) cost = larger(cost, costs[thread_id()][w]);
-    const int64_t spacing = larger(divide(s.line.at[p.batch] + used - 1, used), 1);
-    if (thread_id() == 1 && any != 0) cost += p.tile_rows * (1 + divide(s.line.longest + spacing - 1, spacing));
-    found_costs(p)[thread_id() * p.workers + used - 1] = cost;
+    partials = 0;
+    for (int w = 0; w < waves_; ++w) {
+      cost = larger(cost, costs[family][w]);
+      partials += partials_of[w];
+    }
+    if (family == 1) {
+      cost += static_cast<int64_t>(p.shared_cost) * partials;
+      if (p.tile_rows > 0 && partials > 0) {
+        const int64_t spacing = larger(divide(s.line.at[p.batch] + used - 1, used), 1);
+        cost += p.tile_rows * (1 + divide(s.line.longest + spacing - 1, spacing));
+      }
+    }
+    found_costs(p)[family * p.workers + used - 1] = cost;
+  }
+
+  // Whether an item begins at a cut that is not the one before it, and whether it is the first cut of its sequence.
+  MLA_DEVICE static bool begins_item(int last_sequence, int last_key, int sequence, int key) {
+    return key > 0 && !(last_sequence == sequence && last_key == key);
+  }
+  MLA_DEVICE static bool splits_sequence(int last_sequence, int last_key, int sequence) {
+    return !(last_sequence == sequence && last_key > 0);
   }
 
   // [2][workers] costs lie where the items will: 4 words each, and there are at least as many items as workers.
   MLA_DEVICE static int64_t* found_costs(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
 
   MLA_DEVICE static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+  // By halves: of those whose high half is the largest, the largest low half, as signed numbers in the same order.
   MLA_DEVICE static int64_t wave_largest(int64_t x) {
     const int lane = thread_id() % Wave::lanes;
-    for (int apart = 1; apart < Wave::lanes; apart *= 2) x = larger(x, from_lane<Wave>(x, lane ^ apart));
-    return x;
+    const int high = static_cast<int>(x >> 32);
+    const int low = static_cast<int>(static_cast<uint32_t>(x) ^ 0x80000000u);
+    const int highest = Wave::template max_over<Wave::lanes>(high, lane);
+    const int lowest = static_cast<int>(0x80000000u);
+    const uint32_t best = Wave::template max_over<Wave::lanes>(high == highest ? low : lowest, lane);
+    return static_cast<int64_t>(static_cast<uint64_t>(highest) << 32 | (best ^ 0x80000000u));
   }
 
   // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
-  MLA_DEVICE static int cheapest(const PlanParams& p, Shared& s) {
-    MLA_SHARED int64_t best_cost[waves_];
-    MLA_SHARED int best_index[waves_];
-    int64_t cost = MOST;
-    int index = 2 * p.workers;
+  MLA_DEVICE static int cheapest(const PlanParams& p) {
+    MLA_SHARED int64_t best_of[waves_];
+    const int candidates = 2 * p.workers;
+    int64_t best = MOST;  // cost and number as one
 #pragma unroll 1
-    for (int i = thread_id(); i < 2 * p.workers; i += threads) {
-      const int64_t other = found_costs(p)[i];
-      if (other < cost) {
-        cost = other;
-        index = i;
-      }
+    for (int i = thread_id(); i < candidates; i += threads) {
+      const int64_t other = found_costs(p)[i] << INDEX_BITS | i;
+      best = other < best ? other : best;
     }
-    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
-    for (int apart = 1; apart < Wave::lanes; apart *= 2) {
-      const int64_t other = from_lane<Wave>(cost, lane ^ apart);
-      const int other_index = Wave::from_lane(index, lane ^ apart);
-      if (other < cost || (other == cost && other_index < index)) {
-        cost = other;
-        index = other_index;
-      }
-    }
-    if (lane == 0) {
-      best_cost[wave] = cost;
-      best_index[wave] = index;
-    }
+    best = ~wave_largest(~best);
+    if (thread_id() % Wave::lanes == 0) best_of[thread_id() / Wave::lanes] = best;
     block_sync();
-    for (int w = 0; w < waves_; ++w)
-      if (best_cost[w] < cost || (best_cost[w] == cost && best_index[w] < index)) {
-        cost = best_cost[w];
-        index = best_index[w];
-      }
-    return index;
+    for (int w = 0; w < waves_; ++w) best = best_of[w] < best ? best_of[w] : best;
+    return static_cast<int>(best) & ((1 << INDEX_BITS) - 1);
   }
 
   MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
@@ -213,16 +223,27 @@ struct Plan {
     *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
   }
 
-  // The header, and the zeros between the parts: shared among `threads_in_all` threads.
-  MLA_DEVICE static void write_rest(const PlanParams& p, int thread, int threads_in_all, int used, int partial_rows) {
+  // What follows from sizes alone: the header but for its last four words, and the zeros between the parts. Shared
+  // among `threads_in_all` threads.
+  MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
     if (thread == 0) {
-      const int32_t header[16] = {p.magic, p.version, p.batch, p.workers, p.item_capacity, p.split_indptr,
-                                  p.work_indptr, p.counters, p.items, p.item_words, p.num_splits, p.split_size,
-                                  p.counters_per_sequence, used, partial_rows, p.max_kv_len};
-      for (int i = 0; i < 16; ++i) p.plan[i] = header[i];
+      write_header(p, 0, p.magic, p.version, p.batch, p.workers);
+      write_header(p, 4, p.item_capacity, p.split_indptr, p.work_indptr, p.counters);
+      write_header(p, 8, p.items, p.item_words, p.num_splits, p.split_size);
     }
 #pragma unroll 1
     for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
+  }
+  MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
+    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_kv_len);
+  }
+  MLA_DEVICE static void write_header(const PlanParams& p, int at, int a, int b, int c, int d) {
+    Vec<int32_t, 4> words;
+    words[0] = a;
+    words[1] = b;
+    words[2] = c;
+    words[3] = d;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + at) = words;
   }
 
   // Cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an item; so does each
@@ -231,68 +252,62 @@ struct Plan {
     MLA_SHARED Shared s;
     MLA_SHARED int item_sequence[most_workers + 1];
     MLA_SHARED int item_key[most_workers + 1];
-    MLA_SHARED int split_sequences[most_workers + 1];  // distinct sequences up to each of the list
-    // The lengths are as old as the costs' producer, which has waited for theirs.
-    lay_line(p, s, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    MLA_SHARED int item_row[most_workers + 1];  // its partial row: one for each before it, one for each first piece
+    // The lengths are as old as the costs' producer, which has waited for theirs; so is who read this memory before.
+    lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    write_frame(p, thread_id(), threads);
     Wave::wait_for_producer();
     Wave::release_consumer();
-    const int best = cheapest(p, s);
+    const int best = cheapest(p);
     const bool splits = best >= p.workers;
     place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
     const int* sequences = splits ? s.cuts.sequence : s.cuts.whole;
 
-    int count = 0;
+    int count = 0, split_count = 0;  // entries, and sequences among them
 #pragma unroll 1
     for (int base = 0; base <= p.workers; base += threads) {
       const int j = base + thread_id();
       const bool exists = j <= p.workers;
       const int key = exists && splits ? s.cuts.key[j] : 0;
       const int sequence = exists ? sequences[j] : 0;
-      const bool fresh = j > 0 && key > 0 && !(sequences[j - 1] == sequence && s.cuts.key[j - 1] == key);
+      const int last = exists && j > 0 ? sequences[j - 1] : -1;
+      const int last_key = exists && splits && j > 0 ? s.cuts.key[j - 1] : 0;
+      const bool begins = begins_item(last, last_key, sequence, key);
+      const bool leads = begins && splits_sequence(last, last_key, sequence);
       int64_t all;
-      const int before = count + static_cast<int>(s.scan.exclusive(fresh ? 1 : 0, all));
-      if (fresh) {
-        item_sequence[before] = sequence;
-        item_key[before] = key;
+      const int64_t earlier = s.scan.exclusive((begins ? 1 : 0) + (leads ? int64_t{1} << 32 : 0), all);
+      const int entry = count + static_cast<int>(earlier);
+      if (begins) {
+        item_sequence[entry] = sequence;
+        item_key[entry] = key;
+        item_row[entry] = entry + split_count + static_cast<int>(earlier >> 32) + (leads ? 1 : 0);
       }
-      if (exists) p.plan[p.work_indptr + j] = sequence + before + (fresh ? 1 : 0);
+      if (exists) p.plan[p.work_indptr + j] = sequence + entry + (begins ? 1 : 0);
       count += static_cast<int>(all);
-    }
-    block_sync();
-    int distinct = 0;
-#pragma unroll 1
-    for (int base = 0; base < count; base += threads) {
-      const int c = base + thread_id();
-      const bool leads = c < count && (c == 0 || item_sequence[c - 1] != item_sequence[c]);
-      int64_t all;
-      const int before = distinct + static_cast<int>(s.scan.exclusive(leads ? 1 : 0, all));
-      if (c < count) split_sequences[c] = before + (leads ? 1 : 0);
-      distinct += static_cast<int>(all);
+      split_count += static_cast<int>(all >> 32);
     }
     block_sync();
 
-    // Where the partial rows of sequence b begin, given the number of list entries of earlier sequences.
-    const auto rows_before = [&](int entries) { return entries + (entries > 0 ? split_sequences[entries - 1] : 0); };
 #pragma unroll 1
     for (int b = thread_id(); b <= p.batch; b += threads) {
       const int entries = entries_before(item_sequence, count, b);
-      const int row = rows_before(entries);
+      const int row = entries > 0 ? item_row[entries - 1] + 1 : 0;
       p.plan[p.split_indptr + b] = row;
       if (b == p.batch) break;
       const bool split = entries < count && item_sequence[entries] == b;
       write_item(p, b + entries, b, 0, split ? item_key[entries] : open, split ? row : -1);
     }
+    // Beginning with the threads that had no sequence.
 #pragma unroll 1
-    for (int c = thread_id(); c < count; c += threads) {
+    for (int c = threads - 1 - thread_id(); c < count; c += threads) {
       const int b = item_sequence[c];
-      const int entries = entries_before(item_sequence, count, b);
       const bool more = c + 1 < count && item_sequence[c + 1] == b;
-      write_item(p, b + c + 1, b, item_key[c], more ? item_key[c + 1] : open, rows_before(entries) + c + 1 - entries);
+      write_item(p, b + c + 1, b, item_key[c], more ? item_key[c + 1] : open, item_row[c]);
     }
     const int used = p.batch + count;
 #pragma unroll 1
     for (int i = used + thread_id(); i < p.item_capacity; i += threads) write_item(p, i, -1, 0, 0, -1);
-    write_rest(p, thread_id(), threads, used, rows_before(count));
+    if (thread_id() == threads - 1) write_counts(p, used, count + split_count);
   }
 
   // Entries of the sorted list that belong to sequences before b.
@@ -341,7 +356,7 @@ struct Plan {
     MLA_SHARED Shared s;
     Wave::wait_for_producer();
     Wave::release_consumer();
-    lay_line(p, s, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
+    lay_line(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
     const int thread = block_id_x() * threads + thread_id();
     const int all = p.workgroups * threads;
     const int64_t items = static_cast<int64_t>(p.batch) * p.splits;
@@ -365,7 +380,8 @@ struct Plan {
     }
 #pragma unroll 1
     for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = p.splits > 1 ? b * p.splits : 0;
-    write_rest(p, thread, all, static_cast<int>(items), p.splits > 1 ? static_cast<int>(items) : 0);
+    write_frame(p, thread, all);
+    if (thread == 0) write_counts(p, static_cast<int>(items), p.splits > 1 ? static_cast<int>(items) : 0);
   }
 };
 

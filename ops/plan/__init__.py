@@ -42,7 +42,8 @@ def plan(
 
     seq_lens      [batch] int32, keys per sequence (for sparse_decode: selected keys over all pools)
     cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
-    rows          q_len x heads, for the cost model; the plan is right for any other
+    rows          q_len x heads, for the cost model, whose figures are those of seq_lens' device; the plan is right for
+                  any other, and on any other
     workers       workgroups that share the work, 1..1024: see `workers`
     max_kv_len    longest sequence the plan will be used with; 0 when unknown and split_size is 0
     num_splits    > 0: exactly so many equal pieces per sequence

@@ -12,7 +12,7 @@ import torch
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.plan import layout as words
-from mla_suite.ops.plan.cost import ROW_TILE, item_cost
+from mla_suite.ops.plan.cost import figures
 from mla_suite.ops.plan.layout import Word
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
@@ -63,12 +63,14 @@ def _prepare(
     place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
     header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
     splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
+    costs = figures(arch, rows)
     threads = WAVES[arch.vendor]["uniform"] * arch.wavefront
     workgroups = min(-(-batch * splits // threads), arch.compute_units) if splits > 0 else 1
     packed = load("plan").pack(
         **dict.fromkeys(_POINTERS, 0),
-        item_cost=item_cost(rows),
-        tile_rows=min(rows, ROW_TILE),
+        item_cost=costs.item,
+        tile_rows=costs.tile_rows,
+        shared_cost=costs.shared,
         splits=splits,
         workgroups=workgroups,
         **{name: header[word] for word, name in _NAMES.items()},

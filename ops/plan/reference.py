@@ -6,8 +6,9 @@ import torch
 
 from mla_suite.core.dispatch import Backend, Offer
 from mla_suite.ops.plan import layout as words
-from mla_suite.ops.plan.cost import GRANULE, Cuts, balanced_cuts, item_cost, round_up
+from mla_suite.ops.plan.cost import GRANULE, Cuts, Figures, balanced_cuts, figures, round_up
 from mla_suite.ops.plan.layout import OPEN
+from mla_suite.runtime import current_arch
 
 
 def run(
@@ -27,13 +28,14 @@ def run(
     kv_lens = seq_lens.long()
     if cu_seqlens_q is not None:
         kv_lens = torch.where(cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
+    costs = figures(current_arch(seq_lens), rows)
     if num_splits > 0:
-        parts = _uniform(kv_lens, equal_chunk(kv_lens, num_splits), num_splits, rows, workers)
+        parts = _uniform(kv_lens, equal_chunk(kv_lens, num_splits), num_splits, costs, workers)
     elif split_size > 0:
         size = torch.full_like(kv_lens, split_size)
-        parts = _uniform(kv_lens, size, int(words.splits_of(max_kv_len, split_size)), rows, workers)
+        parts = _uniform(kv_lens, size, int(words.splits_of(max_kv_len, split_size)), costs, workers)
     else:
-        parts = _balanced(kv_lens, rows, workers)
+        parts = _balanced(kv_lens, costs, workers)
     header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
     words.assemble(place, header, *parts, into=outputs[0])
 
@@ -45,7 +47,7 @@ def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
 
 
 def _uniform(
-    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, rows: int, workers: int
+    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, costs: Figures, workers: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`splits` items per sequence, split s from key s x chunk; workers share them by cost, in order."""
     batch = kv_lens.shape[0]
@@ -58,7 +60,7 @@ def _uniform(
 
     present = torch.minimum(end, kv_lens[:, None]) - first
     # An empty item still costs its look at the plan; 1 keeps every item somewhere on the line.
-    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + item_cost(rows), 1).flatten()
+    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.item, 1).flatten()
     ends = cost.cumsum(0)
     total = torch.cat((ends.new_zeros(1), ends))[-1]
     worker = torch.arange(workers + 1, device=kv_lens.device)
@@ -67,12 +69,12 @@ def _uniform(
     return split_indptr, work_indptr, items
 
 
-def _balanced(kv_lens: torch.Tensor, rows: int, workers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _balanced(kv_lens: torch.Tensor, costs: Figures, workers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch = kv_lens.shape[0]
     if batch == 0:
         nothing = torch.zeros(workers + 1, dtype=torch.int64, device=kv_lens.device)
         return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(workers, 4)
-    return items_between(balanced_cuts(kv_lens, rows, workers), batch)
+    return items_between(balanced_cuts(kv_lens, costs, workers), batch)
 
 
 def items_between(cut: Cuts, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.ops.plan import cost, layout
 from mla_suite.ops.plan.layout import Item, Word
+from mla_suite.runtime import current_arch
 from mla_suite.runtime.scratch import take
 
 GRANULE = tl.constexpr(cost.GRANULE)
@@ -27,8 +28,8 @@ HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)  # split_indptr follows the hea
 ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
 # Sizes that change from call to call; one binary serves them all.
 SIZES = [
-    "header", "batch", "workers", "capacity", "fixed", "tile_rows", "steps", "num_splits", "split_size", "splits",
-    "work_at", "counters_at", "items_at",
+    "header", "batch", "workers", "capacity", "fixed", "tile_rows", "shared", "steps", "num_splits", "split_size",
+    "splits", "work_at", "counters_at", "items_at",
 ]  # fmt: skip
 BLOCK = 1024  # sequences or items a program looks at together
 
@@ -51,7 +52,7 @@ def line_kernel(seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE:
 
 @triton.jit(do_not_specialize=SIZES)
 def candidates_kernel(
-    line, keys, longest, prices, batch, workers, fixed, tile_rows, steps, WIDTH: tl.constexpr
+    line, keys, longest, prices, batch, workers, fixed, tile_rows, shared, steps, WIDTH: tl.constexpr
 ):  # fmt: skip
     """prices [2][workers]: of the two families that cut the line into 1 + program equal parts."""
     used = tl.program_id(0) + 1
@@ -64,6 +65,8 @@ def candidates_kernel(
     if tl.max(key, 0) > 0:
         spacing = tl.maximum((tl.load(line + batch) + used - 1) // used, 1)
         parts += tile_rows * (1 + (tl.load(longest) + spacing - 1) // spacing)
+    begins, begins_sequence = items_begun(split, key, next_split, next_key)
+    parts += shared * (tl.sum(begins, 0) + tl.sum(begins_sequence, 0))
     tl.store(prices + used - 1, whole)
     tl.store(prices + workers + used - 1, parts)
 
@@ -90,20 +93,18 @@ def cuts_kernel(
     unsplit, split, last_key = cut_at(tl.maximum(cut - 1, 0), used, line, keys, batch, fixed, steps)
     last_sequence, last_key = tl.where(in_parts, split, unsplit), tl.where(in_parts, last_key, 0)
 
-    same = sequence == last_sequence
-    begins = (cut > 0) & (cut <= workers) & (key > 0) & ~(same & (key == last_key))
-    first_in_sequence = (begins & ~(same & (last_key > 0))).to(tl.int64)
-    begun = tl.cumsum(begins.to(tl.int64), 0)
+    begins, first_in_sequence = items_begun(last_sequence, last_key, sequence, key)
+    begun = tl.cumsum(begins, 0)
     split_yet = tl.cumsum(first_in_sequence, 0)
     item = sequence + begun
     tl.store(work_indptr + cut, item.to(tl.int32), mask=cut <= workers)
     words = items + item * ITEM_WORDS
-    tl.store(words + SEQUENCE, sequence.to(tl.int32), mask=begins)
-    tl.store(words + FIRST_KEY, key.to(tl.int32), mask=begins)
-    tl.store(words + PARTIAL_ROW, (begun + split_yet - 1).to(tl.int32), mask=begins)
-    tl.store(words - ITEM_WORDS + END_KEY, key.to(tl.int32), mask=begins)
+    tl.store(words + SEQUENCE, sequence.to(tl.int32), mask=begins > 0)
+    tl.store(words + FIRST_KEY, key.to(tl.int32), mask=begins > 0)
+    tl.store(words + PARTIAL_ROW, (begun + split_yet - 1).to(tl.int32), mask=begins > 0)
+    tl.store(words - ITEM_WORDS + END_KEY, key.to(tl.int32), mask=begins > 0)
     tl.store(cut_sequence + cut, sequence, mask=cut <= workers)
-    tl.store(cut_items + cut, begun - begins.to(tl.int64), mask=cut <= workers)
+    tl.store(cut_items + cut, begun - begins, mask=cut <= workers)
     tl.store(cut_splits + cut, split_yet - first_in_sequence, mask=cut <= workers)
 
 
@@ -226,6 +227,14 @@ def slowest_worker(line, sequence, key, next_sequence, next_key, fixed, tile_row
 
 
 @triton.jit
+def items_begun(last_sequence, last_key, sequence, key):
+    """Of a cut and the one before it, 0 or 1 each: whether an item begins there, and one that splits a sequence."""
+    same = sequence == last_sequence
+    begins = (key > 0) & ~(same & (key == last_key))
+    return begins.to(tl.int64), (begins & ~(same & (last_key > 0))).to(tl.int64)
+
+
+@triton.jit
 def count_below(ascending, count, value, mask, steps):
     """How many of `count` ascending int64 words in memory are below `value`; steps is the bit length of count."""
     low = tl.zeros_like(value)
@@ -280,7 +289,7 @@ def run(
         int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
     )
     header = tuple(place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len))
-    fixed, tile_rows = cost.item_cost(rows), min(rows, cost.ROW_TILE)
+    fixed, tile_rows, shared = cost.figures(current_arch(seq_lens), rows)
     lanes = max(capacity, batch + 1, workers + 1, items_at - counters_at, layout.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     items = plan[items_at:]
@@ -301,8 +310,9 @@ def run(
     steps = batch.bit_length()
     line_kernel[(1,)](seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
     candidates_kernel[(workers,)](
-        line, keys, longest, prices, batch, workers, fixed, tile_rows, steps, WIDTH=triton.next_power_of_2(workers)
-    )
+        line, keys, longest, prices, batch, workers, fixed, tile_rows, shared, steps,
+        WIDTH=triton.next_power_of_2(workers),
+    )  # fmt: skip
     cuts_kernel[(1,)](
         line, keys, prices, *cuts, plan[work_at:], items, batch, workers, fixed, steps,
         CANDIDATES=triton.next_power_of_2(2 * workers), WIDTH=triton.next_power_of_2(workers + 1),

@@ -122,15 +122,19 @@ def written(name: str, args: tuple[Any, ...]) -> Tensors:
     return tuple(args[names.index(each)] for each in op.mutates)
 
 
-def expected(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensors:
-    """Outputs, then written arguments, of the definition on the CPU; the arguments themselves stay as they are."""
+def expected(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Tensors:
+    """Outputs, then written arguments, of the definition on the CPU; the arguments themselves stay as they are.
+
+    A plan's figures are those of its device's arch, so plan is defined there.
+    """
     if name == "decode":
         exact = testing.exact_decode(*args, **kwargs)
         return exact.out, exact.lse
     op = library.get(name)
     reference = next(backend for backend in op.backends if backend.name == "reference")
-    own = moved(args, CPU)
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*own, **kwargs))
+    place = device if name == "plan" else CPU
+    own = moved(args, place)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device=place) for o in op.specify(*own, **kwargs))
     reference.run(None, outputs, *own, **kwargs)
     return *outputs, *written(name, own)
 
@@ -139,7 +143,7 @@ def assert_right(name: str, got: Tensors, right: Tensors) -> None:
     """As benchmarks compare; integers and bytes are equal."""
     if name in EXACT:
         for mine, theirs in zip(got, right, strict=True):
-            assert torch.equal(_bytes(mine.cpu()), _bytes(theirs)), f"{name} differs from its definition"
+            assert torch.equal(_bytes(mine.cpu()), _bytes(theirs.cpu())), f"{name} differs from its definition"
         return
     try:
         inputs.error(got, right)
@@ -190,7 +194,7 @@ class Problem:
         args, kwargs = values(self.name, self.sample, turn)
         key = (self.name, self.sample.name, turn)
         if key not in _right:
-            _right[key] = expected(self.name, args, kwargs)
+            _right[key] = expected(self.name, args, kwargs, self.device)
         self.right = _right[key]
         for mine, theirs in zip(tensors(self.args), tensors(args), strict=True):
             mine.copy_(theirs)

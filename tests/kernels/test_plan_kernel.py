@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mla_suite
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
-from mla_suite.ops.plan import PLAN, native, reference, samples
+from mla_suite.ops.plan import PLAN, cost, native, reference, samples
 from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import poison
 
@@ -94,6 +94,18 @@ def test_the_most_workers():
 def test_balanced_edges(seq_lens):
     for rows in (1, 128, 300):
         check((seq_lens,), arguments(rows=rows))
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_figures_of_sm_90(monkeypatch, name):
+    """Its kernels are of the same source, and cannot run here: the emulated ones are given its figures."""
+    for module in (native, reference):
+        monkeypatch.setattr(module, "figures", lambda arch, rows: cost.figures(archs.get("sm_90"), rows))
+    monkeypatch.setattr(native, "_prepare", native._prepare.__wrapped__)
+    for seq_lens in (lens(8192), lens(*[3200] * 32), lens(*[512] * 128), torch.randint(0, 30_000, (50,)).int()):
+        for rows, workers in ((16, 132), (128, 66), (300, 33)):
+            check((seq_lens,), arguments(rows=rows, workers=workers), names=(name,))
+    check((lens(8192, 70, 3000),), arguments(num_splits=3), names=(name,))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 65, 2048])

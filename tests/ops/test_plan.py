@@ -11,11 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
+from mla_suite.core import arch
+from mla_suite.ops.decode import hopper
 from mla_suite.ops.plan import reference
-from mla_suite.ops.plan.cost import FIXED, GRANULE, item_cost
+from mla_suite.ops.plan.cost import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
 from mla_suite.ops.plan.layout import COUNTERS, HEADER_WORDS, OPEN, Plan, Word, layout_for, most_items, smallest_words
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+SM_90 = arch.get("sm_90")
+
+
+@pytest.fixture
+def on_sm_90(monkeypatch):
+    """The definition as it plans for that arch."""
+    monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
 
 
 def make(lens, *, rows=16, workers=8, max_kv_len=1 << 17, cu_seqlens_q=None, **split):
@@ -68,12 +79,12 @@ def cost_of(read, lens, rows):
     return max(loads), tile * max((n for n in splits if n > 1), default=0)
 
 
-def by_hand(lens, rows, workers):
+def by_hand(lens, costs, workers):
     """(sequence, first_key) of the items and work_indptr, by the steps of `cost.py` in scalar integers.
 
     As a device kernel would: one prefix sum, then every candidate and cut by itself.
     """
-    fixed, tile = item_cost(rows), min(rows, 128)
+    fixed, tile, shared = costs
     keys = [-(-length // GRANULE) * GRANULE for length in lens]
     line = [0, *itertools.accumulate(length + fixed for length in keys)]
     crumb = -(-(fixed // 2) // GRANULE) * GRANULE
@@ -96,7 +107,8 @@ def by_hand(lens, rows, workers):
             partials = (key > 0) + (end_key > 0) - (b == end_b and key > 0 and end_key > 0)
             loads.append(0 if (b, key) == (end_b, end_key) else load + 2 * tile * partials)
         merge = tile * (1 - (-max(keys) // -(-line[-1] // used)))
-        return max(loads) + (merge if any(key for _, key in cuts) else 0)
+        inner = {cut for cut in cuts if cut[1]}
+        return max(loads) + (merge if inner else 0) + shared * (len(inner) + len({b for b, _ in inner}))
 
     candidates = [
         [cut_at(line[-1] * min(cut, used) // used, split) for cut in range(workers + 1)]
@@ -125,11 +137,13 @@ def test_balanced_plans_keep_every_promise(lens, workers, rows):
             assert min(sizes) >= GRANULE
 
 
-@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128]))
+@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, SM_90]))
 @few
-def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows):
-    read = Plan.read(make(lens, rows=rows, workers=workers))
-    items, work_indptr = by_hand(lens, rows, workers)
+def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows, planned_for):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "current_arch", lambda tensor: planned_for)
+        read = Plan.read(make(lens, rows=rows, workers=workers))
+    items, work_indptr = by_hand(lens, figures(planned_for, rows), workers)
     assert [(sequence, first) for sequence, first, _, _ in read.items] == items
     assert read.work_indptr == work_indptr
 
@@ -234,6 +248,37 @@ def test_equal_sequences_are_cut_as_well_as_any_equal_cut(batch, length, rows):
     pieces = range(2, workers // batch + 1)
     tried = [-(-length // n // GRANULE) * GRANULE + item_cost(rows) + (2 + n) * tile for n in pieces]
     assert slowest + merge <= min([*tried, -(-length // GRANULE) * GRANULE + item_cost(rows)]) + GRANULE + tile
+
+
+def test_the_figures_of_an_arch():
+    """One workgroup merges, unless the arch is sm_90, whose figure of a partial is that of decode's own cuts there."""
+    for name in ("gfx942", "gfx950"):
+        assert figures(arch.get(name), 48) == figures(None, 48) == (FIXED + 48, 48, 0)
+    assert figures(None, 500) == (FIXED + 128, 128, 0)
+    assert figures(SM_90, 16) == figures(SM_90, 32) == (FIXED, 0, 1)
+    assert figures(SM_90, 128) == (FIXED, 0, 4)
+    assert figures(SM_90, 10**12) == figures(SM_90, 2**16)
+    partial_us = 2 * SHARED_ROWS_PER_KEY * 2048 / hopper.PARTIAL_BYTES_PER_US
+    assert hopper.STAGE_US <= partial_us * hopper.KEYS <= 0.90  # a stage alone, and with every SM busy
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "rows", "workers", "low", "high"),
+    [
+        (1, 8192, 128, 66, 32, 48),  # decode's own cuts there are 37
+        (1, 1024, 128, 66, 12, 16),
+        (1, 8192, 16, 132, 43, 132),
+        (32, 3200, 128, 66, 2, 2),
+        (32, 512, 128, 66, 1, 1),
+        (128, 512, 128, 66, 1, 1),  # two whole sequences a worker: no cut is cheap enough to be worth 128 partials
+        (128, 6144, 128, 66, 1, 1),
+        (64, 16384, 128, 66, 1, 1),
+        (128, 4096, 16, 132, 1, 1),
+    ],
+)
+def test_pieces_on_sm_90(on_sm_90, batch, length, rows, workers, low, high):
+    read = check(make([length] * batch, rows=rows, workers=workers), batch, workers, most=batch + workers)
+    assert all(low <= len(cuts) <= high for cuts in read.cuts())
 
 
 def test_ragged_batch_is_within_a_few_percent_of_the_bound():

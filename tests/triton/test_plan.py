@@ -9,7 +9,9 @@ import torch
 from backend import CPU, run
 
 import mla_suite
+from mla_suite.core import arch
 from mla_suite.core.library import Sample
+from mla_suite.ops.plan import reference
 from mla_suite.ops.plan import triton as plan
 from mla_suite.ops.plan.samples import sample, samples
 
@@ -47,6 +49,14 @@ def test_random_lengths(kind: str, mode: str) -> None:
         assert_same_words(
             sample(lens, rows=rows, workers=workers, max_kv_len=most, varlen=chance.random() < 0.3, **split)
         )
+
+
+def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (plan, reference):
+        monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
+    chance = random.Random(0)
+    for rows, workers, lens in ((16, 64, [8192]), (128, 40, lengths("ragged", 33, chance)), (512, 16, [9000] * 5)):
+        assert_same_words(sample(lens, rows=rows, workers=workers, max_kv_len=max(lens)))
 
 
 def test_more_sequences_than_a_block() -> None:
