@@ -12,6 +12,7 @@ using Params = DecodeTmaParams;
 constexpr int PLAN_WORKERS = 3;
 constexpr int PLAN_WORK_INDPTR = 6;
 constexpr int PLAN_ITEMS = 8;
+constexpr int PLAN_HEADER = 16;  // words; split_indptr [batch + 1] follows, then work_indptr
 
 struct Item {
   int sequence;
@@ -26,6 +27,12 @@ struct Item {
 // What every lane of a warp has loaded alike, said to the compiler: it keeps such values, and all that follows from
 // them, in uniform registers. Without it every wgmma of the loop waits for two moves of its descriptor.
 MLA_DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// Four words of a plan. Its items begin at multiples of 16 bytes from its start, which a caller may have put anywhere.
+MLA_DEVICE int4 four_words(const int32_t* words) {
+  if (reinterpret_cast<uintptr_t>(words) % 16 == 0) return __ldg(reinterpret_cast<const int4*>(words));
+  return make_int4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
+}
 
 // The query tokens of a sequence: where they begin among all tokens, and how many there are.
 struct Queries {
@@ -53,8 +60,14 @@ class WorkList {
   MLA_DEVICE WorkList(const Params& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
-      plan_workers_ = uniform(__ldg(params.plan + PLAN_WORKERS));
+      // The lengths' lines, and the header beside this worker's bounds: no address here needs another's value. Past the
+      // plan's workers a bound is some other word of it, for it has as many items as the launch has workers.
+      const int line = thread_id() % 32 * 32;
+      if (line < params.batch) asm volatile("prefetch.global.L2 [%0];" ::"l"(params.seq_lens + line));
+      const int workers = __ldg(params.plan + PLAN_WORKERS), items = __ldg(params.plan + PLAN_ITEMS);
       load_worker();
+      plan_workers_ = uniform(workers);
+      items_ = uniform(items);
     } else {
       cursor_ = worker;
       limit_ = params.batch * params.num_splits;
@@ -62,8 +75,9 @@ class WorkList {
     look();
   }
 
-  // The item that was looked up last; false at the end of the list. `look` finds the one after it: two or three loads
-  // that depend on each other, so whoever walks the list calls it where there is something to wait for anyway.
+  // The item that was looked up last; false at the end of the list. `look` finds the one after it: two loads that
+  // depend on each other, three for a worker's first, so whoever walks the list calls it where there is something to
+  // wait for anyway.
   MLA_DEVICE bool take(Item& item) const {
     item = ahead_;
     return more_;
@@ -79,16 +93,16 @@ class WorkList {
  private:
   MLA_DEVICE bool next(Item& item) {
     if (params_.plan != nullptr) {
-      while (cursor_ >= limit_) {
+      while (cursor_ >= limit_ || worker_ >= plan_workers_) {
         worker_ += params_.workers;
         if (worker_ >= plan_workers_) return false;
         load_worker();
       }
-      const int32_t* words = params_.plan + uniform(__ldg(params_.plan + PLAN_ITEMS)) + 4 * cursor_++;
-      item.sequence = uniform(__ldg(words));
-      item.first = uniform(__ldg(words + 1)) / granule_ * granule_;
-      const int end = uniform(__ldg(words + 2));
-      item.partial_row = uniform(__ldg(words + 3));
+      const int4 words = four_words(params_.plan + items_ + 4 * cursor_++);
+      item.sequence = uniform(words.x);
+      item.first = uniform(words.y) / granule_ * granule_;
+      const int end = uniform(words.z);
+      item.partial_row = uniform(words.w);
       item.length = uniform(__ldg(params_.seq_lens + item.sequence));
       const int cut = end == 0x7FFFFFFF ? end : end / granule_ * granule_;
       item.end = cut < item.length ? cut : item.length;
@@ -114,9 +128,10 @@ class WorkList {
   }
 
   MLA_DEVICE void load_worker() {
-    const int32_t* bounds = params_.plan + __ldg(params_.plan + PLAN_WORK_INDPTR) + worker_;
-    cursor_ = worker_ < plan_workers_ ? uniform(__ldg(bounds)) : 0;
-    limit_ = worker_ < plan_workers_ ? uniform(__ldg(bounds + 1)) : 0;
+    const int32_t* bounds = params_.plan + PLAN_HEADER + params_.batch + 1 + worker_;
+    const int begin = __ldg(bounds), end = __ldg(bounds + 1);
+    cursor_ = uniform(begin);
+    limit_ = uniform(end);
   }
 
   const Params& params_;
@@ -127,6 +142,7 @@ class WorkList {
   int cursor_ = 0;
   int limit_ = 0;
   int plan_workers_ = 0;
+  int items_ = 0;  // where a plan's items begin
   Item ahead_;
   bool more_;
 };

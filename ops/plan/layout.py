@@ -18,6 +18,9 @@ Rules a kernel may rely on:
   sequence with n > 1 items owns n rows, in the order of its items; an empty item stores lse -inf in its row.
 - A launch may have any number of blocks: `for w = block; w < workers; w += blocks`. Only the last arriver at a counter
   may do more work for it, so no block waits for another.
+- The header, and every item, begins a multiple of 16 bytes from the tensor's start: one load of 16 bytes reads an item
+  where the tensor itself is so aligned. Where split_indptr and work_indptr lie follows from the batch alone, so a
+  kernel need not read it from the header first.
 - Counter (b, tile) belongs to row tile `tile` of sequence b. A launch with more than COUNTERS tiles combines in a
   second kernel.
 """
