@@ -9,6 +9,8 @@ namespace mla::sm90 {
 // Barriers, then every warpgroup its role. What a role needs is the policy's; who brings keys is `KeyLoader`.
 template <class Policy, class KeyLoader>
 MLA_DEVICE void run_block(const typename Policy::Params& params) {
+  static_assert(Policy::LOADER_REGISTERS + Policy::SCORES_REGISTERS + 2 * Policy::VALUES_REGISTERS <= 512,
+                "the registers of an SM");
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
   const Barriers<Policy> barriers(shared);
@@ -36,13 +38,13 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   release_consumer();
   block_sync();
   if (group == 0) {
-    give_registers<LOADER_REGISTERS>();
+    give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();
   } else if (group == 1) {
-    take_registers<SCORES_REGISTERS>();
+    take_registers<Policy::SCORES_REGISTERS>();
     Scores<Policy>(params, shared).run();
   } else {
-    take_registers<VALUES_REGISTERS>();
+    take_registers<Policy::VALUES_REGISTERS>();
     Values<Policy>(params, shared, group - 2).run();
   }
 }

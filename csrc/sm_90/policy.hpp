@@ -10,11 +10,6 @@ namespace mla::sm90 {
 // 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows and not 128.
 constexpr int ROWS = 64;
 constexpr int THREADS = 512;
-// Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-constexpr int LOADER_REGISTERS = 48;
-constexpr int SCORES_REGISTERS = 144;
-constexpr int VALUES_REGISTERS = 160;
-static_assert(LOADER_REGISTERS + SCORES_REGISTERS + 2 * VALUES_REGISTERS <= 512, "the registers of an SM");
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
@@ -38,6 +33,10 @@ struct DecodePolicy {
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
   static constexpr int STAGES = STAGES_;
+  // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
+  static constexpr int LOADER_REGISTERS = 48;
+  static constexpr int SCORES_REGISTERS = 144;
+  static constexpr int VALUES_REGISTERS = 160;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.

@@ -1,0 +1,323 @@
+// Selected keys on their way to shared memory: looked up, copied as they are stored, dequantised into a stage of the ring.
+//
+// A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it has
+// copied lies in memory of its own, PAIRS deep; indices are read four stages ahead of the copies.
+#pragma once
+
+#include "sm_90/dequantise.hpp"
+#include "sm_90/sparse_work.hpp"
+
+namespace mla::sm90 {
+
+// Bytes to shared memory; zeros when not `present` (nothing is read then).
+template <int BYTES>
+MLA_DEVICE void copy_present(uint32_t to, uint64_t from, bool present) {
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(present ? 8 : 0) : "memory");
+}
+MLA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+MLA_DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+MLA_DEVICE void load16(uint32_t from, uint32_t (&to)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+MLA_DEVICE void store16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+template <class Policy>
+class SparseLoader : Loader<Policy> {
+  using Record = typename Policy::Record;
+  using Params = typename Policy::Params;
+  using Base = Loader<Policy>;
+  static constexpr uint32_t STAGE_PAIRS = Policy::WARP_KEYS / 2;
+  static constexpr uint32_t BATCH_STAGES = 32 / Policy::WARP_KEYS;  // whose tokens are looked up at once: one to a lane
+  static constexpr uint32_t BATCH_PAIRS = 16;
+  static_assert(STAGE_PAIRS + Record::PAIRS <= BATCH_PAIRS, "a stage is stored at most one batch after it was looked up");
+
+ public:
+  MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
+      : Base(params, shared),
+        lane_(thread_id_now() % 32),
+        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES) {}
+
+  MLA_DEVICE void run() {
+    SparseWork work(this->params_, notes() + Lists::BYTES);
+    while (work.more()) {
+      const int token = work.token();
+      const int keys = lists().open(this->params_, token);
+      const Item item = work.take(token, keys);
+      publish(item, work.taken() - 1);
+      if (item.keys() == 0) continue;
+      key_ = item.first + warp() * Policy::WARP_KEYS + lane_ / Policy::WARP_KEYS * Policy::KEYS + lane_ % Policy::WARP_KEYS;
+      end_ = item.end;
+      fetch();
+      const uint32_t stages = (item.keys() + Policy::KEYS - 1) / Policy::KEYS;
+      if constexpr (Record::STORED) bring_stored(token, stages);
+      else bring_rows(token, stages);
+    }
+    Item over{};
+    over.stop = 1;
+    publish(over, work.taken());
+  }
+
+ private:
+  // Read anew where it is wanted, like the place of the warp's notes: registers are scarce.
+  MLA_DEVICE static uint32_t thread_id_now() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+  MLA_DEVICE static uint32_t warp() { return thread_id_now() / 32; }  // the loader's are a block's first
+  MLA_DEVICE uint32_t notes() const {
+    return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp() * Policy::NOTES_BYTES;
+  }
+  MLA_DEVICE Lists lists() const { return Lists(notes()); }
+
+  // The lane, so that what follows from it is computed anew instead of kept in registers from turn to turn.
+  MLA_DEVICE uint32_t lane_anew() const {
+    uint32_t lane = lane_;
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
+
+  MLA_DEVICE void publish(const Item& item, int number) {
+    Ring<Policy::ITEMS> items{number % Policy::ITEMS, static_cast<uint32_t>(number / Policy::ITEMS) % 2};
+    Base::publish(item, items);
+  }
+
+  // The queries, in two stages as the roles expect them: one asks for them, the other warps only say that they bring
+  // nothing of these stages.
+  MLA_DEVICE void bring_q(int token) {
+    const int heads = this->params_.heads;
+    const int first_row = blockIdx.x % this->params_.row_tiles * ROWS;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t full = this->barriers_.kv_full(ring_.stage);
+      barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+      if (lane_ == 0) {
+        if (warp() != 0) {
+          barrier_arrive(full);
+        } else {
+          const uint32_t stage = this->shared_ + ring_.stage * Policy::STAGE_BYTES;
+          barrier_expect(full, Policy::Q_BOXES * 64 * min(ROWS, heads));
+#pragma unroll 1
+          for (int box = 0; box < Policy::Q_BOXES; ++box)
+            copy_box(stage + box * Policy::Q_BOX_BYTES, &this->params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
+                     static_cast<int64_t>(token) * heads + first_row, full);
+        }
+      }
+      ring_.next();
+    }
+    __syncwarp();
+  }
+
+  // Begins to read the index of this lane's key.
+  MLA_DEVICE void fetch() {
+    index_ = -1;
+    if (key_ < end_) index_ = lists().index_of(key_);
+  }
+
+  // Indices have come: the tokens of a batch, and which of them are there; then the next batch's indices.
+  MLA_DEVICE void look_up(uint32_t batch) {
+    const bool odd = batch % 2;
+    const Selected token = lists().token_of(this->params_, key_, index_);
+    const bool present = token.present && key_ < end_;
+    const uint32_t which = __ballot_sync(~0u, present);
+    if (odd) odd_ = which;
+    else even_ = which;
+    // Nothing is read there of a token that is not there, but it must be an address.
+    row_ = reinterpret_cast<uint64_t>(this->params_.out);
+    if (present) row_ = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
+    if constexpr (Record::SCALES_APART)
+      to_scales_ = static_cast<int>(token.tokens * Record::TOKEN_BYTES) - static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
+    key_ += BATCH_STAGES * Policy::KEYS;
+    fetch();
+  }
+
+  MLA_DEVICE uint32_t present_in(uint32_t batch) const { return batch % 2 ? odd_ : even_; }
+
+  // This warp's keys of a stage that are there, a bit each.
+  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
+    return present_in(stage / BATCH_STAGES) >> (stage % BATCH_STAGES * Policy::WARP_KEYS) & 0xff;
+  }
+
+  MLA_DEVICE uint64_t row_of(uint32_t lane) const { return __shfl_sync(~0u, static_cast<unsigned long long>(row_), lane); }
+
+  // The stage is complete as far as this warp goes: what its lanes have written is wgmma's to read.
+  MLA_DEVICE void complete(uint32_t stage) {
+    if (lane_ == 0) {
+      const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
+      asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present_of(stage)) : "memory");
+    }
+    fence_async();
+    __syncwarp();
+    if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
+    ring_.next();
+  }
+
+  // Stored values, by pairs of keys: copied PAIRS - 1 pairs ahead.
+  MLA_DEVICE void bring_stored(int token, uint32_t stages) {
+    pairs_ = stages * STAGE_PAIRS;
+#pragma unroll 1
+    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i) issue(i, i * Policy::PAIR_BYTES);
+    bring_q(token);
+    const uint32_t keys = this->shared_ + warp() * (Policy::WARP_KEYS * 128);
+    uint32_t slot = 0;
+#pragma unroll 1
+    for (uint32_t pair = 0; pair < pairs_; ++pair) {
+      const uint32_t in_stage = pair % STAGE_PAIRS;
+      // Lanes 4..7 of each 8 take the second key, and of another column block than the others: so eight lanes read and
+      // write all banks, the first key's pieces at even places and the second's, by the swizzle, at odd ones.
+      const uint32_t lane = lane_anew();
+      const uint32_t second = lane / 4 % 2;
+      const uint32_t block = (lane / 8) ^ second;  // and 4 more with the other piece
+      const uint32_t from = raw_ + slot + second * 512 + block * 64 + lane % 4 * 16;
+      const uint32_t to = keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16;
+      copies_wait<Record::PAIRS - 2>();
+      __syncwarp();  // every lane's copies are there, and every lane is done with the slot that `issue` fills
+      uint32_t first[4], last[4], scale[2];
+      load16(from, first);
+      load16(from + 256, last);
+      load_scales(raw_ + slot, second, block, scale);
+      issue(pair + Record::PAIRS - 1, (slot == 0 ? Policy::RAW_BYTES : slot) - Policy::PAIR_BYTES);
+      if (in_stage == 0) barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+      const uint32_t place = ring_.stage * Policy::STAGE_BYTES + in_stage * 256;
+      const uint32_t swizzle = in_stage * 32;
+      const uint32_t at = (to + place) ^ swizzle;
+      const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
+      if (__any_sync(~0u, factors[0].large || factors[1].large)) {
+        store_piece<true>(at, block, first, large_factor_of(scale[0]));
+        store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
+      } else {
+        store_piece<false>(at, block, first, factors[0]);
+        store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
+      }
+      // Lanes 0..15 move the values that are bf16 already: eight a key.
+      if (lane_ < 16) {
+        load16(raw_ + slot + rope_at(), first);
+        const uint32_t here = lane_anew();
+        const uint32_t row = keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + here / 8 * 128 + (here % 8 ^ here / 8) * 16;
+        store16((row + place) ^ swizzle, first[0], first[1], first[2], first[3]);
+      }
+      slot = slot + Policy::PAIR_BYTES == Policy::RAW_BYTES ? 0 : slot + Policy::PAIR_BYTES;
+      if (in_stage == STAGE_PAIRS - 1) complete(pair / STAGE_PAIRS);
+    }
+  }
+
+  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups are
+  // counted.
+  MLA_DEVICE void issue(uint32_t pair, uint32_t slot) {
+    if (pair < pairs_) {
+      if (pair % BATCH_PAIRS == 0) look_up(pair / BATCH_PAIRS);
+      const uint32_t lane = lane_anew();
+      const uint32_t source = pair % BATCH_PAIRS * 2 + lane / 16;
+      const uint32_t piece = lane % 16;
+      const uint64_t row = row_of(source) + piece * 16;
+      const bool present = present_in(pair / BATCH_PAIRS) >> source & 1;
+      const uint32_t to = raw_ + slot + lane / 16 * 512 + piece * 16;
+      copy_present<16>(to, row, present);
+      copy_present<16>(to + 256, row + 256, present);
+      const uint32_t tail = raw_ + slot + 1024 + lane / 16 * Record::TAIL;
+      if (piece < Record::TAIL_PIECES) copy_present<16>(tail + piece * 16, row + 512, present);
+      if constexpr (Record::SCALES_APART) {
+        const int to_scales = __shfl_sync(~0u, to_scales_, source);
+        if (piece == 8) copy_present<8>(tail + Record::TAIL_SCALES, row - 8 * 16 + to_scales, present);
+      }
+    }
+    copies_commit();
+  }
+
+  // Where lanes 0..15 find their 16 bytes of bf16 values in a pair; the others repeat them.
+  MLA_DEVICE uint32_t rope_at() const {
+    const uint32_t lane = lane_anew();
+    const uint32_t second = lane / 8 % 2;
+    const uint32_t piece = lane % 8;
+    if constexpr (Record::SCALES_APART) return piece < 4 ? second * 512 + 448 + piece * 16 : 1024 + second * Record::TAIL + (piece - 4) * 16;
+    else return 1024 + second * Record::TAIL + 16 + piece * 16;
+  }
+
+  // The scales of a lane's two pieces.
+  MLA_DEVICE void load_scales(uint32_t pair, uint32_t second, uint32_t block, uint32_t (&scale)[2]) const {
+    const uint32_t tail = pair + 1024 + second * Record::TAIL;
+    if constexpr (Record::SCALES_APART) {
+      const uint32_t at = tail + Record::TAIL_SCALES + block;
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[0]) : "r"(at) : "memory");
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[1]) : "r"(at + (block < 3 ? 4 : 3)) : "memory");  // there are seven
+    } else {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[0]) : "r"(tail + block / 2 * 4) : "memory");
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[1]) : "r"(tail + block / 2 * 4 + 8) : "memory");
+    }
+  }
+
+  MLA_DEVICE static Factor factor_of(uint32_t scale) {
+    if constexpr (Record::SPLIT) return Factor::of_any(bit_cast<float>(scale));
+    else return Factor::of_power(scale);
+  }
+  MLA_DEVICE static Factor large_factor_of(uint32_t scale) {
+    if constexpr (Record::SPLIT) return Factor::of_any_large(bit_cast<float>(scale));
+    else return Factor::of_power_large(scale);
+  }
+
+  template <bool LARGE>
+  MLA_DEVICE static void store_piece(uint32_t to, uint32_t block, const uint32_t (&stored)[4], Factor factor) {
+    uint32_t values[8];
+    dequantise<Record::SPLIT, LARGE>(stored, factor, values);
+    if (Record::LATENT < 512 && block >= Record::LATENT / 64) return;
+    store16(to, values[0], values[1], values[2], values[3]);
+    store16(to ^ 16, values[4], values[5], values[6], values[7]);
+  }
+
+  // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, AHEAD stages in flight.
+  MLA_DEVICE void bring_rows(int token, uint32_t stages) {
+    constexpr uint32_t AHEAD = Policy::STAGES - 2;
+    bring_q(token);
+    Ring<Policy::STAGES> filled = ring_;  // ring_ is the next stage to complete
+    const uint32_t piece = lane_ % 8;
+    const uint32_t slot = lane_ / 8;
+#pragma unroll 1
+    for (uint32_t stage = 0; stage < stages + AHEAD; ++stage) {
+      if (stage < stages) {
+        if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
+        barrier_wait(this->barriers_.kv_empty(filled.stage), filled.parity ^ 1);
+        const uint32_t to = this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
+#pragma unroll
+        for (int i = 0; i < Policy::WARP_KEYS / 4; ++i) {
+          const uint32_t source = stage % BATCH_STAGES * Policy::WARP_KEYS + slot + 4 * i;
+          const uint64_t row = row_of(source) + piece * 16;
+          const bool present = present_in(stage / BATCH_STAGES) >> source & 1;
+          const uint32_t place = to + i * 512 + ((piece ^ (slot + 4 * i)) << 4);
+#pragma unroll
+          for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c) copy_present<16>(place + c * Policy::BLOCK_BYTES, row + c * 128, present);
+        }
+        filled.next();
+      }
+      copies_commit();
+      if (stage < AHEAD) continue;
+      copies_wait<AHEAD>();
+      complete(stage - AHEAD);
+    }
+  }
+
+  const uint32_t lane_;
+  const uint32_t raw_;
+  Ring<Policy::STAGES> ring_;
+  int key_;               // this lane's of the batch that is looked up next
+  int end_;
+  int index_;             // of that key
+  uint32_t even_;         // bit l: lane l's token is there; of the last batch with an even number
+  uint32_t odd_;          // and with an odd one
+  uint64_t row_;          // this lane's token
+  int to_scales_;         // from there to its scales, where they lie apart
+  uint32_t pairs_;             // of the item
+};
+
+}  // namespace mla::sm90
