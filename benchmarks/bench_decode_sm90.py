@@ -1,12 +1,14 @@
 """decode on an H100 or H200, shape by shape: burst and sustained time, rates, and the ratio to what the card can do.
 
     python benchmarks/bench_decode_sm90.py [--rows B128,B1] [--sustained [B128]] [--splits [B8]] [--json FILE]
+    python benchmarks/bench_decode_sm90.py --planned [--rows B1]
 
 Device time of a call, combine included, by replay of a CUDA graph over inputs that rotate through more memory than the
 L2 holds: the median of rounds after a rest (burst), and at the end of 0.7 s of uninterrupted replay (sustained: the
 power limit then holds the clock). The floor is the larger of two ceilings measured in the same run: a kernel that only
 reads as many bytes, one launch included, and the FLOP at the rate of a large bf16 matrix product. Two sequences of
 every shape are compared with fp64 before it is timed. `--splits` tries half and twice the cuts per sequence as well.
+`--planned` times a few shapes with a plan, made beforehand, and without, in turns, and nothing else.
 
 FlashMLA's columns were measured on another H200 in the same way (commit 9241ae3, its metadata made beforehand), with
 floors of that run: compare ratios to floors, not microseconds, where a few percent matter.
@@ -34,6 +36,7 @@ from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE, hopper
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.layout import Plan, Word
 from mla_suite.testing import exact_decode, ulp
 
 SUSTAINED_S = 0.7
@@ -110,6 +113,13 @@ ROWS = (
 )
 
 
+PLANNED = (
+    "B1 H16 kv1024", "B1 H16 kv8192", "B1 H128 kv1024", "B1 H128 kv8192", "B8 H16 kv~8192", "B32 H32 kv3200",
+    "B128 H128 kv512", "B128 H128 kv4096 q1", "B128 H128 kv~4096", "B128 H16 kv4096",
+)  # fmt: skip
+"""Shapes of ROWS, by how their names begin: one or several items of a worker, one or many pieces of a sequence."""
+
+
 class Timed(NamedTuple):
     """What is printed of a shape; microseconds per call."""
 
@@ -166,21 +176,79 @@ def sustained(replay: Replay) -> float:
     return begin.elapsed_time(end) * 1e3 / (16 * replay.calls)
 
 
+def unplanned_cuts(row: Row, q: torch.Tensor) -> int:
+    """Cuts per sequence that decode makes where it is given no plan."""
+    arch = dispatch.arch_of(q)
+    assert arch is not None
+    return hopper.cuts(arch, row.batch, row.heads * row.q_len, -(-max(row.lens()) // hopper.KEYS))
+
+
+def with_plan(turn: Call, rows: int) -> Call:
+    """The same call with the plan that a user makes for it."""
+    lens = turn.args[2]
+    workers = mla_suite.workers(lens, rows)
+    plan = mla_suite.plan(lens, rows=rows, workers=workers, max_kv_len=turn.kwargs["max_kv_len"])
+    return turn._replace(args=(*turn.args[:PLAN], plan, *turn.args[PLAN + 1 :]))
+
+
+def compare_planned(row: Row) -> str:
+    """A line: items, pieces and time with a plan beside cuts and time without, rounds of both in turns."""
+    device = torch.device("cuda")
+    sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
+    args, kwargs = sample.make(device)
+    kwargs["max_kv_len"] = max(row.lens())
+    bare = Call(args, kwargs)
+    planned = with_plan(bare, row.heads * row.q_len)
+    header = Plan.read(planned.args[PLAN]).header
+    results = [call(turn) for turn in (bare, planned)]
+    for turn, (out, lse) in zip((bare, planned), results, strict=True):
+        check(turn, out, lse)
+    (out, lse), (other, other_lse) = results
+    apart = ((out.double() - other).norm() / out.double().norm()).item()
+    if not (apart <= 5e-3 and (lse - other_lse).abs().max().item() <= 1e-3):  # a NaN compares false
+        raise AssertionError(f"with a plan the result is off by {apart:.2g} from the one without")
+    turns = rotation(planned, sample.bytes, cold_bytes(device), 512)
+    replays = [Replay(call, [without(turn) for turn in turns]), Replay(call, turns)]
+    rounds = [[replay.round(0.05) for replay in replays] for _ in range(3)]
+    us, planned_us = (median([pair[i] for pair in rounds]) for i in (0, 1))
+    return (
+        f"{row.name:22s} {unplanned_cuts(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
+        f"{header[Word.PARTIAL_ROWS]:7d} {planned_us:9.2f} {planned_us / us:6.2f}"
+    )
+
+
+def without(turn: Call) -> Call:
+    return turn._replace(args=(*turn.args[:PLAN], None, *turn.args[PLAN + 1 :]))
+
+
+def show_planned(names: str) -> int:
+    """1 if a shape failed."""
+    print("shape                   cuts        us  items  pieces   planned  ratio", flush=True)
+    chosen, failed = wanted(names), 0
+    for row in ROWS:
+        if not row.name.startswith(PLANNED) or not chosen(row):
+            continue
+        try:
+            print(compare_planned(row), flush=True)
+        except (AssertionError, RuntimeError) as error:
+            print(f"{row.name:22s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
+            failed = 1
+        torch.cuda.empty_cache()
+    return failed
+
+
 def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -> Timed:
     device = torch.device("cuda")
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
     args, kwargs = sample.make(device)
     rows, width = row.heads * row.q_len, max(row.lens())
     kwargs["max_kv_len"] = width
-    arch = dispatch.arch_of(args[0])
-    assert arch is not None
-    splits = hopper.cuts(arch, row.batch, rows, -(-width // hopper.KEYS))
+    splits = unplanned_cuts(row, args[0])
     shown = str(splits)
-    if row.ragged:
-        workers = mla_suite.workers(args[2], rows)
-        plan = mla_suite.plan(args[2], rows=rows, workers=workers, max_kv_len=width)
-        args, shown = (*args[:PLAN], plan, *args[PLAN + 1 :]), "plan"
     first = Call(args, kwargs)
+    if row.ragged:
+        first, shown = with_plan(first, rows), "plan"
+    arch = dispatch.arch_of(args[0])
     problem = DECODE.problem(*first.args, **first.kwargs)
     choice = dispatch.choose("decode", DECODE.backends, problem, arch, "cuda")
     if choice.backend.name != "native":
@@ -226,12 +294,15 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="only shapes whose name begins with one of these, comma separated")
     parser.add_argument("--sustained", nargs="?", const="", help="also after 0.7 s of load; likewise for some shapes")
     parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
+    parser.add_argument("--planned", action="store_true", help="a few shapes with a plan and without, and no others")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("bench_decode_sm90: no H100 or H200 here", file=sys.stderr)
         return 2
+    if options.planned:
+        return show_planned(options.rows)
     began = time.perf_counter()
     ceilings = floors.measure(torch.device("cuda"), Effort(rounds=1, passes=1, rest_s=0.05))
     print(
