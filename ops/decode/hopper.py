@@ -69,10 +69,7 @@ class HopperConfig:
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
-        keys = STAGES * KEYS * self.width * 2
-        queries = self.width // 32 * 2048  # half of the steps of Q K^T; registers hold the others
-        probabilities = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128
-        return keys + queries + 2 * probabilities + 4 * 32 + 8 * (2 * STAGES + 2 * 2 + 2 * 4)
+        return block_bytes(self.width, STAGES)
 
     @property
     def instance(self) -> str:
@@ -81,6 +78,14 @@ class HopperConfig:
     def tiles(self, rows: int) -> int:
         """Blocks that share the keys of one work item."""
         return -(-rows // ROWS)
+
+
+def block_bytes(width: int, stages: int) -> int:
+    """Shared memory of a block with a ring of `stages` for rows of `width` values, as DecodePolicy lays it out."""
+    keys = stages * KEYS * width * 2
+    queries = width // 32 * 2048  # half of the steps of Q K^T; registers hold the others
+    probabilities = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128
+    return keys + queries + 2 * probabilities + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
 
 
 def hopper_config(problem: Any, arch: Arch) -> HopperConfig:

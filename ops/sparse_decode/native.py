@@ -13,12 +13,14 @@ from mla_suite.core.dispatch import Backend, Offer, Refusal
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine.native import merge, merge_config
 from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
+from mla_suite.ops.sparse_decode import hopper
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, RECORDS, SparseConfig, record_of, sparse_config
+from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig, hopper_sparse_config
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.runtime.scratch import partials
 from mla_suite.toolchain.params import ParamStruct, load
 
-ARCHS = ("gfx950",)
+ARCHS = ("gfx950", "sm_90")
 MOST_ROW_TILES = 65535  # of a grid's second dimension
 SHORTEST_CUT = 128  # keys: below this, merging costs more than another compute unit saves
 SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
@@ -26,13 +28,13 @@ SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the s
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if arch is None:
-        return Refusal(f"no arch of ours runs these tensors: it takes {' or '.join(ARCHS)}, on the GPU or emulated")
+        return Refusal(f"no arch of ours runs these tensors: it takes {' or '.join(ARCHS)}, AMD's also emulated")
     if arch.name not in ARCHS:
         return Refusal(f"sparse_decode has no kernel for {arch.name}; it takes {' or '.join(ARCHS)}")
     why = _unsupported(problem)
     if why is not None:
         return Refusal(why)
-    config = sparse_config(problem, arch)
+    config = hopper_sparse_config(problem, arch) if arch.name == "sm_90" else sparse_config(problem, arch)
     for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
         if not has_kernel(arch, needed):
             return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
@@ -63,12 +65,12 @@ def _unsupported(problem: Any) -> str | None:
 
 
 @cache
-def _params() -> ParamStruct:
-    return load("sparse_decode")
+def _params(name: str) -> ParamStruct:
+    return load(name)
 
 
 def run(
-    config: SparseConfig,
+    config: SparseConfig | HopperSparseConfig,
     outputs: tuple[torch.Tensor, ...],
     q: torch.Tensor,
     kv_caches: Sequence[torch.Tensor],
@@ -90,7 +92,9 @@ def run(
         return
     if softmax_scale < 0:  # the kernel finds the largest score before it scales
         q, softmax_scale = -q, -softmax_scale
+    on_hopper = isinstance(config, HopperSparseConfig)
     queries = _in_whole_vectors(q.flatten(0, -3))
+    queries = hopper.in_rows(queries) if on_hopper else queries
     tokens = queries.shape[0]
     flat_out, flat_lse = out.flatten(0, -3), lse.flatten(0, -2)  # copies where leading strides do not merge
     final_out = flat_out if _aligned(flat_out) else torch.empty_like(flat_out, memory_format=torch.contiguous_format)
@@ -98,14 +102,13 @@ def run(
     tiles = config.tiles(heads)
     if plan is not None:
         splits, slots = 1, int(most_items(plan.shape[0], tokens))
-        workers = min(slots, config.arch.compute_units)
+        workers = hopper.workers(config.arch, slots, tiles) if on_hopper else min(slots, config.arch.compute_units)
     else:
-        splits = num_splits or _splits(config, tokens, tiles, indices, indptrs, split_size)
+        splits = num_splits or _splits(config, tokens, heads, indices, indptrs, split_size)
         slots = tokens * splits if splits > 1 else 0
-        workers = tokens * splits
+        workers = hopper.workers(config.arch, tokens * splits, tiles) if on_hopper else tokens * splits
     partial_out, partial_lse = partials(q.device, slots, heads, head_dim_v) if slots else (None, None)
     tensors: dict[str, tuple[torch.Tensor | None, str]] = {
-        "q": (queries, "r"),
         "attn_sink": (attn_sink, "r"),
         "plan": (plan, "r"),
         "out": (final_out, "w"),
@@ -121,11 +124,15 @@ def run(
             made, counted = dict.fromkeys(_POOL_TENSORS), dict.fromkeys(_POOL_NUMBERS, 0)
         tensors |= {f"{name}_{i}": (tensor, "r") for name, tensor in made.items()}
         numbers |= {f"{name}_{i}": number for name, number in counted.items()}
-    params = _params().pack(
+    if on_hopper:
+        name, grid, numbers = "sparse_decode_tma", (workers * tiles, 1, 1), numbers | hopper.query_map(queries)
+    else:
+        name, grid = "sparse_decode", (workers, tiles, 1)
+        tensors["q"] = (queries, "r")
+        numbers |= {"q_token_stride": queries.stride(0), "q_head_stride": queries.stride(1)}
+    params = _params(name).pack(
         **{name: 0 if tensor is None else tensor.data_ptr() for name, (tensor, _) in tensors.items()},
         **numbers,
-        q_token_stride=queries.stride(0),
-        q_head_stride=queries.stride(1),
         out_token_stride=final_out.stride(0),
         out_head_stride=final_out.stride(1),
         tokens=tokens,
@@ -141,7 +148,9 @@ def run(
     def buffers() -> Iterator[Buffer]:
         return (Buffer(name, tensor, access) for name, (tensor, access) in tensors.items() if tensor is not None)
 
-    launch("sparse_decode", config.instance, q, (workers, tiles, 1), config.threads, 0, params, buffers)
+    shared = config.lds if isinstance(config, HopperSparseConfig) else 0
+    place = "sparse_decode", config.instance, q, grid, config.threads, shared
+    launch(*place, params, buffers, overlap=on_hopper)
     if partial_out is not None and partial_lse is not None:
         merge(
             partial_out,
@@ -194,14 +203,15 @@ def _pool(
 
 
 def _splits(
-    config: SparseConfig,
+    config: SparseConfig | HopperSparseConfig,
     tokens: int,
-    tiles: int,
+    heads: int,
     indices: Sequence[torch.Tensor],
     indptrs: Sequence[torch.Tensor | None],
     split_size: int,
 ) -> int:
-    """Cuts per query token where no number was asked for: a workgroup for every compute unit, none with too few keys.
+    """Cuts per query token where no number was asked for: by cost on sm_90, else a workgroup for every compute unit,
+    none with too few keys.
 
     In batch-invariant mode as many as the widths of dense indices need; of ragged indices nothing on the host bounds
     one token's keys, so they are not cut.
@@ -210,7 +220,9 @@ def _splits(
         ragged = any(indptr is not None for indptr in indptrs)
         return 1 if ragged else max(1, int(splits_of(sum(index.shape[-1] for index in indices), split_size)))
     keys = sum(index.numel() for index in indices) // tokens
-    return max(1, min(config.arch.compute_units // (tokens * tiles), keys // SHORTEST_CUT))
+    if isinstance(config, HopperSparseConfig):
+        return hopper.splits(config.arch, tokens, heads, keys)
+    return max(1, min(config.arch.compute_units // (tokens * config.tiles(heads)), keys // SHORTEST_CUT))
 
 
 def _in_whole_vectors(q: torch.Tensor) -> torch.Tensor:
