@@ -1,0 +1,101 @@
+"""sparse_decode on sm_90: which instance, its shared memory, and its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_suite.core.arch import Arch
+from mla_suite.ops.decode import hopper
+from mla_suite.ops.sparse_decode.config import record_of
+from mla_suite.runtime import tensor_map
+
+WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
+"""Record -> values of a row."""
+STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
+PAIRS = {"dsv4": (10, 1184), "v32": (7, 1312)}
+"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, bytes of a pair."""
+LOADER_WARPS = 4
+MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
+
+
+@dataclass(frozen=True)
+class HopperSparseConfig:
+    """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
+
+    record  how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    """
+
+    arch: Arch = field(repr=False)
+    record: str
+
+    def __post_init__(self) -> None:
+        if self.arch.name != "sm_90":
+            self._refuse(f"{self.arch.name} is not sm_90")
+        if self.record not in WIDTHS:
+            self._refuse(f"records are {', '.join(WIDTHS)}")
+        if self.lds > self.arch.lds_bytes:
+            self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
+
+    def _refuse(self, why: str) -> None:
+        raise ValueError(f"sparse_decode: no kernel of {self.record} records on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return 512  # four warpgroups: one brings keys, one makes probabilities, two hold the result
+
+    @property
+    def lds(self) -> int:
+        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
+        width, stages = WIDTHS[self.record], STAGES[self.record]
+        pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
+        selected = 16 * -(-stages // 4) + LOADER_WARPS * (64 + pairs * pair_bytes)
+        return -(-hopper.block_bytes(width, stages) // 16) * 16 + selected
+
+    @property
+    def rows(self) -> int:
+        """Query rows (heads of one token) that a block holds."""
+        return hopper.ROWS
+
+    @property
+    def instance(self) -> str:
+        return f"sparse_decode_layout-{self.record}"
+
+    def tiles(self, heads: int) -> int:
+        """Blocks that share the keys of one query token."""
+        return -(-heads // hopper.ROWS)
+
+
+def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
+    """The instance for a problem; it depends on layouts alone, so a batch-invariant call may use it."""
+    record = record_of([pool.layout for pool in problem.pools], problem.head_dim)
+    return HopperSparseConfig(arch, "v32" if record == "v32pow2" else record or "none")
+
+
+def splits(arch: Arch, tokens: int, heads: int, keys: int) -> int:
+    """Cuts per query token of about `keys` keys where no number was asked for."""
+    return hopper.cuts(arch, tokens, heads, max(1, -(-keys // hopper.KEYS)))
+
+
+def workers(arch: Arch, items: int, tiles: int) -> int:
+    """Groups of `tiles` blocks that walk the work list."""
+    return hopper.workers(arch, items, tiles)
+
+
+def in_rows(q: torch.Tensor) -> torch.Tensor:
+    """Query rows [tokens, heads, width] that the copy engine can see as one matrix: themselves, or a copy."""
+    return q if hopper.pitch(tuple(q.shape), q.stride()) is not None else q.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=1024)
+def _boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> hopper.Boxes:
+    return hopper.query_boxes(shape, strides, dtype, 1)
+
+
+def query_map(q: torch.Tensor) -> dict[str, int]:
+    """The parameters MAP for query rows that `in_rows` gave."""
+    words = tensor_map.swizzled(q.data_ptr(), *_boxes(tuple(q.shape), q.stride(), q.dtype))
+    return dict(zip(MAP, words, strict=True))
