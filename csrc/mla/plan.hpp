@@ -200,12 +200,15 @@ struct Plan {
   // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
   MLA_DEVICE static int cheapest(const PlanParams& p) {
     MLA_SHARED int64_t best_of[waves_];
-    const int candidates = 2 * p.workers;
+    const auto* costs = reinterpret_cast<const Vec<int64_t, 2>*>(found_costs(p));
     int64_t best = MOST;  // cost and number as one
 #pragma unroll 1
-    for (int i = thread_id(); i < candidates; i += threads) {
-      const int64_t other = found_costs(p)[i] << INDEX_BITS | i;
-      best = other < best ? other : best;
+    for (int pair = thread_id(); pair < p.workers; pair += threads) {
+      const Vec<int64_t, 2> cost = costs[pair];
+      for (int i = 0; i < 2; ++i) {
+        const int64_t other = cost[i] << INDEX_BITS | (2 * pair + i);
+        best = other < best ? other : best;
+      }
     }
     best = ~wave_largest(~best);
     if (thread_id() % Wave::lanes == 0) best_of[thread_id() / Wave::lanes] = best;
