@@ -1,6 +1,7 @@
 // What a sparse decode block of sm_90 looks like beside a decode block: the records, and the memory of its loader.
 #pragma once
 
+#include "mla/params/sparse_decode_tma.hpp"
 #include "mla/selection.hpp"
 #include "sm_90/policy.hpp"
 

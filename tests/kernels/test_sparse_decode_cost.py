@@ -69,7 +69,7 @@ def test_partials_are_fp32():
     assert sparse.stored["partial_lse"] == 2 * 16 * 4
 
 
-@pytest.mark.parametrize("arch", ["gfx942", "sm_90", None])
+@pytest.mark.parametrize("arch", ["gfx942", None])
 def test_other_archs_never_get_these_kernels(arch):
     args, kwargs = problem(POOLS["v4"], 2, 16)
     answer = native.offer(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch) if arch else None)
@@ -86,7 +86,7 @@ def test_gfx942_falls_back_to_equal_numbers():
     assert_within_bound(out, lse, expected)
     assert_within_bound(other, other_lse, expected)
     for key in manifest.installed().kernels:
-        assert key[0] == "gfx950" or not key[1].startswith("sparse_decode")
+        assert key[0] in ("gfx950", "sm_90") or not key[1].startswith("sparse_decode")
 
 
 REFUSED = {

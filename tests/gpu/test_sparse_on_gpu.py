@@ -1,0 +1,382 @@
+"""sparse_decode's own kernels on a real GPU against fp64: numbers, hostile memory, every code, bits, graphs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_problems import Recorded, moved
+
+import mla_suite
+from mla_suite.core import dispatch
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
+from mla_suite.ops.sparse_decode.hopper import WIDTHS
+from mla_suite.runtime import current_arch, has_kernel
+from mla_suite.testing import poison
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+
+import decode_grid
+import sparse_problems
+from hopper_rows import hopper_rows
+from sparse_problems import ABSURD, MODES, POOLS, in_mode, poisoned, problem
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+CUDA = torch.device("cuda")
+HEADS = (1, 7, 16, 64, 100, 128)
+RECORDS = {"v32": 576, "dsv4": 512, "bf16": 576}
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    """The GPU, where it is one that these tests are of and the kernels were built for it."""
+    arch = current_arch(torch.empty(1, device=CUDA))
+    if arch is None or arch.name != "sm_90":
+        pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
+    if not has_kernel(arch, "sparse_decode_layout-v32"):
+        pytest.skip("sparse_decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+
+
+def native(args, kwargs):
+    """The call's instance; anything but our own kernel fails."""
+    facts = SPARSE_DECODE.problem(*args, **kwargs)
+    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, dispatch.arch_of(args[0]), "cuda")
+    assert choice.backend.name == "native", str(choice)
+    assert "native" in str(mla_suite.explain("sparse_decode", *args, **kwargs))
+    return choice.offer.config.instance
+
+
+def attend(args, kwargs):
+    """Runs the native kernels and nothing else; arguments on the CPU, results too."""
+    there = moved(args, CUDA)
+    native(there, kwargs)
+    out, lse = torch.ops.mla_suite.sparse_decode(*there, **kwargs)
+    return out.cpu(), lse.cpu()
+
+
+def exact(args, kwargs):
+    return sparse_problems.exact(*args, **kwargs, read=hopper_rows)
+
+
+def check(args, kwargs):
+    out, lse = attend(args, kwargs)
+    decode_grid.assert_within_bound(out, lse, exact(args, kwargs))
+    return out, lse
+
+
+@pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "bf16"])
+def test_one_key_is_returned_as_it_is(name):
+    """Every code at every place with many scales, through queries of zeros: the row itself, to the last bit."""
+    kind = layout(name)
+    kind = kind.sized(576, 0) if kind.dense else kind
+    rows = torch.randn(8, 64, kind.head_dim, generator=torch.Generator().manual_seed(1))
+    rows *= 2.0 ** torch.randint(-60, 20, (8, 64, 1), generator=torch.Generator().manual_seed(2))
+    cache = caches.pack(kind, rows)
+    if name != "bf16":
+        stored = torch.as_strided(cache, (8, 64, kind.latent), (cache.stride(0), 576 if name == "dsv4" else 656, 1))
+        codes = (torch.arange(512)[:, None] * 37 + torch.arange(kind.latent)) % 256
+        stored.copy_(torch.where(codes % 128 == 127, 0, codes).view(8, 64, -1).to(torch.uint8))
+    slots = torch.randperm(512, generator=torch.Generator().manual_seed(3)).int()
+    q = torch.zeros(512, 5, kind.head_dim, dtype=torch.bfloat16)
+    args = [q, [cache], [slots[:, None]], [None], [None], None, None]
+    out, lse = attend(args, {"layouts": [name], "softmax_scale": 0.1, "num_splits": 1})
+    expected = hopper_rows(name, cache, slots.long())[:, :512].bfloat16()
+    wrong = (out != expected[:, None]).any(dim=1)
+    assert not bool(wrong.any()), f"{int(wrong.sum())} values, columns {wrong.any(0).nonzero().flatten().tolist()[:20]}"
+    assert torch.equal(lse, torch.zeros_like(lse))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_within_the_rounding_bound(heads):
+    """Any two of heads, pools and mode meet at least once."""
+    for j, pools in enumerate(POOLS.values()):
+        mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
+        args, kwargs = problem(pools, 6, heads, seed=heads + j)
+        in_mode(mode, args, kwargs, seed=heads)
+        try:
+            check(args, kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"{heads} heads, {pools}, {mode}: {error}") from error
+
+
+def test_random_problems():
+    """100 draws over everything that the kernels take; every instance is reached."""
+    draw = random.Random(7)
+    met: dict[str, int] = {}
+    for number in range(100):
+        kind = draw.choice(("v32", "v32", "mixed", "dsv4", "dsv4", "dsv4", "bf16"))
+        names = {"mixed": ("v32", "v32_pow2")}.get(kind, (kind,))
+        count = draw.choice((1, 1, 2, 3, 4)) if kind in ("dsv4", "bf16") else draw.choice((1, 1, 2))
+        pools = [
+            (
+                draw.choice(names),
+                draw.randint(1, 20),
+                draw.choice((1, 2, 7, 16, 64)),
+                draw.choice((0, 1, 31, 64, 200, 900)),
+            )
+            for _ in range(count)
+        ]
+        if not any(topk for *_, topk in pools):
+            pools[0] = (*pools[0][:3], 5)
+        heads = draw.choice((1, 2, 5, 7, 8, 16, 32, 48, 63, 64, 65, 100, 127, 128, 200))
+        tokens = draw.choice((2, 4, 6))
+        mode = draw.choice(MODES)
+        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), draw.random() < 0.7)
+        in_mode(mode, args, kwargs, number)
+        if draw.random() < 0.3 and "num_splits" not in kwargs and "split_size" not in kwargs:
+            kwargs |= draw.choice((dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256)))))
+        if draw.random() < 0.3:
+            args[5] = torch.randn(heads)
+        there = moved(args, CUDA)
+        instance = native(there, kwargs)
+        met[instance] = met.get(instance, 0) + 1
+        try:
+            check(args, kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
+    assert len(met) == len(WIDTHS), met
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("name", ["dsv4", "v32", "bf16"])
+def test_every_length(name, heads):
+    """Around the sizes of pairs, stages and batches of indices, in one ragged call."""
+    sizes = [0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513]
+    args, kwargs = problem([(name, 8, 64, sum(sizes))], 1, heads)
+    args[0] = args[0].expand(len(sizes), heads, -1).contiguous()
+    args[2], args[3] = [args[2][0].flatten()], [torch.tensor([0, *sizes]).cumsum(0).int()]
+    for splits in (1, 3):
+        check(args, kwargs | {"num_splits": splits})
+
+
+@pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_hard_scores(heads, kind):
+    """Logits to +-200, rows all equal, one key above all others, and references that rise at every stage or never."""
+    (q, (cache,), (index,), *rest), kwargs = problem([("bf16", 5, 64, 300)], 1, heads, invalid=0)
+    index[0] = torch.arange(300)
+    direction = torch.randn(576)
+    keys = torch.randn(320, 576)
+    if kind == "equal":
+        keys[:] = keys[0]
+    elif kind == "dominating":
+        keys[200] = q[0, 0].float() * 4
+    else:
+        logits = torch.linspace(-200, 200, 300)
+        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
+        q[:] = direction.bfloat16()
+        keys[:300] = logits[:, None] * 24 / direction.square().sum() * direction + keys[:300] / 4
+    cache.copy_(keys.view(5, 64, 576))
+    check([q, [cache], [index], *rest], kwargs | {"num_splits": 1})
+
+
+SELECTIONS = {
+    "duplicates": lambda slots, n: [5] * n,
+    "all invalid": lambda slots, n: [ABSURD[i % 4] for i in range(n)],
+    "one valid": lambda slots, n: [-1] * (n // 2) + [slots - 1] + [slots] * (n - n // 2 - 1),
+    "last token": lambda slots, n: [slots - 1, slots] * (n // 2),
+    "first token": lambda slots, n: [0, -1] * (n // 2),
+}
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("name", RECORDS)
+def test_selections(name, selection):
+    args, kwargs = problem([(name, 3, 16, 1), (name, 2, 64, 1)], 2, 40)
+    for i, cache in enumerate(args[1]):
+        slots = cache.shape[0] * cache.shape[1]
+        chosen = SELECTIONS[selection](slots, 40)
+        args[2][i] = torch.tensor([chosen, [-1] * 40], dtype=torch.int32)
+        used = {slot for slot in chosen if 0 <= slot < slots}
+        args[1][i] = poisoned(name, cache.shape[0], cache.shape[1], used, 3, args[0].shape[-1])
+    out, lse = check(args, kwargs)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert bool((lse[1] == -torch.inf).all())
+
+
+@pytest.mark.parametrize("sink", [torch.inf, -torch.inf, 0.0, 60.0])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_sinks(sink, splits):
+    """Query token 1 has no key; a pool may have no pages and another no indices."""
+    args, kwargs = problem([("dsv4", 2, 16, 9), ("dsv4", 0, 16, 5), ("dsv4", 2, 16, 0)], 2, 12)
+    args[2][0][1] = -1
+    kwargs["num_splits"] = splits
+    plain, plain_lse = attend(args, kwargs)
+    args[5] = torch.full((12,), sink)
+    out, lse = check(args, kwargs)
+    assert torch.equal(lse, plain_lse)
+    assert sink != torch.inf or not bool(out.any())
+    assert sink != -torch.inf or torch.equal(out, plain)
+
+
+def test_extreme_scales():
+    """Scale bytes 0 and 254 (2^-127 and 2^127), and NaN codes and scales in all slots that nobody selects."""
+    args, kwargs = problem([("dsv4", 2, 64, 100)], 1, 16, invalid=0)
+    (cache,), (index,) = args[1], args[2]
+    scales = torch.as_strided(cache, (2, 64, 8), (cache.stride(0), 8, 1), 64 * 576)
+    codes = torch.as_strided(cache, (2, 64, 576), (cache.stride(0), 576, 1))
+    small, large = divmod(int(index[0, 3]), 64), divmod(int(index[0, 40]), 64)
+    scales[small] = 0
+    scales[large] = 254
+    codes[large][:448] = 1  # 2^-9: rows of 2^118
+    q = args[0]
+    q[..., :448] = q[..., :448].abs() * -1  # so that this key's weight is 0 and its row stays out of every sum
+    check(args, kwargs)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("column", [0, 17, 63, 64, 200, 383, 447, 511])
+def test_one_nan_among_the_values_is_seen(column, code):
+    """In token 0 only, whichever lane, piece and byte it falls to."""
+    for name in ("v32", "dsv4"):
+        if name == "dsv4" and column >= 448:
+            continue
+        args, kwargs = problem([(name, 4, 64, 130)], 2, 16, invalid=0)
+        cache, index = args[1][0], args[2][0]
+        used = set(index.flatten().tolist())
+        spare = next(slot for slot in range(256) if slot not in used)
+        caches.scatter(layout(name), cache, torch.tensor([spare]), torch.randn(1, RECORDS[name]))
+        stride = {"dsv4": 576, "v32": 656}[name]
+        codes = torch.as_strided(cache, (4, 64, 512), (cache.stride(0), stride, 1))
+        codes[spare // 64, spare % 64, column] = code
+        index[0, 77] = spare
+        out, lse = attend(args, kwargs)
+        assert bool(out[0].isnan().all() and lse[0].isnan().all()), name
+        assert bool(out[1].isfinite().all() and lse[1].isfinite().all()), name
+
+
+@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_nan_that_is_selected_is_seen(name, splits):
+    args, kwargs = problem([(name, 4, 64, 130)], 2, 16, invalid=0)
+    args[2][0][0, 77] = next(s for s in range(256) if s not in args[2][0].flatten().tolist())
+    out, lse = attend(args, kwargs | {"num_splits": splits})
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+    assert bool(out[1].isfinite().all() and lse[1].isfinite().all())
+
+
+@pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
+def test_scales_that_are_not_positive(scale):
+    args, kwargs = problem(POOLS["v32"], 2, 16)
+    check(args, kwargs | {"softmax_scale": scale})
+
+
+def test_strided_queries_and_outputs():
+    args, kwargs = problem(POOLS["v4"], 4, 16)
+    q = torch.zeros(2, 2, 16, 516, dtype=torch.bfloat16)[..., 2:514]
+    q.copy_(args[0].view(2, 2, 16, 512))
+    args[0], args[2] = q, [index.view(2, 2, -1) for index in args[2]]
+    there = moved(args, CUDA)
+    native(there, kwargs)
+    out = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16, device=CUDA)[:, :2, ::2, :512]
+    lse = torch.zeros(2, 3, 32, device=CUDA)[:, :2, :16]
+    torch.ops.mla_suite.sparse_decode.out(*there, **kwargs, out=out, lse=lse)
+    decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact(args, kwargs))
+
+
+@pytest.mark.parametrize("pools", ["v4", "both scales", "bf16"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_same_bits_every_time(pools, heads):
+    args, kwargs = problem([(name, pages, page, topk * 9) for name, pages, page, topk in POOLS[pools]], 3, heads)
+    there = moved(args, CUDA)
+    for splits in (1, 4):
+        native(there, kwargs | {"num_splits": splits})
+        first = torch.ops.mla_suite.sparse_decode(*there, **kwargs, num_splits=splits)
+        for _ in range(20):
+            again = torch.ops.mla_suite.sparse_decode(*there, **kwargs, num_splits=splits)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("heads", [16, 48, 128])
+def test_batch_invariant_bits(heads):
+    args, kwargs = problem(POOLS["v4"], 9, heads)
+    whole = attend(args, kwargs | {"split_size": 64})
+    for t in (0, 8):
+        single = [args[0][t : t + 1], args[1], [index[t : t + 1] for index in args[2]], *args[3:]]
+        alone = attend(single, kwargs | {"split_size": 64})
+        assert all(torch.equal(a[t], b[0]) for a, b in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["one split", "splits and sink", "lengths and sink"])
+def test_captured_and_replayed_with_other_indices(mode):
+    """Another draw of queries, caches, indices and lengths in the same tensors, at each replay."""
+    first, kwargs = problem(POOLS["v4"], 6, 100)
+    in_mode(mode, first, kwargs, 0)
+    there = moved(first, CUDA)
+    native(there, kwargs)
+    out = torch.empty(6, 100, 512, dtype=torch.bfloat16, device=CUDA)
+    lse = torch.empty(6, 100, device=CUDA)
+    call = torch.ops.mla_suite.sparse_decode.out
+    recorded = Recorded(lambda: call(*there, **kwargs, out=out, lse=lse), CUDA)
+    for seed in (1, 2, 3):
+        args, _ = problem(POOLS["v4"], 6, 100, seed)
+        in_mode(mode, args, dict(kwargs), seed)
+        there[0].copy_(args[0])
+        for i in range(2):
+            there[1][i].copy_(args[1][i])
+            there[2][i].copy_(args[2][i])
+            if args[4][i] is not None:
+                there[4][i].copy_(args[4][i])
+        if args[5] is not None:
+            there[5].copy_(args[5])
+        poison(out)
+        poison(lse)
+        recorded.replay()
+        decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact(args, kwargs))
+
+
+def test_a_pool_beyond_four_gigabytes():
+    args, kwargs = problem([("v32", 1, 64, 3)], 1, 16)
+    pages = 103_000  # 4.3 GB
+    if torch.cuda.mem_get_info()[0] < 6 << 30:
+        pytest.skip("the GPU has no room for a pool beyond four gigabytes")
+    last = pages * 64 - 1
+    small = caches.empty(layout("v32"), 2, 64)
+    poison(small)
+    caches.scatter(layout("v32"), small, torch.tensor([0, 127]), torch.randn(2, 576))
+    args[1], args[2] = [small], [torch.tensor([[0, 127, 128]], dtype=torch.int32)]
+    cache = caches.empty(layout("v32"), pages, 64, device=CUDA)
+    cache[0], cache[-1] = small[0].cuda(), small[1].cuda()
+    there = [args[0].cuda(), [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32).cuda()], *args[3:]]
+    native(there, kwargs)
+    out, lse = torch.ops.mla_suite.sparse_decode(*there, **kwargs)
+    decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact(args, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "pools"),
+    [
+        (128, 128, [("v32", 4096, 64, 2048)]),
+        (128, 64, [("v32", 4096, 64, 2048)]),
+        (128, 128, [("dsv4", 256, 256, 128), ("dsv4", 8192, 64, 1024)]),
+        (1, 16, [("dsv4", 16, 256, 128), ("dsv4", 256, 64, 512)]),
+    ],
+)
+def test_production_shapes(tokens, heads, pools):
+    """Three query tokens of the batch against fp64, with plan and without."""
+    draw = torch.Generator(CUDA).manual_seed(0)
+    width = layout(pools[0][0]).head_dim
+    q = torch.randn(tokens, heads, width, generator=draw, device=CUDA).bfloat16()
+    kv_caches, indices = [], []
+    for name, pages, page, topk in pools:
+        rows = torch.randn(pages, page, width, generator=draw, device=CUDA)
+        kv_caches.append(caches.pack(layout(name), rows))
+        indices.append(torch.randint(-1, pages * page, (tokens, topk), generator=draw, device=CUDA).int())
+    args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
+    kwargs = {"layouts": [name for name, *_ in pools], "softmax_scale": width**-0.5}
+    some = sorted({0, tokens // 2, tokens - 1})
+    chosen = moved([q[some], kv_caches, [index[some] for index in indices], *args[3:]], torch.device("cpu"))
+    right = exact(chosen, kwargs)
+    lengths = torch.full((tokens,), sum(topk for *_, topk in pools), dtype=torch.int32, device=CUDA)
+    planned = mla_suite.plan(lengths, rows=heads, workers=mla_suite.workers(q, heads), max_kv_len=0)
+    for plan in (None, planned):
+        given = [*args[:6], plan]
+        native(given, kwargs)
+        out, lse = torch.ops.mla_suite.sparse_decode(*given, **kwargs)
+        decode_grid.assert_within_bound(out[some].cpu(), lse[some].cpu(), right)

@@ -1,0 +1,172 @@
+"""What can be known of sm_90's sparse_decode without a GPU: instances, refusals, split counts, arithmetic, launches."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+import torch
+from hopper_rows import hopper_rows, multiplied
+from sparse_problems import POOLS, in_mode, problem
+
+from mla_suite.core import arch as archs
+from mla_suite.core.arch import CSRC
+from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout
+from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
+from mla_suite.ops.sparse_decode.hopper import STAGES, WIDTHS, HopperSparseConfig
+from mla_suite.runtime import has_kernel, tensor_map
+from mla_suite.toolchain import compilers, manifest, params
+from mla_suite.toolchain.instances import instances
+
+H200 = archs.get("sm_90")
+
+
+def test_every_record_is_declared():
+    declared = {item.id: item for item in instances("sm_90") if item.kernel == "sparse_decode"}
+    assert set(declared) == {HopperSparseConfig(H200, record).instance for record in WIDTHS}
+    for record in WIDTHS:
+        config = HopperSparseConfig(H200, record)
+        assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"), ({"record": "fp8"}, "records are dsv4, v32")],
+)
+def test_an_illegal_config_says_why(changed, sentence):
+    with pytest.raises(ValueError, match=f"sparse_decode: no kernel of .* records on .*: {sentence}"):
+        HopperSparseConfig(**{"arch": H200, "record": "dsv4"} | changed)
+
+
+def test_shared_memory_is_what_the_header_lays_out(tmp_path):
+    """The Python sum against the compiler's view of sparse_policy.hpp."""
+    nvidia = compilers.find_nvidia()
+    if nvidia is None:
+        pytest.skip("nvcc is not installed")
+    lines = ['#include "sm_90/sparse_policy.hpp"', "using namespace mla::sm90;"]
+    for record, width in WIDTHS.items():
+        config = HopperSparseConfig(H200, record)
+        lines += [
+            f'static_assert(SparsePolicy<{record}>::SHARED_BYTES == {config.lds}, "shared memory of {record}");',
+            f'static_assert({record}::DEPTH == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
+            f'static_assert(ROWS == {config.rows} && THREADS == {config.threads}, "block");',
+        ]
+    source = tmp_path / "layout.cu"
+    source.write_text("\n".join(lines) + "\n")
+    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "layout.cubin")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+def test_what_was_built():
+    configs = [HopperSparseConfig(H200, record) for record in WIDTHS]
+    if not has_kernel("sm_90", configs[0].instance):
+        pytest.skip(f"{configs[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    for config in configs:
+        entry = manifest.installed().find("sm_90", config.instance)
+        assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
+        assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
+        assert entry.params_size == params.load("sparse_decode_tma").size
+        assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"
+
+
+def offered(monkeypatch, pools, heads=16, built=True, **changes):
+    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: built)
+    args, kwargs = problem(pools, 2, heads)
+    args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
+    return native.offer(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
+
+
+@pytest.mark.parametrize(
+    ("pools", "record"),
+    [("v4", "dsv4"), ("v32", "v32"), ("v32 pow2", "v32"), ("both scales", "v32"), ("bf16", "bf16x576")],
+)
+@pytest.mark.parametrize("heads", [1, 64, 100, 300])
+def test_which_kernel(monkeypatch, pools, record, heads):
+    offer = offered(monkeypatch, POOLS[pools], heads)
+    assert isinstance(offer, Offer)
+    assert offer.config.instance == f"sparse_decode_layout-{record}"
+    assert offer.config.tiles(heads) == -(-heads // 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dtype": torch.float16}, "q is torch.float16; it takes bfloat16"),
+        ({"head_dim_v": 256}, "head_dim_v 256; it takes 512"),
+        ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
+    refusal = offered(monkeypatch, POOLS["v32"], **options)
+    assert isinstance(refusal, Refusal)
+    assert sentence in refusal.reason
+
+
+def test_split_counts():
+    """One where the batch fills the device; many for one token; never more than there are stages."""
+    assert hopper.splits(H200, 128, 128, 2048) == 1
+    assert hopper.splits(H200, 1, 128, 2048) > 10
+    assert hopper.splits(H200, 1, 16, 40) <= 2
+    assert hopper.splits(H200, 4, 16, 0) == 1
+
+
+@pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])
+@pytest.mark.parametrize("mode", ["one split", "splits and sink", "planned", "invariant", "ragged", "mtp"])
+def test_a_launch(monkeypatch, pools, mode):
+    """Every parameter of a call, as the kernel would read it."""
+    seen = {}
+    monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: tuple(range(tensor_map.WORDS)))
+    monkeypatch.setattr(native, "launch", lambda *given, **options: seen.update(given=given, options=options))
+    monkeypatch.setattr(native, "merge", lambda *given, **options: seen.update(merged=options))
+    monkeypatch.setattr(native, "merge_config", lambda *given: None)
+    args, kwargs = problem(POOLS[pools], 6, 100)
+    in_mode(mode, args, kwargs, 3)
+    facts = SPARSE_DECODE.problem(*args, **kwargs)
+    config = hopper.hopper_sparse_config(facts, H200)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
+    native.run(config, outputs, *args, **kwargs)
+    struct = params.load("sparse_decode_tma")
+    op, instance, _, grid, threads, shared, packed, _ = seen["given"]
+    read = struct.unpack(packed)
+    assert (op, instance, threads, shared) == ("sparse_decode", config.instance, 512, config.lds)
+    assert seen["options"] == {"overlap": True}
+    assert grid == (read["workers"] * 2, 1, 1)
+    assert grid[0] <= H200.compute_units
+    assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
+    assert (read["tokens"], read["heads"], read["row_tiles"], read["pools"]) == (6, 100, 2, len(POOLS[pools]))
+    assert read["out"] == outputs[0].data_ptr()
+    assert (read["plan"] != 0) == (mode == "planned")
+    assert read["split_size"] == (64 if mode == "invariant" else 0)
+    for i, cache in enumerate(args[1]):
+        assert read[f"cache_{i}"] == cache.data_ptr()
+        assert read[f"slots_{i}"] == cache.shape[0] * cache.shape[1]
+    assert all(read[f"slots_{i}"] == 0 for i in range(len(args[1]), 4))
+    assert ("merged" in seen) == (read["partial_out"] != 0)
+    assert "merged" in seen or mode in ("one split", "mtp", "ragged")
+
+
+def test_products_with_any_scale():
+    """Every code with many scales: within 0.504 units of the last place, exactly for powers of two."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    codes = codes[~codes.isnan()]
+    generator = torch.Generator().manual_seed(0)
+    scales = 2.0 ** (torch.rand(3000, generator=generator) * 150 - 60)
+    powers = 2.0 ** torch.arange(-100, 100).float()
+    for given, allowed in ((scales, 0.504), (powers, 0.0)):
+        found = multiplied(codes.expand(len(given), 1, -1), given[:, None]).squeeze(1)
+        right = codes.double() * given.double()[:, None]
+        unit = torch.ldexp(torch.ones_like(right), torch.frexp(right)[1] - 8)
+        assert float(((found - right).abs() / unit).max()) <= allowed
+
+
+def test_rows_are_nearly_the_nearest():
+    """Rows of a record differ from the nearest bf16 in one value of a thousand, by one unit."""
+    args, _ = problem([("v32", 3, 64, 100)], 1, 1, invalid=0)
+    slots = args[2][0][0].long()
+    nearest = caches.gather(layout("v32"), args[1][0], slots).bfloat16().double()
+    made = hopper_rows("v32", args[1][0], slots).double()
+    assert float((made != nearest).double().mean()) < 3e-3
+    assert bool(((made - nearest).abs() <= 2.0**-7 * nearest.abs()).all())
