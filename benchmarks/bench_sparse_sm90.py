@@ -1,0 +1,238 @@
+"""sparse_decode on an H100 or H200, shape by shape: burst and sustained time, rates, the ratio to what the card can do.
+
+    python benchmarks/bench_sparse_sm90.py [--rows "v32 B128,dsv4"] [--sustained [NAMES]] [--splits [NAMES]] [--json F]
+
+As bench_decode_sm90.py measures decode: replay of a CUDA graph over inputs that rotate through more memory than the L2
+holds. Every turn has queries and selections of its own from pools that all turns share. Bytes are those of the selected
+tokens once per query token, their indices, queries and results. Two query tokens of every shape are compared with fp64
+before it is timed.
+
+v32 selects 2048 of each request's 32768 tokens; dsv4 128 of a window's pool and 512 or 1024 of another, each of 16384
+tokens a request, with a sink. FlashMLA's columns were measured on another H200 in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_decode_sm90 import SUSTAINED_S, Timed, burst, never, sustained, wanted
+
+import mla_suite  # noqa: F401  registers the operators
+from mla_suite.bench import floors
+from mla_suite.bench.clock import Effort, Replay, cold_bytes
+from mla_suite.bench.inputs import Call
+from mla_suite.core import dispatch
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout
+from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper
+from mla_suite.testing import attention, ulp
+
+CUDA = torch.device("cuda")
+MADE_PAGES = 64  # of a pool; the others repeat them
+
+
+class Pool(NamedTuple):
+    """`topk` selected of each request's `tokens`."""
+
+    page: int
+    tokens: int
+    topk: int
+
+
+class Row(NamedTuple):
+    """FlashMLA's time and its ratio to the floor."""
+
+    layout: str
+    batch: int
+    heads: int
+    pools: tuple[Pool, ...]
+    sink: bool
+    peer_us: float
+    peer_over_floor: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} B{self.batch} H{self.heads} k{'+'.join(str(pool.topk) for pool in self.pools)}"
+
+    @property
+    def keys(self) -> int:
+        return sum(pool.topk for pool in self.pools)
+
+    @property
+    def bytes(self) -> int:
+        width = layout(self.layout).head_dim
+        return self.batch * (self.keys * (layout(self.layout).token_bytes + 4) + self.heads * ((width + 512) * 2 + 4))
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.keys * self.heads * (layout(self.layout).head_dim + 512)
+
+
+def v32(batch: int, heads: int, peer_us: float, peer_over_floor: float) -> Row:
+    return Row("v32", batch, heads, (Pool(64, 32768, 2048),), False, peer_us, peer_over_floor)
+
+
+def dsv4(batch: int, heads: int, extra: int, peer_us: float, peer_over_floor: float) -> Row:
+    pools = (Pool(256, 16384, 128), Pool(64, 16384, extra))
+    return Row("dsv4", batch, heads, pools, True, peer_us, peer_over_floor)
+
+
+ROWS = (
+    v32(128, 128, 183.7, 2.01),
+    dsv4(128, 128, 1024, 103.7, 2.15),
+    v32(128, 64, 113.0, 2.48),
+    dsv4(128, 64, 512, 45.9, 2.76),
+    v32(128, 16, math.nan, math.nan),
+    v32(32, 128, 63.1, 2.76),
+    v32(32, 64, 47.3, 3.73),
+    dsv4(32, 128, 1024, 45.8, 3.79),
+    dsv4(32, 64, 512, 25.2, 4.19),
+    v32(8, 128, 26.3, 4.61),
+    v32(8, 64, 21.6, 4.28),
+    dsv4(8, 128, 1024, 20.1, 4.59),
+    dsv4(8, 64, 512, 15.3, 4.91),
+    v32(1, 128, 17.7, 7.47),
+    v32(1, 64, 17.7, 7.63),
+    v32(1, 16, math.nan, math.nan),
+    dsv4(1, 128, 1024, 14.8, 6.97),
+    dsv4(1, 64, 512, 13.6, 7.16),
+)
+
+
+def filled(name: str, tokens: int, page: int) -> torch.Tensor:
+    """A pool of at least `tokens`: random rows, the same ones again every MADE_PAGES pages."""
+    kind = layout(name)
+    made = caches.pack(kind, torch.randn(MADE_PAGES, page, kind.head_dim, device=CUDA))
+    times = -(-tokens // (MADE_PAGES * page))
+    stride = made.stride(0)
+    blocks = made.as_strided((MADE_PAGES, stride), (stride, 1)).repeat(times, 1)
+    return blocks.as_strided((MADE_PAGES * times, page, made.shape[2]), (stride, made.shape[2], 1))
+
+
+def turns_of(row: Row, count: int) -> list[Call]:
+    """Calls with queries and selections of their own; request b of turn i selects from its own stretch of each pool."""
+    width = layout(row.layout).head_dim
+    kv_caches, stretches = [], []
+    for pool in row.pools:
+        stretch = max(row.batch, -(-(1 << 19) // pool.tokens))
+        kv_caches.append(filled(row.layout, stretch * pool.tokens, pool.page))
+        stretches.append(stretch)
+    kwargs = {"layouts": [row.layout] * len(row.pools), "softmax_scale": width**-0.5}
+    none = [None] * len(row.pools)
+    calls = []
+    for turn in range(count):
+        q = torch.randn(row.batch, 1, row.heads, width, device=CUDA).bfloat16()
+        indices = []
+        for pool, stretch in zip(row.pools, stretches, strict=True):
+            chosen = torch.rand(row.batch, pool.tokens, device=CUDA).argsort(dim=1)[:, : pool.topk]
+            first = (torch.arange(row.batch, device=CUDA) + turn * row.batch) % stretch * pool.tokens
+            indices.append((chosen + first[:, None]).int().view(row.batch, 1, pool.topk))
+        sink = torch.randn(row.heads, device=CUDA) if row.sink else None
+        calls.append(Call((q, kv_caches, indices, none, none, sink), kwargs))
+    return calls
+
+
+def call(turn: Call) -> Any:
+    return torch.ops.mla_suite.sparse_decode(*turn.args, **turn.kwargs)
+
+
+def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """First and last query token against fp64, within what rounding P to 16 bits allows, else AssertionError."""
+    q, kv_caches, indices, _, _, sink = turn.args
+    heads = q.shape[2]
+    sinks = torch.full((heads,), -torch.inf) if sink is None else sink.cpu()
+    for b in sorted({0, q.shape[0] - 1}):
+        pools = zip(turn.kwargs["layouts"], kv_caches, indices, strict=True)
+        rows = [caches.gather(layout(name), cache, index[b, 0].long()) for name, cache, index in pools]
+        keys = torch.cat(rows).bfloat16().cpu()
+        seen = torch.full((heads,), len(keys))
+        exact = attention(q[b, 0].cpu(), keys, seen, turn.kwargs["softmax_scale"], 512, sinks)
+        error = (out[b, 0].cpu().double() - exact.out).abs()
+        worst = (error / (2.0**-8 * exact.magnitude + ulp(exact.out, out.dtype))).max().item()
+        off = (lse[b, 0].cpu().double() - exact.lse).abs().max().item()
+        if not (worst <= 1 and off <= 1e-3):  # a NaN compares false
+            raise AssertionError(f"out is {worst:.3g} times as far from fp64 as it may be, lse off by {off:.2g}")
+
+
+def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -> Timed:
+    turns = turns_of(row, min(max(2, -(-cold_bytes(CUDA) // row.bytes)), 256))
+    first = turns[0]
+    arch = dispatch.arch_of(first.args[0])
+    assert arch is not None
+    problem = SPARSE_DECODE.problem(*first.args, **first.kwargs)
+    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, problem, arch, "cuda")
+    if choice.backend.name != "native":
+        raise AssertionError(str(choice))
+    check(first, *call(first))
+    replay = Replay(call, turns)
+    us, steady = burst(replay), sustained(replay) if long else math.nan
+    del replay
+    splits = hopper.splits(arch, row.batch, row.heads, row.keys)
+    others: dict[str, float] = {}
+    for other in sorted({max(1, splits // 2), splits * 2} - {splits}) if alternatives else ():
+        turns = [turn._replace(kwargs={**turn.kwargs, "num_splits": other}) for turn in turns]
+        others[str(other)] = burst(Replay(call, turns))
+    floor, bound = ceilings.of(row.bytes, row.flops)
+    rates = row.bytes / us / 1e3, row.flops / us / 1e6
+    return Timed(row.name, str(splits), us, steady, *rates, floor, bound, row.peer_us, row.peer_over_floor, others)
+
+
+def show(timed: Timed) -> str:
+    others = " ".join(f"{splits}:{us:.1f}" for splits, us in timed.others.items())
+    return (
+        f"{timed.name:26s} {timed.splits:>4s} {timed.us:8.2f} {timed.sustained_us:8.2f} {timed.gb_per_s:6.0f} "
+        f"{timed.tflops:5.0f} {timed.floor_us:7.1f} {timed.bound[:3]} {timed.us / timed.floor_us:6.2f} "
+        f"{timed.peer_us:8.1f} {timed.peer_over_floor:6.2f} {timed.us / timed.peer_us:6.2f}  {others}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rows", default="", help="only shapes whose name begins with one of these, comma separated")
+    parser.add_argument(
+        "--sustained", nargs="?", const="", help=f"also after {SUSTAINED_S} s of load; likewise for some shapes"
+    )
+    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
+    options = parser.parse_args()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("bench_sparse_sm90: no H100 or H200 here", file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    ceilings = floors.measure(CUDA, Effort(rounds=1, passes=1, rest_s=0.05))
+    print(
+        f"{torch.cuda.get_device_name()}: read {ceilings.gb_per_s:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s"
+    )
+    print("shape                      cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio")
+    long, more = (wanted(names) if names is not None else never for names in (options.sustained, options.splits))
+    found: list[Timed] = []
+    failed = False
+    for row in filter(wanted(options.rows), ROWS):
+        if time.perf_counter() - began > options.seconds:
+            print(f"{row.name:26s} not begun: {options.seconds:.0f} s are over")
+            continue
+        try:
+            timed = measure(row, ceilings, long(row), more(row))
+        except (AssertionError, RuntimeError) as error:
+            print(f"{row.name:26s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
+            failed = True
+            continue
+        found.append(timed)
+        print(show(timed), flush=True)
+        torch.cuda.empty_cache()
+        if options.json:
+            rows: list[dict[str, Any]] = [entry._asdict() for entry in found]
+            options.json.write_text(json.dumps({"floors": ceilings.as_json(), "rows": rows}, indent=1) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
