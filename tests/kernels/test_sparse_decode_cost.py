@@ -185,7 +185,8 @@ def test_a_config_prints_its_point_alone():
 
 
 def test_every_declared_kernel_is_one_of_the_rules():
-    names = {key[1] for key in manifest.installed().kernels if key[1].startswith("sparse_decode_")}
+    built = manifest.installed().kernels
+    names = {name for arch, name in built if arch == "gfx950" and name.startswith("sparse_decode_")}
     assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in ROWS}
 
 
