@@ -51,13 +51,14 @@ struct Factor {
     return Factor{exponent * 0x00800080u + 120u * 0x00800080u, 0, exponent > 134};
   }
 
-  // The same without 2^120, of a scale that turned out to be large.
+  // The same without 2^120, where it would be too large, and for whatever scale is met beside one.
   MLA_DEVICE static Factor of_any_large(float scale) {
     const uint32_t high = both(scale);
     return Factor{high, both(scale - bit_cast<float>(high & 0xffff0000u)), true};
   }
   MLA_DEVICE static Factor of_power_large(uint32_t exponent) {
-    return Factor{exponent == 255 ? NOT_A_NUMBER : exponent * 0x00800080u, 0, true};
+    const uint32_t power = exponent == 0 ? 0x00400040u : exponent * 0x00800080u;
+    return Factor{exponent == 255 ? NOT_A_NUMBER : power, 0, true};
   }
 };
 

@@ -1,7 +1,8 @@
-// Selected keys on their way to shared memory: looked up, copied as they are stored, dequantised into a stage of the ring.
+// Selected keys on their way to shared memory: looked up, copied as they are stored, dequantised into a stage of the
+// ring.
 //
-// A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it has
-// copied lies in memory of its own, PAIRS deep; indices are read four stages ahead of the copies.
+// A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it
+// has copied lies in memory of its own, PAIRS deep; indices are read four stages ahead of the copies.
 #pragma once
 
 #include "sm_90/dequantise.hpp"
@@ -13,7 +14,8 @@ namespace mla::sm90 {
 template <int BYTES>
 MLA_DEVICE void copy_present(uint32_t to, uint64_t from, bool present) {
   if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
+                 : "memory");
   else
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(present ? 8 : 0) : "memory");
 }
@@ -41,7 +43,8 @@ class SparseLoader : Loader<Policy> {
   static constexpr uint32_t STAGE_PAIRS = Policy::WARP_KEYS / 2;
   static constexpr uint32_t BATCH_STAGES = 32 / Policy::WARP_KEYS;  // whose tokens are looked up at once: one to a lane
   static constexpr uint32_t BATCH_PAIRS = 16;
-  static_assert(STAGE_PAIRS + Record::PAIRS <= BATCH_PAIRS, "a stage is stored at most one batch after it was looked up");
+  static_assert(STAGE_PAIRS + Record::PAIRS <= BATCH_PAIRS,
+                "a stage is stored at most one batch after it was looked up");
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
@@ -57,12 +60,15 @@ class SparseLoader : Loader<Policy> {
       const Item item = work.take(token, keys);
       publish(item, work.taken() - 1);
       if (item.keys() == 0) continue;
-      key_ = item.first + warp() * Policy::WARP_KEYS + lane_ / Policy::WARP_KEYS * Policy::KEYS + lane_ % Policy::WARP_KEYS;
+      key_ = item.first + warp() * Policy::WARP_KEYS + lane_ / Policy::WARP_KEYS * Policy::KEYS +
+             lane_ % Policy::WARP_KEYS;
       end_ = item.end;
       fetch();
       const uint32_t stages = (item.keys() + Policy::KEYS - 1) / Policy::KEYS;
-      if constexpr (Record::STORED) bring_stored(token, stages);
-      else bring_rows(token, stages);
+      if constexpr (Record::STORED)
+        bring_stored(token, stages);
+      else
+        bring_rows(token, stages);
     }
     Item over{};
     over.stop = 1;
@@ -132,13 +138,17 @@ class SparseLoader : Loader<Policy> {
     const Selected token = lists().token_of(this->params_, key_, index_);
     const bool present = token.present && key_ < end_;
     const uint32_t which = __ballot_sync(~0u, present);
-    if (odd) odd_ = which;
-    else even_ = which;
+    if (odd)
+      odd_ = which;
+    else
+      even_ = which;
     // Nothing is read there of a token that is not there, but it must be an address.
     row_ = reinterpret_cast<uint64_t>(this->params_.out);
-    if (present) row_ = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
+    if (present)
+      row_ = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
     if constexpr (Record::SCALES_APART)
-      to_scales_ = static_cast<int>(token.tokens * Record::TOKEN_BYTES) - static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
+      to_scales_ = static_cast<int>(token.tokens * Record::TOKEN_BYTES) -
+                   static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
     key_ += BATCH_STAGES * Policy::KEYS;
     fetch();
   }
@@ -150,7 +160,9 @@ class SparseLoader : Loader<Policy> {
     return present_in(stage / BATCH_STAGES) >> (stage % BATCH_STAGES * Policy::WARP_KEYS) & 0xff;
   }
 
-  MLA_DEVICE uint64_t row_of(uint32_t lane) const { return __shfl_sync(~0u, static_cast<unsigned long long>(row_), lane); }
+  MLA_DEVICE uint64_t row_of(uint32_t lane) const {
+    return __shfl_sync(~0u, static_cast<unsigned long long>(row_), lane);
+  }
 
   // The stage is complete as far as this warp goes: what its lanes have written is wgmma's to read.
   MLA_DEVICE void complete(uint32_t stage) {
@@ -197,24 +209,24 @@ class SparseLoader : Loader<Policy> {
       if (__any_sync(~0u, factors[0].large || factors[1].large)) {
         store_piece<true>(at, block, first, large_factor_of(scale[0]));
         store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
+        load16(raw_ + slot + rope_at(), first);
       } else {
         store_piece<false>(at, block, first, factors[0]);
+        load16(raw_ + slot + rope_at(), first);
         store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
       }
       // Lanes 0..15 move the values that are bf16 already: eight a key.
-      if (lane_ < 16) {
-        load16(raw_ + slot + rope_at(), first);
-        const uint32_t here = lane_anew();
-        const uint32_t row = keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + here / 8 * 128 + (here % 8 ^ here / 8) * 16;
-        store16((row + place) ^ swizzle, first[0], first[1], first[2], first[3]);
-      }
+      const uint32_t here = lane_anew();
+      const uint32_t row =
+          keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + here / 8 * 128 + (here % 8 ^ here / 8) * 16;
+      if (here < 16) store16((row + place) ^ swizzle, first[0], first[1], first[2], first[3]);
       slot = slot + Policy::PAIR_BYTES == Policy::RAW_BYTES ? 0 : slot + Policy::PAIR_BYTES;
       if (in_stage == STAGE_PAIRS - 1) complete(pair / STAGE_PAIRS);
     }
   }
 
-  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups are
-  // counted.
+  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups
+  // are counted.
   MLA_DEVICE void issue(uint32_t pair, uint32_t slot) {
     if (pair < pairs_) {
       if (pair % BATCH_PAIRS == 0) look_up(pair / BATCH_PAIRS);
@@ -241,8 +253,10 @@ class SparseLoader : Loader<Policy> {
     const uint32_t lane = lane_anew();
     const uint32_t second = lane / 8 % 2;
     const uint32_t piece = lane % 8;
-    if constexpr (Record::SCALES_APART) return piece < 4 ? second * 512 + 448 + piece * 16 : 1024 + second * Record::TAIL + (piece - 4) * 16;
-    else return 1024 + second * Record::TAIL + 16 + piece * 16;
+    if constexpr (Record::SCALES_APART)
+      return piece < 4 ? second * 512 + 448 + piece * 16 : 1024 + second * Record::TAIL + (piece - 4) * 16;
+    else
+      return 1024 + second * Record::TAIL + 16 + piece * 16;
   }
 
   // The scales of a lane's two pieces.
@@ -251,7 +265,10 @@ class SparseLoader : Loader<Policy> {
     if constexpr (Record::SCALES_APART) {
       const uint32_t at = tail + Record::TAIL_SCALES + block;
       asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[0]) : "r"(at) : "memory");
-      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[1]) : "r"(at + (block < 3 ? 4 : 3)) : "memory");  // there are seven
+      asm volatile("ld.shared.u8 %0, [%1];"
+                   : "=r"(scale[1])
+                   : "r"(at + (block < 3 ? 4 : 3))
+                   : "memory");  // there are seven
     } else {
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[0]) : "r"(tail + block / 2 * 4) : "memory");
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[1]) : "r"(tail + block / 2 * 4 + 8) : "memory");
@@ -259,12 +276,16 @@ class SparseLoader : Loader<Policy> {
   }
 
   MLA_DEVICE static Factor factor_of(uint32_t scale) {
-    if constexpr (Record::SPLIT) return Factor::of_any(bit_cast<float>(scale));
-    else return Factor::of_power(scale);
+    if constexpr (Record::SPLIT)
+      return Factor::of_any(bit_cast<float>(scale));
+    else
+      return Factor::of_power(scale);
   }
   MLA_DEVICE static Factor large_factor_of(uint32_t scale) {
-    if constexpr (Record::SPLIT) return Factor::of_any_large(bit_cast<float>(scale));
-    else return Factor::of_power_large(scale);
+    if constexpr (Record::SPLIT)
+      return Factor::of_any_large(bit_cast<float>(scale));
+    else
+      return Factor::of_power_large(scale);
   }
 
   template <bool LARGE>
@@ -276,7 +297,8 @@ class SparseLoader : Loader<Policy> {
     store16(to ^ 16, values[4], values[5], values[6], values[7]);
   }
 
-  // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, AHEAD stages in flight.
+  // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, AHEAD stages in
+  // flight.
   MLA_DEVICE void bring_rows(int token, uint32_t stages) {
     constexpr uint32_t AHEAD = Policy::STAGES - 2;
     bring_q(token);
@@ -288,7 +310,8 @@ class SparseLoader : Loader<Policy> {
       if (stage < stages) {
         if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
         barrier_wait(this->barriers_.kv_empty(filled.stage), filled.parity ^ 1);
-        const uint32_t to = this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
+        const uint32_t to =
+            this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
 #pragma unroll
         for (int i = 0; i < Policy::WARP_KEYS / 4; ++i) {
           const uint32_t source = stage % BATCH_STAGES * Policy::WARP_KEYS + slot + 4 * i;
@@ -296,7 +319,8 @@ class SparseLoader : Loader<Policy> {
           const bool present = present_in(stage / BATCH_STAGES) >> source & 1;
           const uint32_t place = to + i * 512 + ((piece ^ (slot + 4 * i)) << 4);
 #pragma unroll
-          for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c) copy_present<16>(place + c * Policy::BLOCK_BYTES, row + c * 128, present);
+          for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
+            copy_present<16>(place + c * Policy::BLOCK_BYTES, row + c * 128, present);
         }
         filled.next();
       }
@@ -310,14 +334,14 @@ class SparseLoader : Loader<Policy> {
   const uint32_t lane_;
   const uint32_t raw_;
   Ring<Policy::STAGES> ring_;
-  int key_;               // this lane's of the batch that is looked up next
+  int key_;  // this lane's of the batch that is looked up next
   int end_;
-  int index_;             // of that key
-  uint32_t even_;         // bit l: lane l's token is there; of the last batch with an even number
-  uint32_t odd_;          // and with an odd one
-  uint64_t row_;          // this lane's token
-  int to_scales_;         // from there to its scales, where they lie apart
-  uint32_t pairs_;             // of the item
+  int index_;       // of that key
+  uint32_t even_;   // bit l: lane l's token is there; of the last batch with an even number
+  uint32_t odd_;    // and with an odd one
+  uint64_t row_;    // this lane's token
+  int to_scales_;   // from there to its scales, where they lie apart
+  uint32_t pairs_;  // of the item
 };
 
 }  // namespace mla::sm90

@@ -7,32 +7,33 @@
 
 namespace mla::sm90 {
 
-// How a selected token is stored, and how two of them lie in shared memory as they came: [2][512] bytes, then their tails
-// of TAIL bytes each. A warp has room for PAIRS of two, of which one is being read.
+// How a selected token is stored, and how two of them lie in shared memory as they came: [2][512] bytes, then their
+// tails of TAIL bytes each. A warp has room for PAIRS of two, of which one is being read.
 
 // 656 bytes: 512 e4m3 values, four fp32 scales of 128 values each, 64 bf16 values.
 struct v32 {
-  static constexpr bool STORED = true;      // not as it is multiplied
+  static constexpr bool STORED = true;  // not as it is multiplied
   static constexpr int DEPTH = 576;
-  static constexpr int LATENT = 512;        // e4m3 values
+  static constexpr int LATENT = 512;  // e4m3 values
   static constexpr int TOKEN_BYTES = 656;
-  static constexpr int TAIL = 144;          // scales, bf16 values
-  static constexpr int TAIL_PIECES = 9;     // of 16 bytes, that come with the token
+  static constexpr int TAIL = 144;       // scales, bf16 values
+  static constexpr int TAIL_PIECES = 9;  // of 16 bytes, that come with the token
   static constexpr bool SCALES_APART = false;
-  static constexpr bool SPLIT = true;       // a scale is any number
+  static constexpr bool SPLIT = true;  // a scale is any number
   static constexpr int STAGES = 4;
   static constexpr int PAIRS = 7;
 };
 
-// 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64 values.
+// 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64
+// values.
 struct dsv4 {
   static constexpr bool STORED = true;
   static constexpr int DEPTH = 512;
   static constexpr int LATENT = 448;
   static constexpr int TOKEN_BYTES = 576;
-  static constexpr int TAIL = 80;           // the last 32 bf16 values, scales, and 8 bytes unused
+  static constexpr int TAIL = 80;  // the last 32 bf16 values, scales, and 8 bytes unused
   static constexpr int TAIL_PIECES = 4;
-  static constexpr int TAIL_SCALES = 64;    // where the scales lie in it
+  static constexpr int TAIL_SCALES = 64;  // where the scales lie in it
   static constexpr bool SCALES_APART = true;
   static constexpr bool SPLIT = false;
   static constexpr int STAGES = 4;
@@ -62,22 +63,24 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   static constexpr int FULL_ARRIVALS = LOADER_WARPS;
   static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that one warp of the loader brings
 
-  static constexpr int PRESENT_OFFSET = (Base::SHARED_BYTES + 15) / 16 * 16;  // uint32[STAGES]: a bit per key, 1: selected
+  static constexpr int PRESENT_OFFSET =
+      (Base::SHARED_BYTES + 15) / 16 * 16;  // uint32[STAGES]: a bit per key, 1: selected
   static constexpr int NOTES_OFFSET = PRESENT_OFFSET + (4 * Base::STAGES + 15) / 16 * 16;
-  static constexpr int NOTES_BYTES = 64;                       // of a warp of the loader: Lists, SparseWork
+  static constexpr int NOTES_BYTES = 64;  // of a warp of the loader: Lists, SparseWork
   static constexpr int RAW_OFFSET = NOTES_OFFSET + LOADER_WARPS * NOTES_BYTES;
   static constexpr int PAIR_BYTES = 1024 + 2 * Record::TAIL;
   static constexpr int RAW_BYTES = Record::PAIRS * PAIR_BYTES;  // of a warp
   static constexpr int SHARED_BYTES = RAW_OFFSET + LOADER_WARPS * RAW_BYTES;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
 
-  MLA_DEVICE static int rows(const Params& params) { return params.heads; }  // of a query token
+  MLA_DEVICE static int rows(const Params& params) { return params.heads; }                // of a query token
   MLA_DEVICE static uint32_t nothing(const Params& params) { return params.pools & ~7u; }  // 0, which no compiler knows
 };
 
 static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
                       sizeof(Pool) &&
-                  __builtin_offsetof(SparseDecodeTmaParams, tokens) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
+                  __builtin_offsetof(SparseDecodeTmaParams, tokens) -
+                          __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
                       MOST_POOLS * sizeof(Pool),
               "selection: Pool mirrors the parameters");
 

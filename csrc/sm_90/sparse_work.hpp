@@ -6,9 +6,9 @@
 
 namespace mla::sm90 {
 
-// A plan's items in order of worker, or equal cuts: query token i / num_splits, cut i % num_splits. How many keys a token
-// has is known only when its lists have been looked up. Where a warp is in it lies in shared memory of its own: it is
-// wanted once an item, and registers are scarce. All lanes write the same, so each reads what it wrote.
+// A plan's items in order of worker, or equal cuts: query token i / num_splits, cut i % num_splits. How many keys a
+// token has is known only when its lists have been looked up. Where a warp is in it lies in shared memory of its own:
+// it is wanted once an item, and registers are scarce. All lanes write the same, so each reads what it wrote.
 class SparseWork {
  public:
   using Params = SparseDecodeTmaParams;
@@ -18,8 +18,10 @@ class SparseWork {
   MLA_DEVICE SparseWork(const Params& params, uint32_t notes) : params_(params), notes_(notes) {
     write(TAKEN, 0);
     const int worker = static_cast<int>(blockIdx.x) / params.row_tiles;
-    if (params.plan != nullptr) open_worker(worker);
-    else write(CURSOR, worker);
+    if (params.plan != nullptr)
+      open_worker(worker);
+    else
+      write(CURSOR, worker);
   }
 
   MLA_DEVICE bool more() const {
@@ -49,8 +51,10 @@ class SparseWork {
       item.end = uniform(__ldg(at + 2));
       item.partial_row = uniform(__ldg(at + 3));
       const int worker = read(WORKER);
-      if (cursor + 1 < uniform(__ldg(bounds() + worker + 1))) write(CURSOR, cursor + 1);
-      else open_worker(worker + params_.workers);
+      if (cursor + 1 < uniform(__ldg(bounds() + worker + 1)))
+        write(CURSOR, cursor + 1);
+      else
+        open_worker(worker + params_.workers);
     } else {
       const int splits = params_.num_splits;
       const int cut = cursor - token * splits;
@@ -107,8 +111,8 @@ class SparseWork {
 struct Selected {
   const uint8_t* page;  // where its page begins
   uint32_t in_page;
-  uint32_t tokens;      // of the page
-  bool present;         // the index lies in the pool
+  uint32_t tokens;  // of the page
+  bool present;     // the index lies in the pool
 };
 
 // The lists of one query token as a warp's table in shared memory: in registers four pools would cost too much.
