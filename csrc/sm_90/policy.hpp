@@ -13,10 +13,6 @@ constexpr int THREADS = 512;
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
-// The softmax of a block comes in so many parts, one after every SOFTMAX_GAP steps of the next block's Q K^T.
-constexpr int SOFTMAX_PARTS = 2;
-constexpr int SOFTMAX_GAP = 8;
-
 // How keys come: by 16-byte copies from pages of any size, by the copy engine from pages that are multiples of a box,
 // or chosen one by one (sparse_policy.hpp).
 enum class Source { gather, tma, selected };
@@ -34,14 +30,16 @@ struct DecodePolicy {
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
   static constexpr int STAGES = STAGES_;
   // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-  static constexpr int LOADER_REGISTERS = 48;
-  static constexpr int SCORES_REGISTERS = 144;
+  // One thread that asks the copy engine needs fewer than 128 that copy.
+  static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : 48;
+  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : 144;
   static constexpr int VALUES_REGISTERS = 160;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
-  static constexpr int Q_REGISTER_STEPS = Q_STEPS / 2;
-  static constexpr int Q_SHARED_STEPS = Q_STEPS / 2;
+  static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : 24;
+  static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
+  static constexpr int HAND_OVER_STEP = Q_STEPS - 8;     // of a Q K^T, at which the P before it is handed over
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
   static constexpr int Q_BOXES = DEPTH / 64;             // [Q_BOXES][ROWS][64 B]
   static constexpr int Q_BOX_BYTES = ROWS * 64;
@@ -69,7 +67,6 @@ struct DecodePolicy {
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
 
   MLA_DEVICE static int rows(const Params& params) { return params.q_len * params.heads; }  // of a sequence
-  MLA_DEVICE static uint32_t nothing(const Params& params) { return params.causal & ~1u; }  // 0, which no compiler knows
 };
 
 // Addresses of the barriers, by role.

@@ -1,10 +1,11 @@
 // The warpgroup that makes scores and probabilities: S = Q K^T, online softmax, P to shared memory.
 //
-// A warp that issues wgmma is busy until the tensor cores have taken nearly all of it. So the softmax of a block is
-// written between the instructions of the next block's Q K^T: its arithmetic runs while they run.
+// The tensor cores take instructions of all warpgroups in turn, and those of P V are four times as long as those of Q K^T.
+// So P V is to run while this warpgroup computes probabilities, and not while it multiplies: a P is handed over when the
+// next block's Q K^T is nearly done.
 //
-// The reference maximum of a row moves only when a score passes it by more than 2^8 (in powers of two); until then P may
-// exceed 1, which costs nothing in a floating format, and the 64 x 512 result need not be rescaled.
+// The reference of a row, in powers of two, moves only when its probabilities pass 2^8; until then they may exceed 1,
+// which costs nothing in a floating format, and the 64 x 512 result need not be rescaled.
 #pragma once
 
 #include "sm_90/loader.hpp"
@@ -13,7 +14,8 @@ namespace mla::sm90 {
 
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-constexpr float MAX_GROWTH = 8.0f;
+constexpr float MOST_PROBABILITY = 256.0f;  // summed over a thread's keys of a row
+constexpr float LOWEST = -1e38f;              // the reference of a row that has seen no key
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr int SCORES_BARRIER = 1;
 
@@ -21,12 +23,6 @@ MLA_DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-MLA_DEVICE uint32_t clock_now() {
-  uint32_t now;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
-  return now;
 }
 
 MLA_DEVICE float quad_max(float x) {
@@ -47,7 +43,7 @@ class Scores {
 
  public:
   MLA_DEVICE Scores(const Params& params, uint32_t shared)
-      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), nothing_(Policy::nothing(params)) {}
+      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), p_to_(p_fragment(group_thread())) {}
 
   MLA_DEVICE void run() {
     while (next_item()) one_item();
@@ -74,50 +70,55 @@ class Scores {
     return uniform(stop) == 0;
   }
 
-  // This item's queries from their two stages: the first half of the steps of Q K^T read them from shared memory, swizzled
-  // as they came, the second half from registers.
+  // This item's queries from their two stages: the first steps of Q K^T read them from shared memory, swizzled as they
+  // came, the others from registers.
   MLA_DEVICE void load_q() {
     const int lane = group_thread() % 32;
     const int warp = group_thread() / 32;
     const Queries queries(params_, item_.sequence);
     const Heads heads(params_);
-    group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
-    uint32_t stage = next_q_stage();
-#pragma unroll
-    for (int i = 0; i < Policy::STAGE_BYTES / 2048; ++i) {
-      const uint32_t at = i * 2048 + group_thread() * 16;
-      uint32_t a, b, c, d;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
-      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
-                   "r"(d)
-                   : "memory");
-    }
-    release_q_stage();
-    stage = next_q_stage();
     const int row = warp * 16 + lane % 16;
-    const uint32_t from = stage + row * 64;
     const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts a lane's 16 bytes of an even step
+    constexpr int HALF = Policy::Q_STEPS / 2;
+    group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
 #pragma unroll
-    for (int k = 0; k < Policy::Q_REGISTER_STEPS; ++k)
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
-                   : "r"(from + k / 2 * Policy::Q_BOX_BYTES + (piece ^ k % 2 * 2) * 16)
-                   : "memory");
-    release_q_stage();
+    for (int half = 0; half < 2; ++half) {
+      barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+      const uint32_t stage = shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES;
+#pragma unroll
+      for (int k = half * HALF; k < half * HALF + HALF; ++k) {
+        if (k < Policy::Q_SHARED_STEPS) copy_q(k * 2048 + group_thread() * 16, stage);
+        else load_q_step(k - Policy::Q_SHARED_STEPS,
+                         stage + row * 64 + k % HALF / 2 * Policy::Q_BOX_BYTES + (piece ^ k % HALF % 2 * 2) * 16);
+      }
+      release_q_stage();
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
       if constexpr (!SELECTED) row_limit_[half] = row.limit(params_, queries, item_);
       // What lies where a row has no query may not move the references of rows that have one.
-      if (!row.valid) maximum_[half] = INFINITE;
+      if (!row.valid) reference_[half] = INFINITE;
     }
+    if constexpr (!SELECTED) all_see_ = Row(heads, queries, 0).limit(params_, queries, item_);
     fence_async();
     group_sync(SCORES_BARRIER);
   }
 
-  MLA_DEVICE uint32_t next_q_stage() {
-    barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
-    return shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES;
+  // 16 bytes of queries from a stage to where Q K^T reads them; the two halves of a step are 1024 bytes apart in both.
+  MLA_DEVICE void copy_q(uint32_t at, uint32_t stage) {
+    uint32_t a, b, c, d;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
+                 "r"(d)
+                 : "memory");
+  }
+
+  MLA_DEVICE void load_q_step(int k, uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
+                 : "r"(from)
+                 : "memory");
   }
 
   // In place of the eight values warps, which do not read this stage.
@@ -128,9 +129,9 @@ class Scores {
     ring_.next();
   }
 
-  // Starts S = Q K^T for the ring's next stage; `between(k)` is done after step k.
+  // S = Q K^T for the ring's next stage; `between(k)` is done after step k was issued.
   template <class Between>
-  MLA_DEVICE void start(float (&s)[REGS], const Between& between) {
+  MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE == Source::gather) fence_async();
     if constexpr (SELECTED)
@@ -151,54 +152,72 @@ class Scores {
     }
     wgmma_commit();
     ring_.next();
+    stage_ready_ = barrier_test(barriers_.kv_full(ring_.stage), ring_.parity);
+    wgmma_wait<0>();
+    pin(s);
   }
 
-  // Softmax of the block whose scores are in `s`; unless it is the item's last, Q K^T of the next block into `next`. The
-  // two cases are two functions: a wgmma that runs across a condition is serialised by the compiler.
+  // Softmax of the block whose scores are in `s`: P, and what the values need with it, to the next slot. The item's last
+  // P is handed over at once.
   template <bool LAST_BLOCK>
-  MLA_DEVICE void step(float (&s)[REGS], float (&next)[REGS], int first) {
+  MLA_DEVICE void step(float (&s)[REGS], int first) {
     const int lane = group_thread() % 32;
-    if constexpr (SELECTED) {
-      keep_selected(s);
-    } else if (first + Policy::KEYS > row_limit_[0] || first + Policy::KEYS > row_limit_[1]) {
-#pragma unroll
-      for (int i = 0; i < REGS; ++i) {
-        const int key = first + i / 4 * 8 + lane % 4 * 2 + i % 2;
-        if (key >= row_limit_[i / 2 % 2]) s[i] = -INFINITE;
+    const int warp = group_thread() / 32;
+    mask(s, first);
+    const bool slot_ready = barrier_test(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    const uint32_t slot = this->slot();
+    const uint32_t row = slot + (warp * 16 + lane / 4) * 4;
+    int order = MULTIPLY | (LAST_BLOCK ? LAST : 0);
+    uint32_t p[REGS / 2];
+    float sum[2];
+    exponentiate(s, p, sum);
+    const bool outgrown = sum[0] > MOST_PROBABILITY || sum[1] > MOST_PROBABILITY;
+    if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
+      order |= RESCALE;
+      float factor[2];
+      move_references(s, factor);
+      exponentiate(s, p, sum);
+      barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+      if (lane % 4 == 0) {
+        store_shared(row + Policy::FACTOR, factor[0]);
+        store_shared(row + Policy::FACTOR + 32, factor[1]);
       }
     }
-    slot_ready_ = barrier_test(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
-    // Probabilities against the reference maximum as it stands; thrown away in the rare case that it must move.
-    uint32_t p[REGS / 2];
-    float sum[2] = {0.0f, 0.0f};
-    float top[2] = {-INFINITE, -INFINITE};
-    const float offset[2] = {reference(0), reference(1)};
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
+    if (!slot_ready) barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    const uint32_t to = slot + p_to_;
+#pragma unroll
+    for (int k = 0; k < Policy::KEYS / 16; ++k)
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + k * 2048),
+                   "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
+                   : "memory");
     if constexpr (LAST_BLOCK) {
+      float inverse[2];
+      float lse[2];
+      finish_rows(inverse, lse);
+      if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
+      if (lane % 4 == 0) {
+        store_shared(row + Policy::INVERSE, inverse[0]);
+        store_shared(row + Policy::INVERSE + 32, inverse[1]);
+        store_shared(row + Policy::LSE, lse[0]);
+        store_shared(row + Policy::LSE + 32, lse[1]);
+      }
+    }
+    write_order(order);
+    if constexpr (LAST_BLOCK) hand_over();
+  }
+
+  // Scores of keys that a row does not see become -inf.
+  MLA_DEVICE void mask(float (&s)[REGS], int first) {
+    if constexpr (SELECTED) {
+      keep_selected(s);
+    } else if (__builtin_expect(first + Policy::KEYS > all_see_, 0)) {
 #pragma unroll
-      for (int i = 0; i < REGS / 2; ++i) exponentiate(s, i, offset, p, sum, top);
-      pass_on<true>(s, first, p, sum, top);
-    } else {
-      // After every GAP of the first steps of Q K^T comes a part of the softmax, and the values can begin before the last
-      // step has run.
-      constexpr int PAIRS = REGS / 2 / SOFTMAX_PARTS;
-      constexpr int GAP = SOFTMAX_GAP;
-      constexpr int DONE = SOFTMAX_PARTS * GAP + 1;
-      static_assert(DONE < Policy::Q_STEPS, "the softmax is shorter than Q K^T");
-      uint32_t now = 0;
-      start(next, [&](int k) {
-        if (k < SOFTMAX_PARTS * GAP) {
-          if (k % GAP == GAP / 2 - 1) now = clock_now();
-          if (k % GAP != GAP - 1) return;
-          const float here[2] = {not_before(now, offset[0]), not_before(now, offset[1])};
-#pragma unroll
-          for (int i = 0; i < PAIRS; ++i) exponentiate(s, k / GAP * PAIRS + i, here, p, sum, top);
-        } else if (k == DONE) {
-          pass_on<false>(s, first, p, sum, top);
-        }
-      });
-      stage_ready_ = barrier_test(barriers_.kv_full(ring_.stage), ring_.parity);
-      wgmma_wait<0>();
-      pin(next);
+      for (int i = 0; i < REGS; ++i) {
+        const int key = first + i / 4 * 8 + group_thread() % 4 * 2 + i % 2;
+        if (key >= row_limit_[i / 2 % 2]) s[i] = -INFINITE;
+      }
     }
   }
 
@@ -211,88 +230,38 @@ class Scores {
       if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
   }
 
-  // Sums and probabilities are final, or made again if a reference must move; P to shared memory and handed over.
-  template <bool LAST_BLOCK>
-  MLA_DEVICE void pass_on(const float (&s)[REGS], int first, uint32_t (&p)[REGS / 2], float (&sum)[2], float (&top)[2]) {
-    const int lane = group_thread() % 32;
-    const int warp = group_thread() / 32;
-    int order = MULTIPLY | (LAST_BLOCK ? LAST : 0);
-    float factor[2] = {1.0f, 1.0f};
-    const bool outgrown =
-        (top[0] - maximum_[0]) * scale_ > MAX_GROWTH || (top[1] - maximum_[1]) * scale_ > MAX_GROWTH;
-    if (__any_sync(~0u, outgrown)) {
-      order |= RESCALE;
-      move_maximum(top, factor);
-      const float offset[2] = {reference(0), reference(1)};
-      sum[0] = sum[1] = 0.0f;
+  // Scores to probabilities, packed, and their sum for each row.
+  MLA_DEVICE void exponentiate(const float (&s)[REGS], uint32_t (&p)[REGS / 2], float (&sum)[2]) const {
 #pragma unroll
-      for (int i = 0; i < REGS / 2; ++i) exponentiate(s, i, offset, p, sum, top);
+    for (int i = 0; i < REGS / 2; ++i) {
+      const float a = exp2_fast(fmaf(s[2 * i], scale_, -reference_[i % 2]));
+      const float b = exp2_fast(fmaf(s[2 * i + 1], scale_, -reference_[i % 2]));
+      sum[i % 2] = i < 2 ? a + b : sum[i % 2] + (a + b);
+      p[i] = pack<T>(a, b);
     }
-    sum_[0] += sum[0];
-    sum_[1] += sum[1];
-    float inverse[2] = {0.0f, 0.0f};
-    float lse[2] = {-INFINITE, -INFINITE};
-    if constexpr (LAST_BLOCK) {
-      finish_rows(inverse, lse);
-      if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
-    }
-    if (!slot_ready_) barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
-    const uint32_t slot = this->slot();
-    const uint32_t to = slot + p_fragment(group_thread());
-#pragma unroll
-    for (int k = 0; k < Policy::KEYS / 16; ++k)
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + k * 2048),
-                   "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
-                   : "memory");
-    const uint32_t row = slot + (warp * 16 + lane / 4) * 4;
-    if ((order & RESCALE) && lane % 4 == 0) {
-      store_shared(row + Policy::FACTOR, factor[0]);
-      store_shared(row + Policy::FACTOR + 32, factor[1]);
-    }
-    if (LAST_BLOCK && lane % 4 == 0) {
-      store_shared(row + Policy::INVERSE, inverse[0]);
-      store_shared(row + Policy::INVERSE + 32, inverse[1]);
-      store_shared(row + Policy::LSE, lse[0]);
-      store_shared(row + Policy::LSE + 32, lse[1]);
-    }
-    write_order(order);
-    hand_over();
-  }
-
-  // `value`, but only once the clock has been read: the assembler would gather the softmax before the first wgmma, where
-  // nothing runs beside it. It moves no read of the clock over a wgmma, and does not know that the mask is 0.
-  MLA_DEVICE float not_before(uint32_t now, float value) const {
-    return bit_cast<float>(bit_cast<uint32_t>(value) ^ (now & nothing_));
-  }
-
-  // What is taken off a row's scores, in powers of two. A row that has seen no key yet has no maximum.
-  MLA_DEVICE float reference(int half) const { return maximum_[half] == -INFINITE ? 0.0f : maximum_[half] * scale_; }
-
-  // Scores 2i and 2i + 1 to probabilities, packed and summed; `top` is the largest score of each row.
-  MLA_DEVICE void exponentiate(const float (&s)[REGS], int i, const float (&offset)[2], uint32_t (&p)[REGS / 2],
-                               float (&sum)[2], float (&top)[2]) {
-    const float a = exp2_fast(fmaf(s[2 * i], scale_, -offset[i % 2]));
-    const float b = exp2_fast(fmaf(s[2 * i + 1], scale_, -offset[i % 2]));
-    sum[i % 2] += a + b;
-    top[i % 2] = fmaxf(top[i % 2], fmaxf(s[2 * i], s[2 * i + 1]));
-    p[i] = pack<T>(a, b);
   }
 
   // The references of this warp's rows move to their largest scores so far; `factor` is what that is worth.
-  MLA_DEVICE void move_maximum(const float (&top)[2], float (&factor)[2]) {
+  MLA_DEVICE void move_references(const float (&s)[REGS], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float higher = fmaxf(maximum_[half], quad_max(top[half]));
-      if (higher != -INFINITE) factor[half] = exp2_fast((maximum_[half] - higher) * scale_);
-      maximum_[half] = higher;
+      float top = -INFINITE;
+#pragma unroll
+      for (int i = 0; i < REGS; ++i)
+        if (i / 2 % 2 == half) top = fmaxf(top, s[i]);
+      const float higher = fmaxf(reference_[half], quad_max(top) * scale_);
+      factor[half] = exp2_fast(reference_[half] - higher);
+      reference_[half] = higher;
       sum_[half] *= factor[half];
     }
   }
 
+  MLA_DEVICE bool leads() const { return p_to_ % 512 == 0; }  // of a warp's 16 rows of 32 bytes, lane 0 has the first
+
   MLA_DEVICE void write_order(int order) {
     const uint32_t slot = this->slot();
-    if (group_thread() % 32 == 0) store_shared(slot + Policy::ORDER + group_thread() / 32 * 4, order);
-    if (group_thread() == 0 && (order & LAST)) {
+    if (leads()) store_shared(slot + Policy::ORDER + p_to_ / 512 * 4, order);
+    if ((order & LAST) && p_to_ == 0) {
       store_shared(slot + Policy::ITEM, item_.sequence);
       store_shared(slot + Policy::ITEM + 4, item_.partial_row);
     }
@@ -301,7 +270,7 @@ class Scores {
   // The slot is the values warpgroups' from here on.
   MLA_DEVICE void hand_over() {
     __syncwarp();
-    warp_arrive(barriers_.p_full(slots_.stage));
+    if (leads()) barrier_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
 
@@ -341,39 +310,31 @@ class Scores {
       if (any && item_.partial_row < 0 && params_.attn_sink != nullptr) {
         const int row = first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8;
         const float sink = __ldg(params_.attn_sink + row % params_.heads);
-        denominator += exp2_fast(sink * LOG2E - maximum_[half] * scale_);
+        denominator += exp2_fast(sink * LOG2E - reference_[half]);
       }
       inverse[half] = any ? __fdividef(1.0f, denominator) : 0.0f;
-      lse[half] = any ? (maximum_[half] * scale_ + __log2f(sum)) * LN2 : -INFINITE;
+      lse[half] = any ? (reference_[half] + __log2f(sum)) * LN2 : -INFINITE;
     }
   }
 
   MLA_DEVICE void one_item() {
-    maximum_[0] = maximum_[1] = -INFINITE;
+    reference_[0] = reference_[1] = LOWEST;
     sum_[0] = sum_[1] = 0.0f;
     if (item_.keys() == 0) {
       order_only(LAST);
       return;
     }
     load_q();
-    float even[REGS], odd[REGS];
-    start(even, [](int) {});
-    wgmma_wait<0>();
-    pin(even);
-    for (int first = item_.first;;) {
-      if (first + Policy::KEYS >= item_.end) {
-        step<true>(even, odd, first);
-        break;
-      }
-      step<false>(even, odd, first);
-      first += Policy::KEYS;
-      if (first + Policy::KEYS >= item_.end) {
-        step<true>(odd, even, first);
-        break;
-      }
-      step<false>(odd, even, first);
-      first += Policy::KEYS;
+    float s[REGS];
+    multiply(s, [](int) {});
+    int first = item_.first;
+    for (; first + Policy::KEYS < item_.end; first += Policy::KEYS) {
+      step<false>(s, first);
+      multiply(s, [&](int k) {
+        if (k == Policy::HAND_OVER_STEP) hand_over();
+      });
     }
+    step<true>(s, first);
     stage_ready_ = false;
   }
 
@@ -388,16 +349,16 @@ class Scores {
   Barriers<Policy> barriers_;
   uint32_t shared_;
   float scale_;
-  uint32_t nothing_;            // 0
+  uint32_t p_to_;             // where this lane's row of P goes in a slot
   bool stage_ready_ = false;  // the next stage was seen to be full
-  bool slot_ready_ = false;   // the next slot was seen to be empty
   Ring<Policy::STAGES> ring_;
   Ring<Policy::P_SLOTS> slots_;
   Ring<Policy::ITEMS> items_;
   Item item_;
-  int row_limit_[2];      // unused where keys are selected
+  int row_limit_[2];      // keys that this thread's rows see; like the next, unused where keys are selected
+  int all_see_;           // keys that every row of the sequence sees
   uint32_t present_;      // only there: a bit for each key of the stage whose scores come next
-  float maximum_[2];
+  float reference_[2];    // of this thread's rows, what their scores are taken off, in powers of two
   float sum_[2];
   uint32_t q_[Policy::Q_REGISTER_STEPS * 4];
 };

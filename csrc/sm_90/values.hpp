@@ -85,7 +85,7 @@ class Values {
   MLA_DEVICE void multiply(bool rescale) {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
     fence_async();  // P, and keys that ordinary copies brought; here and not where P is made, whose time is scarcer
-    if (rescale) {
+    if (__builtin_expect(rescale, 0)) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
 #pragma unroll

@@ -18,6 +18,7 @@ from mla_suite.runtime import has_kernel, tensor_map
 ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
 KEYS = 32  # of a stage: one copy, one Q K^T, one P V
 STAGES = 5
+REGISTER_STEPS = {"tma": 28, "gather": 24}  # 16-value steps of Q K^T whose queries lie in registers, by source
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
@@ -69,7 +70,7 @@ class HopperConfig:
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
-        return block_bytes(self.width, STAGES)
+        return block_bytes(self.width, STAGES, REGISTER_STEPS[self.source])
 
     @property
     def instance(self) -> str:
@@ -80,10 +81,10 @@ class HopperConfig:
         return -(-rows // ROWS)
 
 
-def block_bytes(width: int, stages: int) -> int:
+def block_bytes(width: int, stages: int, register_steps: int) -> int:
     """Shared memory of a block with a ring of `stages` for rows of `width` values, as DecodePolicy lays it out."""
     keys = stages * KEYS * width * 2
-    queries = width // 32 * 2048  # half of the steps of Q K^T; registers hold the others
+    queries = (width // 16 - register_steps) * 2048
     probabilities = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128
     return keys + queries + 2 * probabilities + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
 

@@ -53,7 +53,7 @@ class HopperSparseConfig:
         width, stages = WIDTHS[self.record], STAGES[self.record]
         pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
         selected = 16 * -(-stages // 4) + LOADER_WARPS * (64 + pairs * pair_bytes)
-        return -(-hopper.block_bytes(width, stages) // 16) * 16 + selected
+        return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["gather"]) // 16) * 16 + selected
 
     @property
     def rows(self) -> int:
