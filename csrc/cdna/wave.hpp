@@ -81,6 +81,11 @@ struct Wave {
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
+  // Puts a value in a word of LDS and returns what was there, as one step.
+  MLA_DEVICE static int exchange(int* word, int value) {
+    return __hip_atomic_exchange(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+  }
+
   // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
   // launch, so the stream's order is all there is.
   MLA_DEVICE static void wait_for_producer() {}

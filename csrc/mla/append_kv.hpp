@@ -1,8 +1,9 @@
 // append_kv: rotates, quantises and writes new tokens into a paged cache of any layout. One pipeline for every arch.
 //
-// A workgroup writes one token, or several neighbours with a share of its waves each. First all look together for later
-// tokens with the same slots, which would be the ones that stay: with several tokens the slots are read once for all of
-// them. Then each wave takes pieces of a row: up to 128 latent values, or those of one scale, or the rope part.
+// A workgroup writes one token, or `group` neighbours. First all of it looks for later tokens with the same slots, which
+// would be the ones that stay. Of many tokens every slot is then looked up in a table of the workgroup's own: that all
+// compare all would take ten times as long as writing 65536 of them. Then each wave takes pieces of a row: up to 128
+// latent values, or those of one scale, or the rope part.
 #pragma once
 
 #include "mla/encode.hpp"
@@ -10,15 +11,19 @@
 
 namespace mla {
 
-template <class Wave, int tokens_>
+template <class Wave, int most_tokens>
 struct AppendKv {
-  static constexpr int waves = 8;  // the most pieces a row of today's layouts has: 7 tiles and the rope part
-  static constexpr int waves_per_token = waves / tokens_;
+  // Of one token: the most pieces a row of today's layouts has, 7 tiles and the rope part. Of many: all there can be.
+  static constexpr int waves = most_tokens == 1 ? 8 : 1024 / Wave::lanes;
   static constexpr int threads = waves * Wave::lanes;
   static constexpr int min_waves = 4;
-  static constexpr int piece = 128;  // values; no layout has a longer tile
-  static constexpr int per_lane = piece / Wave::lanes;
-  static_assert(waves % tokens_ == 0, "append_kv: TOKENS must divide the waves of a workgroup");
+  static constexpr int chains = 2048;  // of the table; neighbouring slots are in different ones
+  static constexpr int ahead = 8;      // slots that a thread asks for together
+  static constexpr int piece = 128;    // values; no layout has a longer tile
+  // Of values without a scale of their own. Of many tokens a wave has one piece after the other, so a piece is what is
+  // under way together: with 128 values memory would wait.
+  static constexpr int plain_piece = most_tokens == 1 ? 128 : 512;
+  static_assert((chains & (chains - 1)) == 0, "append_kv: a chain's number is the low bits of a slot");
 
   // Where the token lies in the cache.
   struct Record {
@@ -49,54 +54,107 @@ struct AppendKv {
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int wave = Wave::uniform(thread_id() / Wave::lanes);
+    const int length = p.tile > 0 ? p.tile : plain_piece;
+    const int pieces = (p.latent + length - 1) / length + 1;  // with the rope part
+    if constexpr (most_tokens == 1) {
+      const int token = block_id_x();
+      const int slot = slot_of(p, token);
+      if (written_later(p, token, slot) || slot < 0) return;
+      for (int i = wave; i < pieces; i += waves) write_piece(p, token, slot, i, pieces, length);
+    } else {
+      MLA_SHARED Table table;
+      const int first = block_id_x() * p.group;
+      const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
+      find_stale(p, table, first, count);
+      for (int i = wave; i < count * pieces; i += waves) {
+        const int own = static_cast<uint32_t>(i) / static_cast<uint32_t>(pieces);
+        const int slot = Wave::uniform(table.stale[own] != 0 ? -1 : table.slots[own]);
+        if (slot >= 0) write_piece(p, first + own, slot, i - own * pieces, pieces, length);
+      }
+    }
+  }
+
+  MLA_DEVICE static void write_piece(const AppendKvParams& p, int token, int slot, int i, int pieces, int length) {
     const int lane = thread_id() % Wave::lanes;
-    const int own = wave / waves_per_token;
-    const int first = block_id_x() * tokens_;
-    const int token = first + own;
-    const int slot = slot_of(p, token);
-    if ((written_later(p, first) >> own & 1) != 0 || slot < 0) return;
     const uint64_t scaled = static_cast<uint64_t>(slot) * p.page_reciprocal;
     const uint32_t block = static_cast<uint32_t>(scaled >> (31 + p.page_shift));
     const Record record{p.kv_cache + block * p.block_bytes, slot - static_cast<int>(block) * p.page, p.page};
-    const int length = p.tile > 0 ? p.tile : piece;
-    const int pieces = (p.latent + length - 1) / length;
-    for (int i = wave % waves_per_token; i <= pieces; i += waves_per_token) {
-      if (i < pieces) write_latent(Wave::again(p), record, token, i, length, lane);
-      else write_rest(Wave::again(p), record, token, lane);
-    }
+    if (i + 1 == pieces) write_rest(Wave::again(p), record, token, lane);
+    else if (p.tile > 0) write_latent<true>(Wave::again(p), record, token, i, length, lane);
+    else write_latent<false>(Wave::again(p), record, token, i, length, lane);
   }
 
-  // Bit t: whether a token after first + t has its slot. All threads of the workgroup get the same answer.
-  MLA_DEVICE static int written_later(const AppendKvParams& p, int first) {
+  // Whether a later token has the slot. All threads of the workgroup get the same answer.
+  MLA_DEVICE static bool written_later(const AppendKvParams& p, int token, int slot) {
     MLA_SHARED int found[waves];
     const int thread = thread_id();
-    int slots[tokens_];
-    for (int t = 0; t < tokens_; ++t) slots[t] = slot_of(p, first + t);
-    int mine = 0;
-    for (int other = first + 1 + thread; other < p.tokens; other += threads) {
-      const int64_t slot = index_at(p.slot_mapping, p.wide_slots, other);
-      for (int t = 0; t < tokens_; ++t) mine |= slot == slots[t] && slot >= 0 && other > first + t ? 1 << t : 0;
-    }
-    int any = 0;
-    for (int t = 0; t < tokens_; ++t) any |= Wave::any((mine >> t & 1) != 0) ? 1 << t : 0;
-    if (thread % Wave::lanes == 0) found[thread / Wave::lanes] = any;
+    bool mine = false;
+    for (int other = token + 1 + thread; other < p.tokens; other += threads)
+      mine |= index_at(p.slot_mapping, p.wide_slots, other) == slot;
+    const bool any = Wave::any(mine);
+    if (thread % Wave::lanes == 0) found[thread / Wave::lanes] = any ? 1 : 0;
     block_sync();
     int all = 0;
     for (int w = 0; w < waves; ++w) all |= found[w];
-    return all;
+    return all != 0;
   }
 
+  // The tokens of a workgroup by their slots: from heads[slot % chains] a chain of tokens, counted from 1, up to 0.
+  struct Table {
+    int heads[chains];
+    int slots[most_tokens];  // -1 where nothing is to be written
+    int next[most_tokens];
+    int stale[most_tokens];  // 1 where a later token has the slot
+  };
+
+  // Fills the table of tokens first..first + count - 1.
+  MLA_DEVICE static void find_stale(const AppendKvParams& p, Table& table, int first, int count) {
+    const int thread = thread_id();
+#pragma unroll 1
+    for (int chain = thread; chain < chains; chain += threads) table.heads[chain] = 0;
+#pragma unroll 1
+    for (int own = thread; own < count; own += threads) {
+      table.slots[own] = slot_of(p, first + own);
+      table.stale[own] = 0;
+    }
+    block_sync();
+#pragma unroll 1
+    for (int own = thread; own < count; own += threads) {
+      const int slot = table.slots[own];
+      if (slot >= 0) table.next[own] = Wave::exchange(&table.heads[slot % chains], own + 1);
+    }
+    block_sync();
+    if (p.wide_slots != 0) mark_stale(p, table, static_cast<const int64_t*>(p.slot_mapping), first);
+    else mark_stale(p, table, static_cast<const int32_t*>(p.slot_mapping), first);
+    block_sync();
+  }
+
+  // Looks all later slots up in the table; those of a thread's next steps are under way together.
+  template <class Index>
+  MLA_DEVICE static void mark_stale(const AppendKvParams& p, Table& table, const Index* slots, int first) {
+#pragma unroll 1
+    for (int base = first + 1 + thread_id(); base < p.tokens; base += ahead * threads) {
+      Index later[ahead];
+      for (int i = 0; i < ahead; ++i) later[i] = slots[base + i * threads < p.tokens ? base + i * threads : base];
+      for (int i = 0; i < ahead; ++i) {
+        if (base + i * threads >= p.tokens || later[i] < 0 || later[i] >= p.slots) continue;
+        const int slot = static_cast<int>(later[i]);
+        const int before = base + i * threads - first;  // own tokens below this one come before it
+        for (int own = table.heads[slot % chains]; own != 0; own = table.next[own - 1])
+          if (table.slots[own - 1] == slot && own - 1 < before) Wave::exchange(&table.stale[own - 1], 1);
+      }
+    }
+  }
+
+  template <bool scaled>
   MLA_DEVICE static void write_latent(const AppendKvParams& p, const Record& record, int token, int number, int length,
                                       int lane) {
+    constexpr int per_lane = (scaled ? piece : plain_piece) / Wave::lanes;
     const int first = number * length;
     const int count = p.latent - first < length ? p.latent - first : length;
     float values[per_lane];
-    for (int i = 0; i < per_lane; ++i) {
-      const int column = lane + i * Wave::lanes;
-      values[i] = 0.0f;
-      if (column < count) values[i] = load_as_float<Wave>(p.kv_c, p.in_type, token * p.kv_c_stride + first + column);
-    }
-    if (p.tile > 0) {
+    load_values(p, token * p.kv_c_stride + first, count, lane, values);
+    if constexpr (scaled) {
       const float scale = Wave::opaque(scale_of(p, values, lane));
       uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
       if (lane == 0) store_encoded<Wave>(scales, number, p.scale_encoding, bit_cast<uint32_t>(scale));
@@ -105,16 +163,41 @@ struct AppendKv {
       for (int i = 0; i < per_lane; ++i) values[i] = values[i] / *p.kv_descale;
     }
     uint8_t* latents = record.field(p.latent_per_block, p.latent_stride, p.latent_offset);
-    for (int i = 0; i < per_lane; ++i) {
+    if (p.latent_encoding == ENCODED_BF16) store_values<ENCODED_BF16>(latents, first, count, lane, values);
+    else if (p.latent_encoding == ENCODED_FP16) store_values<ENCODED_FP16>(latents, first, count, lane, values);
+    else if (p.latent_encoding == ENCODED_FP32) store_values<ENCODED_FP32>(latents, first, count, lane, values);
+    else if (p.latent_encoding == ENCODED_E4M3FN) store_values<ENCODED_E4M3FN>(latents, first, count, lane, values);
+    else store_values<ENCODED_E4M3FNUZ>(latents, first, count, lane, values);
+  }
+
+  // A lane's values of a piece, every Wave::lanes-th of the `count` from `from` on, or 0. All are asked for before the
+  // first is looked at: what the type decides once for each would make every load wait for the one before.
+  template <int n>
+  MLA_DEVICE static void load_values(const AppendKvParams& p, int64_t from, int count, int lane, float (&values)[n]) {
+    if (p.in_type == ENCODED_FP32) {
+      const float* row = static_cast<const float*>(p.kv_c) + from + lane;
+      for (int i = 0; i < n; ++i) values[i] = lane + i * Wave::lanes < count ? row[i * Wave::lanes] : 0.0f;
+      return;
+    }
+    const uint16_t* row = static_cast<const uint16_t*>(p.kv_c) + from + lane;
+    uint32_t bits[n];
+    for (int i = 0; i < n; ++i) bits[i] = lane + i * Wave::lanes < count ? row[i * Wave::lanes] : 0;
+    for (int i = 0; i < n; ++i) values[i] = value_of<Wave>(bits[i], p.in_type);
+  }
+
+  template <int encoding, int n>
+  MLA_DEVICE static void store_values(uint8_t* field, int first, int count, int lane, const float (&values)[n]) {
+    for (int i = 0; i < n; ++i) {
       const int column = lane + i * Wave::lanes;
-      if (column < count) store_encoded<Wave>(latents, first + column, p.latent_encoding, bits_of(values[i]));
+      if (column < count) store_encoded<Wave>(field, first + column, encoding, bits_of(values[i]));
     }
   }
 
   // The scale of a tile: NaN if it holds NaN or infinity. Magnitudes as integers are in order and NaN is the largest.
-  MLA_DEVICE static float scale_of(const AppendKvParams& p, const float (&values)[per_lane], int lane) {
+  template <int count>
+  MLA_DEVICE static float scale_of(const AppendKvParams& p, const float (&values)[count], int lane) {
     int largest = 0;
-    for (int i = 0; i < per_lane; ++i) {
+    for (int i = 0; i < count; ++i) {
       const int size = static_cast<int>(bits_of(values[i]) & 0x7fffffff);
       largest = size > largest ? size : largest;
     }
@@ -132,17 +215,19 @@ struct AppendKv {
     const int64_t row = token * p.k_pe_stride;
     if (p.cos_sin == nullptr) {
       for (int column = lane; column < p.rope; column += Wave::lanes)
-        write_rope(p, ropes, column, load_as_float<Wave>(p.k_pe, p.in_type, row + column));
+        write_rope(p, ropes, column, value_of<Wave>(load_bits(p.k_pe, p.in_type, row + column), p.in_type));
     } else {
       const int half = p.rope / 2;
       const int64_t angles = index_at(p.positions, p.wide_positions, token) * p.cos_sin_stride;
       for (int pair = lane; pair < half; pair += Wave::lanes) {
         const int low = p.interleaved != 0 ? 2 * pair : pair;
         const int high = p.interleaved != 0 ? low + 1 : low + half;
-        const float a = load_as_float<Wave>(p.k_pe, p.in_type, row + low);
-        const float b = load_as_float<Wave>(p.k_pe, p.in_type, row + high);
-        const float cos = load_as_float<Wave>(p.cos_sin, p.angle_type, angles + pair);
-        const float sin = load_as_float<Wave>(p.cos_sin, p.angle_type, angles + half + pair);
+        const uint32_t a_bits = load_bits(p.k_pe, p.in_type, row + low);
+        const uint32_t b_bits = load_bits(p.k_pe, p.in_type, row + high);
+        const uint32_t cos_bits = load_bits(p.cos_sin, p.angle_type, angles + pair);
+        const uint32_t sin_bits = load_bits(p.cos_sin, p.angle_type, angles + half + pair);
+        const float a = value_of<Wave>(a_bits, p.in_type), b = value_of<Wave>(b_bits, p.in_type);
+        const float cos = value_of<Wave>(cos_bits, p.angle_type), sin = value_of<Wave>(sin_bits, p.angle_type);
         // Two roundings each, as the definition has them: a fused operation would round once.
         write_rope(p, ropes, low, Wave::difference(Wave::product(a, cos), Wave::product(b, sin)));
         write_rope(p, ropes, high, Wave::difference(Wave::product(b, cos), -Wave::product(a, sin)));

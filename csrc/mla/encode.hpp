@@ -56,12 +56,16 @@ MLA_DEVICE void store_encoded(uint8_t* field, int index, int encoding, uint32_t 
   }
 }
 
-// The fp32 value of element `index` of an array in one of the first three encodings.
+// The bits of element `index` of an array in one of the first three encodings, and the fp32 value that they stand for.
+// Apart, so that several loads can be under way: a conversion right behind each would wait for it.
+MLA_DEVICE uint32_t load_bits(const void* array, int encoding, int64_t index) {
+  if (encoding == ENCODED_FP32) return static_cast<const uint32_t*>(array)[index];
+  return static_cast<const uint16_t*>(array)[index];
+}
 template <class Wave>
-MLA_DEVICE float load_as_float(const void* array, int encoding, int64_t index) {
-  if (encoding == ENCODED_FP32) return static_cast<const float*>(array)[index];
-  const uint16_t bits = static_cast<const uint16_t*>(array)[index];
-  return encoding == ENCODED_BF16 ? bit_cast<float>(static_cast<uint32_t>(bits) << 16) : Wave::fp16_value(bits);
+MLA_DEVICE float value_of(uint32_t bits, int encoding) {
+  if (encoding == ENCODED_FP32) return bit_cast<float>(bits);
+  return encoding == ENCODED_BF16 ? bit_cast<float>(bits << 16) : Wave::fp16_value(static_cast<uint16_t>(bits));
 }
 
 }  // namespace mla

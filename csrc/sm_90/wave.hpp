@@ -83,6 +83,9 @@ struct Wave {
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }
 
+  // Puts a value in a word of shared memory and returns what was there, as one step.
+  MLA_DEVICE static int exchange(int* word, int value) { return atomicExch(word, value); }
+
   // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
   // may be scheduled once every block has passed the second. Without such a launch both do nothing.
   MLA_DEVICE static void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -16,8 +16,10 @@ from mla_suite.core.layouts import layout as declared
 from mla_suite.runtime import Buffer, has_kernel, launch
 from mla_suite.toolchain.params import load
 
-WAVES = 8  # of a workgroup
-MANY = 8  # tokens of a workgroup where there are many; else one
+WAVES = 8  # of a workgroup of one token
+THREADS = 1024  # of one of several tokens
+MOST_TOKENS = 512  # of a workgroup
+SEVERAL = 8  # tokens for each compute unit: up to so many a workgroup has one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 LONGEST_TILE = 128
@@ -26,14 +28,18 @@ MOST_SLOTS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Config:
-    """How many tokens a workgroup writes: 1 or MANY."""
+    """How many tokens a workgroup writes, 1 to MOST_TOKENS."""
 
     arch: Arch = field(repr=False)
     tokens: int
 
     @property
     def instance(self) -> str:
-        return f"append_kv_tokens-{self.tokens}"
+        return f"append_kv_tokens-{1 if self.tokens == 1 else MOST_TOKENS}"
+
+    @property
+    def threads(self) -> int:
+        return WAVES * self.arch.wavefront if self.tokens == 1 else THREADS
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -45,11 +51,13 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     needed = min(kind.alignment, 4)  # bytes of the widest single store
     if problem.alignment < needed:
         return Refusal(f"kv_cache is aligned to {problem.alignment} bytes; layout {problem.layout} needs {needed}")
-    # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look.
-    config = Config(arch, MANY if problem.tokens >= 4 * MANY * arch.compute_units else 1)
+    # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
+    # there is one for each unit, as far as its table goes.
+    shared = min(-(-problem.tokens // arch.compute_units), MOST_TOKENS)
+    config = Config(arch, shared if shared > SEVERAL else 1)
     if not has_kernel(arch, config.instance):
         return Refusal(f"kernel {config.instance} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(config, f"{config.instance} for {problem.tokens} tokens, any layout")
+    return Offer(config, f"{config.instance}, {config.tokens} to a workgroup, any layout")
 
 
 _POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")
@@ -59,6 +67,7 @@ _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 @lru_cache(maxsize=4096)
 def _numbers(
     layout: str,
+    group: int,
     sizes: tuple[int, int, int, int, int],
     strides: tuple[int, int, int],
     block_bytes: int,
@@ -75,6 +84,7 @@ def _numbers(
         cos_sin_stride=strides[2],
         block_bytes=block_bytes,
         tokens=tokens,
+        group=group,
         slots=slots,
         in_type=IN_TYPES[values[0]],
         angle_type=0 if values[1] is None else IN_TYPES[values[1]],
@@ -136,6 +146,7 @@ def run(
         raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MOST_SLOTS}")
     numbers = _numbers(
         layout,
+        config.tokens,
         (tokens, latent, k_pe.shape[1], slots, page),
         (kv_c.stride(0), k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),
         kv_cache.stride(0) * kv_cache.element_size(),
@@ -162,8 +173,7 @@ def run(
         yield Buffer("kv_cache", _blocks(kv_cache), "rw")
 
     grid = (-(-tokens // config.tokens), 1, 1)
-    threads = WAVES * config.arch.wavefront
-    launch("append_kv", config.instance, kv_c, grid, threads, 0, pointers + numbers, buffers, overlap=True)
+    launch("append_kv", config.instance, kv_c, grid, config.threads, 0, pointers + numbers, buffers, overlap=True)
 
 
 def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:

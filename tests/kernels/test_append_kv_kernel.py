@@ -19,7 +19,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    for tokens in (1, native.MANY):
+    for tokens in (1, native.MOST_TOKENS):
         needed = native.Config(archs.get(request.param), tokens).instance
         if not has_kernel(request.param, needed):
             pytest.skip(f"{needed} is not built for {request.param}; run `python -m mla_suite build`")
@@ -117,7 +117,7 @@ def test_nan_and_infinity(arch, name):
     assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
-@pytest.mark.parametrize("tokens", [1, native.MANY])
+@pytest.mark.parametrize("tokens", [1, 8])
 def test_slots_past_the_cache_write_nothing(arch, tokens):
     """What the CPU and debug mode refuse, a kernel skips like a negative slot: no byte outside the cache is touched."""
     kind = layout("bf16")
@@ -143,33 +143,53 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
-def test_several_tokens_to_a_workgroup(arch, name):
-    kind = layout(name)
-    kv_c, k_pe = rows(kind, 45)
-    slots = torch.randint(-2, 24, (45,))
-    config = native.Config(arch, native.MANY)
+def shared(arch, tokens, name, kv_c, k_pe, slots, pages):
+    """Caches as the kernel leaves them that writes so many tokens to a workgroup, and as the reference does."""
     left = []
-    for run in (lambda *call, **given: native.run(config, (), *call, **given), None):
-        cache = filled(kind, 6, 4)
-        call = (kv_c, k_pe, cache, slots, descale_of(kind))
+    for run in (lambda *call, **given: native.run(native.Config(arch, tokens), (), *call, **given), None):
+        cache = filled(layout(name), pages, 4)
+        call = (kv_c, k_pe, cache, slots, descale_of(layout(name)))
         if run is None:
             reference.run(None, (), *call, layout=name)
         else:
             run(*call, layout=name)
         left.append(raw(cache))
-    assert torch.equal(*left)
+    return left
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 45])
+@pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
+def test_several_tokens_to_a_workgroup(arch, name, tokens):
+    slots = torch.randint(-2, 24, (45,))
+    assert torch.equal(*shared(arch, tokens, name, *rows(layout(name), 45), slots, 6))
+
+
+def test_as_many_tokens_to_a_workgroup_as_it_takes(arch):
+    """Distinct slots, of which several share a chain of the table; and a few slots over and over, in two workgroups."""
+    chains, tokens = 2048, 3 * native.MOST_TOKENS // 2
+    kv_c, k_pe = torch.randn(tokens, 6), torch.randn(tokens, 2)
+    for slots in (torch.arange(tokens) * (chains // 4), torch.randperm(4 * tokens)[:tokens], torch.arange(tokens) % 7):
+        slots = slots.int()
+        left = []
+        for run in (native.run, reference.run):
+            cache = torch.full((int(slots.max()) // 64 + 1, 64, 8), 7.0).bfloat16()
+            config = native.Config(arch, native.MOST_TOKENS) if run is native.run else None
+            run(config, (), kv_c, k_pe, cache, slots, layout="bf16")
+            left.append(cache)
+        assert torch.equal(*left)
 
 
 def test_many_tokens_share_workgroups():
     gfx950 = archs.get("gfx950")
-    for tokens, shared in ((1, 1), (128, 1), (8192, native.MANY)):
+    most = native.MOST_TOKENS
+    for tokens, group in ((1, 1), (128, 1), (2048, 1), (2049, 9), (8192, 32), (256 * most, most), (10**6, most)):
         inputs = torch.empty(tokens, 512, device="meta"), torch.empty(tokens, 64, device="meta")
-        problem = APPEND_KV.problem(*inputs, filled(layout("bf16"), 2, 4), torch.arange(tokens), layout="bf16")
+        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+        problem = APPEND_KV.problem(*inputs, filled(layout("bf16"), 2, 4), slots, layout="bf16")
         answer = native.offer(problem, gfx950)
         if isinstance(answer, dispatch.Refusal):
             pytest.skip(answer.reason)
-        assert answer.config.tokens == shared
+        assert answer.config.tokens == group
 
 
 @pytest.mark.parametrize("latent", [1, 127, 512, 700])

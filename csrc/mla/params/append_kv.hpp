@@ -16,6 +16,7 @@ struct AppendKvParams {
   int64_t cos_sin_stride;
   int64_t block_bytes;
   int32_t tokens;
+  int32_t group;               // tokens of a workgroup
   int32_t slots;               // pages x page
   int32_t page;
   uint32_t page_reciprocal;    // ceil(2^(31 + page_shift) / page)
