@@ -21,7 +21,7 @@ struct v32 {
   static constexpr bool SCALES_APART = false;
   static constexpr bool SPLIT = true;  // a scale is any number
   static constexpr int STAGES = 4;
-  static constexpr int PAIRS = 7;
+  static constexpr int PAIRS = 9;
 };
 
 // 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64
@@ -36,8 +36,8 @@ struct dsv4 {
   static constexpr int TAIL_SCALES = 64;  // where the scales lie in it
   static constexpr bool SCALES_APART = true;
   static constexpr bool SPLIT = false;
-  static constexpr int STAGES = 4;
-  static constexpr int PAIRS = 10;
+  static constexpr int STAGES = 5;
+  static constexpr int PAIRS = 8;
 };
 
 // Rows of bf16 as they are multiplied.
