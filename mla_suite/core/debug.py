@@ -7,15 +7,14 @@ process (read once at import), `with mla_suite.debug():` for a block. Tensors on
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 _enabled: ContextVar[bool] = ContextVar("mla_suite_debug", default=os.environ.get("MLA_SUITE_DEBUG", "0") == "1")
 
 
-def enabled() -> bool:
-    return _enabled.get()
+enabled: Callable[[], bool] = _enabled.get  # without a frame of Python's: every call of an operator asks
 
 
 @contextmanager

@@ -3,15 +3,15 @@
 `choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so
 it is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
 
-What a call with some metadata was found to need, its outputs and its choice, is remembered by that metadata as it was
-given: of an eager call's Python time, checking arguments and asking for a problem would otherwise be a third.
+What a call with some metadata was found to need is remembered by that metadata as it was given: how its outputs are
+allocated, and what fills them, made ready so far that an equal call only allocates, packs addresses and launches.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from mla_suite.core.arch import Arch
 
@@ -50,12 +51,24 @@ class Backend:
     offer  (problem, arch) -> Offer or Refusal; arch is None on a CPU that emulates nothing
     run    (config, outputs, *args, **kwargs) fills the outputs
     devices  torch device types whose tensors it can be given
+    ready  as run, but fills nothing: -> start(outputs, *args), which does for every call with the same metadata; it
+           keeps no tensor. None where nothing can be made ready
     """
 
     name: str
     offer: Callable[[Any, Arch | None], Offer | Refusal]
     run: Callable[..., None]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    ready: Callable[..., Callable[..., None]] | None = None
+
+
+def readied(name: str, offer: Callable[[Any, Arch | None], Offer | Refusal], ready: Callable[..., Any]) -> Backend:
+    """A backend of which `ready` is all: to run is to make ready and to start. Its start ignores keyword arguments."""
+
+    def run(config: Any, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
+        ready(config, outputs, *args, **kwargs)(outputs, *args, **kwargs)
+
+    return Backend(name, offer, run, ready=ready)
 
 
 def portable(module: str) -> Backend:
@@ -132,43 +145,46 @@ def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch |
 
 
 class Known(NamedTuple):
-    """What calls with the same metadata share: the outputs to allocate, and who fills them."""
+    """What calls with the same metadata share."""
 
-    outputs: Any
-    choice: Choice
+    allocate: Callable[[], tuple[torch.Tensor, ...]]
+    start: Callable[..., None]  # (outputs, *args) fills the outputs
+    kinds: tuple[type, ...]  # of the options: 1, 1.0 and True are one key and three kinds
 
 
 _MOST_KNOWN = 4096  # calls remembered; a server's lengths and batch sizes come back
 _known: dict[tuple[Any, ...], Known] = {}
 
 
-def metadata(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def metadata(name: str, tensors: Sequence[Any], options: tuple[Hashable, ...]) -> tuple[Any, ...]:
     """All that specifications, problems and offers may look at in a call: a key for `known` and `remember`.
+
+    tensors  every positional argument in the order of the schema, None where it is left out, then written outputs
+    options  the values of every keyword argument, likewise
 
     Of a tensor: sizes, strides, dtype, device and how its address is aligned, to 16 bytes.
     """
-    arch = _arch_of(first_tensor(args))
-    facts: list[Any] = [name, arch.name if arch else None]
+    first = tensors[0] if tensors[0] is not None else first_tensor(tensors)
+    arch = None if first.is_cuda else _arch_of(first)  # a GPU's follows from the device
+    facts: list[Any] = [name, arch and arch.name, *options]
     add = facts.append
-    for value in (*args, *kwargs.values()):
-        if value is None or value.__class__ in _PLAIN:
-            add(value)
+    for value in tensors:
+        if value is None:
+            add(None)
+        elif isinstance(value, Tensor):
+            add((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
         else:
-            add(_facts(value))
-    return *facts, *kwargs
+            add(tuple([_facts(item) for item in value]))
+    return tuple(facts)
 
 
-_PLAIN = {bool, int, float, str, torch.dtype}
+def _facts(value: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
 
 
-def _facts(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
-    return tuple([_facts(item) for item in value]) if isinstance(value, (list, tuple)) else value
-
-
-def known(key: tuple[Any, ...]) -> Known | None:
-    return _known.get(key)
+known: Callable[[tuple[Any, ...]], Known | None] = _known.get
 
 
 def remember(key: tuple[Any, ...], found: Known) -> Known:

@@ -10,24 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from mla_suite.core import debug, dispatch
-from mla_suite.core.dispatch import Backend
+from mla_suite.core.allocation import Output as Output
+from mla_suite.core.allocation import allocator, empty
+from mla_suite.core.dispatch import Backend, Known
 
 NAMESPACE = "mla_suite"
 DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-
-
-class Output(NamedTuple):
-    """An output to be allocated, contiguous, on the device of the operator's first tensor."""
-
-    shape: tuple[int | torch.SymInt, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -74,6 +70,24 @@ class Op:
         """Names of the arguments that the functional schema declares as written."""
         arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
         return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+    @cached_property
+    def positional(self) -> tuple[Any, ...]:
+        """The defaults of the positional arguments, None where there is none."""
+        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
+        return tuple(a.default_value for a in arguments if not a.kwarg_only)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments and their defaults, None where there is none."""
+        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
+        return {a.name: a.default_value for a in arguments if a.kwarg_only}
+
+    @cached_property
+    def out_options(self) -> dict[str, Any]:
+        """The same of the `.out` overload, without the outputs."""
+        arguments = torch._C.parse_schema(f"{self.qualname}.out{self.out_schema}").arguments
+        return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
 
     @property
     def out_schema(self) -> str:
@@ -127,74 +141,98 @@ def _implement(name: str, implementation: Callable[..., Any], fake: Callable[...
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
-def _allocate(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor, ...]:
-    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
-
-
 def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
     """What a schema returns: nothing, one tensor, or a tuple."""
     return outputs if len(outputs) > 1 else outputs[0] if outputs else None
 
 
+def complete(op: Op, known: Known, args: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """A functional call of which everything is known; all arguments in the schema's order."""
+    outputs = known.allocate()
+    _validate(op, args, options)
+    known.start(outputs, *args)
+    return _returned(outputs)
+
+
 def _functional(op: Op) -> Callable[..., Any]:
+    positional, values = op.positional, _values(op.options)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        first = dispatch.first_tensor(args)
-        key = dispatch.metadata(op.name, args, kwargs)
+        args += positional[len(args) :]
+        options = values(kwargs)
+        key = dispatch.metadata(op.name, args, options)
         known = dispatch.known(key)
-        specified = op.specify(*args, **kwargs) if known is None else known.outputs
-        outputs = _allocate(specified, first.device)
-        _validate(op, args, kwargs)
-        if known is None:
-            known = dispatch.remember(key, dispatch.Known(specified, _choose(op, first, args, kwargs)))
-        choice = known.choice
-        choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
+        if known is not None:
+            return complete(op, known, args, options)
+        given = dict(zip(op.options, options, strict=True))
+        allocate = allocator(op.specify(*args, **given), args[0].device)
+        outputs = allocate()
+        _validate(op, args, options)
+        found = Known(allocate, _ready(op, outputs, args, given), tuple(map(type, options)))
+        dispatch.remember(key, found).start(outputs, *args)
         return _returned(outputs)
 
     return call
 
 
-def _choose(op: Op, first: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dispatch.Choice:
-    problem = op.problem(*args, **kwargs)
-    return dispatch.choose(op.name, op.backends, problem, dispatch.arch_of(first), first.device.type)
+def _values(options: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Keyword arguments -> their values in the order of `options`, those that are left out at their defaults."""
+    names, defaults = tuple(options), tuple(options.values())
+
+    def values(given: dict[str, Any]) -> tuple[Any, ...]:
+        found = tuple(map(given.get, names, defaults))
+        if list in map(type, found):
+            return tuple([tuple(value) if isinstance(value, list) else value for value in found])  # hashable
+        return found
+
+    return values
+
+
+def _ready(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    """(outputs, *args) -> None of the backend that is chosen for such a call."""
+    first = args[0]
+    problem = op.problem(*args, **given)
+    choice = dispatch.choose(op.name, op.backends, problem, dispatch.arch_of(first), first.device.type)
+    backend, config = choice.backend, choice.offer.config
+    if backend.ready is not None:
+        return backend.ready(config, outputs, *args, **given)
+    return lambda outputs, *args: backend.run(config, outputs, *args, **given)
 
 
 def _fake(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _returned(_allocate(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
+        return _returned(empty(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
 
     return call
 
 
-def _only(op: Op) -> set[str]:
-    """The keyword arguments that the `.out` overload alone has, beside the outputs."""
-    return {text.split("=")[0].split()[-1] for text in op.out_only}
-
-
 def _out(op: Op) -> Callable[..., None]:
-    check = _check_outputs(op)
+    check, name = _check_outputs(op), f"{op.name}.out"
+    positional, values = op.positional, _values(op.out_options | dict.fromkeys(op.outputs))
+    own = len(op.out_options)
 
     def call(*args: Any, **kwargs: Any) -> None:
-        first = dispatch.first_tensor(args)
-        key = dispatch.metadata(f"{op.name}.out", args, kwargs)
+        args += positional[len(args) :]
+        found = values(kwargs)
+        options, outputs = found[:own], found[own:]
+        key = dispatch.metadata(name, args + outputs, options)
         known = dispatch.known(key)
         if known is None:
             check(*args, **kwargs)
-        outputs = tuple([kwargs.pop(name) for name in op.outputs])
-        _validate(op, args, kwargs)
+        _validate(op, args, options)
         if known is None:
-            known = dispatch.remember(key, dispatch.Known((), _choose(op, first, args, kwargs)))
-        choice = known.choice
-        choice.backend.run(choice.offer.config, outputs, *args, **kwargs)
+            start = _ready(op, outputs, args, dict(zip(op.out_options, options, strict=True)))
+            known = dispatch.remember(key, Known(tuple, start, tuple(map(type, options))))
+        known.start(outputs, *args)
 
     return call
 
 
 def _check_outputs(op: Op) -> Callable[..., None]:
     """(*args, **kwargs) of the `.out` overload -> raises where the caller's outputs are not what is specified."""
-    beside = {*op.outputs, *_only(op)}
 
     def check(*args: Any, **kwargs: Any) -> None:
-        functional = {key: value for key, value in kwargs.items() if key not in beside}
+        functional = {name: value for name, value in kwargs.items() if name in op.options}
         device = dispatch.first_tensor(args).device
         for name, expected in zip(op.outputs, op.specify(*args, **functional), strict=True):
             given = kwargs[name]
@@ -214,10 +252,10 @@ def _check_outputs(op: Op) -> Callable[..., None]:
     return check
 
 
-def _validate(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if op.validate is not None and (dispatch.first_tensor(args).is_cpu or debug.enabled()):
-        beside = _only(op)
-        op.validate(*args, **{key: value for key, value in kwargs.items() if key not in beside})
+def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    if op.validate is not None and (args[0].is_cpu or debug.enabled()):
+        # The `.out` overload's own options come last and concern no value.
+        op.validate(*args, **dict(zip(op.options, options, strict=False)))
 
 
 def _detach(name: str, overload: str) -> None:

@@ -1,7 +1,7 @@
 """Floor 2: code objects -> launches on torch's streams. Importing it opens no driver, no GPU and no manifest."""
 
 from mla_suite.runtime.driver import Buffer, Driver, DriverError, Kernel, LaunchError
-from mla_suite.runtime.launcher import current_arch, emulate, has_kernel, launch
+from mla_suite.runtime.launcher import bind, current_arch, emulate, has_kernel, launch
 
 __all__ = [
     "Buffer",
@@ -9,6 +9,7 @@ __all__ = [
     "DriverError",
     "Kernel",
     "LaunchError",
+    "bind",
     "current_arch",
     "emulate",
     "has_kernel",

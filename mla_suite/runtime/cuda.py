@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
+from typing import Any
 
 from mla_suite.core.arch import Arch
 from mla_suite.runtime.driver import (
@@ -20,6 +21,7 @@ from mla_suite.runtime.driver import (
     Grid,
     Kernel,
     KernelCache,
+    Naming,
     TorchDevice,
 )
 from mla_suite.toolchain.manifest import KernelEntry
@@ -29,6 +31,7 @@ CONFIG = struct.Struct("<7I4xQQI4x")
 # CUlaunchAttribute: id, padding to 8, a 64-byte union. 6 is programmatic stream serialization: the kernel may begin
 # while the one before it on the stream still runs, and waits for it where it says griddepcontrol.wait.
 _OVERLAP = struct.pack("<I4xi60x", 6, 1)
+_MOST_STREAMS = 64  # whose launch configurations a bound launch keeps; torch's pools have 32 each
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -47,7 +50,7 @@ def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
 class CudaDriver:
     """One NVIDIA GPU, in torch's primary context."""
 
-    __slots__ = ("_cache", "_config", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
+    __slots__ = ("_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
                  "arch", "name", "ordinal")  # fmt: skip
 
     def __init__(
@@ -59,7 +62,6 @@ class CudaDriver:
         self._torch = torch_device or TorchDevice.from_torch()
         self._library = library or open_library()
         self._launch = self._library.cuLaunchKernelEx
-        self._config = CONFIG.pack
         self._current = self._torch.current_device
         self._stream = self._torch.raw_stream
         self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
@@ -96,24 +98,42 @@ class CudaDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
-        ordinal = self.ordinal
-        if self._current() != ordinal:
-            with self._torch.guard(ordinal):
-                return self.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
-        if len(params) != kernel.params_size or block != kernel.threads or dynamic_lds > kernel.max_dynamic_lds:
-            kernel.check(block, dynamic_lds, params)
+        self.bind(kernel, grid, block, dynamic_lds, None, overlap)(params)
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Callable[..., None]:
+        current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
+        handle, size = kernel.handle, kernel.params_size
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
         attributes = ctypes.addressof(self._overlap) if overlap else 0
-        config = self._config(*grid, block, 1, 1, dynamic_lds, self._stream(ordinal), attributes, overlap)
-        # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
-        # which is what kernelParams wants. Both live for the call only, so threads share nothing.
-        code = self._launch(config, kernel.handle, byref(c_char_p(params)), None)
-        if code == INVALID_CONTEXT:
-            # A thread that has not yet used this GPU has no current context.
-            self._call("cuCtxSetCurrent", self._context)
-            code = self._launch(config, kernel.handle, byref(c_char_p(params)), None)
-        if code:
-            raise DriverError(self.explain(code))
-        return None
+        configs: dict[int, bytes] = {}  # by stream
+
+        def start(params: bytes, *given: Any) -> None:
+            if current() != ordinal:
+                with self._torch.guard(ordinal):
+                    return start(params)
+            if len(params) != size or not fits:
+                kernel.check(block, dynamic_lds, params)
+            stream = stream_of(ordinal)
+            config = configs.get(stream)
+            if config is None:
+                if len(configs) >= _MOST_STREAMS:
+                    configs.clear()
+                config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
+                configs[stream] = config
+            # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
+            # which is what kernelParams wants. Both live for the call only, so threads share nothing.
+            code = launch(config, handle, byref(c_char_p(params)), None)
+            if code == INVALID_CONTEXT:
+                # A thread that has not yet used this GPU has no current context.
+                self._call("cuCtxSetCurrent", self._context)
+                code = launch(config, handle, byref(c_char_p(params)), None)
+            if code:
+                raise DriverError(self.explain(code))
+            return None
+
+        return start
 
     def explain(self, code: int) -> str:
         """The driver's words for one of its error codes."""

@@ -34,6 +34,7 @@ class Buffer(NamedTuple):
 
 
 Buffers = Callable[[], Iterable[Buffer]]
+Naming = Callable[..., Iterable[Buffer]]  # the tensors of a call -> its buffers
 
 
 class Kernel:
@@ -85,6 +86,12 @@ class Driver(Protocol):
         Only the emulator asks for the buffers. `overlap` lets the kernel begin before the one ahead of it on the stream
         ends, where the device can; the kernel waits itself before it reads that one's results.
         """
+        ...
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Callable[..., None]:
+        """The same launch for as many calls as there will be: start(params, *given), with buffers naming(*given)."""
         ...
 
 

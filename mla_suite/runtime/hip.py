@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mla_suite.core.arch import Arch
 from mla_suite.runtime.driver import (
@@ -20,6 +21,7 @@ from mla_suite.runtime.driver import (
     Grid,
     Kernel,
     KernelCache,
+    Naming,
     TorchDevice,
 )
 from mla_suite.toolchain.manifest import KernelEntry
@@ -116,19 +118,29 @@ class HipDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` is a permission that AMD GPUs have no use for."""
-        ordinal = self.ordinal
-        if self._current() != ordinal:
-            with self._torch.guard(ordinal):
-                return self.launch(kernel, grid, block, dynamic_lds, params, buffers)
-        if len(params) != kernel.params_size or block != kernel.threads or dynamic_lds > kernel.max_dynamic_lds:
-            kernel.check(block, dynamic_lds, params)
-        # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
-        # which is what kernelParams wants. Both live for the call only, so threads share nothing.
-        stream = c_void_p(self._stream(ordinal))
-        code = self._launch(kernel.handle, *grid, block, 1, 1, dynamic_lds, stream, byref(c_char_p(params)), None)
-        if code:
-            raise DriverError(self.explain(code))
-        return None
+        self.bind(kernel, grid, block, dynamic_lds, None)(params)
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Callable[..., None]:
+        current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
+        handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
+
+        def start(params: bytes, *given: Any) -> None:
+            if current() != ordinal:
+                with self._torch.guard(ordinal):
+                    return start(params)
+            if len(params) != size or not fits:
+                kernel.check(block, dynamic_lds, params)
+            # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
+            # which is what kernelParams wants. Both live for the call only, so threads share nothing.
+            code = launch(handle, *shape, c_void_p(stream_of(ordinal)), byref(c_char_p(params)), None)
+            if code:
+                raise DriverError(self.explain(code))
+            return None
+
+        return start
 
     def explain(self, code: int) -> str:
         """The runtime's words for one of its error codes."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from typing import TYPE_CHECKING, NoReturn
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mla_suite.core import arch as arch_records
 from mla_suite.core.arch import Arch
-from mla_suite.runtime.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError
+from mla_suite.runtime.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming
 from mla_suite.toolchain import manifest
 from mla_suite.toolchain.errors import ObjectError
 
@@ -111,22 +111,42 @@ def launch(
 
     LaunchError names op, kernel, arch, shape and the driver's explanation.
     """
+    bind(op, instance_id, place, grid, block, dynamic_lds, buffers, overlap)(params)
+
+
+def bind(
+    op: str,
+    instance_id: str,
+    place: torch.Tensor | torch.device,
+    grid: Grid,
+    block: int,
+    dynamic_lds: int,
+    naming: Naming | None = None,
+    overlap: bool = False,
+) -> Callable[..., None]:
+    """A launch with its driver and kernel found, as `enqueue(params, *given)`, for as many calls as there will be.
+
+    Arguments as of `launch`, but `naming(*given)` gives the buffers of one call; nothing of a call is kept.
+    """
     try:
         index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
     except AttributeError:
         index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
     if index == -1:
         index = _emulated_name(op)
-    try:
-        driver, kernel = _prepared[index, instance_id]
-    except KeyError:
-        driver, kernel = _prepare(op, instance_id, index)
-    try:
-        driver.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
-    except (DriverError, LaunchError) as error:
-        if type(error) not in (DriverError, LaunchError):
-            raise  # the emulator's findings, which carry their own account
-        _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, buffers, error)
+    driver, kernel = _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
+    start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
+
+    def enqueue(params: bytes, *given: Any) -> None:
+        try:
+            start(params, *given)
+        except (DriverError, LaunchError) as error:
+            if type(error) not in (DriverError, LaunchError):
+                raise  # the emulator's findings, which carry their own account
+            named = naming and partial(naming, *given)
+            _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, named, error)
+
+    return enqueue
 
 
 def _index_of(device: torch.device) -> int:

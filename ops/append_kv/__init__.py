@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, library
+from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
@@ -63,9 +63,8 @@ def append_kv(
     in fp32 and rounded once. Where a slot occurs more than once the last of its tokens stays. What is written carries
     no gradient. Slots past the cache and positions past cos_sin are refused on the CPU and in debug mode.
     """
-    torch.ops.mla_suite.append_kv(
-        kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions, layout=layout, interleaved=interleaved
-    )
+    tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
+    faces.call(APPEND_KV, tensors, (layout, interleaved))
 
 
 def specify(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.core.layouts import layout as declared
-from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.toolchain.params import load
 
 WAVES = 8  # of a workgroup of one token
@@ -123,7 +123,7 @@ def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int 
     return found
 
 
-def run(
+def ready(
     config: Config,
     outputs: tuple[torch.Tensor, ...],
     kv_c: torch.Tensor,
@@ -136,12 +136,12 @@ def run(
     *,
     layout: str,
     interleaved: bool = True,
-) -> None:
+) -> Callable[..., None]:
     tokens, latent = kv_c.shape
     pages, page, _ = kv_cache.shape
     slots = pages * page
     if tokens == 0 or slots == 0:
-        return
+        return lambda *args, **kwargs: None
     if slots > MOST_SLOTS:
         raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MOST_SLOTS}")
     numbers = _numbers(
@@ -154,26 +154,39 @@ def run(
         (slot_mapping.dtype, None if positions is None else positions.dtype),
         interleaved,
     )
-    pointers = _pack_pointers(
-        kv_c.data_ptr(),
-        k_pe.data_ptr(),
-        kv_cache.data_ptr(),
-        slot_mapping.data_ptr(),
-        0 if kv_descale is None else kv_descale.data_ptr(),
-        0 if cos_sin is None else cos_sin.data_ptr(),
-        0 if positions is None else positions.data_ptr(),
-    )
-
-    def buffers() -> Iterator[Buffer]:
-        read = dict(kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
-        optional = dict(kv_descale=kv_descale, cos_sin=cos_sin, positions=positions)
-        for name, tensor in (read | optional).items():
-            if tensor is not None:
-                yield Buffer(name, tensor, "r")
-        yield Buffer("kv_cache", _blocks(kv_cache), "rw")
-
     grid = (-(-tokens // config.tokens), 1, 1)
-    launch("append_kv", config.instance, kv_c, grid, config.threads, 0, pointers + numbers, buffers, overlap=True)
+    launch = bind("append_kv", config.instance, kv_c, grid, config.threads, 0, _buffers, overlap=True)
+
+    def start(
+        outputs: tuple[torch.Tensor, ...],
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_descale: torch.Tensor | None = None,
+        cos_sin: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        pointers = _pack_pointers(
+            kv_c.data_ptr(),
+            k_pe.data_ptr(),
+            kv_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            0 if kv_descale is None else kv_descale.data_ptr(),
+            0 if cos_sin is None else cos_sin.data_ptr(),
+            0 if positions is None else positions.data_ptr(),
+        )
+        launch(pointers + numbers, kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions)
+
+    return start
+
+
+def _buffers(*tensors: torch.Tensor | None) -> Iterator[Buffer]:
+    for name, tensor in zip(_POINTERS, tensors, strict=True):
+        if tensor is not None:
+            whole = name == "kv_cache"
+            yield Buffer(name, _blocks(tensor) if whole else tensor, "rw" if whole else "r")
 
 
 def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:
@@ -184,4 +197,5 @@ def _blocks(kv_cache: torch.Tensor) -> torch.Tensor:
     return rows.view(torch.uint8)
 
 
-BACKEND = Backend("native", offer, run)
+BACKEND = readied("native", offer, ready)
+run = BACKEND.run

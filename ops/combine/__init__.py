@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, library
+from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.library import Op, Output
 from mla_suite.ops.combine import native, reference, samples
 
@@ -54,9 +54,8 @@ def combine(
     +inf gives out 0 unless an lse is NaN. `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves
     the rows of sequences with exactly one split untouched, for producers that wrote them already.
     """
-    return torch.ops.mla_suite.combine(
-        partial_out, partial_lse, split_indptr, attn_sink, num_splits=num_splits, out_dtype=out_dtype
-    )
+    tensors = partial_out, partial_lse, split_indptr, attn_sink
+    return faces.call(COMBINE, tensors, (num_splits, out_dtype))
 
 
 def specify(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal, keep
+from mla_suite.core.dispatch import Offer, Refusal, keep, readied
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
-from mla_suite.runtime import Buffer, current_arch, has_kernel, launch
-from mla_suite.runtime.driver import Buffers
+from mla_suite.runtime import Buffer, bind, current_arch, has_kernel
 from mla_suite.toolchain.params import load
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
@@ -106,62 +105,78 @@ def prepare(
     return Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
 
 
-def merge(
+def merger(
+    outputs: tuple[torch.Tensor, ...],
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    split_indptr: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     *,
     config: Config,
     batch: int,
     num_splits: int,
     skip_none: bool = False,
     skip_single: bool = False,
-) -> None:
-    """Merge partials [splits, q_len x heads, D_v] into out [tokens, heads, D_v] and lse [tokens, heads]; any strides.
+) -> Callable[..., None]:
+    """What merges partials [splits, q_len x heads, D_v] into outputs: out [tokens, heads, D_v] and lse [tokens, heads],
+    any strides. It takes (outputs, partial_out, ...) of every call with this metadata.
 
     Sequence b owns the splits that split_indptr says, or num_splits; and the tokens that cu_seqlens_q says, or q_len.
     Sequences without a split, or with one, are left as they are when told to skip them.
     """
+    out, lse = outputs
     rows, heads = partial_lse.shape[1], out.shape[1]
     if batch == 0 or rows == 0:
-        return
-    partial_at, out_at = partial_out.data_ptr(), out.data_ptr()
+        return lambda *tensors, **options: None
     prepared = prepare(
         config,
         (batch, rows, heads),
         (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
-        (partial_at | out_at) % 16 == 0,
+        (partial_out.data_ptr() | out.data_ptr()) % 16 == 0,
         out.dtype,
         1 if attn_sink is None else attn_sink.shape[0],
         num_splits,
         (skip_none, skip_single),
     )
-    addresses = (
-        partial_at,
-        partial_lse.data_ptr(),
-        0 if split_indptr is None else split_indptr.data_ptr(),
-        0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-        0 if attn_sink is None else attn_sink.data_ptr(),
-        out_at,
-        lse.data_ptr(),
-    )
     partly = skip_none or skip_single or cu_seqlens_q is not None
-    start(
-        prepared,
-        partial_out,
-        addresses,
-        lambda: buffers(partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse, partly),
-    )
+    launch, numbers = _bound(prepared, partial_out, partial(buffers, partly=partly)), prepared.numbers
+
+    def start(
+        outputs: tuple[torch.Tensor, ...],
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        split_indptr: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        out, lse = outputs
+        pointers = _pack_pointers(
+            partial_out.data_ptr(),
+            partial_lse.data_ptr(),
+            0 if split_indptr is None else split_indptr.data_ptr(),
+            0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+            0 if attn_sink is None else attn_sink.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+        launch(pointers + numbers, partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse)
+
+    return start
 
 
-def start(prepared: Launch, place: torch.Tensor, addresses: tuple[int, ...], named: Buffers) -> None:
-    """Enqueue what `prepare` found, on the device of `place`; addresses as in `merge`'s tensors, 0 for none."""
-    params = _pack_pointers(*addresses) + prepared.numbers
-    launch("combine", prepared.instance, place, prepared.grid, prepared.threads, 0, params, named, overlap=True)
+def launcher(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
+    """(addresses, *given) -> None, which enqueues what `prepare` found on the device of `place`.
+
+    Addresses as in `merger`'s tensors, 0 for none; `named(*given)` names the tensors of a call.
+    """
+    launch, numbers = _bound(prepared, place, named), prepared.numbers
+    return lambda addresses, *given: launch(_pack_pointers(*addresses) + numbers, *given)
+
+
+def _bound(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
+    return bind("combine", prepared.instance, place, prepared.grid, prepared.threads, 0, named, overlap=True)
 
 
 def buffers(
@@ -182,7 +197,22 @@ def buffers(
     yield from (Buffer("out", out, access), Buffer("lse", lse, access))
 
 
-def run(
+def merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    split_indptr: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **given: Any,
+) -> None:
+    """Merge once; keyword arguments as of `merger`."""
+    call = (out, lse), partial_out, partial_lse, split_indptr, attn_sink, cu_seqlens_q
+    merger(*call, **given)(*call)
+
+
+def ready(
     config: Config,
     outputs: tuple[torch.Tensor, ...],
     partial_out: torch.Tensor,
@@ -193,18 +223,15 @@ def run(
     num_splits: int = 0,
     out_dtype: torch.dtype,
     skip_single: bool = False,
-) -> None:
-    out, lse = outputs
-    merge(
+) -> Callable[..., None]:
+    return merger(
+        outputs,
         partial_out,
         partial_lse,
         split_indptr,
-        None,
         attn_sink,
-        out,
-        lse,
         config=config,
-        batch=out.shape[0],
+        batch=outputs[0].shape[0],
         num_splits=num_splits,
         skip_single=skip_single,
     )
@@ -228,4 +255,5 @@ def config_for(
     return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
 
 
-BACKEND = Backend("native", offer, run)
+BACKEND = readied("native", offer, ready)
+run = BACKEND.run

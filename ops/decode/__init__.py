@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, library
+from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
@@ -113,28 +113,12 @@ def decode(
     >>> out.shape, lse.shape
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 1, 16]))
     """
-    return torch.ops.mla_suite.decode(
-        q,
-        kv_cache,
-        seq_lens,
-        block_table,
-        kv_indptr,
-        kv_indices,
-        cu_seqlens_q,
-        q_descale,
-        kv_descale,
-        attn_sink,
-        rope_cos_sin,
-        plan,
-        softmax_scale=softmax_scale,
-        max_q_len=max_q_len,
-        max_kv_len=max_kv_len,
-        head_dim_v=head_dim_v,
-        causal=causal,
-        layout=layout,
-        num_splits=num_splits,
-        split_size=split_size,
+    tensors = (
+        *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q),
+        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan),
     )
+    options = softmax_scale, max_q_len, max_kv_len, head_dim_v, causal, layout, num_splits, split_size
+    return faces.call(DECODE, tensors, options)
 
 
 def specify(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import crossover, hopper
@@ -18,7 +18,7 @@ from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WID
 from mla_suite.ops.decode.hopper import HopperConfig
 from mla_suite.ops.decode.prepare import POINTERS, Prepared, pack_leading, prepare
 from mla_suite.ops.plan.layout import HEADER_WORDS
-from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.runtime.scratch import shaped, take
 
 MOST_ROW_TILES = 65535  # of a grid's second dimension
@@ -69,7 +69,7 @@ def _unsupported(problem: Any, arch: Arch) -> str | None:
     return None
 
 
-def run(
+def ready(
     config: CdnaConfig | HopperConfig,
     outputs: tuple[torch.Tensor, ...],
     q: torch.Tensor,
@@ -93,20 +93,18 @@ def run(
     layout: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
-) -> None:
+) -> Callable[..., None]:
     out, lse = outputs
     batch = seq_lens.shape[0]
     if batch == 0 or out.numel() == 0:
-        return
+        return lambda *args, **kwargs: None
     on_hopper = isinstance(config, HopperConfig)
-    if softmax_scale < 0:  # the kernel finds the largest score before it scales
-        q, softmax_scale = _negated(q), -softmax_scale
-    if q_descale is not None and on_hopper:  # its kernels take 16-bit queries as they are
-        q = (q.float() * q_descale).to(q.dtype)
-    q_at, out_at = q.data_ptr(), out.data_ptr()
+    adjust = _adjustment(softmax_scale < 0, q_descale is not None and on_hopper)
+    if adjust is not None:
+        q = adjust(q, q_descale)
     known = prepare(
         config,
-        (q.dtype, q.shape, q.stride(), q_at % 16 == 0),
+        (q.dtype, q.shape, q.stride(), q.data_ptr() % 16 == 0),
         (kv_cache.shape, kv_cache.stride()),
         None if block_table is None else (block_table.shape, block_table.stride()),
         0 if kv_indices is None else kv_indices.shape[0],
@@ -114,75 +112,118 @@ def run(
         0 if cu_seqlens_q is None else max_q_len,
         0 if plan is None else plan.shape[0],
         attn_sink is not None,
-        (out.dtype, out.stride(), out_at % 16 == 0),
+        (out.dtype, out.stride(), out.data_ptr() % 16 == 0),
         lse.is_contiguous(),
-        (softmax_scale, max_kv_len, head_dim_v, causal, num_splits, split_size),
+        (abs(softmax_scale), max_kv_len, head_dim_v, causal, num_splits, split_size),
     )
-    final_out, final_lse = out, lse
-    if known.copies_q:
-        q = q.clone(memory_format=torch.contiguous_format)
-        q_at = q.data_ptr()
-    if known.copies_out:
-        final_out = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        out_at = final_out.data_ptr()
-    if known.copies_lse:
-        final_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    named = partial(_buffers, known)
+    launch = bind("decode", known.instance, q, known.grid, known.threads, known.shared, named, overlap=on_hopper)
+    merge = None if known.merge is None else combine.launcher(known.merge, q, partial(_merged, known))
+    copies = known.copies_out or known.copies_lse
     partial_values = known.slots * known.rows * head_dim_v
-    scratch = take(q.device, partial_values + known.slots * known.rows) if known.merge is not None else None
-    partial_at = 0 if scratch is None else scratch.data_ptr()
-    partial_lse_at = partial_at and partial_at + 4 * partial_values
-    table_at = 0 if block_table is None else block_table.data_ptr()
-    indptr_at = 0 if kv_indptr is None else kv_indptr.data_ptr()
-    indices_at = 0 if kv_indices is None else kv_indices.data_ptr()
-    tokens_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
-    sink_at = 0 if attn_sink is None else attn_sink.data_ptr()
-    plan_at = 0 if plan is None else plan.data_ptr()
-    inputs_at = q_at, kv_cache.data_ptr(), seq_lens.data_ptr()
-    outputs_at = out_at, final_lse.data_ptr(), partial_at, partial_lse_at
-    if known.boxes is not None:
-        pages_at = indices_at if block_table is None else table_at
-        pointers = (*inputs_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at)
-        leading = hopper.leading(*known.boxes, pointers)
-    else:
-        leading = pack_leading(
-            *inputs_at,
-            table_at,
-            indptr_at,
-            indices_at,
-            tokens_at,
-            0 if q_descale is None else q_descale.data_ptr(),
-            0 if kv_descale is None else kv_descale.data_ptr(),
-            sink_at,
-            0 if rope_cos_sin is None else rope_cos_sin.data_ptr(),
-            plan_at,
-            *outputs_at,
+    scratch_values = partial_values + known.slots * known.rows
+
+    def start(
+        outputs: tuple[torch.Tensor, ...],
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor | None = None,
+        kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        q_descale: torch.Tensor | None = None,
+        kv_descale: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        rope_cos_sin: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        if adjust is not None:
+            q = adjust(q, q_descale)
+        if known.copies_q:
+            q = q.clone(memory_format=torch.contiguous_format)
+        out, lse = _reachable(outputs, known) if copies else outputs
+        scratch, partial_at, partial_lse_at = None, 0, 0
+        if merge is not None:
+            scratch = take(q.device, scratch_values)
+            partial_at = scratch.data_ptr()
+            partial_lse_at = partial_at + 4 * partial_values
+        inputs = (
+            *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale),
+            *(kv_descale, attn_sink, rope_cos_sin, plan),
         )
-    params = leading + known.numbers
-    inputs = (
-        *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale),
-        *(kv_descale, attn_sink, rope_cos_sin, plan),
-    )
-    named = partial(_buffers, inputs, (final_out, final_lse), scratch, known)
-    launch("decode", known.instance, q, known.grid, known.threads, known.shared, params, named, overlap=on_hopper)
-    if scratch is not None and known.merge is not None:
-        cuts_at = plan_at and plan_at + 4 * HEADER_WORDS
-        addresses = partial_at, partial_lse_at, cuts_at, tokens_at, sink_at, out_at, outputs_at[1]
-        named = partial(_merged, batch, cu_seqlens_q, attn_sink, plan, (final_out, final_lse), scratch, known)
-        combine.start(known.merge, q, addresses, named)
-    if known.copies_out:
-        out.copy_(final_out)
-    if known.copies_lse:
-        lse.copy_(final_lse)
+        # A loop over the sixteen would cost a fifth more of Python's time than these lines.
+        out_at, lse_at = out.data_ptr(), lse.data_ptr()
+        table_at = 0 if block_table is None else block_table.data_ptr()
+        indptr_at = 0 if kv_indptr is None else kv_indptr.data_ptr()
+        indices_at = 0 if kv_indices is None else kv_indices.data_ptr()
+        tokens_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
+        sink_at = 0 if attn_sink is None else attn_sink.data_ptr()
+        plan_at = 0 if plan is None else plan.data_ptr()
+        inputs_at = q.data_ptr(), kv_cache.data_ptr(), seq_lens.data_ptr()
+        outputs_at = out_at, lse_at, partial_at, partial_lse_at
+        if known.boxes is not None:
+            pages_at = indices_at if block_table is None else table_at
+            pointers = (*inputs_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at)
+            leading = hopper.leading(*known.boxes, pointers)
+        else:
+            leading = pack_leading(
+                *inputs_at,
+                table_at,
+                indptr_at,
+                indices_at,
+                tokens_at,
+                0 if q_descale is None else q_descale.data_ptr(),
+                0 if kv_descale is None else kv_descale.data_ptr(),
+                sink_at,
+                0 if rope_cos_sin is None else rope_cos_sin.data_ptr(),
+                plan_at,
+                *outputs_at,
+            )
+        launch(leading + known.numbers, inputs, (out, lse), scratch)
+        if merge is not None:
+            cuts_at = plan_at and plan_at + 4 * HEADER_WORDS
+            addresses = partial_at, partial_lse_at, cuts_at, tokens_at, sink_at, out_at, lse_at
+            merge(addresses, batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch)
+        if copies:
+            for given, made in zip(outputs, (out, lse), strict=True):
+                if made is not given:
+                    given.copy_(made)
+
+    return start
+
+
+def _adjustment(negative: bool, descale: bool) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None:
+    """(q, q_descale) -> q as the kernels take it; None where they take it as it is.
+
+    They find the largest score before they scale it, so the scale must be positive; sm_90's know no q_descale.
+    """
+    if not negative and not descale:
+        return None
+
+    def adjust(q: torch.Tensor, q_descale: torch.Tensor | None) -> torch.Tensor:
+        if negative:
+            q = -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
+        return q if q_descale is None or not descale else (q.float() * q_descale).to(q.dtype)
+
+    return adjust
+
+
+def _reachable(outputs: tuple[torch.Tensor, ...], known: Prepared) -> tuple[torch.Tensor, ...]:
+    """Results where the kernel can write: copies, where it cannot reach the rows of the given ones as they lie."""
+    replaced = zip(outputs, (known.copies_out, known.copies_lse), strict=True)
+    return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) if copied else t for t, copied in replaced])
 
 
 _INPUTS = POINTERS[: POINTERS.index("out")]
 
 
 def _buffers(
+    known: Prepared,
     inputs: tuple[torch.Tensor | None, ...],
     results: tuple[torch.Tensor, torch.Tensor],
     scratch: torch.Tensor | None,
-    known: Prepared,
 ) -> Iterator[Buffer]:
     """What the kernel touches; inputs in the order of _INPUTS."""
     yield from (Buffer(name, tensor, "r") for name, tensor in zip(_INPUTS, inputs, strict=True) if tensor is not None)
@@ -194,13 +235,13 @@ def _buffers(
 
 
 def _merged(
+    known: Prepared,
     batch: int,
     cu_seqlens_q: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
     plan: torch.Tensor | None,
     results: tuple[torch.Tensor, torch.Tensor],
     scratch: torch.Tensor,
-    known: Prepared,
 ) -> Iterator[Buffer]:
     """What the merge touches."""
     out, lse = results[0].flatten(0, -3), results[1].flatten(0, -2)  # views: one stride leads from token to token
@@ -210,8 +251,5 @@ def _merged(
     return combine.buffers(*parts, indptr, cu_seqlens_q, attn_sink, out, lse, partly)
 
 
-def _negated(q: torch.Tensor) -> torch.Tensor:
-    return -q if q.element_size() > 1 else (-q.float()).to(q.dtype)
-
-
-BACKEND = Backend("native", offer, run)
+BACKEND = readied("native", offer, ready)
+run = BACKEND.run

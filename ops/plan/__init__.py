@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, library
+from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.library import Op, Output
 from mla_suite.ops.plan import layout, native, reference, samples
 
@@ -56,15 +56,8 @@ def plan(
     plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Its
     arrival counters serve one stream at a time.
     """
-    return torch.ops.mla_suite.plan(
-        seq_lens,
-        cu_seqlens_q,
-        rows=rows,
-        workers=workers,
-        max_kv_len=max_kv_len,
-        num_splits=num_splits,
-        split_size=split_size,
-    )
+    options = rows, workers, max_kv_len, num_splits, split_size
+    return faces.call(PLAN, (seq_lens, cu_seqlens_q), options)
 
 
 def specify(

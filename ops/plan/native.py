@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.ops.plan import layout as words
 from mla_suite.ops.plan.cost import figures
 from mla_suite.ops.plan.layout import Word
-from mla_suite.runtime import Buffer, has_kernel, launch
+from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.toolchain.params import load
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
@@ -83,7 +83,7 @@ def _prepare(
     return packed[8 * len(_POINTERS) :], steps
 
 
-def run(
+def ready(
     config: Arch,
     outputs: tuple[torch.Tensor, ...],
     seq_lens: torch.Tensor,
@@ -94,24 +94,35 @@ def run(
     max_kv_len: int,
     num_splits: int = 0,
     split_size: int = 0,
-) -> None:
-    (plan,) = outputs
+) -> Callable[..., None]:
     batch = seq_lens.shape[0]
     numbers, steps = _prepare(config, batch, rows, workers, max_kv_len, num_splits, split_size)
-    params = _pack_pointers(
-        seq_lens.data_ptr(), 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(), plan.data_ptr()
-    )
-    params += numbers
+    launches = [
+        bind("plan", step.instance, seq_lens, step.grid, step.threads, 0, partial(_buffers, step.name), overlap=True)
+        for step in steps
+    ]
 
-    def buffers() -> Iterator[Buffer]:
-        yield Buffer("seq_lens", seq_lens, "r")
-        if cu_seqlens_q is not None:
-            yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
-        # The second step reads what the first left in the words of the items.
-        yield Buffer("plan", plan, {"search": "w", "balanced": "rw", "uniform": "all"}[step.name])
+    def start(
+        outputs: tuple[torch.Tensor, ...], seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, **_: Any
+    ) -> None:
+        (plan,) = outputs
+        cuts_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
+        params = _pack_pointers(seq_lens.data_ptr(), cuts_at, plan.data_ptr()) + numbers
+        for launch in launches:
+            launch(params, plan, seq_lens, cu_seqlens_q)
 
-    for step in steps:
-        launch("plan", step.instance, seq_lens, step.grid, step.threads, 0, params, buffers, overlap=True)
+    return start
 
 
-BACKEND = Backend("native", offer, run)
+def _buffers(
+    step: str, plan: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None
+) -> Iterator[Buffer]:
+    yield Buffer("seq_lens", seq_lens, "r")
+    if cu_seqlens_q is not None:
+        yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
+    # The second step reads what the first left in the words of the items.
+    yield Buffer("plan", plan, {"search": "w", "balanced": "rw", "uniform": "all"}[step])
+
+
+BACKEND = readied("native", offer, ready)
+run = BACKEND.run

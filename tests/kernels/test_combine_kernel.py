@@ -318,12 +318,15 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
         point = Config(arch, head_dim_v, rows, vec, waves=8, slices=1)
         program = machine.load_text(compiled(arch, point, tmp_path), "combine_point")
 
-        def run(op, instance, place, grid, block, lds, params, buffers, overlap, program=program):
-            memories = [emulator.Memory.of(*buffer) for buffer in buffers()]
-            report = machine.launch(program, grid, block, lds, params, memories)
-            assert not report.findings, report.findings
+        def bind(op, instance, place, grid, block, lds, naming, overlap, program=program):
+            def run(params, *given):
+                memories = [emulator.Memory.of(*buffer) for buffer in naming(*given)]
+                report = machine.launch(program, grid, block, lds, params, memories)
+                assert not report.findings, report.findings
 
-        monkeypatch.setattr(native, "launch", run)
+            return run
+
+        monkeypatch.setattr(native, "bind", bind)
         merged, total = torch.empty(3, 5, head_dim_v), torch.empty(3, 5)
         native.merge(
             out,

@@ -164,12 +164,16 @@ def launched(monkeypatch, sample, given=None, asked=None):
     """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
     calls = []
 
-    def launch(op, instance, place, grid, block, dynamic_lds, packed, buffers, overlap=False):
-        names = {buffer.name: buffer for buffer in buffers()}
-        calls.append((instance, grid, block, dynamic_lds, params.load("decode_tma").unpack(packed), overlap, names))
+    def bind(op, instance, place, grid, block, dynamic_lds, naming, overlap=False):
+        def launch(packed, *given):
+            names = {buffer.name: buffer for buffer in naming(*given)}
+            fields = params.load("decode_tma").unpack(packed)
+            calls.append((instance, grid, block, dynamic_lds, fields, overlap, names))
 
-    monkeypatch.setattr(native, "launch", launch)
-    monkeypatch.setattr(combine, "launch", lambda *args, **kwargs: None)
+        return launch
+
+    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(combine, "bind", lambda *args, **kwargs: lambda *given: None)
     asked = [] if asked is None else asked
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
     args, kwargs = given or sample.make(CPU)
@@ -208,11 +212,11 @@ def test_every_word_of_a_launch(monkeypatch):
         "lse": lse.data_ptr(),
         "partial_out": buffers["partial_out"].tensor.data_ptr(),
         "partial_lse": buffers["partial_lse"].tensor.data_ptr(),
-        "q_batch_stride": 2 * 40 * 576,
-        "q_token_stride": 40 * 576,
+        "heads_reciprocal": -(-(2**32) // 40),
         "q_head_stride": 576,
         "kv_page_stride": 64 * 576,
         "page_ids_stride": table.shape[1],
+        "page_ids_width": table.shape[1],
         "out_token_stride": 40 * 512,
         "out_head_stride": 512,
         "batch": 3,
@@ -239,7 +243,7 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
     assert fields["cu_seqlens_q"] == args[6].data_ptr()
-    assert (fields["q_batch_stride"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
+    assert (fields["page_ids_width"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
     assert (grid, fields["workers"], fields["row_tiles"]) == ((3, 1, 1), 3, 1)
 

@@ -33,6 +33,9 @@ class RecordingDriver:
             raise self.error
         self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, buffers))
 
+    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
+        return lambda params: self.launch(kernel, grid, block, dynamic_lds, params, naming, overlap)
+
 
 @pytest.fixture
 def drivers(monkeypatch, amd_objects):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 from mla_suite.core.arch import Arch
-from mla_suite.runtime.driver import Buffers, Grid, Kernel, KernelCache, LaunchError
+from mla_suite.runtime.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming
 from mla_suite.runtime.emulator.assembly import AssemblyError
 from mla_suite.runtime.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.runtime.emulator.report import Report, SanitizerError
@@ -57,6 +60,14 @@ class EmulatorDriver:
         except AssemblyError as error:
             raise LaunchError(str(error)) from error
         return Kernel(entry, program, self.arch)
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Callable[..., None]:
+        def start(params: bytes, *given: Any) -> None:
+            self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
+
+        return start
 
     def launch(
         self,

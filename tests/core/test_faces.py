@@ -1,0 +1,259 @@
+"""Public functions pass torch's dispatcher by only where nobody could notice."""
+
+import gc
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite.core import allocation, dispatch, faces, library
+
+COMBINE = torch.ops.mla_suite.combine.default
+
+
+def call(partial_out, partial_lse, **changes):
+    return mla_suite.combine(partial_out, partial_lse, **{"num_splits": 3, "out_dtype": torch.float32, **changes})
+
+
+@pytest.fixture
+def partials():
+    """Arguments of a call that is known, so that nothing but a listener keeps it from the short way."""
+    made = torch.randn(6, 4, 128), torch.randn(6, 4)
+    with torch.no_grad():
+        call(*made)
+        yield made
+
+
+@pytest.fixture
+def short(monkeypatch, partials):
+    """Names of the operators that were called the short way."""
+    taken = []
+
+    def complete(op, *given):
+        taken.append(op.name)
+        return library.complete(op, *given)
+
+    monkeypatch.setattr(faces, "library", SimpleNamespace(complete=complete))
+    return taken
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    seen: list = []  # noqa: RUF012  # of the class: a subclass's results come back as itself
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_known_call_without_listeners_takes_the_short_way(short, partials):
+    right = torch.ops.mla_suite.combine(*partials, num_splits=3, out_dtype=torch.float32)
+    dispatch.forget()
+    ways = []
+    for _ in range(3):
+        short.clear()
+        torch.testing.assert_close(call(*partials), right, rtol=0, atol=0)
+        ways.append(bool(short))
+    assert ways == [False, True, True], "the first call with some metadata is the dispatcher's, with all its checks"
+    with torch.inference_mode():
+        out, _ = call(*partials)
+    assert out.is_inference()
+    assert len(short) == 2
+
+
+def test_every_operator_with_a_short_way_takes_it(short):
+    with torch.no_grad():
+        for name, op in library.registry().items():
+            args, kwargs = op.samples()[0].make(torch.device("cpu"))
+            for _ in range(2):
+                getattr(mla_suite, name)(*args, **kwargs)
+    assert set(short) == {"append_kv", "combine", "plan", "decode"}
+
+
+def test_a_dispatch_mode_sees_the_operator(short, partials):
+    with Ops() as mode:
+        call(*partials)
+    assert mode.seen == [COMBINE]
+    assert short == []
+
+
+def test_a_function_mode_sees_the_operator(short, partials):
+    with Functions() as mode:
+        call(*partials)
+    assert COMBINE in mode.seen or torch.ops.mla_suite.combine in mode.seen
+    assert short == []
+
+
+def test_a_subclass_sees_the_operator(short, partials):
+    Marked.seen.clear()
+    call(partials[0].as_subclass(Marked), partials[1])
+    assert COMBINE in Marked.seen or torch.ops.mla_suite.combine in Marked.seen
+    assert short == []
+
+
+def test_a_parameter_is_a_plain_tensor(short, partials):
+    call(torch.nn.Parameter(partials[0]), partials[1])
+    assert short == ["combine"]
+
+
+def test_fakes_stay_fakes(short, partials):
+    with FakeTensorMode() as mode:
+        out, _ = call(*map(mode.from_tensor, partials))
+    assert isinstance(out, torch._subclasses.FakeTensor)
+    assert short == []
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_the_operator(short, partials, mode):
+    graph = make_fx(lambda *given: call(*given), tracing_mode=mode)(*partials)
+    assert COMBINE in [node.target for node in graph.graph.nodes]
+    assert short == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_traces_the_operator(short, partials, strict):
+    class Model(torch.nn.Module):
+        def forward(self, *partials):
+            return call(*partials)
+
+    program = torch.export.export(Model(), partials, strict=strict)
+    assert COMBINE in [node.target for node in program.graph.nodes]
+    assert short == []
+
+
+def test_compile_traces_the_operator_without_a_break(short, partials):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*partials), call(*partials), rtol=0, atol=0)
+    (graph,) = graphs
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert COMBINE in called or torch.ops.mla_suite.combine in called
+    assert short == ["combine"] * 2, "of the calls outside"
+
+
+def test_a_jit_trace_records_the_operator(short, partials):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
+        traced = torch.jit.trace(call, partials, check_trace=False)
+    assert "mla_suite::combine" in str(traced.graph)
+    assert short == []
+
+
+def test_functorch_sees_the_operator(short, partials):
+    batched = torch.stack([partials[0]] * 2), torch.stack([partials[1]] * 2)
+    mapped = torch.vmap(call)(*batched)
+    dispatched = torch.vmap(lambda *given: COMBINE(*given, num_splits=3, out_dtype=torch.float32))(*batched)
+    assert all(map(torch.equal, mapped, dispatched))
+    assert short == []
+
+
+def test_a_profiler_sees_the_operator(short, partials):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(*partials)
+    assert "mla_suite::combine" in {event.name for event in profile.events()}
+    assert short == []
+
+
+def test_gradients_are_refused_as_ever(short, partials):
+    needs = partials[0].clone().requires_grad_()
+    with torch.enable_grad():
+        out, _ = call(needs, partials[1])
+        assert out.requires_grad
+        with pytest.raises(RuntimeError, match="combine has no backward"):
+            out.sum().backward()
+        call(*partials)
+    assert short == [], "with gradients on, the dispatcher looks at every tensor"
+    assert not call(needs, partials[1])[0].requires_grad
+    assert short == ["combine"]
+
+
+def test_values_that_are_yet_to_be_made_are_made(short, partials):
+    sinks = torch.zeros(1), torch._neg_view(torch.tensor([-2.0])), torch._efficientzerotensor(1)
+    for sink, same in zip(sinks, (sinks[0], torch.tensor([2.0]), sinks[0]), strict=True):
+        want = mla_suite.combine(*partials, attn_sink=same, num_splits=3)
+        short.clear()
+        for _ in range(2):
+            torch.testing.assert_close(mla_suite.combine(*partials, attn_sink=sink, num_splits=3), want, rtol=0, atol=0)
+        assert short == (["combine"] * 2 if sink is sinks[0] else [])
+
+
+@pytest.mark.parametrize("wrong", [3.0, "3"])
+def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wrong):
+    with pytest.raises((RuntimeError, TypeError)):
+        call(*partials, num_splits=wrong)
+
+
+def test_a_tensor_that_is_none_is_refused(partials):
+    with pytest.raises(TypeError, match="first argument must be a tensor, not NoneType"):
+        call(None, partials[1])
+
+
+def test_values_are_checked_on_the_short_way_too(short):
+    partial_out, partial_lse = torch.randn(6, 4, 128), torch.randn(6, 4)
+    with torch.no_grad():
+        for bounds, right in (([0, 2, 6], True), ([0, 3, 5], True), ([0, 9, 6], False)):
+            given = partial_out, partial_lse, torch.tensor(bounds, dtype=torch.int32)
+            if right:
+                mla_suite.combine(*given)
+            else:
+                with pytest.raises(ValueError, match="split_indptr is"):
+                    mla_suite.combine(*given)
+    assert short == ["combine"] * 2
+
+
+def test_nothing_of_a_call_is_kept():
+    with torch.no_grad():
+        made = torch.randn(6, 4, 128), torch.randn(6, 4)
+        for _ in range(2):
+            results = call(*made)
+        watched = [weakref.ref(tensor) for tensor in (*made, *results)]
+        del made, results
+    gc.collect()
+    assert [watch() for watch in watched] == [None] * 4
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
+def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
+    outputs = [library.Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
+    device = torch.device("cpu")
+    for made in (allocation.allocator(outputs, device)(), allocation.empty(outputs, device)):
+        for tensor, (_, dtype) in zip(made, outputs, strict=True):
+            right = torch.empty(shape, dtype=dtype)
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
+            assert tensor.is_contiguous()
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
+    assert allocation.allocator([], device)() == ()
