@@ -43,8 +43,7 @@ class SparseLoader : Loader<Policy> {
   static constexpr uint32_t STAGE_PAIRS = Policy::WARP_KEYS / 2;
   static constexpr uint32_t BATCH_STAGES = 32 / Policy::WARP_KEYS;  // whose tokens are looked up at once: one to a lane
   static constexpr uint32_t BATCH_PAIRS = 16;
-  static_assert(STAGE_PAIRS + Record::PAIRS <= BATCH_PAIRS,
-                "a stage is stored at most one batch after it was looked up");
+  static_assert(!Record::STORED || Record::PAIRS == 2 * STAGE_PAIRS, "slots are numbered by the parity of the stage");
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
@@ -62,7 +61,7 @@ class SparseLoader : Loader<Policy> {
       if (item.keys() == 0) continue;
       key_ = item.first + warp() * Policy::WARP_KEYS + lane_ / Policy::WARP_KEYS * Policy::KEYS +
              lane_ % Policy::WARP_KEYS;
-      end_ = item.end;
+      lists().limit(item.end);
       fetch();
       const uint32_t stages = (item.keys() + Policy::KEYS - 1) / Policy::KEYS;
       if constexpr (Record::STORED)
@@ -127,25 +126,20 @@ class SparseLoader : Loader<Policy> {
   }
 
   // Begins to read the index of this lane's key.
-  MLA_DEVICE void fetch() {
-    index_ = -1;
-    if (key_ < end_) index_ = lists().index_of(key_);
-  }
+  MLA_DEVICE void fetch() { index_ = lists().index_of(key_); }
 
   // Indices have come: the tokens of a batch, and which of them are there; then the next batch's indices.
   MLA_DEVICE void look_up(uint32_t batch) {
     const bool odd = batch % 2;
     const Selected token = lists().token_of(this->params_, key_, index_);
-    const bool present = token.present && key_ < end_;
+    const bool present = token.present;
     const uint32_t which = __ballot_sync(~0u, present);
     if (odd)
       odd_ = which;
     else
       even_ = which;
-    // Nothing is read there of a token that is not there, but it must be an address.
-    row_ = reinterpret_cast<uint64_t>(this->params_.out);
-    if (present)
-      row_ = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
+    row_ = present ? reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES)
+                   : 0;
     if constexpr (Record::SCALES_APART)
       to_scales_ = static_cast<int>(token.tokens * Record::TOKEN_BYTES) -
                    static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
@@ -176,73 +170,78 @@ class SparseLoader : Loader<Policy> {
     ring_.next();
   }
 
-  // Stored values, by pairs of keys: copied PAIRS - 1 pairs ahead.
+  // Stored values, by pairs of keys: copied PAIRS - 1 pairs ahead. A turn of the loop is a stage.
   MLA_DEVICE void bring_stored(int token, uint32_t stages) {
-    pairs_ = stages * STAGE_PAIRS;
+    const uint32_t pairs = stages * STAGE_PAIRS;
+    look_up(0);
 #pragma unroll 1
-    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i) issue(i, i * Policy::PAIR_BYTES);
+    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i) issue(i < pairs, i, raw_ + i * Policy::PAIR_BYTES);
     bring_q(token);
-    const uint32_t keys = this->shared_ + warp() * (Policy::WARP_KEYS * 128);
-    uint32_t slot = 0;
 #pragma unroll 1
-    for (uint32_t pair = 0; pair < pairs_; ++pair) {
-      const uint32_t in_stage = pair % STAGE_PAIRS;
+    for (uint32_t stage = 0, left = pairs; left != 0; ++stage, left -= STAGE_PAIRS) {
+      const uint32_t here = raw_ + stage % 2 * (STAGE_PAIRS * Policy::PAIR_BYTES);  // this stage's pairs
+      const uint32_t there = 2 * raw_ + STAGE_PAIRS * Policy::PAIR_BYTES - here;    // the next one's
+      const uint32_t lane = lane_anew();
       // Lanes 4..7 of each 8 take the second key, and of another column block than the others: so eight lanes read and
       // write all banks, the first key's pieces at even places and the second's, by the swizzle, at odd ones.
-      const uint32_t lane = lane_anew();
       const uint32_t second = lane / 4 % 2;
       const uint32_t block = (lane / 8) ^ second;  // and 4 more with the other piece
-      const uint32_t from = raw_ + slot + second * 512 + block * 64 + lane % 4 * 16;
+      const uint32_t from = here + second * 512 + block * 64 + lane % 4 * 16;
+      const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES + warp() * (Policy::WARP_KEYS * 128);
       const uint32_t to = keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16;
-      copies_wait<Record::PAIRS - 2>();
-      __syncwarp();  // every lane's copies are there, and every lane is done with the slot that `issue` fills
-      uint32_t first[4], last[4], scale[2];
-      load16(from, first);
-      load16(from + 256, last);
-      load_scales(raw_ + slot, second, block, scale);
-      issue(pair + Record::PAIRS - 1, (slot == 0 ? Policy::RAW_BYTES : slot) - Policy::PAIR_BYTES);
-      if (in_stage == 0) barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
-      const uint32_t place = ring_.stage * Policy::STAGE_BYTES + in_stage * 256;
-      const uint32_t swizzle = in_stage * 32;
-      const uint32_t at = (to + place) ^ swizzle;
-      const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
-      if (__any_sync(~0u, factors[0].large || factors[1].large)) {
-        store_piece<true>(at, block, first, large_factor_of(scale[0]));
-        store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
-        load16(raw_ + slot + rope_at(), first);
-      } else {
-        store_piece<false>(at, block, first, factors[0]);
-        load16(raw_ + slot + rope_at(), first);
-        store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
-      }
       // Lanes 0..15 move the values that are bf16 already: eight a key.
-      const uint32_t here = lane_anew();
       const uint32_t row =
-          keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + here / 8 * 128 + (here % 8 ^ here / 8) * 16;
-      if (here < 16) store16((row + place) ^ swizzle, first[0], first[1], first[2], first[3]);
-      slot = slot + Policy::PAIR_BYTES == Policy::RAW_BYTES ? 0 : slot + Policy::PAIR_BYTES;
-      if (in_stage == STAGE_PAIRS - 1) complete(pair / STAGE_PAIRS);
+          keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+#pragma unroll
+      for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
+        copies_wait<Record::PAIRS - 2>();
+        __syncwarp();  // every lane's copies are there, and every lane is done with the slot that `issue` fills
+        const uint32_t slot = pair * Policy::PAIR_BYTES;
+        uint32_t first[4], last[4], scale[2];
+        load16(from + slot, first);
+        load16(from + slot + 256, last);
+        load_scales(here + slot, second, block, scale);
+        constexpr uint32_t AHEAD = Record::PAIRS - 1;
+        const uint32_t next = stage * STAGE_PAIRS + pair + AHEAD;
+        if (pair == 1 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
+        issue(pair + AHEAD < left, next % BATCH_PAIRS,
+              pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : here + slot - Policy::PAIR_BYTES);
+        if (pair == 0) barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+        const uint32_t at = (to ^ pair * 32) + pair * 256;
+        const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
+        if (__any_sync(~0u, factors[0].large || factors[1].large)) {
+          store_piece<true>(at, block, first, large_factor_of(scale[0]));
+          store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
+          load16(here + slot + rope_at(), first);
+        } else {
+          store_piece<false>(at, block, first, factors[0]);
+          load16(here + slot + rope_at(), first);
+          store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
+        }
+        if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
+      }
+      complete(stage);
     }
   }
 
-  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups
-  // are counted.
-  MLA_DEVICE void issue(uint32_t pair, uint32_t slot) {
-    if (pair < pairs_) {
-      if (pair % BATCH_PAIRS == 0) look_up(pair / BATCH_PAIRS);
+  // Begins to copy a pair of the batch that was looked up last, 16 lanes a key, to `slot`. There is a group for it even
+  // when no such pair is left: groups are counted.
+  MLA_DEVICE void issue(bool any, uint32_t pair, uint32_t slot) {
+    if (any) {
       const uint32_t lane = lane_anew();
-      const uint32_t source = pair % BATCH_PAIRS * 2 + lane / 16;
+      const uint32_t source = pair * 2 + lane / 16;
       const uint32_t piece = lane % 16;
-      const uint64_t row = row_of(source) + piece * 16;
-      const bool present = present_in(pair / BATCH_PAIRS) >> source & 1;
-      const uint32_t to = raw_ + slot + lane / 16 * 512 + piece * 16;
-      copy_present<16>(to, row, present);
-      copy_present<16>(to + 256, row + 256, present);
-      const uint32_t tail = raw_ + slot + 1024 + lane / 16 * Record::TAIL;
-      if (piece < Record::TAIL_PIECES) copy_present<16>(tail + piece * 16, row + 512, present);
+      const uint64_t row = row_of(source);
+      const bool present = row != 0;
+      const uint64_t from = row + piece * 16;
+      const uint32_t to = slot + lane / 16 * 512 + piece * 16;
+      const uint32_t tail = slot + 1024 + lane / 16 * Record::TAIL + piece * 16;
+      copy_present<16>(to, from, present);
+      copy_present<16>(to + 256, from + 256, present);
+      if (piece < Record::TAIL_PIECES) copy_present<16>(tail, from + 512, present);
       if constexpr (Record::SCALES_APART) {
         const int to_scales = __shfl_sync(~0u, to_scales_, source);
-        if (piece == 8) copy_present<8>(tail + Record::TAIL_SCALES, row - 8 * 16 + to_scales, present);
+        if (piece == 8) copy_present<8>(tail - 8 * 16 + Record::TAIL_SCALES, row + to_scales, present);
       }
     }
     copies_commit();
@@ -315,8 +314,9 @@ class SparseLoader : Loader<Policy> {
 #pragma unroll
         for (int i = 0; i < Policy::WARP_KEYS / 4; ++i) {
           const uint32_t source = stage % BATCH_STAGES * Policy::WARP_KEYS + slot + 4 * i;
-          const uint64_t row = row_of(source) + piece * 16;
-          const bool present = present_in(stage / BATCH_STAGES) >> source & 1;
+          const uint64_t found = row_of(source);
+          const bool present = found != 0;
+          const uint64_t row = found + piece * 16;
           const uint32_t place = to + i * 512 + ((piece ^ (slot + 4 * i)) << 4);
 #pragma unroll
           for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
@@ -334,14 +334,12 @@ class SparseLoader : Loader<Policy> {
   const uint32_t lane_;
   const uint32_t raw_;
   Ring<Policy::STAGES> ring_;
-  int key_;  // this lane's of the batch that is looked up next
-  int end_;
-  int index_;       // of that key
-  uint32_t even_;   // bit l: lane l's token is there; of the last batch with an even number
-  uint32_t odd_;    // and with an odd one
-  uint64_t row_;    // this lane's token
-  int to_scales_;   // from there to its scales, where they lie apart
-  uint32_t pairs_;  // of the item
+  int key_;        // this lane's of the batch that is looked up next
+  int index_;      // of that key
+  uint32_t even_;  // bit l: lane l's token is there; of the last batch with an even number
+  uint32_t odd_;   // and with an odd one
+  uint64_t row_;   // this lane's token, or 0
+  int to_scales_;  // from there to its scales, where they lie apart
 };
 
 }  // namespace mla::sm90

@@ -21,7 +21,7 @@ struct v32 {
   static constexpr bool SCALES_APART = false;
   static constexpr bool SPLIT = true;  // a scale is any number
   static constexpr int STAGES = 4;
-  static constexpr int PAIRS = 9;
+  static constexpr int PAIRS = 8;
 };
 
 // 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64

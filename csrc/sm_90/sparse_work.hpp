@@ -13,7 +13,7 @@ class SparseWork {
  public:
   using Params = SparseDecodeTmaParams;
 
-  static constexpr int BYTES = 16;
+  static constexpr int BYTES = 12;
 
   MLA_DEVICE SparseWork(const Params& params, uint32_t notes) : params_(params), notes_(notes) {
     write(TAKEN, 0);
@@ -118,7 +118,8 @@ struct Selected {
 // The lists of one query token as a warp's table in shared memory: in registers four pools would cost too much.
 class Lists {
  public:
-  static constexpr int BYTES = 48;  // int32[4], keys up to and including the pool's; int64[4], addresses of lists
+  // int32[4], keys up to and including the pool's; int64[4], addresses of lists; int32, the item's end.
+  static constexpr int BYTES = 52;
 
   MLA_DEVICE explicit Lists(uint32_t table) : table_(table) {}
 
@@ -144,8 +145,16 @@ class Lists {
     return __shfl_sync(~0u, end, MOST_POOLS - 1);
   }
 
-  // What the list says of `key`, which is below the keys of all pools.
+  // Keys from `end` on are none of the item's. All lanes say the same, so each reads what it wrote.
+  MLA_DEVICE void limit(int end) const {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(table_ + LIMIT), "r"(end) : "memory");
+  }
+
+  // What the list says of `key`; -1, which names nothing, where the item has no such key.
   MLA_DEVICE int index_of(int key) const {
+    int end;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(end) : "r"(table_ + LIMIT) : "memory");
+    if (key >= end) return -1;
     int64_t first;
     asm volatile("ld.shared.b64 %0, [%1];" : "=l"(first) : "r"(table_ + 16 + pool_of(key) * 8) : "memory");
     return __ldg(reinterpret_cast<const int32_t*>(first) + key);
@@ -169,6 +178,8 @@ class Lists {
                  : "memory");
     return (key >= ends[0]) + (key >= ends[1]) + (key >= ends[2]);
   }
+
+  static constexpr int LIMIT = 48;
 
   uint32_t table_;
 };

@@ -16,7 +16,7 @@ from mla_suite.runtime import tensor_map
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
 STAGES = {"dsv4": 5, "v32": 4, "bf16x512": 5, "bf16x576": 5}
-PAIRS = {"dsv4": (8, 1184), "v32": (9, 1312)}
+PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
 """Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, bytes of a pair."""
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
