@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from mla_suite.core.arch import Arch
 
@@ -171,10 +170,10 @@ def metadata(name: str, tensors: Sequence[Any], options: tuple[Hashable, ...]) -
     for value in tensors:
         if value is None:
             add(None)
-        elif isinstance(value, Tensor):
-            add((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
+        elif value.__class__ is list:
+            add(tuple(map(_facts, value)))
         else:
-            add(tuple([_facts(item) for item in value]))
+            add((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
     return tuple(facts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
@@ -22,6 +22,7 @@ from mla_suite.runtime.driver import (
     Kernel,
     KernelCache,
     Naming,
+    Start,
     TorchDevice,
 )
 from mla_suite.toolchain.manifest import KernelEntry
@@ -98,21 +99,21 @@ class CudaDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
-        self.bind(kernel, grid, block, dynamic_lds, None, overlap)(params)
+        self.bind(kernel, grid, block, dynamic_lds, None, overlap)(params, ())
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Callable[..., None]:
+    ) -> Start:
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
         attributes = ctypes.addressof(self._overlap) if overlap else 0
         configs: dict[int, bytes] = {}  # by stream
 
-        def start(params: bytes, *given: Any) -> None:
+        def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
                 with self._torch.guard(ordinal):
-                    return start(params)
+                    return start(params, given)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
             stream = stream_of(ordinal)

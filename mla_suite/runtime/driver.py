@@ -34,7 +34,8 @@ class Buffer(NamedTuple):
 
 
 Buffers = Callable[[], Iterable[Buffer]]
-Naming = Callable[..., Iterable[Buffer]]  # the tensors of a call -> its buffers
+Naming = Callable[..., Iterable[Buffer]]  # (*given) -> the buffers of a call that was given those tensors
+Start = Callable[[bytes, tuple[Any, ...]], None]  # (params, given) -> a launch
 
 
 class Kernel:
@@ -90,8 +91,8 @@ class Driver(Protocol):
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Callable[..., None]:
-        """The same launch for as many calls as there will be: start(params, *given), with buffers naming(*given)."""
+    ) -> Start:
+        """The same launch for as many calls as there will be: start(params, given), with buffers naming(*given)."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
@@ -22,6 +22,7 @@ from mla_suite.runtime.driver import (
     Kernel,
     KernelCache,
     Naming,
+    Start,
     TorchDevice,
 )
 from mla_suite.toolchain.manifest import KernelEntry
@@ -118,19 +119,19 @@ class HipDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` is a permission that AMD GPUs have no use for."""
-        self.bind(kernel, grid, block, dynamic_lds, None)(params)
+        self.bind(kernel, grid, block, dynamic_lds, None)(params, ())
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Callable[..., None]:
+    ) -> Start:
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
 
-        def start(params: bytes, *given: Any) -> None:
+        def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
                 with self._torch.guard(ordinal):
-                    return start(params)
+                    return start(params, given)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
             # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mla_suite.core import arch as arch_records
 from mla_suite.core.arch import Arch
-from mla_suite.runtime.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming
+from mla_suite.runtime.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
 from mla_suite.toolchain import manifest
 from mla_suite.toolchain.errors import ObjectError
 
@@ -111,7 +111,7 @@ def launch(
 
     LaunchError names op, kernel, arch, shape and the driver's explanation.
     """
-    bind(op, instance_id, place, grid, block, dynamic_lds, buffers, overlap)(params)
+    bind(op, instance_id, place, grid, block, dynamic_lds, buffers, overlap)(params, ())
 
 
 def bind(
@@ -123,8 +123,8 @@ def bind(
     dynamic_lds: int,
     naming: Naming | None = None,
     overlap: bool = False,
-) -> Callable[..., None]:
-    """A launch with its driver and kernel found, as `enqueue(params, *given)`, for as many calls as there will be.
+) -> Start:
+    """A launch with its driver and kernel found, as `enqueue(params, given)`, for as many calls as there will be.
 
     Arguments as of `launch`, but `naming(*given)` gives the buffers of one call; nothing of a call is kept.
     """
@@ -137,9 +137,9 @@ def bind(
     driver, kernel = _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
     start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
 
-    def enqueue(params: bytes, *given: Any) -> None:
+    def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
         try:
-            start(params, *given)
+            start(params, given)
         except (DriverError, LaunchError) as error:
             if type(error) not in (DriverError, LaunchError):
                 raise  # the emulator's findings, which carry their own account

@@ -177,7 +177,7 @@ def ready(
             0 if cos_sin is None else cos_sin.data_ptr(),
             0 if positions is None else positions.data_ptr(),
         )
-        launch(pointers + numbers, kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions)
+        launch(pointers + numbers, (kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions))
 
     return start
 

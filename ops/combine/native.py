@@ -14,6 +14,7 @@ from mla_suite.core.dispatch import Offer, Refusal, keep, readied
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
 from mla_suite.runtime import Buffer, bind, current_arch, has_kernel
+from mla_suite.runtime.driver import Start
 from mla_suite.toolchain.params import load
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
@@ -161,21 +162,21 @@ def merger(
             out.data_ptr(),
             lse.data_ptr(),
         )
-        launch(pointers + numbers, partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse)
+        launch(pointers + numbers, (partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse))
 
     return start
 
 
 def launcher(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
-    """(addresses, *given) -> None, which enqueues what `prepare` found on the device of `place`.
+    """(addresses, given) -> None, which enqueues what `prepare` found on the device of `place`.
 
     Addresses as in `merger`'s tensors, 0 for none; `named(*given)` names the tensors of a call.
     """
     launch, numbers = _bound(prepared, place, named), prepared.numbers
-    return lambda addresses, *given: launch(_pack_pointers(*addresses) + numbers, *given)
+    return lambda addresses, given: launch(_pack_pointers(*addresses) + numbers, given)
 
 
-def _bound(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
+def _bound(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Start:
     return bind("combine", prepared.instance, place, prepared.grid, prepared.threads, 0, named, overlap=True)
 
 

@@ -181,11 +181,11 @@ def ready(
                 plan_at,
                 *outputs_at,
             )
-        launch(leading + known.numbers, inputs, (out, lse), scratch)
+        launch(leading + known.numbers, (inputs, (out, lse), scratch))
         if merge is not None:
             cuts_at = plan_at and plan_at + 4 * HEADER_WORDS
             addresses = partial_at, partial_lse_at, cuts_at, tokens_at, sink_at, out_at, lse_at
-            merge(addresses, batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch)
+            merge(addresses, (batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch))
         if copies:
             for given, made in zip(outputs, (out, lse), strict=True):
                 if made is not given:

@@ -108,8 +108,9 @@ def ready(
         (plan,) = outputs
         cuts_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
         params = _pack_pointers(seq_lens.data_ptr(), cuts_at, plan.data_ptr()) + numbers
+        given = plan, seq_lens, cu_seqlens_q
         for launch in launches:
-            launch(params, plan, seq_lens, cu_seqlens_q)
+            launch(params, given)
 
     return start
 

@@ -319,7 +319,7 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
         program = machine.load_text(compiled(arch, point, tmp_path), "combine_point")
 
         def bind(op, instance, place, grid, block, lds, naming, overlap, program=program):
-            def run(params, *given):
+            def run(params, given):
                 memories = [emulator.Memory.of(*buffer) for buffer in naming(*given)]
                 report = machine.launch(program, grid, block, lds, params, memories)
                 assert not report.findings, report.findings

@@ -165,7 +165,7 @@ def launched(monkeypatch, sample, given=None, asked=None):
     calls = []
 
     def bind(op, instance, place, grid, block, dynamic_lds, naming, overlap=False):
-        def launch(packed, *given):
+        def launch(packed, given):
             names = {buffer.name: buffer for buffer in naming(*given)}
             fields = params.load("decode_tma").unpack(packed)
             calls.append((instance, grid, block, dynamic_lds, fields, overlap, names))

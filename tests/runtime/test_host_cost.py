@@ -27,7 +27,7 @@ def around_attention(device):
     partial_out, partial_lse = torch.randn(66, 16, 512, device=device), torch.randn(66, 16, device=device)
     out = torch.empty(1, 16, 512, dtype=torch.bfloat16, device=device), torch.empty(1, 16, device=device)
     seq_lens = torch.full((4,), 1000, **INT32, device=device)
-    row = torch.zeros(4, 576, dtype=torch.bfloat16, device=device)
+    kv_c, k_pe = torch.zeros(4, 576, dtype=torch.bfloat16, device=device).split([512, 64], dim=1)
     cache, slots = torch.zeros(8, 64, 576, dtype=torch.bfloat16, device=device), torch.arange(4, device=device)
     merge = torch.ops.mla_suite.combine.out
     options = {"num_splits": 66, "out_dtype": torch.bfloat16, "out": out[0], "lse": out[1]}
@@ -35,7 +35,7 @@ def around_attention(device):
         "combine": lambda: mla_suite.combine(partial_out, partial_lse, num_splits=66),
         "combine.out": lambda: merge(partial_out, partial_lse, **options),
         "plan": lambda: mla_suite.plan(seq_lens, rows=16, workers=128, max_kv_len=4096),
-        "append_kv": lambda: mla_suite.append_kv(row[:, :512], row[:, 512:], cache, slots, layout="bf16"),
+        "append_kv": lambda: mla_suite.append_kv(kv_c, k_pe, cache, slots, layout="bf16"),
     }
 
 
@@ -109,7 +109,7 @@ def test_calls_share_what_metadata_says_and_nothing_else(hip, monkeypatch):
     given = []
 
     def bind(*args, **kwargs):
-        return lambda params, *call: given.append((params, [*args[6](*call)]))
+        return lambda params, call: given.append((params, [*args[6](*call)]))
 
     monkeypatch.setattr(decode_native, "bind", bind)
     fields = load("decode")

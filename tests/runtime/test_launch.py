@@ -34,7 +34,7 @@ class RecordingDriver:
         self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, buffers))
 
     def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
-        return lambda params: self.launch(kernel, grid, block, dynamic_lds, params, naming, overlap)
+        return lambda params, given: self.launch(kernel, grid, block, dynamic_lds, params, naming, overlap)
 
 
 @pytest.fixture

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from mla_suite.core.arch import Arch
-from mla_suite.runtime.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming
+from mla_suite.runtime.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start
 from mla_suite.runtime.emulator.assembly import AssemblyError
 from mla_suite.runtime.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.runtime.emulator.report import Report, SanitizerError
@@ -63,8 +62,8 @@ class EmulatorDriver:
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
-    ) -> Callable[..., None]:
-        def start(params: bytes, *given: Any) -> None:
+    ) -> Start:
+        def start(params: bytes, given: tuple[Any, ...]) -> None:
             self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
 
         return start
