@@ -36,15 +36,16 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
-  block_sync();
   if (group == 0) {
     give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();
   } else if (group == 1) {
     take_registers<Policy::SCORES_REGISTERS>();
+    block_sync();
     Scores<Policy>(params, shared).run();
   } else {
     take_registers<Policy::VALUES_REGISTERS>();
+    block_sync();
     Values<Policy>(params, shared, group - 2).run();
   }
 }

@@ -26,13 +26,19 @@ class Loader {
   MLA_DEVICE Loader(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
 
+  // Syncs with the block when it has looked up its first item.
   // With TMA one warp asks for keys and another for queries, so that the first keys do not wait behind 18 boxes of
   // queries. Without it every thread copies keys, and the first one asks for queries.
   MLA_DEVICE void run() {
     constexpr bool TMA = Policy::SOURCE == Source::tma;
     const int warp = uniform(group_thread() / 32);
-    if (TMA && warp > 1) return;
+    if (TMA && warp > 1) {
+      block_sync();
+      return;
+    }
+    prefetch_pages();
     WorkList work = work_list<Policy>(params_);
+    block_sync();
     Item item;
     Ring<Policy::STAGES> ring;
     Ring<Policy::ITEMS> items;
@@ -71,6 +77,14 @@ class Loader {
   }
 
  protected:
+  // The first page numbers of equal cuts are asked for beside the length that says where a cut begins.
+  MLA_DEVICE void prefetch_pages() const {
+    if (params_.plan != nullptr) return;
+    const int sequence = static_cast<int>(blockIdx.x) / params_.row_tiles / params_.num_splits;
+    const int64_t at = group_thread() % 32 * 32;
+    if (at < params_.page_ids_width) prefetch_line(params_.page_ids + sequence * params_.page_ids_stride + at);
+  }
+
   // Tells the scores warpgroup the next item: they have no registers to walk the list themselves.
   MLA_DEVICE void publish(const Item& item, Ring<Policy::ITEMS>& items) {
     if (group_thread() == 0) {

@@ -100,6 +100,9 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int64_t row, 
       : "memory");
 }
 
+// The line of 128 bytes that holds an address, on its way from memory to L2.
+MLA_DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits

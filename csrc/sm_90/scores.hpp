@@ -328,6 +328,9 @@ class Scores {
     float s[REGS];
     multiply(s, [](int) {});
     int first = item_.first;
+    mask(s, first);
+    float factor[2];
+    move_references(s, factor);  // there is no result yet that it would have to be applied to
     for (; first + Policy::KEYS < item_.end; first += Policy::KEYS) {
       step<false>(s, first);
       multiply(s, [&](int k) {

@@ -53,6 +53,7 @@ class SparseLoader : Loader<Policy> {
 
   MLA_DEVICE void run() {
     SparseWork work(this->params_, notes() + Lists::BYTES);
+    block_sync();  // the barriers are there
     while (work.more()) {
       const int token = work.token();
       const int keys = lists().open(this->params_, token);

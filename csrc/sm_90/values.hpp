@@ -5,22 +5,12 @@
 
 namespace mla::sm90 {
 
-// A quad's four lanes hold four 8-column tiles, two columns each; afterwards lane t holds all of tile t.
-MLA_DEVICE void transpose_quad(uint32_t (&v)[4], int lane) {
-  const bool odd = lane & 1;
-  const bool high = lane & 2;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(~0u, odd ? v[i] : v[i + 1], 1);
-    if (odd) v[i] = got;
-    else v[i + 1] = got;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t got = __shfl_xor_sync(~0u, high ? v[i] : v[i + 2], 2);
-    if (high) v[i] = got;
-    else v[i + 2] = got;
-  }
+// Two lanes hold two columns each of two 8-column tiles; afterwards the even one holds all four of the first tile, the
+// odd one those of the second.
+MLA_DEVICE uint2 exchange_pair(uint32_t first, uint32_t second) {
+  const bool odd = group_thread() & 1;
+  const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
+  return odd ? make_uint2(got, second) : make_uint2(first, got);
 }
 
 template <class Policy>
@@ -55,8 +45,7 @@ class Values {
         stages_.next();
       }
       // The slot is given back after its last numbers were read, at the end: the next item's P V cannot begin before.
-      store<0>();
-      store<1>();
+      store();
       __syncwarp();
       warp_arrive(barriers_.p_empty(slots_.stage));
       slots_.next();
@@ -113,45 +102,52 @@ class Values {
     pin(o_[1]);
   }
 
-  // This thread's row HALF of two. All lanes take part: those of a quad share a row, so they agree on validity.
-  template <int HALF>
+  // This thread's two rows, eight apart. All lanes take part: those of a quad share a row, so they agree on validity.
   MLA_DEVICE void store() {
     const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
     const Queries queries(params_, uniform(load_shared<int>(slot() + Policy::ITEM)));
-    const float inverse = load_shared<float>(slot() + Policy::INVERSE + (row() + HALF * 8) * 4);
-    const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    const Row mine(Heads(params_), queries, first_row + row() + HALF * 8);
-    if (side_ == 0 && group_thread() % 4 == 0 && mine.valid) {
-      const float lse = load_shared<float>(slot() + Policy::LSE + (row() + HALF * 8) * 4);
+    const Heads heads(params_);
+    const int first_row = blockIdx.x % params_.row_tiles * ROWS + row();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float inverse = load_shared<float>(slot() + Policy::INVERSE + (row() + half * 8) * 4);
+      const Row mine(heads, queries, first_row + half * 8);
+      const int64_t token = queries.first_token + mine.token;
+      if (side_ == 0 && group_thread() % 4 == 0 && mine.valid) {
+        const float lse = load_shared<float>(slot() + Policy::LSE + (row() + half * 8) * 4);
+        if (partial_row < 0) params_.lse[token * params_.heads + mine.head] = lse;
+        else params_.partial_lse[partial_at(partial_row, mine)] = lse;
+      }
       if (partial_row < 0)
-        params_.lse[(queries.first_token + mine.token) * params_.heads + mine.head] = lse;
-      else
-        params_.partial_lse[partial_at(partial_row, mine)] = lse;
+        store_result(half, inverse, mine.valid,
+                     static_cast<uint16_t*>(params_.out) + token * params_.out_token_stride +
+                         mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS);
+      else if (mine.valid)
+        store_partial(half, inverse, params_.partial_out + partial_at(partial_row, mine) * D_V + side_ * VALUE_COLUMNS);
     }
-    if (partial_row < 0) {
-      uint16_t* out = static_cast<uint16_t*>(params_.out) +
-                      (queries.first_token + mine.token) * params_.out_token_stride +
-                      mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS + group_thread() % 4 * 8;
+  }
+
+  // out: [256] of a row in 16 bits
+  MLA_DEVICE void store_result(int half, float inverse, bool valid, uint16_t* out) const {
+    out += group_thread() % 2 * 8 + group_thread() % 4 / 2 * 4;
 #pragma unroll
-      for (int group = 0; group < 8; ++group) {
-        uint32_t v[4];
+    for (int tile = 0; tile < 32; tile += 2) {
+      const float(&o)[64] = o_[tile / 16];
+      const int at = tile % 16 * 4 + half * 2;
+      const uint2 four = exchange_pair(pack<T>(o[at] * inverse, o[at + 1] * inverse),
+                                       pack<T>(o[at + 4] * inverse, o[at + 5] * inverse));
+      if (valid) *reinterpret_cast<uint2*>(out + tile * 8) = four;
+    }
+  }
+
+  // partial: [256] of a row in fp32
+  MLA_DEVICE void store_partial(int half, float inverse, float* partial) const {
+    partial += group_thread() % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int at = group % 4 * 16 + i * 4 + HALF * 2;
-          v[i] = pack<T>(o_[group / 4][at] * inverse, o_[group / 4][at + 1] * inverse);
-        }
-        transpose_quad(v, group_thread());
-        if (mine.valid) *reinterpret_cast<uint4*>(out + group * 32) = make_uint4(v[0], v[1], v[2], v[3]);
-      }
-    } else if (mine.valid) {
-      float* out = params_.partial_out + partial_at(partial_row, mine) * D_V +
-                   side_ * VALUE_COLUMNS + group_thread() % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int at = i % 16 * 4 + HALF * 2;
-        *reinterpret_cast<float2*>(out + i * 8) =
-            make_float2(o_[i / 16][at] * inverse, o_[i / 16][at + 1] * inverse);
-      }
+    for (int tile = 0; tile < 32; ++tile) {
+      const float(&o)[64] = o_[tile / 16];
+      const int at = tile % 16 * 4 + half * 2;
+      *reinterpret_cast<float2*>(partial + tile * 8) = make_float2(o[at] * inverse, o[at + 1] * inverse);
     }
   }
 

@@ -3,6 +3,7 @@
 
 #include "mla/params/decode_tma.hpp"
 #include "mla/params/sparse_decode_tma.hpp"
+#include "sm_90/mbarrier.hpp"
 
 namespace mla::sm90 {
 
@@ -63,7 +64,7 @@ class WorkList {
       // The lengths' lines, and the header beside this worker's bounds: no address here needs another's value. Past the
       // plan's workers a bound is some other word of it, for it has as many items as the launch has workers.
       const int line = thread_id() % 32 * 32;
-      if (line < params.batch) asm volatile("prefetch.global.L2 [%0];" ::"l"(params.seq_lens + line));
+      if (line < params.batch) prefetch_line(params.seq_lens + line);
       const int workers = __ldg(params.plan + PLAN_WORKERS), items = __ldg(params.plan + PLAN_ITEMS);
       load_worker();
       plan_workers_ = uniform(workers);
@@ -150,8 +151,10 @@ class WorkList {
 // Rows to tokens and heads: row / heads by one multiplication, exact below 2^32 / heads.
 class Heads {
  public:
-  template <class AnyParams>
-  MLA_DEVICE explicit Heads(const AnyParams& params) : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
+  MLA_DEVICE explicit Heads(const Params& params)
+      : heads_(params.heads), magic_(static_cast<uint32_t>(params.heads_reciprocal)) {}
+  MLA_DEVICE explicit Heads(const SparseDecodeTmaParams& params)
+      : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
   MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
   MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
 

@@ -115,8 +115,6 @@ def prepare(
     copies_out = not out.in_whole_vectors or (not ragged and out.strides[0] != q_len * out.strides[1])
     out = out.copied() if copies_out else out
     numbers = dict(
-        q_batch_stride=0 if ragged else q.strides[0],
-        q_token_stride=q.strides[-3],
         q_head_stride=q.strides[-2],
         kv_page_stride=cache[1][0],
         out_token_stride=out.strides[-3],
@@ -138,13 +136,23 @@ def prepare(
         grid, shared = (workers * tiles, 1, 1), config.lds
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
-        packed = _pack("decode_tma", hopper.LEADING, page_ids_stride=table_stride, workers=workers, **numbers)
+        packed = _pack(
+            "decode_tma",
+            hopper.LEADING,
+            heads_reciprocal=(2**32 - 1) // heads + 1,
+            page_ids_stride=table_stride,
+            page_ids_width=0 if table is None else table[0][1],
+            workers=workers,
+            **numbers,
+        )
     else:
         grid, shared = (items, tiles, 1), 0
         shift = max(page - 1, 0).bit_length()
         packed = _pack(
             "decode",
             POINTERS,
+            q_batch_stride=0 if ragged else q.strides[0],
+            q_token_stride=q.strides[-3],
             kv_token_stride=cache[1][1],
             block_table_stride=table_stride,
             rows=rows,

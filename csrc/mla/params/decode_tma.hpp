@@ -7,7 +7,7 @@
 namespace mla {
 
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
-// A query row is (token i of the sequence, head h) = row i * heads + h. q and its strides say what q_map was made of.
+// A query row is (token i of the sequence, head h) = row i * heads + h. q and its stride say what q_map was made of.
 struct DecodeTmaParams {
   uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
   uint64_t kv_map_1;
@@ -53,11 +53,11 @@ struct DecodeTmaParams {
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
-  int64_t q_batch_stride;        // between sequences; unused with cu_seqlens_q
-  int64_t q_token_stride;        // between tokens
-  int64_t q_head_stride;         // between heads
+  uint64_t heads_reciprocal;     // 2^32 / heads, rounded up: row / heads by one multiplication
+  int64_t q_head_stride;         // between heads of q
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
+  int64_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
   int32_t batch;
