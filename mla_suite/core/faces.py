@@ -1,10 +1,11 @@
 """Public functions call implementations without torch's dispatcher where nobody listens to it.
 
-The dispatcher takes 4 to 5 us of an eager call through Python, as much as the launch. It is passed only by a call that
-is known (the same metadata came through it before), without gradients, on plain tensors, and when nothing is active
-that would see the operator: a compiler's or exporter's trace, a mode, a functorch transform, a jit trace, a profiler.
-What Python cannot ask about, a C++ observer without a profiler (torch's ExecutionTraceObserver on its own, a daemon's
-on-demand trace), sees the kernels and allocations of such a call, not the operator; `torch.ops` always shows it.
+The dispatcher takes 4 to 5 us of an eager call through Python, as much as the launch. It is passed by only in a call
+that is known (one with the same metadata came through it before), without gradients, on plain tensors, and while
+nothing is active that would see the operator: a compiler's or exporter's trace, a mode, a functorch transform, a jit
+trace, a profiler. Two things Python cannot ask about: C++ observers without a profiler (torch's ExecutionTraceObserver
+on its own, a daemon's on-demand trace), which then see such a call's kernel and not its operator; and kernels that
+others registered over ours. `torch.ops.mla_suite` is for both.
 """
 
 from __future__ import annotations

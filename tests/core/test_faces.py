@@ -257,3 +257,34 @@ def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
     assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
     assert allocation.allocator([], device)() == ()
+
+
+def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
+    made = []
+    entry = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *spec: made.append(spec) or entry(*spec))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(allocation, "empty", lambda outputs, device: (device,))
+    outputs = [library.Output((2, 3), torch.float32)]
+    assert allocation.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
+    assert made == []
+    (tensor,) = allocation.allocator(outputs, torch.device("cuda", 1))()
+    assert tensor.shape == (2, 3)
+    assert made == [((2, 3), (3, 1), torch.float32)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+def test_the_short_way_on_a_gpu(short, partials):
+    """The same numbers as the dispatcher's way, eagerly and in a graph that was captured the short way."""
+    given = [tensor.cuda() for tensor in partials]
+    right = COMBINE(*given, num_splits=3, out_dtype=torch.float32)
+    assert short == []
+    assert all(map(torch.equal, call(*given), right))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*given)
+    assert short == ["combine"] * 2
+    for tensor in given:
+        tensor.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, COMBINE(*given, num_splits=3, out_dtype=torch.float32)))
