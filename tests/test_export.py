@@ -44,8 +44,8 @@ def shares_its_runtime():
 def packaged(program, folder):
     if not shares_its_runtime():
         pytest.skip(
-            "the C++ compiler links libstdc++ into every library, and torch crashes on loading a package of such a one, "
-            "ours or any other; CXX may name a compiler that links it dynamically"
+            "the C++ compiler links libstdc++ into every library, and torch crashes on loading any package of such a "
+            "one; CXX may name a compiler that links it dynamically"
         )
     path = torch._inductor.aoti_compile_and_package(
         program, package_path=str(folder / "model.pt2"), inductor_configs=QUICK
