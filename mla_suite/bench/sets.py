@@ -104,6 +104,11 @@ def _flash_mla() -> list[Case]:
     return [decode(*shape, planned=True) for shape in grid] + uneven
 
 
+def _decode_merge() -> list[Case]:
+    grid = [(1, rows, splits) for rows in (16, 64, 128) for splits in (16, 32, 64)]
+    return [combine(*shape) for shape in (*grid, (8, 64, 8), (8, 128, 8), (32, 64, 4), (32, 128, 2))]
+
+
 SELECTED_FROM = 16384
 """Tokens per sequence that a sparse case selects from: few enough for memory, so many that selections rarely meet."""
 
@@ -144,6 +149,7 @@ SETS: Mapping[str, NamedSet] = {
         "pull request names the axes, not the list",
         _aiter_pr_3468,
     ),
+    "decode-merge": NamedSet("what the cuts of decode leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, layout="fp8")),
