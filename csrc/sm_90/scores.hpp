@@ -133,7 +133,7 @@ class Scores {
   template <class Between>
   MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
-    if constexpr (Policy::SOURCE == Source::gather) fence_async();
+    if constexpr (Policy::SOURCE != Source::tma) fence_async();
     if constexpr (SELECTED)
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present_) : "r"(shared_ + Policy::PRESENT_OFFSET + ring_.stage * 4) : "memory");
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);

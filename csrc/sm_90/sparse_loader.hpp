@@ -159,13 +159,13 @@ class SparseLoader : Loader<Policy> {
     return __shfl_sync(~0u, static_cast<unsigned long long>(row_), lane);
   }
 
-  // The stage is complete as far as this warp goes: what its lanes have written is wgmma's to read.
+  // The stage is complete as far as this warp goes. Who waits for it fences before wgmma reads it: a fence here might
+  // wait for the copies in flight.
   MLA_DEVICE void complete(uint32_t stage) {
     if (lane_ == 0) {
       const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
       asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present_of(stage)) : "memory");
     }
-    fence_async();
     __syncwarp();
     if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
     ring_.next();

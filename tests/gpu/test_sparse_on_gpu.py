@@ -125,9 +125,11 @@ def test_random_problems():
         ]
         if not any(topk for *_, topk in pools):
             pools[0] = (*pools[0][:3], 5)
+        # Without padding, blocks of an odd number of dsv4's 584 bytes are not on 16 bytes: Triton's.
+        padded = draw.random() < 0.7 or any(page % 2 for _, _, page, _ in pools)
         heads = draw.choice((1, 2, 5, 7, 8, 16, 32, 48, 63, 64, 65, 100, 127, 128, 200))
         tokens = draw.choice((2, 4, 6))
-        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), draw.random() < 0.7)
+        args, kwargs = problem(pools, tokens, heads, number, draw.choice((0.0, 0.2, 0.9)), padded)
         in_mode(mode, args, kwargs, number)
         if draw.random() < 0.3 and "num_splits" not in kwargs and "split_size" not in kwargs:
             kwargs |= draw.choice((dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256)))))
