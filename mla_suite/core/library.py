@@ -68,26 +68,32 @@ class Op:
     @property
     def mutates(self) -> tuple[str, ...]:
         """Names of the arguments that the functional schema declares as written."""
-        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
+        arguments = self._arguments(self.schema)
         return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
     @cached_property
     def positional(self) -> tuple[Any, ...]:
         """The defaults of the positional arguments, None where there is none."""
-        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
-        return tuple(a.default_value for a in arguments if not a.kwarg_only)
+        return tuple(a.default_value for a in self._arguments(self.schema) if not a.kwarg_only)
 
     @cached_property
     def options(self) -> dict[str, Any]:
         """The keyword arguments and their defaults, None where there is none."""
-        arguments = torch._C.parse_schema(self.qualname + self.schema).arguments
-        return {a.name: a.default_value for a in arguments if a.kwarg_only}
+        return {a.name: a.default_value for a in self._arguments(self.schema) if a.kwarg_only}
 
     @cached_property
     def out_options(self) -> dict[str, Any]:
         """The same of the `.out` overload, without the outputs."""
-        arguments = torch._C.parse_schema(f"{self.qualname}.out{self.out_schema}").arguments
+        arguments = self._arguments(self.out_schema)
         return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether a keyword argument is a list."""
+        return any(isinstance(a.type, torch._C.ListType) for a in self._arguments(self.schema) if a.kwarg_only)
+
+    def _arguments(self, schema: str) -> Any:
+        return torch._C.parse_schema(self.qualname + schema).arguments
 
     @property
     def out_schema(self) -> str:
@@ -155,7 +161,7 @@ def complete(op: Op, known: Known, args: tuple[Any, ...], options: tuple[Any, ..
 
 
 def _functional(op: Op) -> Callable[..., Any]:
-    positional, values = op.positional, _values(op.options)
+    positional, values = op.positional, _values(op, op.options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
@@ -175,17 +181,18 @@ def _functional(op: Op) -> Callable[..., Any]:
     return call
 
 
-def _values(options: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Keyword arguments -> their values in the order of `options`, those that are left out at their defaults."""
+def _values(op: Op, options: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Keyword arguments -> their values in the order of `options`, those that are left out at their defaults; lists as
+    tuples, which a key may hold."""
     names, defaults = tuple(options), tuple(options.values())
 
     def values(given: dict[str, Any]) -> tuple[Any, ...]:
-        found = tuple(map(given.get, names, defaults))
-        if list in map(type, found):
-            return tuple([tuple(value) if isinstance(value, list) else value for value in found])  # hashable
-        return found
+        return tuple(map(given.get, names, defaults))
 
-    return values
+    def without_lists(given: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple([tuple(value) if isinstance(value, list) else value for value in values(given)])
+
+    return without_lists if op.takes_lists else values
 
 
 def _ready(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -208,7 +215,7 @@ def _fake(op: Op) -> Callable[..., Any]:
 
 def _out(op: Op) -> Callable[..., None]:
     check, name = _check_outputs(op), f"{op.name}.out"
-    positional, values = op.positional, _values(op.out_options | dict.fromkeys(op.outputs))
+    positional, values = op.positional, _values(op, op.out_options | dict.fromkeys(op.outputs))
     own = len(op.out_options)
 
     def call(*args: Any, **kwargs: Any) -> None:

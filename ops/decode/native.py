@@ -137,7 +137,7 @@ def ready(
         attn_sink: torch.Tensor | None = None,
         rope_cos_sin: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
-        **_: Any,
+        **by_name: Any,
     ) -> None:
         if adjust is not None:
             q = adjust(q, q_descale)
@@ -153,34 +153,16 @@ def ready(
             *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale),
             *(kv_descale, attn_sink, rope_cos_sin, plan),
         )
-        # A loop over the sixteen would cost a fifth more of Python's time than these lines.
+        inputs_at = [0 if tensor is None else tensor.data_ptr() for tensor in inputs]  # as POINTERS begins
+        q_at, cache_at, lens_at, table_at, indptr_at, indices_at, tokens_at, _, _, sink_at, _, plan_at = inputs_at
         out_at, lse_at = out.data_ptr(), lse.data_ptr()
-        table_at = 0 if block_table is None else block_table.data_ptr()
-        indptr_at = 0 if kv_indptr is None else kv_indptr.data_ptr()
-        indices_at = 0 if kv_indices is None else kv_indices.data_ptr()
-        tokens_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
-        sink_at = 0 if attn_sink is None else attn_sink.data_ptr()
-        plan_at = 0 if plan is None else plan.data_ptr()
-        inputs_at = q.data_ptr(), kv_cache.data_ptr(), seq_lens.data_ptr()
         outputs_at = out_at, lse_at, partial_at, partial_lse_at
         if known.boxes is not None:
             pages_at = indices_at if block_table is None else table_at
-            pointers = (*inputs_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at)
+            pointers = q_at, cache_at, lens_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at
             leading = hopper.leading(*known.boxes, pointers)
         else:
-            leading = pack_leading(
-                *inputs_at,
-                table_at,
-                indptr_at,
-                indices_at,
-                tokens_at,
-                0 if q_descale is None else q_descale.data_ptr(),
-                0 if kv_descale is None else kv_descale.data_ptr(),
-                sink_at,
-                0 if rope_cos_sin is None else rope_cos_sin.data_ptr(),
-                plan_at,
-                *outputs_at,
-            )
+            leading = pack_leading(*inputs_at, *outputs_at)
         launch(leading + known.numbers, (inputs, (out, lse), scratch))
         if merge is not None:
             cuts_at = plan_at and plan_at + 4 * HEADER_WORDS

@@ -81,9 +81,9 @@ def hip(stub_folder, monkeypatch):
         ("combine.out", 1, 13),
         ("plan", 2, 23),
         ("append_kv", 1, 17),
-        ("decode", 1, 17),
-        ("decode in splits", 2, 24),
-        ("decode by plan", 2, 24),
+        ("decode", 1, 18),
+        ("decode in splits", 2, 25),
+        ("decode by plan", 2, 25),
     ],
 )
 def test_python_frames_of_a_call(hip, name, launches, frames):
