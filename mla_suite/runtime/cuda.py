@@ -15,7 +15,9 @@ from mla_suite.runtime.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
     INVALID_CONTEXT,
+    MOST_LAUNCHES,
     WARM_UP,
+    Bounded,
     Buffers,
     DriverError,
     Grid,
@@ -51,7 +53,7 @@ def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
 class CudaDriver:
     """One NVIDIA GPU, in torch's primary context."""
 
-    __slots__ = ("_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
+    __slots__ = ("_bound", "_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
                  "arch", "name", "ordinal")  # fmt: skip
 
     def __init__(
@@ -67,6 +69,7 @@ class CudaDriver:
         self._stream = self._torch.raw_stream
         self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
         self._cache = KernelCache(self._load)
+        self._bound = Bounded[Start](MOST_LAUNCHES)
         device, context = c_int(), c_void_p()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(device), ordinal)
@@ -99,7 +102,11 @@ class CudaDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
-        self.bind(kernel, grid, block, dynamic_lds, None, overlap)(params, ())
+        key = kernel, grid, block, dynamic_lds, overlap
+        start = self._bound.get(key)
+        if start is None:
+            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None, overlap))
+        start(params, ())
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
@@ -108,7 +115,7 @@ class CudaDriver:
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
         attributes = ctypes.addressof(self._overlap) if overlap else 0
-        configs: dict[int, bytes] = {}  # by stream
+        configs = Bounded[bytes](_MOST_STREAMS)
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
@@ -119,10 +126,8 @@ class CudaDriver:
             stream = stream_of(ordinal)
             config = configs.get(stream)
             if config is None:
-                if len(configs) >= _MOST_STREAMS:
-                    configs.clear()
                 config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
-                configs[stream] = config
+                configs.keep(stream, config)
             # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
             # which is what kernelParams wants. Both live for the call only, so threads share nothing.
             code = launch(config, handle, byref(c_char_p(params)), None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mla_suite.core.arch import Arch
 from mla_suite.toolchain.manifest import KernelEntry
@@ -112,6 +112,22 @@ class TorchDevice(NamedTuple):
         return cls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device)
 
 
+_Kept = TypeVar("_Kept")
+
+
+class Bounded(dict[Any, _Kept]):
+    """Remembers no more than a number of things; it forgets all of them at once, which threads may do together."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def keep(self, key: Hashable, value: _Kept) -> _Kept:
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = value
+        return value
+
+
 class KernelCache:
     """Kernels by id: loaded once each, by whichever thread comes first, while the others wait."""
 
@@ -129,6 +145,8 @@ class KernelCache:
                     kernel = self._kernels[entry.id] = self._make(entry)
         return kernel
 
+
+MOST_LAUNCHES = 1024  # that a driver remembers as bound; grids come back
 
 # Numbers shared by cuda.h and hip_runtime_api.h.
 CAPTURE_MODE_RELAXED = 2

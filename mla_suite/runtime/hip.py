@@ -15,7 +15,9 @@ from mla_suite.core.arch import Arch
 from mla_suite.runtime.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
+    MOST_LAUNCHES,
     WARM_UP,
+    Bounded,
     Buffers,
     DriverError,
     Grid,
@@ -80,7 +82,7 @@ def open_library(path: str) -> ctypes.CDLL:
 class HipDriver:
     """One AMD GPU, in torch's context."""
 
-    __slots__ = ("_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "name", "ordinal")
+    __slots__ = ("_bound", "_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "name", "ordinal")
 
     def __init__(
         self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
@@ -96,6 +98,7 @@ class HipDriver:
         self._current = self._torch.current_device
         self._stream = self._torch.raw_stream
         self._cache = KernelCache(self._load)
+        self._bound = Bounded[Start](MOST_LAUNCHES)
 
     def load(self, entry: KernelEntry) -> Kernel:
         return self._cache.get(entry)
@@ -119,7 +122,11 @@ class HipDriver:
         overlap: bool = False,
     ) -> None:
         """`overlap` is a permission that AMD GPUs have no use for."""
-        self.bind(kernel, grid, block, dynamic_lds, None)(params, ())
+        key = kernel, grid, block, dynamic_lds
+        start = self._bound.get(key)
+        if start is None:
+            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None))
+        start(params, ())
 
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False

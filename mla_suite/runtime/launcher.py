@@ -111,7 +111,11 @@ def launch(
 
     LaunchError names op, kernel, arch, shape and the driver's explanation.
     """
-    bind(op, instance_id, place, grid, block, dynamic_lds, buffers, overlap)(params, ())
+    driver, kernel = _find(op, instance_id, place)
+    try:
+        driver.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
+    except (DriverError, LaunchError) as error:
+        _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, buffers, error)
 
 
 def bind(
@@ -128,25 +132,27 @@ def bind(
 
     Arguments as of `launch`, but `naming(*given)` gives the buffers of one call; nothing of a call is kept.
     """
-    try:
-        index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
-    except AttributeError:
-        index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
-    if index == -1:
-        index = _emulated_name(op)
-    driver, kernel = _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
+    driver, kernel = _find(op, instance_id, place)
     start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
 
     def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
         try:
             start(params, given)
         except (DriverError, LaunchError) as error:
-            if type(error) not in (DriverError, LaunchError):
-                raise  # the emulator's findings, which carry their own account
             named = naming and partial(naming, *given)
             _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, named, error)
 
     return enqueue
+
+
+def _find(op: str, instance_id: str, place: torch.Tensor | torch.device) -> tuple[Driver, Kernel]:
+    try:
+        index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
+    except AttributeError:
+        index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
+    if index == -1:
+        index = _emulated_name(op)
+    return _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
 
 
 def _index_of(device: torch.device) -> int:
@@ -210,6 +216,8 @@ def _refuse(
     buffers: Buffers | None,
     error: Exception,
 ) -> NoReturn:
+    if type(error) not in (DriverError, LaunchError):
+        raise error  # the emulator's findings, which carry their own account
     shapes = ", ".join(f"{item.name} {tuple(item.tensor.shape)}" for item in buffers()) if buffers else "not given"
     raise LaunchError(
         f"{op}: kernel {instance_id} on {arch}, grid {tuple(grid)} x {block} threads, {dynamic_lds} bytes of dynamic "

@@ -7,6 +7,7 @@ import pytest
 from stub_drivers import FakeTorch, Stub
 
 from mla_suite.core import arch
+from mla_suite.runtime import cuda
 from mla_suite.runtime.cuda import CudaDriver
 from mla_suite.runtime.driver import DriverError, LaunchError
 from mla_suite.runtime.hip import HipDriver
@@ -217,3 +218,16 @@ def test_cuda_pops_the_context_it_pushed(rig):
     with pytest.raises(DriverError, match="cuModuleGetFunction"):
         rig.launch()
     assert len(rig.stub.calls("cuCtxPushCurrent")) == len(rig.stub.calls("cuCtxPopCurrent")) == 1
+
+
+def test_more_grids_and_streams_than_are_remembered(rig, monkeypatch):
+    """Each launch has the grid and the stream of its own call, before and after what is kept was dropped."""
+    monkeypatch.setattr(rig.driver._bound, "most", 3)
+    monkeypatch.setattr(cuda, "_MOST_STREAMS", 2)
+    calls = [(1 + turn % 5, 0x7F00_0000_0000 + 0x100 * (turn % 3)) for turn in range(30)]
+    for blocks, stream in calls:
+        rig.torch.stream = lambda ordinal, stream=stream: stream
+        rig.launch(grid=(blocks, 1, 1))
+    words = [call.text.split() for call in rig.launches()]
+    assert [(int(word[1].split(",")[0]), int(word[4], 16)) for word in words] == calls
+    assert len(rig.driver._bound) <= 3
