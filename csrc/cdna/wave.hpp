@@ -86,6 +86,11 @@ struct Wave {
     return __hip_atomic_exchange(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
   }
 
+  // Sets bits of a word of LDS, as one step.
+  MLA_DEVICE static void set_bits(int* word, int bits) {
+    __hip_atomic_fetch_or(word, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+  }
+
   // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
   // launch, so the stream's order is all there is.
   MLA_DEVICE static void wait_for_producer() {}

@@ -26,8 +26,8 @@ template <bool fnuz>
 MLA_DEVICE uint8_t encode_e4m3(uint32_t bits) {
   constexpr int bias = fnuz ? 8 : 7;
   constexpr uint32_t largest = fnuz ? 0x43700000 : 0x43e00000;
-  constexpr uint32_t normal = (128 - bias) << 23;         // the smallest normal value, 2^(1 - bias)
-  constexpr uint32_t anchor = (127 + 21 - bias) << 23;    // fp32 values from here on are a subnormal's step apart
+  constexpr uint32_t normal = (128 - bias) << 23;       // the smallest normal value, 2^(1 - bias)
+  constexpr uint32_t anchor = (127 + 21 - bias) << 23;  // fp32 values from here on are a subnormal's step apart
   uint32_t size = bits & 0x7fffffff;
   size = size < largest ? size : largest;
   const uint32_t small = bit_cast<uint32_t>(bit_cast<float>(size) + bit_cast<float>(anchor)) - anchor;
@@ -37,14 +37,25 @@ MLA_DEVICE uint8_t encode_e4m3(uint32_t bits) {
   return static_cast<uint8_t>(is_nan_bits(bits) ? (fnuz ? 0x80 : 0x7f) : code | sign);
 }
 
+// The code of the fp32 value with these bits, in the low bits of a word.
+template <class Wave, int encoding>
+MLA_DEVICE uint32_t encode(uint32_t bits) {
+  if constexpr (encoding == ENCODED_BF16) return encode_bf16(bits);
+  else if constexpr (encoding == ENCODED_FP16)
+    return is_nan_bits(bits) ? 0x7e00 : Wave::pack_fp16(bit_cast<float>(bits), 0.0f) & 0xffff;
+  else if constexpr (encoding == ENCODED_FP32) return bits;
+  else if constexpr (encoding == ENCODED_E4M3FN) return encode_e4m3<false>(bits);
+  else if constexpr (encoding == ENCODED_E4M3FNUZ) return encode_e4m3<true>(bits);
+  else return bits >> 23 & 0xff;  // of a positive power of two, or of NaN
+}
+
 // Element `index` of a field that begins at `field`: the fp32 value with these bits.
 template <class Wave>
 MLA_DEVICE void store_encoded(uint8_t* field, int index, int encoding, uint32_t bits) {
   if (encoding == ENCODED_BF16) {
-    reinterpret_cast<uint16_t*>(field)[index] = encode_bf16(bits);
+    reinterpret_cast<uint16_t*>(field)[index] = static_cast<uint16_t>(encode<Wave, ENCODED_BF16>(bits));
   } else if (encoding == ENCODED_FP16) {
-    const uint16_t half = static_cast<uint16_t>(Wave::pack_fp16(bit_cast<float>(bits), 0.0f));
-    reinterpret_cast<uint16_t*>(field)[index] = is_nan_bits(bits) ? 0x7e00 : half;
+    reinterpret_cast<uint16_t*>(field)[index] = static_cast<uint16_t>(encode<Wave, ENCODED_FP16>(bits));
   } else if (encoding == ENCODED_FP32) {
     reinterpret_cast<uint32_t*>(field)[index] = bits;
   } else if (encoding == ENCODED_E4M3FN) {
@@ -52,8 +63,17 @@ MLA_DEVICE void store_encoded(uint8_t* field, int index, int encoding, uint32_t 
   } else if (encoding == ENCODED_E4M3FNUZ) {
     field[index] = encode_e4m3<true>(bits);
   } else {
-    field[index] = static_cast<uint8_t>(bits >> 23);  // of a positive power of two, or of NaN
+    field[index] = static_cast<uint8_t>(encode<Wave, ENCODED_E8M0>(bits));
   }
+}
+
+// A pair of rope values (a, b) by an angle. Two roundings each, as the definition has them: a fused operation would
+// round once.
+template <class Wave>
+MLA_DEVICE void rotate(float& a, float& b, float cos, float sin) {
+  const float first = Wave::difference(Wave::product(a, cos), Wave::product(b, sin));
+  b = Wave::difference(Wave::product(b, cos), -Wave::product(a, sin));
+  a = first;
 }
 
 // The bits of element `index` of an array in one of the first three encodings, and the fp32 value that they stand for.

@@ -86,6 +86,9 @@ struct Wave {
   // Puts a value in a word of shared memory and returns what was there, as one step.
   MLA_DEVICE static int exchange(int* word, int value) { return atomicExch(word, value); }
 
+  // Sets bits of a word of shared memory, as one step.
+  MLA_DEVICE static void set_bits(int* word, int bits) { atomicOr(word, bits); }
+
   // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
   // may be scheduled once every block has passed the second. Without such a launch both do nothing.
   MLA_DEVICE static void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

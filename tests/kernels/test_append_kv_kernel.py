@@ -164,9 +164,41 @@ def test_several_tokens_to_a_workgroup(arch, name, tokens):
     assert torch.equal(*shared(arch, tokens, name, *rows(layout(name), 45), slots, 6))
 
 
+@pytest.mark.parametrize("tokens", [1, 45])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_in_whole_octets(arch, name, dtype, tokens):
+    """Any finite 16-bit value, rotated both ways, several rows to a wave; skipped tokens may have any position."""
+    kind = layout(name)
+    bits = torch.randint(-(2**15), 2**15, (45, kind.head_dim), dtype=torch.int64).to(torch.int16)
+    values = bits.view(dtype)
+    values = torch.where(values.isfinite(), values, 1.0)
+    values[::2] = torch.randn(23, kind.head_dim).to(dtype)
+    slots = torch.randint(-2, 24, (45,))
+    cos_sin = torch.rand(9, kind.rope).to(torch.float32 if tokens == 1 else dtype)
+    positions = torch.where(slots < 0, 2**60, torch.arange(45) % 9)
+    for interleaved in (True, False):
+        left = []
+        for run in (native.run, reference.run):
+            cache = filled(kind, 6, 4)
+            call = (
+                values[:, : kind.latent],
+                values[:, kind.latent :],
+                cache,
+                slots,
+                descale_of(kind),
+                cos_sin,
+                positions,
+            )
+            config = native.Config(arch, tokens) if run is native.run else None
+            run(config, (), *call, layout=name, interleaved=interleaved)
+            left.append(raw(cache))
+        assert torch.equal(*left)
+
+
 def test_as_many_tokens_to_a_workgroup_as_it_takes(arch):
     """Distinct slots, of which several share a chain of the table; and a few slots over and over, in two workgroups."""
-    chains, tokens = 2048, 3 * native.MOST_TOKENS // 2
+    chains, tokens = 512, 3 * native.MOST_TOKENS // 2
     kv_c, k_pe = torch.randn(tokens, 6), torch.randn(tokens, 2)
     for slots in (torch.arange(tokens) * (chains // 4), torch.randperm(4 * tokens)[:tokens], torch.arange(tokens) % 7):
         slots = slots.int()
