@@ -10,14 +10,16 @@
 
 namespace mla::sm90 {
 
-// Bytes to shared memory; zeros when not `present` (nothing is read then).
+// 16, 8 or 4 bytes to shared memory; zeros when not `present` (nothing is read then).
 template <int BYTES>
 MLA_DEVICE void copy_present(uint32_t to, uint64_t from, bool present) {
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(present ? 8 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
+                 "r"(present ? BYTES : 0)
+                 : "memory");
 }
 MLA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
@@ -60,10 +62,10 @@ class SparseLoader : Loader<Policy> {
       const Item item = work.take(token, keys);
       publish(item, work.taken() - 1);
       if (item.keys() == 0) continue;
-      key_ = item.first + warp() * Policy::WARP_KEYS + lane_ / Policy::WARP_KEYS * Policy::KEYS +
-             lane_ % Policy::WARP_KEYS;
-      lists().limit(item.end);
-      fetch();
+      lists().bound(item.first, item.end);
+      fetch(0);
+      copies_commit();
+      copies_wait<0>();
       const uint32_t stages = (item.keys() + Policy::KEYS - 1) / Policy::KEYS;
       if constexpr (Record::STORED)
         bring_stored(token, stages);
@@ -126,45 +128,63 @@ class SparseLoader : Loader<Policy> {
     __syncwarp();
   }
 
-  // Begins to read the index of this lane's key.
-  MLA_DEVICE void fetch() { index_ = lists().index_of(key_); }
-
-  // Indices have come: the tokens of a batch, and which of them are there; then the next batch's indices.
-  MLA_DEVICE void look_up(uint32_t batch) {
-    const bool odd = batch % 2;
-    const Selected token = lists().token_of(this->params_, key_, index_);
-    const bool present = token.present;
-    const uint32_t which = __ballot_sync(~0u, present);
-    if (odd)
-      odd_ = which;
+  // Begins to copy the index of this lane's key of a batch to where only this lane reads it.
+  MLA_DEVICE void fetch(uint32_t batch) {
+    const uint32_t lane = lane_anew();
+    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
+                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    const uint32_t to = notes() + Policy::NOTES_INDICES + lane * 4;
+    const int32_t* at = lists().index_at(key);
+    if (at != nullptr)
+      copy_present<4>(to, reinterpret_cast<uint64_t>(at), true);
     else
-      even_ = which;
-    row_ = present ? reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES)
-                   : 0;
-    if constexpr (Record::SCALES_APART)
-      to_scales_ = static_cast<int>(token.tokens * Record::TOKEN_BYTES) -
-                   static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
-    key_ += BATCH_STAGES * Policy::KEYS;
-    fetch();
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(-1) : "memory");
   }
 
-  MLA_DEVICE uint32_t present_in(uint32_t batch) const { return batch % 2 ? odd_ : even_; }
-
-  // This warp's keys of a stage that are there, a bit each.
-  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
-    return present_in(stage / BATCH_STAGES) >> (stage % BATCH_STAGES * Policy::WARP_KEYS) & 0xff;
+  // Indices have come: the tokens of a batch, for all lanes to read, and which of them are there; then the next batch's
+  // indices. A token that is not there has no address.
+  MLA_DEVICE void look_up(uint32_t batch) {
+    const uint32_t lane = lane_anew();
+    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
+                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    int index;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(index) : "r"(notes() + Policy::NOTES_INDICES + lane * 4) : "memory");
+    const Selected token = lists().token_of(this->params_, key, index);
+    const uint32_t which = __ballot_sync(~0u, token.present);
+    if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch)), "r"(which) : "memory");
+    uint64_t row = 0;
+    if (token.present)
+      row = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
+    asm volatile("st.shared.b64 [%0], %1;" ::"r"(notes() + Policy::NOTES_ROWS + lane * 8), "l"(row) : "memory");
+    if constexpr (Record::SCALES_APART) {
+      const int to_scales = static_cast<int>(token.tokens * Record::TOKEN_BYTES) -
+                            static_cast<int>(token.in_page) * (Record::TOKEN_BYTES - 8);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(notes() + Policy::NOTES_SCALES + lane * 4), "r"(to_scales)
+                   : "memory");
+    }
+    fetch(batch + 1);
+    __syncwarp();
   }
 
+  // Where a batch's bits lie: bit l is lane l's token. Of the last batch with an even number, and with an odd one.
+  MLA_DEVICE uint32_t present_at(uint32_t batch) const { return notes() + Policy::NOTES_PRESENT + batch % 2 * 4; }
+
+  // The address of the token of a lane of the batch, or 0.
   MLA_DEVICE uint64_t row_of(uint32_t lane) const {
-    return __shfl_sync(~0u, static_cast<unsigned long long>(row_), lane);
+    uint64_t row;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(row) : "r"(notes() + Policy::NOTES_ROWS + lane * 8) : "memory");
+    return row;
   }
 
   // The stage is complete as far as this warp goes. Who waits for it fences before wgmma reads it: a fence here might
   // wait for the copies in flight.
   MLA_DEVICE void complete(uint32_t stage) {
     if (lane_ == 0) {
+      uint32_t present;
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present) : "r"(present_at(stage / BATCH_STAGES)) : "memory");
       const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
-      asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present_of(stage)) : "memory");
+      present >>= stage % BATCH_STAGES * Policy::WARP_KEYS;
+      asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
     }
     __syncwarp();
     if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
@@ -236,13 +256,19 @@ class SparseLoader : Loader<Policy> {
       const bool present = row != 0;
       const uint64_t from = row + piece * 16;
       const uint32_t to = slot + lane / 16 * 512 + piece * 16;
-      const uint32_t tail = slot + 1024 + lane / 16 * Record::TAIL + piece * 16;
       copy_present<16>(to, from, present);
       copy_present<16>(to + 256, from + 256, present);
-      if (piece < Record::TAIL_PIECES) copy_present<16>(tail, from + 512, present);
+      // Lanes that have no piece of their own in the tail copy the last one again: cheaper than a branch.
+      const uint32_t last = min(piece, Record::TAIL_PIECES - 1u) * 16;
+      const uint32_t tail = slot + 1024 + lane / 16 * Record::TAIL;
+      copy_present<16>(tail + last, row + 512 + last, present);
       if constexpr (Record::SCALES_APART) {
-        const int to_scales = __shfl_sync(~0u, to_scales_, source);
-        if (piece == 8) copy_present<8>(tail - 8 * 16 + Record::TAIL_SCALES, row + to_scales, present);
+        int to_scales;
+        asm volatile("ld.shared.b32 %0, [%1];"
+                     : "=r"(to_scales)
+                     : "r"(notes() + Policy::NOTES_SCALES + source * 4)
+                     : "memory");
+        copy_present<8>(tail + Record::TAIL_SCALES, row + to_scales, present);
       }
     }
     copies_commit();
@@ -335,12 +361,6 @@ class SparseLoader : Loader<Policy> {
   const uint32_t lane_;
   const uint32_t raw_;
   Ring<Policy::STAGES> ring_;
-  int key_;        // this lane's of the batch that is looked up next
-  int index_;      // of that key
-  uint32_t even_;  // bit l: lane l's token is there; of the last batch with an even number
-  uint32_t odd_;   // and with an odd one
-  uint64_t row_;   // this lane's token, or 0
-  int to_scales_;  // from there to its scales, where they lie apart
 };
 
 }  // namespace mla::sm90

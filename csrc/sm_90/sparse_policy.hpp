@@ -36,7 +36,7 @@ struct dsv4 {
   static constexpr int TAIL_SCALES = 64;  // where the scales lie in it
   static constexpr bool SCALES_APART = true;
   static constexpr bool SPLIT = false;
-  static constexpr int STAGES = 5;
+  static constexpr int STAGES = 4;
   static constexpr int PAIRS = 8;
 };
 
@@ -66,7 +66,12 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   static constexpr int PRESENT_OFFSET =
       (Base::SHARED_BYTES + 15) / 16 * 16;  // uint32[STAGES]: a bit per key, 1: selected
   static constexpr int NOTES_OFFSET = PRESENT_OFFSET + (4 * Base::STAGES + 15) / 16 * 16;
-  static constexpr int NOTES_BYTES = 64;  // of a warp of the loader: Lists, SparseWork
+  // A warp's notes: Lists, SparseWork, then of the tokens that were looked up:
+  static constexpr int NOTES_PRESENT = 72;                // uint32[2]: see SparseLoader::present_at
+  static constexpr int NOTES_INDICES = 80;                // int32[32], of the next batch
+  static constexpr int NOTES_ROWS = NOTES_INDICES + 128;  // uint64[32]: addresses
+  static constexpr int NOTES_SCALES = NOTES_ROWS + 256;   // int32[32]: from there to the scales, where they lie apart
+  static constexpr int NOTES_BYTES = NOTES_SCALES + (Record::SCALES_APART ? 128 : 0);
   static constexpr int RAW_OFFSET = NOTES_OFFSET + LOADER_WARPS * NOTES_BYTES;
   static constexpr int PAIR_BYTES = 1024 + 2 * Record::TAIL;
   static constexpr int RAW_BYTES = Record::PAIRS * PAIR_BYTES;  // of a warp

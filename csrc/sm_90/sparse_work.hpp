@@ -118,8 +118,9 @@ struct Selected {
 // The lists of one query token as a warp's table in shared memory: in registers four pools would cost too much.
 class Lists {
  public:
-  // int32[4], keys up to and including the pool's; int64[4], addresses of lists; int32, the item's end.
-  static constexpr int BYTES = 52;
+  // int32[4], keys up to and including the pool's; int64[4], addresses of lists; int32[2], the item's
+  // keys.
+  static constexpr int BYTES = 56;
 
   MLA_DEVICE explicit Lists(uint32_t table) : table_(table) {}
 
@@ -145,24 +146,27 @@ class Lists {
     return __shfl_sync(~0u, end, MOST_POOLS - 1);
   }
 
-  // Keys from `end` on are none of the item's. All lanes say the same, so each reads what it wrote.
-  MLA_DEVICE void limit(int end) const {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(table_ + LIMIT), "r"(end) : "memory");
+  // The item's keys. All lanes say the same, so each reads what it wrote.
+  MLA_DEVICE void bound(int first, int end) const {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table_ + ITEM), "r"(first), "r"(end) : "memory");
   }
 
-  // What the list says of `key`; -1, which names nothing, where the item has no such key.
-  MLA_DEVICE int index_of(int key) const {
-    int end;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(end) : "r"(table_ + LIMIT) : "memory");
-    if (key >= end) return -1;
-    int64_t first;
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(first) : "r"(table_ + 16 + pool_of(key) * 8) : "memory");
-    return __ldg(reinterpret_cast<const int32_t*>(first) + key);
+  // Where the index of the item's key number `key` lies; null where it has none.
+  MLA_DEVICE const int32_t* index_at(int key) const {
+    int first, end;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(end) : "r"(table_ + ITEM) : "memory");
+    key += first;
+    if (key >= end) return nullptr;
+    int64_t list;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(list) : "r"(table_ + 16 + pool_of(key) * 8) : "memory");
+    return reinterpret_cast<const int32_t*>(list) + key;
   }
 
-  // The token that `index` names in the pool of `key`.
+  // The token that `index` names in the pool of the item's key number `key`.
   MLA_DEVICE Selected token_of(const SparseDecodeTmaParams& params, int key, int index) const {
-    const Pool& pool = pool_at(params, pool_of(key));
+    int first;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + ITEM) : "memory");
+    const Pool& pool = pool_at(params, pool_of(first + key));
     const uint32_t slot = static_cast<uint32_t>(index);
     const uint32_t number = page_number(slot, pool.page_magic, pool.page_shift);
     return Selected{pool.cache + number * pool.page_bytes, slot - number * pool.page, static_cast<uint32_t>(pool.page),
@@ -179,7 +183,7 @@ class Lists {
     return (key >= ends[0]) + (key >= ends[1]) + (key >= ends[2]);
   }
 
-  static constexpr int LIMIT = 48;
+  static constexpr int ITEM = 48;
 
   uint32_t table_;
 };

@@ -18,18 +18,22 @@ from mla_suite.runtime import has_kernel, tensor_map
 ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
 KEYS = 32  # of a stage: one copy, one Q K^T, one P V
 STAGES = 5
-REGISTER_STEPS = {"tma": 28, "gather": 24}  # 16-value steps of Q K^T whose queries lie in registers, by source
+REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}  # 16-value steps of Q K^T whose queries lie in registers, by source
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
-# What a launch takes, in microseconds; only differences between split counts matter.
-STAGE_US = 0.62  # 64 rows x 32 keys x 1088 products at 4096 FLOP per clock are 0.55 at 1980 MHz
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 211 times of 33 shapes on
+# an H200 (csrc/sm_90/README.md), which the sum meets within 6 % on average.
+STAGE_US = 0.69
+BUSY_STAGE_US = 0.18  # more where every unit is busy, and in proportion: power holds the clock down
+ITEM_US = 3.0  # of each further item of a block
 READ_BYTES_PER_US = 4.6e6
-MERGE_US = 2.5  # of combine, however little it merges: measured 2.2 to 3 for up to 16 splits of 16 rows
+MERGE_US = 1.1  # of combine, however little it merges
+MERGE_ROUND_US = 1.0  # of each further 32 partials of a row: so many it has under way together
 MOST_ROUNDS = 8  # of a block through equal cuts; more even out the last round by little and cost scratch
-PARTIAL_BYTES_PER_US = 5.0e6  # each way, mostly in L2; combine alone was measured at 4.5e6 to 6.4e6
+PARTIAL_BYTES_PER_US = 4.3e6  # each way, mostly in L2
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,12 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
     read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
 
     def microseconds(splits: int) -> float:
-        rounds = -(-batch * splits // workers(arch, batch * splits, tiles))
-        spent = max(rounds * -(-stages // splits) * STAGE_US, read)
+        groups = workers(arch, batch * splits, tiles)
+        stage = STAGE_US + BUSY_STAGE_US * groups * tiles / arch.compute_units
+        spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
         partials = batch * rows * splits * 2048
-        return spent + (MERGE_US + 2 * partials / PARTIAL_BYTES_PER_US if splits > 1 else 0.0)
+        merge = MERGE_US + (splits - 1) // 32 * MERGE_ROUND_US + 2 * partials / PARTIAL_BYTES_PER_US
+        return spent + (merge if splits > 1 else 0.0)
 
     most = min(stages, arch.compute_units, MOST_ROUNDS * arch.compute_units // (batch * tiles))
     return min(range(1, max(1, most) + 1), key=microseconds)

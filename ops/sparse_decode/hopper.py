@@ -15,7 +15,7 @@ from mla_suite.runtime import tensor_map
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
-STAGES = {"dsv4": 5, "v32": 4, "bf16x512": 5, "bf16x576": 5}
+STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
 PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
 """Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, bytes of a pair."""
 LOADER_WARPS = 4
@@ -52,8 +52,9 @@ class HopperSparseConfig:
         """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
         pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
-        selected = 16 * -(-stages // 4) + LOADER_WARPS * (64 + pairs * pair_bytes)
-        return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["gather"]) // 16) * 16 + selected
+        notes = 464 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
+        selected = 16 * -(-stages // 4) + LOADER_WARPS * (notes + pairs * pair_bytes)
+        return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["selected"]) // 16) * 16 + selected
 
     @property
     def rows(self) -> int:
