@@ -18,14 +18,15 @@ from mla_suite.runtime import has_kernel, tensor_map
 ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
 KEYS = 32  # of a stage: one copy, one Q K^T, one P V
 STAGES = 5
-REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}  # 16-value steps of Q K^T whose queries lie in registers, by source
+# 16-value steps of Q K^T whose queries lie in registers, by source of the keys.
+REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
-# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 211 times of 33 shapes on
-# an H200 (csrc/sm_90/README.md), which the sum meets within 6 % on average.
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 211 times of 33 shapes
+# on an H200 (csrc/sm_90/README.md), which the sum meets within 6 % on average.
 STAGE_US = 0.69
 BUSY_STAGE_US = 0.18  # more where every unit is busy, and in proportion: power holds the clock down
 ITEM_US = 3.0  # of each further item of a block

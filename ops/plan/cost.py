@@ -35,8 +35,8 @@ GRANULE = 64
 # sm_90 were measured at about 4 us, where a key takes 28 ns at 128 rows and 35 at fewer: 140 and 115 keys.
 FIXED = 128
 ROW_TILE = 128
-# On sm_90, of a partial to the device: a row's 2048 bytes written and read at 4.3 TB/s each way are 0.95 ns, a key takes
-# a block 22 ns where it is alone and 27 where all are busy. So 23 to 28 rows are a key's time.
+# On sm_90, of a partial to the device: a row's 2048 bytes written and read at 4.3 TB/s each way are 0.95 ns, a key
+# takes a block 22 ns where it is alone and 27 where all are busy. So 23 to 28 rows are a key's time.
 SHARED_ROWS_PER_KEY = 24
 MOST_ROWS = 2**16  # more count as so many, which keeps sums far from 64 bits
 
