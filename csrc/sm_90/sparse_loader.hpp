@@ -176,16 +176,19 @@ class SparseLoader : Loader<Policy> {
     return row;
   }
 
+  // Tells which of this warp's keys of a stage are there, beside the stage.
+  MLA_DEVICE void tell(uint32_t stage) const {
+    const uint32_t batch = stage / BATCH_STAGES, place = stage % BATCH_STAGES;
+    static_assert(Policy::WARP_KEYS == 8, "a warp's bits are a byte");
+    uint32_t present;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(present) : "r"(present_at(batch) + place) : "memory");
+    const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
+  }
+
   // The stage is complete as far as this warp goes. Who waits for it fences before wgmma reads it: a fence here might
   // wait for the copies in flight.
-  MLA_DEVICE void complete(uint32_t stage) {
-    if (lane_ == 0) {
-      uint32_t present;
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present) : "r"(present_at(stage / BATCH_STAGES)) : "memory");
-      const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
-      present >>= stage % BATCH_STAGES * Policy::WARP_KEYS;
-      asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
-    }
+  MLA_DEVICE void complete() {
     __syncwarp();
     if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
     ring_.next();
@@ -227,7 +230,10 @@ class SparseLoader : Loader<Policy> {
         if (pair == 1 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
         issue(pair + AHEAD < left, next % BATCH_PAIRS,
               pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : here + slot - Policy::PAIR_BYTES);
-        if (pair == 0) barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+        if (pair == 0) {
+          barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+          tell(stage);
+        }
         const uint32_t at = (to ^ pair * 32) + pair * 256;
         const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
         if (__any_sync(~0u, factors[0].large || factors[1].large)) {
@@ -241,7 +247,7 @@ class SparseLoader : Loader<Policy> {
         }
         if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
       }
-      complete(stage);
+      complete();
     }
   }
 
@@ -354,7 +360,8 @@ class SparseLoader : Loader<Policy> {
       copies_commit();
       if (stage < AHEAD) continue;
       copies_wait<AHEAD>();
-      complete(stage - AHEAD);
+      tell(stage - AHEAD);
+      complete();
     }
   }
 
