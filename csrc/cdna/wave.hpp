@@ -81,6 +81,17 @@ struct Wave {
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
+  // In how many lanes it holds, and in how many before this one.
+  MLA_DEVICE static int count(bool condition) {
+    return __builtin_popcountll(__builtin_amdgcn_ballot_w64(condition));
+  }
+  MLA_DEVICE static int count_before(bool condition, int, int& all) {
+    const uint64_t lanes_with = __builtin_amdgcn_ballot_w64(condition);
+    all = __builtin_popcountll(lanes_with);
+    const int below = __builtin_amdgcn_mbcnt_lo(static_cast<uint32_t>(lanes_with), 0);
+    return __builtin_amdgcn_mbcnt_hi(static_cast<uint32_t>(lanes_with >> 32), below);
+  }
+
   // Puts a value in a word of LDS and returns what was there, as one step.
   MLA_DEVICE static int exchange(int* word, int value) {
     return __hip_atomic_exchange(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);

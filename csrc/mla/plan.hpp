@@ -58,6 +58,7 @@ struct Plan {
   // The line of sequences of which each costs what `cost` says; of the longest one only if asked for it.
   template <class Cost>
   MLA_DEVICE static void lay_line(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
+    if (p.batch <= Wave::lanes) return lay_short_line(p, s, find_longest, cost);
     const int thread = thread_id();
     int64_t begin = 0;
     int longest = 0;
@@ -80,6 +81,33 @@ struct Plan {
     if (thread == 0) {
       s.line.at[p.batch] = begin;
       s.line.longest = static_cast<int64_t>(longest) * granule;
+    }
+    block_sync();
+  }
+
+  // As many sequences as a wave has lanes: one lays them, in as many steps as they need, and the others wait once.
+  template <class Cost>
+  MLA_DEVICE static void lay_short_line(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
+    const int b = thread_id();
+    if (b < Wave::lanes) {
+      int64_t end = 0;
+      int longest = 0;
+      if (b < p.batch) {
+        const int64_t keys = kv_len(p, b);
+        end = cost(keys);
+        longest = static_cast<int>((keys + granule - 1) / granule);
+      }
+#pragma unroll 1
+      for (int apart = 1; apart < p.batch; apart *= 2) {
+        const int64_t other = from_lane<Wave>(end, b >= apart ? b - apart : b);
+        if (b >= apart) end += other;
+      }
+      if (find_longest) longest = Wave::template max_over<Wave::lanes>(longest, b);
+      if (b < p.batch) s.line.at[b + 1] = end;
+      if (b == 0) {
+        s.line.at[0] = 0;
+        s.line.longest = static_cast<int64_t>(longest) * granule;
+      }
     }
     block_sync();
   }
@@ -136,19 +164,23 @@ struct Plan {
     const int used = block_id_x() + 1;
     place_cuts(p, s, used);
     int64_t whole = 0, split = 0;
-    int partials = 0;  // one for every cut within a sequence, one more for every such sequence
+    int partials = 0;  // of this wave: one for every cut within a sequence, one more for every such sequence
 #pragma unroll 1
-    for (int j = thread_id(); j < p.workers; j += threads) {
-      whole = larger(whole, load(p, s.line, s.cuts.whole[j], 0, s.cuts.whole[j + 1], 0));
-      const int sequence = s.cuts.sequence[j], next = s.cuts.sequence[j + 1];
-      const int key = s.cuts.key[j], next_key = s.cuts.key[j + 1];
-      split = larger(split, load(p, s.line, sequence, key, next, next_key));
-      if (begins_item(sequence, key, next, next_key)) partials += splits_sequence(sequence, key, next) ? 2 : 1;
+    for (int base = 0; base < p.workers; base += threads) {
+      const int j = base + thread_id();
+      bool begins = false, leads = false;
+      if (j < p.workers) {
+        whole = larger(whole, load(p, s.line, s.cuts.whole[j], 0, s.cuts.whole[j + 1], 0));
+        const int sequence = s.cuts.sequence[j], next = s.cuts.sequence[j + 1];
+        const int key = s.cuts.key[j], next_key = s.cuts.key[j + 1];
+        split = larger(split, load(p, s.line, sequence, key, next, next_key));
+        begins = begins_item(sequence, key, next, next_key);
+        leads = begins && splits_sequence(sequence, key, next);
+      }
+      partials += Wave::count(begins) + Wave::count(leads);
     }
     whole = wave_largest(whole);
     split = wave_largest(split);
-    for (int apart = 1; apart < Wave::lanes; apart *= 2)
-      partials += Wave::from_lane(partials, thread_id() % Wave::lanes ^ apart);
     const int wave = thread_id() / Wave::lanes;
     if (thread_id() % Wave::lanes == 0) {
       costs[0][wave] = whole;
@@ -158,12 +190,9 @@ struct Plan {
     block_sync();
     const int family = thread_id();
     if (family >= 2) return;
-    int64_t cost = 0;
+    int64_t cost = best_among(costs[family], [](int64_t a, int64_t b) { return a > b; });
     partials = 0;
-    for (int w = 0; w < waves_; ++w) {
-      cost = larger(cost, costs[family][w]);
-      partials += partials_of[w];
-    }
+    for (int w = 0; w < waves_; ++w) partials += partials_of[w];
     if (family == 1) {
       cost += static_cast<int64_t>(p.shared_cost) * partials;
       if (p.tile_rows > 0 && partials > 0) {
@@ -213,7 +242,7 @@ struct Plan {
     best = ~wave_largest(~best);
     if (thread_id() % Wave::lanes == 0) best_of[thread_id() / Wave::lanes] = best;
     block_sync();
-    for (int w = 0; w < waves_; ++w) best = best_of[w] < best ? best_of[w] : best;
+    best = best_among(best_of, [](int64_t a, int64_t b) { return a < b; });
     return static_cast<int>(best) & ((1 << INDEX_BITS) - 1);
   }
 
@@ -256,6 +285,7 @@ struct Plan {
     MLA_SHARED int item_sequence[most_workers + 1];
     MLA_SHARED int item_key[most_workers + 1];
     MLA_SHARED int item_row[most_workers + 1];  // its partial row: one for each before it, one for each first piece
+    MLA_SHARED int entries_of[most_workers + 1];  // entries of the sequences before each, where these are not too many
     // The lengths are as old as the costs' producer, which has waited for theirs; so is who read this memory before.
     lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     write_frame(p, thread_id(), threads);
@@ -266,6 +296,9 @@ struct Plan {
     place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
     const int* sequences = splits ? s.cuts.sequence : s.cuts.whole;
 
+    // As many sequences as workers at most: the cut that reaches a sequence first counts the entries before it. Of more
+    // sequences each looks for them.
+    const bool few = p.batch <= p.workers;
     int count = 0, split_count = 0;  // entries, and sequences among them
 #pragma unroll 1
     for (int base = 0; base <= p.workers; base += threads) {
@@ -277,23 +310,27 @@ struct Plan {
       const int last_key = exists && splits && j > 0 ? s.cuts.key[j - 1] : 0;
       const bool begins = begins_item(last, last_key, sequence, key);
       const bool leads = begins && splits_sequence(last, last_key, sequence);
-      int64_t all;
-      const int64_t earlier = s.scan.exclusive((begins ? 1 : 0) + (leads ? int64_t{1} << 32 : 0), all);
-      const int entry = count + static_cast<int>(earlier);
+      uint32_t all;
+      const uint32_t earlier = s.scan.count_before(begins, leads, base / threads, all);
+      const int entry = count + static_cast<int>(earlier & 0xffff);
       if (begins) {
         item_sequence[entry] = sequence;
         item_key[entry] = key;
-        item_row[entry] = entry + split_count + static_cast<int>(earlier >> 32) + (leads ? 1 : 0);
+        item_row[entry] = entry + split_count + static_cast<int>(earlier >> 16) + (leads ? 1 : 0);
       }
       if (exists) p.plan[p.work_indptr + j] = sequence + entry + (begins ? 1 : 0);
-      count += static_cast<int>(all);
-      split_count += static_cast<int>(all >> 32);
+      if (exists && few) {
+#pragma unroll 1
+        for (int b = last + 1; b <= sequence; ++b) entries_of[b] = entry;
+      }
+      count += static_cast<int>(all & 0xffff);
+      split_count += static_cast<int>(all >> 16);
     }
     block_sync();
 
 #pragma unroll 1
     for (int b = thread_id(); b <= p.batch; b += threads) {
-      const int entries = entries_before(item_sequence, count, b);
+      const int entries = few ? entries_of[b] : entries_before(item_sequence, count, b);
       const int row = entries > 0 ? item_row[entries - 1] + 1 : 0;
       p.plan[p.split_indptr + b] = row;
       if (b == p.batch) break;

@@ -83,6 +83,14 @@ struct Wave {
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }
 
+  // In how many lanes it holds, and in how many before this one. All lanes must call.
+  MLA_DEVICE static int count(bool condition) { return __popc(__ballot_sync(~0u, condition)); }
+  MLA_DEVICE static int count_before(bool condition, int lane, int& all) {
+    const unsigned lanes_with = __ballot_sync(~0u, condition);
+    all = __popc(lanes_with);
+    return __popc(lanes_with & ((1u << lane) - 1u));
+  }
+
   // Puts a value in a word of shared memory and returns what was there, as one step.
   MLA_DEVICE static int exchange(int* word, int value) { return atomicExch(word, value); }
 
