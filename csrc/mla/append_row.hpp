@@ -118,25 +118,16 @@ struct AppendRow {
 
   MLA_DEVICE void store_latent(const AppendKvParams& p, const Record& record, int lane) const {
     uint8_t* latents = record.field(p.latent_per_block, p.latent_stride, p.latent_offset);
+    const bool as_is = p.latent_encoding == p.in_type && p.tile == 0 && p.kv_descale == nullptr;
 #pragma unroll
     for (int i = 0; i < octets; ++i) {
       const int octet = lane + i * Wave::lanes;
       const bool exists = octet * 8 < p.latent;
-      float values[8];
-      if (p.in_type == ENCODED_BF16) unpack<ENCODED_BF16>(latent[i], values);
-      else unpack<ENCODED_FP16>(latent[i], values);
-      if (p.tile > 0) {
-        const float scale = tile_scale<Wave>(p, p.tile == 64 ? largest<8>(values, lane) : largest<16>(values, lane));
-        if (exists && octet * 8 % p.tile == 0) {
-          uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
-          const int number = p.tile == 64 ? octet / 8 : octet / 16;
-          store_encoded<Wave>(scales, number, p.scale_encoding, bit_cast<uint32_t>(scale));
-        }
-        for (int k = 0; k < 8; ++k) values[k] = values[k] / scale;
-      } else if (p.kv_descale != nullptr) {
-        for (int k = 0; k < 8; ++k) values[k] = values[k] / *p.kv_descale;
+      if (as_is && !holds_nan(latent[i], p.in_type == ENCODED_BF16 ? 0x007f007f : 0x03ff03ff)) {
+        if (exists) reinterpret_cast<Vec<uint32_t, 4>*>(latents)[octet] = latent[i];
+      } else {
+        store_converted(p, record, latents, latent[i], octet, exists, lane);
       }
-      if (exists) store_octet(p, latents, octet, values);
     }
   }
 
@@ -166,6 +157,32 @@ struct AppendRow {
   }
 
  private:
+  // `above` is what takes infinity to just below the sign, in both halves of a word: NaN reaches it.
+  MLA_DEVICE static bool holds_nan(const Vec<uint32_t, 4>& words, uint32_t above) {
+    uint32_t reached = 0;
+    for (int i = 0; i < 4; ++i) reached |= (words[i] & 0x7fff7fff) + above;
+    return (reached & 0x80008000) != 0;
+  }
+
+  MLA_DEVICE static void store_converted(const AppendKvParams& p, const Record& record, uint8_t* latents,
+                                         const Vec<uint32_t, 4>& words, int octet, bool exists, int lane) {
+    float values[8];
+    if (p.in_type == ENCODED_BF16) unpack<ENCODED_BF16>(words, values);
+    else unpack<ENCODED_FP16>(words, values);
+    if (p.tile > 0) {
+      const float scale = tile_scale<Wave>(p, p.tile == 64 ? largest<8>(values, lane) : largest<16>(values, lane));
+      if (exists && octet * 8 % p.tile == 0) {
+        uint8_t* scales = record.field(p.scale_per_block, p.scale_stride, p.scale_offset);
+        const int number = p.tile == 64 ? octet / 8 : octet / 16;
+        store_encoded<Wave>(scales, number, p.scale_encoding, bit_cast<uint32_t>(scale));
+      }
+      for (int k = 0; k < 8; ++k) values[k] = values[k] / scale;
+    } else if (p.kv_descale != nullptr) {
+      for (int k = 0; k < 8; ++k) values[k] = values[k] / *p.kv_descale;
+    }
+    if (exists) store_octet(p, latents, octet, values);
+  }
+
   template <int encoding>
   MLA_DEVICE static void unpack(const Vec<uint32_t, 4>& words, float (&values)[8]) {
     for (int i = 0; i < 4; ++i) {

@@ -97,16 +97,17 @@ def test_any_bits(arch, name):
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_nan_and_infinity(arch, name):
+def test_nan_and_infinity(arch, name, dtype):
     kind = layout(name)
-    kv_c, k_pe = rows(kind, 3, torch.float32)
+    kv_c, k_pe = rows(kind, 4, dtype)
     kv_c[0, 3], kv_c[1, 200], kv_c[1, 5] = torch.nan, torch.inf, -torch.inf
     k_pe[0, 1], k_pe[2, 7] = torch.nan, torch.inf
     caches_left = []
     for native_too in (True, False):
-        cache = filled(kind, 1, 3)
-        call = (kv_c, k_pe, cache, torch.arange(3), descale_of(kind))
+        cache = filled(kind, 1, 4)
+        call = (kv_c, k_pe, cache, torch.arange(4), descale_of(kind))
         if native_too:
             mla_suite.append_kv(*call, layout=name)
         else:
