@@ -10,8 +10,8 @@ namespace mla::sm90 {
 // The work of this block: consecutive blocks take the row tiles of one worker.
 template <class Policy>
 MLA_DEVICE WorkList work_list(const Params& params) {
-  const int block = static_cast<int>(blockIdx.x);
-  return WorkList(params, block / params.row_tiles, block % params.row_tiles * ROWS, Policy::GRANULE, Policy::KEYS);
+  const uint32_t tiles = params.row_tiles, worker = blockIdx.x / tiles;
+  return WorkList(params, worker, (blockIdx.x - worker * tiles) * ROWS, Policy::GRANULE, Policy::KEYS);
 }
 
 constexpr int LOADER_BARRIER = 2;
@@ -36,7 +36,6 @@ class Loader {
       block_sync();
       return;
     }
-    prefetch_pages();
     WorkList work = work_list<Policy>(params_);
     block_sync();
     Item item;
@@ -77,14 +76,6 @@ class Loader {
   }
 
  protected:
-  // The first page numbers of equal cuts are asked for beside the length that says where a cut begins.
-  MLA_DEVICE void prefetch_pages() const {
-    if (params_.plan != nullptr) return;
-    const int sequence = static_cast<int>(blockIdx.x) / params_.row_tiles / params_.num_splits;
-    const int64_t at = group_thread() % 32 * 32;
-    if (at < params_.page_ids_width) prefetch_line(params_.page_ids + sequence * params_.page_ids_stride + at);
-  }
-
   // Tells the scores warpgroup the next item: they have no registers to walk the list themselves.
   MLA_DEVICE void publish(const Item& item, Ring<Policy::ITEMS>& items) {
     if (group_thread() == 0) {

@@ -73,7 +73,7 @@ class WorkList {
       cursor_ = worker;
       limit_ = params.batch * params.num_splits;
     }
-    look();
+    look<true>();
   }
 
   // The item that was looked up last; false at the end of the list. `look` finds the one after it: two loads that
@@ -85,13 +85,15 @@ class WorkList {
   }
   MLA_DEVICE const Item* ahead() const { return more_ ? &ahead_ : nullptr; }
 
+  template <bool FIRST = false>
   MLA_DEVICE void look() {
-    do more_ = next(ahead_);
+    do more_ = next<FIRST>(ahead_);
     while (more_ && params_.cu_seqlens_q != nullptr &&
            first_row_ >= Queries(params_, ahead_.sequence).count * params_.heads);  // no rows for this block
   }
 
  private:
+  template <bool FIRST>
   MLA_DEVICE bool next(Item& item) {
     if (params_.plan != nullptr) {
       while (cursor_ >= limit_ || worker_ >= plan_workers_) {
@@ -111,13 +113,17 @@ class WorkList {
     }
     if (cursor_ >= limit_) return false;
     const int splits = params_.num_splits;
-    item.sequence = cursor_ / splits;
+    item.sequence = static_cast<uint32_t>(cursor_) / static_cast<uint32_t>(splits);
+    // The first page numbers of a sequence are asked for beside its length, which says where the cut begins.
+    const int64_t line = thread_id() % 32 * 32;
+    if (FIRST && line < params_.page_ids_width)
+      prefetch_line(params_.page_ids + item.sequence * params_.page_ids_stride + line);
     const int cut = cursor_ - item.sequence * splits;
     item.length = uniform(__ldg(params_.seq_lens + item.sequence));
     int size = params_.split_size;
     if (size == 0) {
-      const int blocks = (item.length + block_ - 1) / block_;
-      size = (blocks + splits - 1) / splits * block_;
+      const uint32_t blocks = (item.length + block_ - 1) / block_;
+      size = (blocks + splits - 1) / static_cast<uint32_t>(splits) * block_;
     }
     const int64_t first = static_cast<int64_t>(cut) * size;
     item.first = first < item.length ? static_cast<int>(first) : item.length;
