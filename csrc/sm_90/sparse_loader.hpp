@@ -176,12 +176,19 @@ class SparseLoader : Loader<Policy> {
     return row;
   }
 
-  // Tells which of this warp's keys of a stage are there, beside the stage.
-  MLA_DEVICE void tell(uint32_t stage) const {
-    const uint32_t batch = stage / BATCH_STAGES, place = stage % BATCH_STAGES;
+  // This warp's keys of a stage that are there, a bit each.
+  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
     static_assert(Policy::WARP_KEYS == 8, "a warp's bits are a byte");
     uint32_t present;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(present) : "r"(present_at(batch) + place) : "memory");
+    asm volatile("ld.shared.u8 %0, [%1];"
+                 : "=r"(present)
+                 : "r"(present_at(stage / BATCH_STAGES) + stage % BATCH_STAGES)
+                 : "memory");
+    return present;
+  }
+
+  // Tells them to the scores, beside the stage.
+  MLA_DEVICE void tell(uint32_t present) const {
     const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
     asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
   }
@@ -199,66 +206,108 @@ class SparseLoader : Loader<Policy> {
     const uint32_t pairs = stages * STAGE_PAIRS;
     look_up(0);
 #pragma unroll 1
-    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i) issue(i < pairs, i, raw_ + i * Policy::PAIR_BYTES);
+    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i)
+      issue(i < pairs, token_of(i, lane_), raw_ + i * Policy::PAIR_BYTES);
     bring_q(token);
+    copies_wait<Record::PAIRS - 2>();
+    __syncwarp();
+    uint32_t first[4], last[4], scale[2];
+    load_pair(raw_, lane_anew(), first, last, scale);
 #pragma unroll 1
     for (uint32_t stage = 0, left = pairs; left != 0; ++stage, left -= STAGE_PAIRS) {
       const uint32_t here = raw_ + stage % 2 * (STAGE_PAIRS * Policy::PAIR_BYTES);  // this stage's pairs
       const uint32_t there = 2 * raw_ + STAGE_PAIRS * Policy::PAIR_BYTES - here;    // the next one's
       const uint32_t lane = lane_anew();
-      // Lanes 4..7 of each 8 take the second key, and of another column block than the others: so eight lanes read and
-      // write all banks, the first key's pieces at even places and the second's, by the swizzle, at odd ones.
-      const uint32_t second = lane / 4 % 2;
-      const uint32_t block = (lane / 8) ^ second;  // and 4 more with the other piece
-      const uint32_t from = here + second * 512 + block * 64 + lane % 4 * 16;
+      const uint32_t second = second_of(lane);
+      const uint32_t block = block_of(lane);
       const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES + warp() * (Policy::WARP_KEYS * 128);
       const uint32_t to = keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16;
       // Lanes 0..15 move the values that are bf16 already: eight a key.
       const uint32_t row =
           keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+      const uint32_t present = present_of(stage);
+      barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
 #pragma unroll
       for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
-        copies_wait<Record::PAIRS - 2>();
-        __syncwarp();  // every lane's copies are there, and every lane is done with the slot that `issue` fills
-        const uint32_t slot = pair * Policy::PAIR_BYTES;
-        uint32_t first[4], last[4], scale[2];
-        load16(from + slot, first);
-        load16(from + slot + 256, last);
-        load_scales(here + slot, second, block, scale);
+        const uint32_t slot = here + pair * Policy::PAIR_BYTES;
+        const uint32_t after = pair + 1 < STAGE_PAIRS ? slot + Policy::PAIR_BYTES : there;
+        const uint32_t at = (to ^ pair * 32) + pair * 256;
         constexpr uint32_t AHEAD = Record::PAIRS - 1;
         const uint32_t next = stage * STAGE_PAIRS + pair + AHEAD;
         if (pair == 1 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
-        issue(pair + AHEAD < left, next % BATCH_PAIRS,
-              pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : here + slot - Policy::PAIR_BYTES);
-        if (pair == 0) {
-          barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
-          tell(stage);
-        }
-        const uint32_t at = (to ^ pair * 32) + pair * 256;
+        // Read well before `issue`: with wgmma reading at full rate, shared memory answers late.
+        const Token token_ahead = token_of(next % BATCH_PAIRS, lane);
         const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
-        if (__any_sync(~0u, factors[0].large || factors[1].large)) {
+        // The next pair is loaded as soon as this one's registers are free.
+        if (__builtin_expect(__any_sync(~0u, factors[0].large || factors[1].large), 0)) {
           store_piece<true>(at, block, first, large_factor_of(scale[0]));
           store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
-          load16(here + slot + rope_at(), first);
+          load16(slot + rope_at(), first);
+          if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
+          copies_wait<Record::PAIRS - 3>();
+          __syncwarp();
+          load_pair(after, lane, first, last, scale);
         } else {
+          uint32_t rope[4];
           store_piece<false>(at, block, first, factors[0]);
-          load16(here + slot + rope_at(), first);
+          load16(slot + rope_at(), rope);
+          copies_wait<Record::PAIRS - 3>();
+          __syncwarp();  // every lane's copies are there
+          load16(piece_at(after, lane), first);
+          load_scales(after, second, block, scale);
           store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
+          load16(piece_at(after, lane) + 256, last);
+          if (lane < 16) store16((row ^ pair * 32) + pair * 256, rope[0], rope[1], rope[2], rope[3]);
         }
-        if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
+        if (pair == 0) tell(present);
+        // Into the slot before this one: every lane was done with it before the last __syncwarp.
+        issue(pair + AHEAD < left, token_ahead,
+              pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : slot - Policy::PAIR_BYTES);
       }
       complete();
     }
   }
 
-  // Begins to copy a pair of the batch that was looked up last, 16 lanes a key, to `slot`. There is a group for it even
-  // when no such pair is left: groups are counted.
-  MLA_DEVICE void issue(bool any, uint32_t pair, uint32_t slot) {
+  // Lanes 4..7 of each 8 take the second key of a pair, and of another column block than the others: so eight lanes
+  // read and write all banks, the first key's pieces at even places and the second's, by the swizzle, at odd ones.
+  MLA_DEVICE static uint32_t second_of(uint32_t lane) { return lane / 4 % 2; }
+  MLA_DEVICE static uint32_t block_of(uint32_t lane) { return lane / 8 ^ second_of(lane); }  // and 4 more
+  MLA_DEVICE static uint32_t piece_at(uint32_t slot, uint32_t lane) {
+    return slot + second_of(lane) * 512 + block_of(lane) * 64 + lane % 4 * 16;
+  }
+
+  MLA_DEVICE void load_pair(uint32_t slot, uint32_t lane, uint32_t (&first)[4], uint32_t (&last)[4],
+                            uint32_t (&scale)[2]) const {
+    load16(piece_at(slot, lane), first);
+    load16(piece_at(slot, lane) + 256, last);
+    load_scales(slot, second_of(lane), block_of(lane), scale);
+  }
+
+  // Where a lane's key of a pair lies.
+  struct Token {
+    uint64_t row;   // address, or 0
+    int to_scales;  // from there to the scales, where they lie apart
+  };
+
+  // Lanes 0..15 of a pair of the batch that was looked up last take its first key, the others its second.
+  MLA_DEVICE Token token_of(uint32_t pair, uint32_t lane) const {
+    const uint32_t source = pair * 2 + lane / 16;
+    Token token{row_of(source), 0};
+    if constexpr (Record::SCALES_APART)
+      asm volatile("ld.shared.b32 %0, [%1];"
+                   : "=r"(token.to_scales)
+                   : "r"(notes() + Policy::NOTES_SCALES + source * 4)
+                   : "memory");
+    return token;
+  }
+
+  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups
+  // are counted.
+  MLA_DEVICE void issue(bool any, const Token& token, uint32_t slot) {
     if (any) {
       const uint32_t lane = lane_anew();
-      const uint32_t source = pair * 2 + lane / 16;
       const uint32_t piece = lane % 16;
-      const uint64_t row = row_of(source);
+      const uint64_t row = token.row;
       const bool present = row != 0;
       const uint64_t from = row + piece * 16;
       const uint32_t to = slot + lane / 16 * 512 + piece * 16;
@@ -269,12 +318,7 @@ class SparseLoader : Loader<Policy> {
       const uint32_t tail = slot + 1024 + lane / 16 * Record::TAIL;
       copy_present<16>(tail + last, row + 512 + last, present);
       if constexpr (Record::SCALES_APART) {
-        int to_scales;
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(to_scales)
-                     : "r"(notes() + Policy::NOTES_SCALES + source * 4)
-                     : "memory");
-        copy_present<8>(tail + Record::TAIL_SCALES, row + to_scales, present);
+        copy_present<8>(tail + Record::TAIL_SCALES, row + token.to_scales, present);
       }
     }
     copies_commit();
@@ -360,7 +404,7 @@ class SparseLoader : Loader<Policy> {
       copies_commit();
       if (stage < AHEAD) continue;
       copies_wait<AHEAD>();
-      tell(stage - AHEAD);
+      tell(present_of(stage - AHEAD));
       complete();
     }
   }
