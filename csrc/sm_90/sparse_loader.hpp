@@ -6,36 +6,10 @@
 #pragma once
 
 #include "sm_90/dequantise.hpp"
+#include "sm_90/shared_copies.hpp"
 #include "sm_90/sparse_work.hpp"
 
 namespace mla::sm90 {
-
-// 16, 8 or 4 bytes to shared memory; zeros when not `present` (nothing is read then).
-template <int BYTES>
-MLA_DEVICE void copy_present(uint32_t to, uint64_t from, bool present) {
-  if constexpr (BYTES == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
-                 : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES),
-                 "r"(present ? BYTES : 0)
-                 : "memory");
-}
-MLA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING>
-MLA_DEVICE void copies_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-MLA_DEVICE void load16(uint32_t from, uint32_t (&to)[4]) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(from)
-               : "memory");
-}
-MLA_DEVICE void store16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
 
 template <class Policy>
 class SparseLoader : Loader<Policy> {
