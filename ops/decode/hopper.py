@@ -32,7 +32,7 @@ BUSY_STAGE_US = 0.18  # more where every unit is busy, and in proportion: power 
 ITEM_US = 3.0  # of each further item of a block
 READ_BYTES_PER_US = 4.6e6
 MERGE_US = 1.1  # of combine, however little it merges
-MERGE_ROUND_US = 1.0  # of each further 32 partials of a row: so many it has under way together
+MERGE_ROUND_US = 0.5  # of each further 32 partials of a row: so many it has under way together
 MOST_ROUNDS = 8  # of a block through equal cuts; more even out the last round by little and cost scratch
 PARTIAL_BYTES_PER_US = 4.3e6  # each way, mostly in L2
 
