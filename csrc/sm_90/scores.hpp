@@ -4,8 +4,9 @@
 // So P V is to run while this warpgroup computes probabilities, and not while it multiplies: a P is handed over when the
 // next block's Q K^T is nearly done.
 //
-// The reference of a row, in powers of two, moves only when its probabilities pass 2^8; until then they may exceed 1,
-// which costs nothing in a floating format, and the 64 x 512 result need not be rescaled.
+// What a row's scores are taken off, its reference, moves only when probabilities of a block sum to more than 2^8 in a
+// thread; until then they may exceed 1, which costs nothing in a floating format, and neither is a maximum looked for nor
+// the 64 x 512 result rescaled.
 #pragma once
 
 #include "sm_90/loader.hpp"
@@ -15,7 +16,7 @@ namespace mla::sm90 {
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr float MOST_PROBABILITY = 256.0f;  // summed over a thread's keys of a row
-constexpr float LOWEST = -1e38f;              // the reference of a row that has seen no key
+constexpr float LOWEST = -1e38f;            // the reference of a row that has seen no key
 constexpr float INFINITE = __builtin_huge_valf();
 constexpr int SCORES_BARRIER = 1;
 
@@ -43,7 +44,11 @@ class Scores {
 
  public:
   MLA_DEVICE Scores(const Params& params, uint32_t shared)
-      : params_(params), barriers_(shared), shared_(shared), scale_(params.softmax_scale * LOG2E), p_to_(p_fragment(group_thread())) {}
+      : params_(params),
+        barriers_(shared),
+        shared_(shared),
+        scale_(params.softmax_scale * LOG2E),
+        p_to_(p_fragment(group_thread())) {}
 
   MLA_DEVICE void run() {
     while (next_item()) one_item();
@@ -135,7 +140,10 @@ class Scores {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE != Source::tma) fence_async();
     if constexpr (SELECTED)
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present_) : "r"(shared_ + Policy::PRESENT_OFFSET + ring_.stage * 4) : "memory");
+      asm volatile("ld.shared.b32 %0, [%1];"
+                   : "=r"(present_)
+                   : "r"(shared_ + Policy::PRESENT_OFFSET + ring_.stage * 4)
+                   : "memory");
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
