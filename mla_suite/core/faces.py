@@ -56,8 +56,9 @@ def _unobserved() -> bool:
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
-    """Whether the dispatcher would give these tensors to an implementation as they are."""
+    """Whether the dispatcher would give these tensors and lists of tensors to an implementation as they are."""
     for value in args:
-        if value is not None and (value.__class__ not in _CLASSES or value.is_neg() or value._is_zerotensor()):
-            return False
-    return args[0] is not None
+        for tensor in value if value.__class__ is list else (value,):
+            if tensor is not None and (tensor.__class__ not in _CLASSES or tensor.is_neg() or tensor._is_zerotensor()):
+                return False
+    return args[0].__class__ in _CLASSES

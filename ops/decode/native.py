@@ -118,7 +118,7 @@ def ready(
     )
     named = partial(_buffers, known)
     launch = bind("decode", known.instance, q, known.grid, known.threads, known.shared, named, overlap=on_hopper)
-    merge = None if known.merge is None else combine.launcher(known.merge, q, partial(_merged, known))
+    merge = None if known.merge is None else combine.launcher(known.merge, q, partial(merged, known.slots, known.rows))
     copies = known.copies_out or known.copies_lse
     partial_values = known.slots * known.rows * head_dim_v
     scratch_values = partial_values + known.slots * known.rows
@@ -143,7 +143,7 @@ def ready(
             q = adjust(q, q_descale)
         if known.copies_q:
             q = q.clone(memory_format=torch.contiguous_format)
-        out, lse = _reachable(outputs, known) if copies else outputs
+        out, lse = reachable(outputs, (known.copies_out, known.copies_lse)) if copies else outputs
         scratch, partial_at, partial_lse_at = None, 0, 0
         if merge is not None:
             scratch = take(q.device, scratch_values)
@@ -192,9 +192,9 @@ def _adjustment(negative: bool, descale: bool) -> Callable[[torch.Tensor, torch.
     return adjust
 
 
-def _reachable(outputs: tuple[torch.Tensor, ...], known: Prepared) -> tuple[torch.Tensor, ...]:
+def reachable(outputs: tuple[torch.Tensor, ...], copies: tuple[bool, bool]) -> tuple[torch.Tensor, ...]:
     """Results where the kernel can write: copies, where it cannot reach the rows of the given ones as they lie."""
-    replaced = zip(outputs, (known.copies_out, known.copies_lse), strict=True)
+    replaced = zip(outputs, copies, strict=True)
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) if copied else t for t, copied in replaced])
 
 
@@ -216,8 +216,9 @@ def _buffers(
     yield from (Buffer(name, tensor, "w") for name, tensor in written.items())
 
 
-def _merged(
-    known: Prepared,
+def merged(
+    slots: int,
+    rows: int,
     batch: int,
     cu_seqlens_q: torch.Tensor | None,
     attn_sink: torch.Tensor | None,
@@ -225,9 +226,9 @@ def _merged(
     results: tuple[torch.Tensor, torch.Tensor],
     scratch: torch.Tensor,
 ) -> Iterator[Buffer]:
-    """What the merge touches."""
+    """What the merge of `slots` partials of so many rows touches."""
     out, lse = results[0].flatten(0, -3), results[1].flatten(0, -2)  # views: one stride leads from token to token
-    parts = shaped(scratch, known.slots, known.rows, out.shape[-1])
+    parts = shaped(scratch, slots, rows, out.shape[-1])
     indptr = None if plan is None else plan[HEADER_WORDS : HEADER_WORDS + batch + 1]
     partly = plan is not None or cu_seqlens_q is not None
     return combine.buffers(*parts, indptr, cu_seqlens_q, attn_sink, out, lse, partly)

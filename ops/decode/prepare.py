@@ -136,7 +136,7 @@ def prepare(
         grid, shared = (workers * tiles, 1, 1), config.lds
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
-        packed = _pack(
+        packed = pack_numbers(
             "decode_tma",
             hopper.LEADING,
             heads_reciprocal=(2**32 - 1) // heads + 1,
@@ -148,7 +148,7 @@ def prepare(
     else:
         grid, shared = (items, tiles, 1), 0
         shift = max(page - 1, 0).bit_length()
-        packed = _pack(
+        packed = pack_numbers(
             "decode",
             POINTERS,
             q_batch_stride=0 if ragged else q.strides[0],
@@ -181,7 +181,7 @@ def prepare(
     )
 
 
-def _pack(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
+def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
     """The parameters after the `leading` ones."""
     params = load(kernel)
     if tuple(field.name for field in params.fields[: len(leading)]) != leading:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, library
+from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
@@ -85,20 +85,10 @@ def sparse_decode(
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
     """
     pools = len(kv_caches)
-    return torch.ops.mla_suite.sparse_decode(
-        q,
-        kv_caches,
-        indices,
-        [None] * pools if indptrs is None else indptrs,
-        [None] * pools if topk_lengths is None else topk_lengths,
-        attn_sink,
-        plan,
-        layouts=layouts,
-        softmax_scale=softmax_scale,
-        head_dim_v=head_dim_v,
-        num_splits=num_splits,
-        split_size=split_size,
-    )
+    indptrs = [None] * pools if indptrs is None else indptrs
+    topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
+    tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
+    return faces.call(SPARSE_DECODE, tensors, (tuple(layouts), softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def specify(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
-
-import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.ops.decode import hopper
@@ -84,19 +81,3 @@ def splits(arch: Arch, tokens: int, heads: int, keys: int) -> int:
 def workers(arch: Arch, items: int, tiles: int) -> int:
     """Groups of `tiles` blocks that walk the work list."""
     return hopper.workers(arch, items, tiles)
-
-
-def in_rows(q: torch.Tensor) -> torch.Tensor:
-    """Query rows [tokens, heads, width] that the copy engine can see as one matrix: themselves, or a copy."""
-    return q if hopper.pitch(tuple(q.shape), q.stride()) is not None else q.clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=1024)
-def _boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> hopper.Boxes:
-    return hopper.query_boxes(shape, strides, dtype, 1)
-
-
-def query_map(q: torch.Tensor) -> dict[str, int]:
-    """The parameters MAP for query rows that `in_rows` gave."""
-    words = tensor_map.swizzled(q.data_ptr(), *_boxes(tuple(q.shape), q.stride(), q.dtype))
-    return dict(zip(MAP, words, strict=True))

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.ops.combine.native import merge, merge_config
-from mla_suite.ops.plan.layout import HEADER_WORDS, most_items, splits_of
-from mla_suite.ops.sparse_decode import hopper
+from mla_suite.ops.combine import native as combine
+from mla_suite.ops.decode.native import merged, reachable
+from mla_suite.ops.plan.layout import HEADER_WORDS
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, RECORDS, SparseConfig, record_of, sparse_config
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig, hopper_sparse_config
-from mla_suite.runtime import Buffer, has_kernel, launch
-from mla_suite.runtime.scratch import partials
-from mla_suite.toolchain.params import ParamStruct, load
+from mla_suite.ops.sparse_decode.prepare import POOL_POINTERS, Prepared, pack_pool, prepare
+from mla_suite.runtime import Buffer, bind, has_kernel, tensor_map
+from mla_suite.runtime.scratch import shaped, take
 
 ARCHS = ("gfx950", "sm_90")
 MOST_ROW_TILES = 65535  # of a grid's second dimension
-SHORTEST_CUT = 128  # keys: below this, merging costs more than another compute unit saves
-SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -64,12 +62,7 @@ def _unsupported(problem: Any) -> str | None:
     return None
 
 
-@cache
-def _params(name: str) -> ParamStruct:
-    return load(name)
-
-
-def run(
+def ready(
     config: SparseConfig | HopperSparseConfig,
     outputs: tuple[torch.Tensor, ...],
     q: torch.Tensor,
@@ -85,155 +78,96 @@ def run(
     head_dim_v: int = 512,
     num_splits: int = 0,
     split_size: int = 0,
-) -> None:
-    out, lse = outputs
-    heads = q.shape[-2]
-    if out.numel() == 0:
-        return
-    if softmax_scale < 0:  # the kernel finds the largest score before it scales
-        q, softmax_scale = -q, -softmax_scale
-    on_hopper = isinstance(config, HopperSparseConfig)
-    queries = _in_whole_vectors(q.flatten(0, -3))
-    queries = hopper.in_rows(queries) if on_hopper else queries
-    tokens = queries.shape[0]
-    flat_out, flat_lse = out.flatten(0, -3), lse.flatten(0, -2)  # copies where leading strides do not merge
-    final_out = flat_out if _aligned(flat_out) else torch.empty_like(flat_out, memory_format=torch.contiguous_format)
-    final_lse = flat_lse.contiguous()
-    tiles = config.tiles(heads)
-    if plan is not None:
-        splits, slots = 1, int(most_items(plan.shape[0], tokens))
-        workers = hopper.workers(config.arch, slots, tiles) if on_hopper else min(slots, config.arch.compute_units)
-    else:
-        splits = num_splits or _splits(config, tokens, heads, indices, indptrs, split_size)
-        slots = tokens * splits if splits > 1 else 0
-        workers = hopper.workers(config.arch, tokens * splits, tiles) if on_hopper else tokens * splits
-    partial_out, partial_lse = partials(q.device, slots, heads, head_dim_v) if slots else (None, None)
-    tensors: dict[str, tuple[torch.Tensor | None, str]] = {
-        "attn_sink": (attn_sink, "r"),
-        "plan": (plan, "r"),
-        "out": (final_out, "w"),
-        "lse": (final_lse, "w"),
-        "partial_out": (partial_out, "w"),
-        "partial_lse": (partial_lse, "w"),
-    }
-    numbers: dict[str, int] = {}
-    for i in range(MOST_POOLS):
-        if i < len(kv_caches):
-            made, counted = _pool(q, kv_caches[i], indices[i], indptrs[i], topk_lengths[i])
-        else:
-            made, counted = dict.fromkeys(_POOL_TENSORS), dict.fromkeys(_POOL_NUMBERS, 0)
-        tensors |= {f"{name}_{i}": (tensor, "r") for name, tensor in made.items()}
-        numbers |= {f"{name}_{i}": number for name, number in counted.items()}
-    if on_hopper:
-        name, grid, numbers = "sparse_decode_tma", (workers * tiles, 1, 1), numbers | hopper.query_map(queries)
-    else:
-        name, grid = "sparse_decode", (workers, tiles, 1)
-        tensors["q"] = (queries, "r")
-        numbers |= {"q_token_stride": queries.stride(0), "q_head_stride": queries.stride(1)}
-    params = _params(name).pack(
-        **{name: 0 if tensor is None else tensor.data_ptr() for name, (tensor, _) in tensors.items()},
-        **numbers,
-        out_token_stride=final_out.stride(0),
-        out_head_stride=final_out.stride(1),
-        tokens=tokens,
-        heads=heads,
-        row_tiles=tiles,
-        pools=len(kv_caches),
-        num_splits=splits,
-        split_size=split_size if splits > 1 and not num_splits else 0,
-        workers=workers,
-        softmax_scale=max(softmax_scale, SMALLEST_SCALE),
+) -> Callable[..., None]:
+    if outputs[0].numel() == 0:
+        return lambda *args, **kwargs: None
+    negative = softmax_scale < 0  # the kernels find the largest score before they scale
+    known = prepare(
+        *(config, outputs, -q if negative else q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan),
+        softmax_scale=abs(softmax_scale),
+        num_splits=num_splits,
+        split_size=split_size,
     )
+    on_hopper, place = known.boxes is not None, (q, known.grid, known.threads, known.shared)
+    launch = bind("sparse_decode", known.instance, *place, partial(_buffers, known), overlap=on_hopper)
+    tokens = outputs[1].numel() // known.rows
+    merge = None
+    if known.merge is not None:
+        merge = combine.launcher(known.merge, q, partial(merged, known.slots, known.rows, tokens, None))
+    copies = known.copies_out, known.copies_lse
+    copied = any(copies)
+    partial_values = known.slots * known.rows * head_dim_v
+    scratch_values = partial_values + known.slots * known.rows
 
-    def buffers() -> Iterator[Buffer]:
-        return (Buffer(name, tensor, access) for name, (tensor, access) in tensors.items() if tensor is not None)
+    def start(
+        outputs: tuple[torch.Tensor, ...],
+        q: torch.Tensor,
+        kv_caches: Sequence[torch.Tensor],
+        indices: Sequence[torch.Tensor],
+        indptrs: Sequence[torch.Tensor | None],
+        topk_lengths: Sequence[torch.Tensor | None],
+        attn_sink: torch.Tensor | None = None,
+        plan: torch.Tensor | None = None,
+        **by_name: Any,
+    ) -> None:
+        q = -q if negative else q
+        if known.copies_q:
+            q = q.clone(memory_format=torch.contiguous_format)
+        if known.copies_selection:
+            indices = [index.contiguous() for index in indices]
+            topk_lengths = [lengths if lengths is None else lengths.contiguous() for lengths in topk_lengths]
+        out, lse = reachable(outputs, copies) if copied else outputs
+        scratch, partial_at, partial_lse_at = None, 0, 0
+        if merge is not None:
+            scratch = take(q.device, scratch_values)
+            partial_at = scratch.data_ptr()
+            partial_lse_at = partial_at + 4 * partial_values
+        sink_at = 0 if attn_sink is None else attn_sink.data_ptr()
+        plan_at = 0 if plan is None else plan.data_ptr()
+        out_at, lse_at = out.data_ptr(), lse.data_ptr()
+        queries = (q.data_ptr(),) if known.boxes is None else tensor_map.swizzled(q.data_ptr(), *known.boxes)
+        packed = [
+            known.pack_leading(*queries, sink_at, plan_at, out_at, lse_at, partial_at, partial_lse_at),
+            known.numbers[0],
+        ]
+        pools = [*zip(kv_caches, indices, indptrs, topk_lengths, strict=True)]
+        for (cache, index, indptr, lengths), numbers in zip(pools, known.numbers[1:], strict=True):
+            indptr_at = 0 if indptr is None else indptr.data_ptr()
+            lengths_at = 0 if lengths is None else lengths.data_ptr()
+            packed += pack_pool(cache.data_ptr(), index.data_ptr(), indptr_at, lengths_at), numbers
+        launch(b"".join(packed), (q, pools, attn_sink, plan, (out, lse), scratch))
+        if merge is not None:
+            cuts_at = plan_at and plan_at + 4 * HEADER_WORDS
+            addresses = partial_at, partial_lse_at, cuts_at, 0, sink_at, out_at, lse_at
+            merge(addresses, (attn_sink, plan, (out, lse), scratch))
+        if copied:
+            for given, made in zip(outputs, (out, lse), strict=True):
+                if made is not given:
+                    given.copy_(made)
 
-    shared = config.lds if isinstance(config, HopperSparseConfig) else 0
-    place = "sparse_decode", config.instance, q, grid, config.threads, shared
-    launch(*place, params, buffers, overlap=on_hopper)
-    if partial_out is not None and partial_lse is not None:
-        merge(
-            partial_out,
-            partial_lse,
-            plan[HEADER_WORDS : HEADER_WORDS + tokens + 1] if plan is not None else None,
-            None,
-            attn_sink,
-            final_out,
-            final_lse,
-            config=merge_config(q, out, heads, tokens, -(-slots // tokens), split_size > 0),
-            batch=tokens,
-            num_splits=splits,
-            skip_none=plan is not None,
-        )
-    if final_out.data_ptr() != out.data_ptr():
-        out.copy_(final_out.view(out.shape))
-    if final_lse.data_ptr() != lse.data_ptr():
-        lse.copy_(final_lse.view(lse.shape))
+    return start
 
 
-_POOL_TENSORS = ("cache", "indices", "indptr", "lengths")
-_POOL_NUMBERS = ("page_bytes", "index_stride", "slots", "page", "page_magic", "page_shift", "topk", "tokens_per_length")
-
-
-def _pool(
+def _buffers(
+    known: Prepared,
     q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    index: torch.Tensor,
-    indptr: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-) -> tuple[dict[str, torch.Tensor | None], dict[str, int]]:
-    """One pool's fields of the parameters, without their number."""
-    pages, page, _ = kv_cache.shape
-    rows = index if indptr is not None else index.flatten(0, -2)
-    rows = rows if rows.stride(-1) == 1 or rows.shape[-1] < 2 else rows.contiguous()
-    per_sequence = lengths is not None and q.dim() == 4 and lengths.dim() == 1
-    shift = max(page - 1, 0).bit_length()
-    found = (kv_cache, rows, indptr, lengths.flatten() if lengths is not None else None)
-    numbers = (
-        kv_cache.stride(0) * kv_cache.element_size(),
-        rows.stride(0),
-        pages * page,
-        page,
-        -(-(1 << (31 + shift)) // max(page, 1)),
-        shift,
-        rows.shape[-1],
-        q.shape[1] if per_sequence else 1,
-    )
-    return dict(zip(_POOL_TENSORS, found, strict=True)), dict(zip(_POOL_NUMBERS, numbers, strict=True))
+    pools: Sequence[tuple[torch.Tensor | None, ...]],
+    attn_sink: torch.Tensor | None,
+    plan: torch.Tensor | None,
+    results: tuple[torch.Tensor, torch.Tensor],
+    scratch: torch.Tensor | None,
+) -> Iterator[Buffer]:
+    """What the kernel touches; of a pool in the order of POOL_POINTERS."""
+    read = {"q": q, "attn_sink": attn_sink, "plan": plan}
+    for i, pool in enumerate(pools):
+        read |= {f"{name}_{i}": tensor for name, tensor in zip(POOL_POINTERS, pool, strict=True)}
+    yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
+    written = dict(zip(("out", "lse"), results, strict=True))
+    if scratch is not None:
+        parts = shaped(scratch, known.slots, known.rows, results[0].shape[-1])
+        written |= dict(zip(("partial_out", "partial_lse"), parts, strict=True))
+    yield from (Buffer(name, tensor, "w") for name, tensor in written.items())
 
 
-def _splits(
-    config: SparseConfig | HopperSparseConfig,
-    tokens: int,
-    heads: int,
-    indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    split_size: int,
-) -> int:
-    """Cuts per query token where no number was asked for: by cost on sm_90, else a workgroup for every compute unit,
-    none with too few keys.
-
-    In batch-invariant mode as many as the widths of dense indices need; of ragged indices nothing on the host bounds
-    one token's keys, so they are not cut.
-    """
-    if split_size:
-        ragged = any(indptr is not None for indptr in indptrs)
-        return 1 if ragged else max(1, int(splits_of(sum(index.shape[-1] for index in indices), split_size)))
-    keys = sum(index.numel() for index in indices) // tokens
-    if isinstance(config, HopperSparseConfig):
-        return hopper.splits(config.arch, tokens, heads, keys)
-    return max(1, min(config.arch.compute_units // (tokens * config.tiles(heads)), keys // SHORTEST_CUT))
-
-
-def _in_whole_vectors(q: torch.Tensor) -> torch.Tensor:
-    """q with rows that 16-byte loads can read."""
-    return q if _aligned(q) else q.clone(memory_format=torch.contiguous_format)
-
-
-def _aligned(rows: torch.Tensor) -> bool:
-    """Whether 16-byte accesses reach every row."""
-    size = rows.element_size()
-    return rows.data_ptr() % 16 == 0 and rows.stride(-1) == 1 and all(s * size % 16 == 0 for s in rows.stride()[:-1])
-
-
-BACKEND = Backend("native", offer, run)
+BACKEND = readied("native", offer, ready)
+run = BACKEND.run

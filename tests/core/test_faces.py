@@ -94,7 +94,7 @@ def test_every_operator_with_a_short_way_takes_it(short):
             args, kwargs = op.samples()[0].make(torch.device("cpu"))
             for _ in range(2):
                 getattr(mla_suite, name)(*args, **kwargs)
-    assert set(short) == {"append_kv", "combine", "plan", "decode"}
+    assert set(short) == {"append_kv", "combine", "plan", "decode", "sparse_decode"}
 
 
 def test_a_dispatch_mode_sees_the_operator(short, partials):

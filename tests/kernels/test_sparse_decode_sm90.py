@@ -14,6 +14,7 @@ from mla_suite.core.arch import CSRC
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
+from mla_suite.ops.combine import native as combine
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
 from mla_suite.ops.sparse_decode.hopper import STAGES, WIDTHS, HopperSparseConfig
 from mla_suite.runtime import has_kernel, tensor_map
@@ -118,10 +119,15 @@ def test_split_counts():
 def test_a_launch(monkeypatch, pools, mode):
     """Every parameter of a call, as the kernel would read it."""
     seen = {}
+
+    def bind(*given, **options):
+        return lambda packed, call: seen.update(
+            given=given, options=options, packed=packed, named={item.name: item.tensor for item in given[6](*call)}
+        )
+
     monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: tuple(range(tensor_map.WORDS)))
-    monkeypatch.setattr(native, "launch", lambda *given, **options: seen.update(given=given, options=options))
-    monkeypatch.setattr(native, "merge", lambda *given, **options: seen.update(merged=options))
-    monkeypatch.setattr(native, "merge_config", lambda *given: None)
+    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(combine, "bind", lambda *given, **options: lambda *call: seen.update(merged=call))
     args, kwargs = problem(POOLS[pools], 6, 100)
     in_mode(mode, args, kwargs, 3)
     facts = SPARSE_DECODE.problem(*args, **kwargs)
@@ -129,8 +135,8 @@ def test_a_launch(monkeypatch, pools, mode):
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
     native.run(config, outputs, *args, **kwargs)
     struct = params.load("sparse_decode_tma")
-    op, instance, _, grid, threads, shared, packed, _ = seen["given"]
-    read = struct.unpack(packed)
+    op, instance, _, grid, threads, shared, _ = seen["given"]
+    read = struct.unpack(seen["packed"])
     assert (op, instance, threads, shared) == ("sparse_decode", config.instance, 512, config.lds)
     assert seen["options"] == {"overlap": True}
     assert grid == (read["workers"] * 2, 1, 1)
@@ -144,6 +150,8 @@ def test_a_launch(monkeypatch, pools, mode):
         assert read[f"cache_{i}"] == cache.data_ptr()
         assert read[f"slots_{i}"] == cache.shape[0] * cache.shape[1]
     assert all(read[f"slots_{i}"] == 0 for i in range(len(args[1]), 4))
+    for name, tensor in seen["named"].items():
+        assert name == "q" or read[name] == tensor.data_ptr()
     assert ("merged" in seen) == (read["partial_out"] != 0)
     assert "merged" in seen or mode in ("one split", "mtp", "ragged")
 

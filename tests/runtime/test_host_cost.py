@@ -12,6 +12,8 @@ from stub_drivers import FakeTorch, Stub
 
 import mla_suite
 from mla_suite.core import arch, dispatch, library
+from mla_suite.core.layouts import cache as caches
+from mla_suite.core.layouts import layout as declared
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine import native as combine_native
 from mla_suite.ops.decode import native as decode_native
@@ -20,7 +22,10 @@ from mla_suite.runtime.hip import HipDriver
 from mla_suite.toolchain.params import load
 
 INT32 = {"dtype": torch.int32}
-NEEDED = ("append_kv_tokens-1", "decode_dtype-bf16_rows-16_width-576_rotate-0")
+NEEDED = {
+    "gfx942": ("append_kv_tokens-1", "decode_dtype-bf16_rows-16_width-576_rotate-0"),
+    "gfx950": ("sparse_decode_layout-v32_rows-16", "sparse_decode_layout-dsv4_rows-64"),
+}
 
 
 def around_attention(device):
@@ -54,12 +59,34 @@ def attention(device):
     }
 
 
+def selection(device):
+    """Small calls of sparse_decode by name: one pool, whole and cut; two under a sink, cut by number and by a plan."""
+    v32 = caches.empty(declared("v32"), 8, 64, device=device)
+    dsv4 = [caches.empty(declared("dsv4"), 8, page, device=device) for page in (64, 2)]
+    narrow, wide = (torch.randn(4, 1, heads, d, device=device).bfloat16() for heads, d in ((16, 576), (64, 512)))
+    selected = torch.zeros(4, 1, 2048, **INT32, device=device)
+    two = [torch.zeros(4, 1, width, **INT32, device=device) for width in (128, 512)]
+    lengths = [torch.full((4,), length, **INT32, device=device) for length in (100, 300)]
+    keys, sink = torch.full((4,), 640, **INT32, device=device), torch.randn(64, device=device)
+    plan = mla_suite.plan(keys, rows=64, workers=128, max_kv_len=640)
+    one = partial(mla_suite.sparse_decode, narrow, [v32], [selected], layouts=["v32"], softmax_scale=0.1)
+    both = partial(mla_suite.sparse_decode, wide, dsv4, two, attn_sink=sink, layouts=["dsv4"] * 2, softmax_scale=0.1)
+    return {
+        "sparse_decode v32": partial(one, num_splits=1),
+        "sparse_decode v32 in splits": one,
+        "sparse_decode dsv4 with sink": partial(both, topk_lengths=lengths, num_splits=2),
+        "sparse_decode dsv4 by plan": partial(both, plan=plan),
+    }
+
+
 @pytest.fixture
-def hip(stub_folder, monkeypatch):
-    """CPU tensors count as a gfx942's, whose driver is the recording one; the values inside them are not looked at."""
-    if not all(has_kernel("gfx942", name) for name in NEEDED):
-        pytest.skip("no kernels for gfx942; run `python -m mla_suite build`")
-    record, stub = arch.get("gfx942"), Stub(stub_folder / "libamdhip64.so")
+def hip(stub_folder, monkeypatch, request):
+    """CPU tensors count as a gfx942's, or of the arch asked for, whose driver is the recording one; the values inside
+    them are not looked at."""
+    name = getattr(request, "param", "gfx942")
+    if not all(has_kernel(name, needed) for needed in NEEDED[name]):
+        pytest.skip(f"no kernels for {name}; run `python -m mla_suite build`")
+    record, stub = arch.get(name), Stub(stub_folder / "libamdhip64.so")
     stub.reset(0)
     monkeypatch.setattr(
         launcher, "_make_driver", lambda index: HipDriver(record, 0, stub.library, FakeTorch().device())
@@ -68,26 +95,31 @@ def hip(stub_folder, monkeypatch):
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(library, "_validate", lambda *arguments: None)
     dispatch.forget()  # calls made ready for the emulator, and after the test for the recording driver
-    with mla_suite.emulate("gfx942"):
+    with mla_suite.emulate(name):
         yield stub
     dispatch.forget()
 
 
 # Frames as counted on Python 3.11, where a comprehension is one; a frame is a tenth of a microsecond and more.
 @pytest.mark.parametrize(
-    ("name", "launches", "frames"),
+    ("hip", "name", "launches", "frames"),
     [
-        ("combine", 1, 18),
-        ("combine.out", 1, 13),
-        ("plan", 2, 23),
-        ("append_kv", 1, 17),
-        ("decode", 1, 18),
-        ("decode in splits", 2, 25),
-        ("decode by plan", 2, 25),
+        ("gfx942", "combine", 1, 18),
+        ("gfx942", "combine.out", 1, 13),
+        ("gfx942", "plan", 2, 23),
+        ("gfx942", "append_kv", 1, 17),
+        ("gfx942", "decode", 1, 18),
+        ("gfx942", "decode in splits", 2, 25),
+        ("gfx942", "decode by plan", 2, 25),
+        ("gfx950", "sparse_decode v32", 1, 21),
+        ("gfx950", "sparse_decode v32 in splits", 2, 28),
+        ("gfx950", "sparse_decode dsv4 with sink", 2, 32),
+        ("gfx950", "sparse_decode dsv4 by plan", 2, 32),
     ],
+    indirect=["hip"],
 )
 def test_python_frames_of_a_call(hip, name, launches, frames):
-    call, entered = (around_attention("cpu") | attention("cpu"))[name], []
+    call, entered = (around_attention("cpu") | attention("cpu") | selection("cpu"))[name], []
     with torch.inference_mode():
         call()
         hip.reset(0)
@@ -156,10 +188,10 @@ def test_what_is_kept_is_forgotten_with_the_choices(hip, monkeypatch):
 @torch.inference_mode()
 def test_time_beside_a_multiplication(record_property):
     """A whole eager call of an operator around attention takes at most 2.5 times the host time of torch.mul on a small
-    tensor, in the same run; decode, with twenty arguments and a merge, is reported."""
+    tensor, in the same run; decode and sparse_decode, with their many arguments and a merge, are reported."""
     x = torch.randn(64, device="cuda")
     small = around_attention("cuda")
-    timed = {**small, **attention("cuda")}
+    timed = {**small, **attention("cuda"), **selection("cuda")}
     if launcher.current_arch(x) is None:
         pytest.skip("no native kernels for this GPU")
 
