@@ -59,7 +59,7 @@ struct AppendKv {
       const int first = block_id_x() * p.group;
       const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
       if (rows) write_rows(p, table, wave, first, count);
-      else write_pieces(p, table, wave, first, count);
+      else write_pieces(Wave::again(p), table, wave, first, count);
     }
   }
 
@@ -107,8 +107,8 @@ struct AppendKv {
                                    int lane) {
     const int slot = Wave::uniform(table.stale[own] != 0 ? -1 : table.slots[own]);
     if (slot >= 0) {
-      const auto angle = row.load_angle(p, lane);
-      const Record record = record_of(p, slot);
+      const auto angle = row.load_angle(Wave::again(p), lane);
+      const Record record = record_of(Wave::again(p), slot);
       row.store_latent(Wave::again(p), record, lane);
       row.store_rest(Wave::again(p), record, angle, lane);
     }
