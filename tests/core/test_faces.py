@@ -210,6 +210,22 @@ def test_values_that_are_yet_to_be_made_are_made(short, partials):
         assert short == (["combine"] * 2 if sink is sinks[0] else [])
 
 
+def test_tensors_in_lists_are_looked_at(short):
+    args, kwargs = library.registry()["sparse_decode"].samples()[2].make(torch.device("cpu"))
+    q, (cache,), *rest = args
+    with torch.no_grad():
+        for given, taken in ((cache, 1), (torch._neg_view(-cache), 0), (cache.as_subclass(Marked), 0)):
+            want = torch.ops.mla_suite.sparse_decode(q, [cache], *rest, **kwargs)
+            short.clear()
+            found = mla_suite.sparse_decode(q, [given], *rest, **kwargs)
+            assert all(map(torch.equal, found, want))
+            assert len(short) == taken
+        for wrong in ((q, [[cache]]), (q, cache), ([q], [cache])):
+            with pytest.raises((RuntimeError, TypeError)):
+                mla_suite.sparse_decode(*wrong, *rest, **kwargs)
+    assert short == []
+
+
 @pytest.mark.parametrize("wrong", [3.0, "3"])
 def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wrong):
     with pytest.raises((RuntimeError, TypeError)):

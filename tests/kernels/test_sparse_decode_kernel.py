@@ -188,6 +188,21 @@ def test_strided_queries_and_outputs():
     assert_within_bound(out, lse, exact(*args, **kwargs))
 
 
+def test_selections_that_lie_apart():
+    """Indices and lengths of a room with more tokens for each sequence than are used."""
+    args, kwargs = problem(POOLS["v4"], 4, 16)
+    args[0] = args[0].view(2, 2, 16, 512)
+    for i, index in enumerate(args[2]):
+        room = torch.full((2, 3, index.shape[1]), -1, dtype=torch.int32)
+        room[:, :2] = index.view(2, 2, -1)
+        args[2][i] = room[:, :2]
+    lengths = torch.tensor([[9, 40, 99], [0, 70, 99]], dtype=torch.int32)[:, :2]
+    args[4] = [lengths, None]
+    assert not args[2][0].is_contiguous()
+    assert not lengths.is_contiguous()
+    check(args, kwargs)
+
+
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_same_bits_again_and_in_any_order(heads):
     args, kwargs = problem(POOLS["three pools"], 3, heads)

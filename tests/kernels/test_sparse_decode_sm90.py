@@ -156,6 +156,63 @@ def test_a_launch(monkeypatch, pools, mode):
     assert "merged" in seen or mode in ("one split", "mtp", "ragged")
 
 
+def apart(tensor):
+    """The same values where no one stride leads from token to token of [sequences, tokens, ...]."""
+    return torch.cat([tensor, tensor], 1)[:, : tensor.shape[1]]
+
+
+@pytest.mark.parametrize("copied", ["nothing", "q", "indices", "lengths", "out and lse", "negative scale"])
+def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
+    """What was made ready for one call serves another: the numbers stay, every address is the other's or its copy's."""
+    launches, merges = [], []
+
+    def binder(noted):
+        return lambda *given, **options: (
+            lambda packed, call: noted.append((packed, {b.name: b.tensor for b in given[6](*call)}))
+        )
+
+    monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: (address,) * tensor_map.WORDS)
+    monkeypatch.setattr(native, "bind", binder(launches))
+    monkeypatch.setattr(combine, "bind", binder(merges))
+    started = None
+    for turn in range(2):
+        args, kwargs = problem(POOLS["both scales"], 6, 24, seed=turn)
+        in_mode("mtp", args, kwargs | {"num_splits": 2}, turn)
+        args[4] = [torch.full((3, 2), 5 + turn).int(), None]
+        args[0] = apart(args[0]) if copied == "q" else args[0]
+        args[2] = [apart(index) for index in args[2]] if copied == "indices" else args[2]
+        args[4][0] = apart(args[4][0]) if copied == "lengths" else args[4][0]
+        kwargs |= {"num_splits": 2} | ({"softmax_scale": -0.1} if copied == "negative scale" else {})
+        given = [torch.zeros(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs)]
+        outputs = tuple(map(apart, given)) if copied == "out and lse" else tuple(given)
+        if started is None:
+            config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*args, **kwargs), H200)
+            started = native.ready(config, outputs, *args, **kwargs)
+        started(outputs, *args)
+        packed, named = launches[turn]
+        read, merged = params.load("sparse_decode_tma").unpack(packed), params.load("combine").unpack(merges[turn][0])
+        expected = {"q": -args[0] if copied == "negative scale" else args[0]}
+        for i in range(2):
+            expected |= {f"cache_{i}": args[1][i], f"indices_{i}": args[2][i]}
+        expected["lengths_0"] = args[4][0]
+        own = {"q": ("q", "negative scale"), "indices_0": ("indices",), "indices_1": ("indices",)}
+        own["lengths_0"] = ("lengths",)
+        for name, tensor in expected.items():
+            at = read["q_map_0"] if name == "q" else read[name]
+            assert at == named[name].data_ptr()
+            assert torch.equal(named[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+            assert (at != tensor.data_ptr()) == (copied in own.get(name, ())), name
+        for name, tensor in zip(("out", "lse"), outputs, strict=True):
+            assert read[name] == merged[name] == named[name].data_ptr()
+            assert (read[name] != tensor.data_ptr()) == (copied == "out and lse")
+        assert merged["partial_out"] == read["partial_out"] == named["partial_out"].data_ptr() != 0
+        assert (read["index_stride_0"], read["index_stride_1"], read["out_token_stride"]) == (33, 40, 24 * 512)
+    first, second = (params.load("sparse_decode_tma").unpack(packed) for packed, _ in launches)
+    pointers = {field.name for field in params.load("sparse_decode_tma").fields if field.is_pointer}
+    moved = {name for name in first if first[name] != second[name]}
+    assert moved <= pointers | {f"q_map_{word}" for word in range(tensor_map.WORDS)}
+
+
 def test_products_with_any_scale():
     """Every code with many scales: within 0.504 units of the last place, exactly for powers of two."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
