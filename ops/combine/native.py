@@ -13,7 +13,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, keep, readied
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
-from mla_suite.runtime import Buffer, bind, current_arch, has_kernel
+from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.runtime.driver import Start
 from mla_suite.toolchain.params import load
 
@@ -238,19 +238,12 @@ def ready(
     )
 
 
-def merge_config(place: torch.Tensor, out: torch.Tensor, rows: int, batch: int, splits: int, fixed: bool) -> Config:
-    """The kernel for `merge` on the device of `place`; `fixed` asks for the one that does not depend on the batch."""
-    arch = current_arch(place)
-    if arch is None:
-        raise RuntimeError(f"combine: {place.device} has no native kernels")
-    return config_for(arch, out.shape[-1], out.dtype, rows, batch, splits, fixed)
-
-
 @keep
 def config_for(
     arch: Arch, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool
 ) -> Config:
-    """The same by metadata: `splits` per sequence of `rows` rows."""
+    """The kernel that merges `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on the
+    batch."""
     if fixed:
         return configs.invariant(arch, head_dim_v)
     return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
