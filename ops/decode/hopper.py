@@ -141,7 +141,7 @@ def workers(arch: Arch, items: int, tiles: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
+def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE_US) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
     A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
@@ -151,7 +151,7 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
 
     def microseconds(splits: int) -> float:
         groups = workers(arch, batch * splits, tiles)
-        stage = STAGE_US + BUSY_STAGE_US * groups * tiles / arch.compute_units
+        stage = stage_us + BUSY_STAGE_US * groups * tiles / arch.compute_units
         spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
         partials = batch * rows * splits * 2048
         merge = MERGE_US + (splits - 1) // 32 * MERGE_ROUND_US + 2 * partials / PARTIAL_BYTES_PER_US

@@ -18,6 +18,8 @@ PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
+STAGE_US = 1.5  # 32 keys on one SM: a key takes its loader 48 to 53 ns, with every SM busy (csrc/sm_90/README.md)
+
 
 @dataclass(frozen=True)
 class HopperSparseConfig:
@@ -75,7 +77,7 @@ def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
 
 def splits(arch: Arch, tokens: int, heads: int, keys: int) -> int:
     """Cuts per query token of about `keys` keys where no number was asked for."""
-    return hopper.cuts(arch, tokens, heads, max(1, -(-keys // hopper.KEYS)))
+    return hopper.cuts(arch, tokens, heads, max(1, -(-keys // hopper.KEYS)), STAGE_US)
 
 
 def workers(arch: Arch, items: int, tiles: int) -> int:
