@@ -59,9 +59,8 @@ MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
 // Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.
 MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Barrier of one warpgroup; 0 is the block's own. `group_arrive` counts without waiting.
+// Barrier of one warpgroup; 0 is the block's own.
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
-MLA_DEVICE void group_arrive(int id) { asm volatile("bar.arrive %0, 128;" ::"r"(id) : "memory"); }
 
 // Under programmatic dependent launch: nothing that the kernel before wrote may be read before the first; blocks of the
 // kernel after may be scheduled once every block has passed the second. Without such a launch both do nothing.

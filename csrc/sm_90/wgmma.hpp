@@ -1,4 +1,4 @@
-// Warpgroup matrix instructions (wgmma): descriptors, ordering, and the three shapes that decode issues.
+// Warpgroup matrix instructions (wgmma): descriptors, ordering, and the two shapes that decode issues.
 // A warpgroup is four warps; warp w holds rows 16w..16w+15 of the 64-row result. In a result of n columns, lane l
 // holds rows l/4 and l/4+8 of its warp and columns 8i + 2(l%4), +1: acc[4i] and acc[4i+1] for the first row,
 // acc[4i+2] and acc[4i+3] for the second.
@@ -50,7 +50,6 @@ MLA_DEVICE void pin(float (&acc)[N]) {
 #define MLA_ACC4(a, i) "+f"(a[i]), "+f"(a[(i) + 1]), "+f"(a[(i) + 2]), "+f"(a[(i) + 3])
 #define MLA_ACC8(a, i) MLA_ACC4(a, i), MLA_ACC4(a, (i) + 4)
 #define MLA_ACC16(a, i) MLA_ACC8(a, i), MLA_ACC8(a, (i) + 8)
-#define MLA_ACC24(a, i) MLA_ACC16(a, i), MLA_ACC8(a, (i) + 16)
 #define MLA_ACC32(a, i) MLA_ACC16(a, i), MLA_ACC16(a, (i) + 16)
 #define MLA_ACC64(a, i) MLA_ACC32(a, i), MLA_ACC32(a, (i) + 32)
 
@@ -92,10 +91,8 @@ MLA_DEVICE void pin(float (&acc)[N]) {
       MLA_WGMMA_RS(N, "f16", MLA_LIST##REGS, MLA_ACC##REGS(acc, 0), A, A1, A2, A3, RB, RP);                           \
   }
 
-// 64 rows x {32, 48, 64} keys.
+// 64 rows x 32 keys.
 MLA_SCORES("32", 16, "16", "17", "18", "17", "18", "19", "20", "21")
-MLA_SCORES("48", 24, "24", "25", "26", "25", "26", "27", "28", "29")
-MLA_SCORES("64", 32, "32", "33", "34", "33", "34", "35", "36", "37")
 
 // 64 rows x 128 value columns.
 template <class T>
@@ -112,7 +109,6 @@ MLA_DEVICE void values_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
 #undef MLA_ACC4
 #undef MLA_ACC8
 #undef MLA_ACC16
-#undef MLA_ACC24
 #undef MLA_ACC32
 #undef MLA_ACC64
 #undef MLA_LIST16

@@ -83,7 +83,6 @@ class WorkList {
     item = ahead_;
     return more_;
   }
-  MLA_DEVICE const Item* ahead() const { return more_ ? &ahead_ : nullptr; }
 
   template <bool FIRST = false>
   MLA_DEVICE void look() {
