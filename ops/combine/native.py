@@ -222,7 +222,7 @@ def ready(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     skip_single: bool = False,
 ) -> Callable[..., None]:
     return merger(
