@@ -204,8 +204,8 @@ SMALL: dict[str, Any] = {
 def small_call(name: str) -> tuple[Op, Call]:
     row = SMALL[name]
     if name == "decode":
-        args, kwargs = bench_decode_sm90.decode_sample(row.lens(), heads=row.heads, q_len=row.q_len).make(torch.device("cpu"))
-        return bench_decode_sm90.DECODE, Call(args, kwargs)
+        sample = bench_decode_sm90.decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
+        return bench_decode_sm90.DECODE, Call(*sample.make(torch.device("cpu")))
     return bench_sparse_sm90.SPARSE_DECODE, bench_sparse_sm90.turns_of(row, 2)[1]
 
 
