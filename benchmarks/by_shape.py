@@ -17,15 +17,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from mla_suite.bench import floors
-from mla_suite.bench.clock import Effort, Replay
+from mla_suite.bench.clock import SUSTAINED_S, Effort, Replay
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.core.library import Op
 from mla_suite.testing import Exact, ulp
-
-SUSTAINED_S = 0.7
 
 
 class Shape(Protocol):
@@ -151,7 +149,7 @@ def measure(row: Shape, op: Op, work: Work, ceilings: Floors, long: bool, altern
         return operator_call(op, turn)
 
     replay = Replay(call, work.turns)
-    us, steady = burst(replay), sustained(replay) if long else math.nan
+    us, steady = burst(replay), replay.sustained() if long else math.nan
     del replay
     others: dict[str, float] = {}
     if alternatives and work.splits is not None:
@@ -188,22 +186,6 @@ def assert_right(out: torch.Tensor, lse: torch.Tensor, exact: Exact) -> None:
 
 def burst(replay: Replay) -> float:
     return median([replay.round() for _ in range(2)])
-
-
-def sustained(replay: Replay) -> float:
-    """Time per call at the end of SUSTAINED_S of replay without a pause."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stop = time.perf_counter() + SUSTAINED_S
-    while time.perf_counter() < stop:
-        for _ in range(8):
-            replay.graph.replay()
-        torch.cuda.current_stream().synchronize()
-    begin.record()
-    for _ in range(16):
-        replay.graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / (16 * replay.calls)
 
 
 def name_width(rows: Iterable[Shape]) -> int:

@@ -40,13 +40,15 @@ class Replay:
     def round(self, rest_s: float = 0.0) -> float:
         return self.us
 
+    def sustained(self) -> float:
+        return 1.2 * self.us
+
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """An H100 whose times are made up; the calls that were timed."""
     calls: list[Call] = []
     monkeypatch.setattr(by_shape, "Replay", Replay)
-    monkeypatch.setattr(by_shape, "sustained", lambda replay: 1.2 * replay.us)
     monkeypatch.setattr(by_shape, "operator_call", lambda op, turn: calls.append(turn))
     monkeypatch.setattr(by_shape.floors, "measure", lambda device, effort: CEILINGS)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
