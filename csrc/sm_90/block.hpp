@@ -16,7 +16,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   const Barriers<Policy> barriers(shared);
   // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
   const int group = __shfl_sync(~0u, thread_id() / 128, 0);
-  if (thread_id() == 0) {
+  if (thread_id() == 96) {  // of a warp that asks for nothing
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
       barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
@@ -36,17 +36,16 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
-  if (group == 0) {
-    give_registers<Policy::LOADER_REGISTERS>();
-    KeyLoader(params, shared).run();
-  } else if (group == 1) {
+  block_sync();  // the barriers are there
+  if (group & 2) {
+    take_registers<Policy::VALUES_REGISTERS>();
+    Values<Policy>(params, shared, group - 2).run();
+  } else if (group & 1) {
     take_registers<Policy::SCORES_REGISTERS>();
-    block_sync();
     Scores<Policy>(params, shared).run();
   } else {
-    take_registers<Policy::VALUES_REGISTERS>();
-    block_sync();
-    Values<Policy>(params, shared, group - 2).run();
+    give_registers<Policy::LOADER_REGISTERS>();
+    KeyLoader(params, shared).run();
   }
 }
 
