@@ -53,7 +53,7 @@ def absorbed(
 
 
 def head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """Attended latents [..., heads, latent] times w_uv [heads, v, latent]: values [..., heads, v], contiguous."""
+    """Attended latents [..., heads, latent] times w_uv [heads, v, latent]: values [..., heads, v]."""
     if _has_kernel(latents, w_uv):
         return torch.ops.mla_suite_layers.head_values(latents, w_uv)
     return torch.einsum("...hl,hdl->...hd", latents, w_uv)
