@@ -25,10 +25,9 @@ import mla_suite
 from mla_suite.integrations import plans
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
-from mla_suite.integrations.aiter_reduce import refuse as _refuse
+from mla_suite.integrations.dense import FP8, LAYOUTS
+from mla_suite.integrations.refusal import refuse as _refuse
 
-_FP8 = {torch.float8_e4m3fn: "fp8", torch.float8_e4m3fnuz: "fp8_fnuz"}
-_LAYOUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", **_FP8}
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
 _selecting: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # work_info_set -> topk, where it was planned with one
 
@@ -94,7 +93,7 @@ def mla_decode_fwd(
         _refuse(name, f"cp_world_size is {cp_world_size}", "round-robin context parallel is not supported: pass 1")
     if return_logits:
         _refuse(name, "return_logits is True", "splits merge inside and leave no partial results: pass False")
-    if kv_buffer.dtype not in _LAYOUTS:
+    if kv_buffer.dtype not in LAYOUTS:
         possible = "it takes bfloat16, float16, float32 or float8 rows; three-buffer and packed pages are not supported"
         _refuse(name, f"kv_buffer is {kv_buffer.dtype}", possible, TypeError)
     if kv_buffer.dim() != 4 or kv_buffer.shape[1:3] != (page_size, 1):
@@ -125,14 +124,14 @@ def mla_decode_fwd(
         kv_indptr,
         kv_indices,
         qo_indptr,
-        q_scale if q.dtype in _FP8 else None,
-        kv_scale if kv_buffer.dtype in _FP8 else None,
+        q_scale if q.dtype in FP8 else None,
+        kv_scale if kv_buffer.dtype in FP8 else None,
         plan=plan,
         softmax_scale=scale,
         max_q_len=max_seqlen_q,
         head_dim_v=o.shape[-1],
         causal=causal,
-        layout=_LAYOUTS[kv_buffer.dtype],
+        layout=LAYOUTS[kv_buffer.dtype],
         num_splits=0 if plan is not None or num_kv_splits is None else num_kv_splits,
         out=o,
         lse=lse,
@@ -271,7 +270,7 @@ def _decode_selected(
 ) -> None:
     """Each query token over its own row of kv_indices."""
     name, tokens = "mla_decode_fwd", q.shape[0]
-    if kv_buffer.dtype in _FP8 or kv_buffer.shape[1] != 1:
+    if kv_buffer.dtype in FP8 or kv_buffer.shape[1] != 1:
         given = f"the metadata was made with topk and kv_buffer is {kv_buffer.dtype} in pages of {kv_buffer.shape[1]}"
         _refuse(name, given, "selections are read from bf16, fp16 or fp32 pages of one token")
     if kv_indices.numel() < tokens * topk:
@@ -283,7 +282,7 @@ def _decode_selected(
         [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
         [None],
         [_selected_lens(name, kv_indptr, tokens, topk)],
-        layouts=[_LAYOUTS[kv_buffer.dtype]],
+        layouts=[LAYOUTS[kv_buffer.dtype]],
         softmax_scale=scale,
         head_dim_v=o.shape[-1],
         out=o,

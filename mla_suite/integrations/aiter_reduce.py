@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
 import torch
 
 import mla_suite
+from mla_suite.integrations.refusal import refuse
 
 REDUCE_BATCHES = (0, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
@@ -109,7 +109,3 @@ def mla_decode_reduce(
         out=reduced,
         lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
     )
-
-
-def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: {given}; {possible}")

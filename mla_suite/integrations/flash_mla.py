@@ -17,9 +17,10 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import plans
+from mla_suite.integrations.dense import WIDE
+from mla_suite.integrations.refusal import refuse as _refuse
 
 SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
-_DENSE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class Config(NamedTuple):
@@ -211,7 +212,7 @@ def flash_mla_sparse_fwd(
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         given = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
         _refuse("flash_mla_sparse_fwd", given, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
-    if kv.dtype not in _DENSE:
+    if kv.dtype not in WIDE:
         _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
     chosen = indices.squeeze(1)
     out, lse = mla_suite.sparse_decode(
@@ -221,7 +222,7 @@ def flash_mla_sparse_fwd(
         None,
         [topk_length],
         attn_sink,
-        layouts=[_DENSE[kv.dtype]],
+        layouts=[WIDE[kv.dtype]],
         softmax_scale=sm_scale,
         head_dim_v=d_v,
     )
@@ -269,7 +270,7 @@ def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -
         _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width], 1 KV head")
     width = cache.shape[-1]
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
-    layout = records.get(width) if cache.dtype.itemsize == 1 else _DENSE.get(cache.dtype)
+    layout = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
     if layout is None:
         _refuse(
             name,
@@ -320,7 +321,3 @@ def _plan_of(
 
 def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -torch.inf, torch.inf)
-
-
-def _refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{name}: {given}; {possible}")

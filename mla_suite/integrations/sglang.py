@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import mla_suite
+from mla_suite.integrations.dense import LAYOUTS
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
@@ -25,13 +26,6 @@ except ImportError as error:
         f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
         "sglang, or call mla_suite.decode from a backend of your own"
     ) from error
-
-_LAYOUTS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8_fnuz",
-}
 
 
 class MLASuiteAttnBackend(TritonAttnBackend):
@@ -94,7 +88,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             plan=self._plan,
             softmax_scale=layer.scaling,
             head_dim_v=width_v,
-            layout=_LAYOUTS[cache.dtype],
+            layout=LAYOUTS[cache.dtype],
             split_size=self._split_size,
         )
         return out.view(-1, heads * width_v)

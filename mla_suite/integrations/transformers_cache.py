@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from mla_suite.integrations.dense import WIDE
 from mla_suite.models.cache import PagedLatentCache, Step, slots
-
-LAYOUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 class LatentCache(Cache):
@@ -154,8 +153,8 @@ class _CacheLayer(CacheLayerMixin):
 
 def layout_of(dtype: torch.dtype) -> str:
     """The cache layout that stores latents in the model's own dtype."""
-    if dtype not in LAYOUTS:
+    if dtype not in WIDE:
         raise TypeError(
             f"patch: a model in {dtype}; possible are bfloat16, float16 and float32: convert it with model.to"
         )
-    return LAYOUTS[dtype]
+    return WIDE[dtype]

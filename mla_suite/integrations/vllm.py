@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
+from mla_suite.integrations.dense import LAYOUTS
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -41,12 +42,6 @@ except ImportError as error:
     ) from error
 
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
-_LAYOUTS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e4m3fnuz: "fp8_fnuz",
-}
 
 
 class MLASuiteBackend(MLACommonBackend):
@@ -199,7 +194,7 @@ class MLASuiteImpl(MLACommonImpl):
             softmax_scale=self.scale,
             max_q_len=batched.shape[1],
             head_dim_v=self.kv_lora_rank,
-            layout=_LAYOUTS[cache.dtype],
+            layout=LAYOUTS[cache.dtype],
             split_size=INVARIANT_SPLIT if plan is None else 0,
         )
         return out.flatten(0, 1), lse.flatten(0, 1)
