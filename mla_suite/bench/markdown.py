@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mla_suite.bench import table
+from mla_suite.bench.noise import median
 from mla_suite.bench.record import Report, Result
 
 NONE_YET = (
@@ -85,8 +86,8 @@ def _summary(report: Report, best: Sequence[Result], peers: Sequence[str]) -> It
         own = [result for result in best if result.op == op]
         cells = [op, str(len(own)), ", ".join(sorted({result.backend for result in own}))]
         if report.floors:
-            over = sorted(result.over_floor for result in own)
-            cells.append(f"{over[0]:.2f}, {over[len(over) // 2]:.2f}, {over[-1]:.2f}")
+            over = [result.over_floor for result in own]
+            cells.append(f"{min(over):.2f}, {median(over):.2f}, {max(over):.2f}")
         for peer in peers:
             ratios = sorted(filter(None, (_ratio(report, result, peer) for result in own)))
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0

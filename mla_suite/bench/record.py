@@ -25,7 +25,8 @@ class Result:
     bytes, flops         the least a kernel must do
     rounds               microseconds per call on the device (CPU: of the call); empty when it was not timed
     host_rounds          microseconds until an eager call returns; on a CPU empty
-    sustained_us         microseconds per call on the device at the end of 0.7 s without a pause; 0 where not measured
+    sustained_us         microseconds per call on the device at the end of `--sustained` seconds without a pause;
+                         0 where not measured
     floor_us, bound      the larger of the two floors, and which it is; 0 and '' where none was measured
     error, checked       relative error, and against what: fp64, reference, or definition (it is the reference itself)
     failure              why there is no time, in a sentence; '' when there is one

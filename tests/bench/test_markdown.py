@@ -49,6 +49,15 @@ def test_a_row_is_the_fastest_of_our_own_backends_beside_the_peer() -> None:
     assert all(0.55 < float(row.split("|")[-2]) < 0.7 for row in rows)
 
 
+def test_the_median_of_two_lies_between_them() -> None:
+    report = made_up()
+    first, second = [result for result in report.results if result.backend == "native" and result.rounds][:2]
+    second.op = first.op
+    first.floor_us, second.floor_us = first.us / 2, second.us / 4
+    report.results = [first, second]
+    assert f"| {first.op} | 2 | native | 2.00, 3.00, 4.00 |" in markdown.latency([report])
+
+
 def test_it_is_written_between_the_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "README.md"
     page.write_text("before\n<!-- latency:begin (how) -->\nold\n<!-- latency:end -->\nafter\n")
