@@ -90,12 +90,17 @@ class Config:
         """Static LDS in bytes: a partial row and a pair per part, where there is more than one."""
         return self.rows * self.parts * (self.columns * 4 + 8) if self.parts > 1 else 0
 
+    @property
+    def resident(self) -> int:
+        """Workgroups that a compute unit has room for: the kernel is built to leave it for this many waves."""
+        return (4 if self.parts > 1 else 8) * self.arch.simds // self.waves
+
     def grid(self, rows: int) -> int:
         """Workgroups for so many rows over the whole batch."""
         return -(-rows // self.rows) * self.slices
 
 
-def _rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
+def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
     """The point for so many rows over the batch with so many splits each, where no table says otherwise.
 
     Measured on an H200 over 16 to 16384 rows and 1 to 132 splits; for other archs it is that result, by rows per
@@ -169,8 +174,8 @@ def choose(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int, s
     match = tuning.find(FORMAT, arch.name, facts)
     if match is not None and all(theirs <= 2 * asked and asked <= 2 * theirs for _, asked, theirs in match.moved):
         return _of_row(arch, match.row.values), match.reason
-    rule = _rule(arch, head_dim_v, rows * batch, splits)
-    return rule, f"rule for {rows * batch} rows on {arch.compute_units} compute units"
+    reason = f"rule for {rows * batch} rows on {arch.compute_units} compute units"
+    return rule(arch, head_dim_v, rows * batch, splits), reason
 
 
 def split_count(arch: Arch, head_dim_v: int, out_dtype: str, rows: int, batch: int) -> int:

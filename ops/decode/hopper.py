@@ -25,16 +25,17 @@ ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
 MOST_BLOCKS = 2**31 - 1  # of a grid
 
-# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 211 times of 33 shapes
-# on an H200 (csrc/sm_90/README.md), which the sum meets within 6 % on average.
-STAGE_US = 0.69
-BUSY_STAGE_US = 0.18  # more where every unit is busy, and in proportion: power holds the clock down
-ITEM_US = 3.0  # of each further item of a block
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 370 times of 40 shapes
+# on an H200 (csrc/sm_90/README.md), which the sum meets within 5 % on average.
+STAGE_US = 0.66
+BUSY_STAGE_US = 0.16  # more where every unit is busy, and in proportion: power holds the clock down
+ITEM_US = 4.2  # of each item of a block beside its stages
 READ_BYTES_PER_US = 4.6e6
-MERGE_US = 1.1  # of combine, however little it merges
-MERGE_ROUND_US = 0.5  # of each further 32 partials of a row: so many it has under way together
 MOST_ROUNDS = 8  # of a block through equal cuts; more even out the last round by little and cost scratch
-PARTIAL_BYTES_PER_US = 4.3e6  # each way, mostly in L2
+WRITTEN_BYTES_PER_US = 7.6e6  # of partials, by all units
+MERGE_US = 1.9  # of combine, however little it merges
+MERGED_BYTES_PER_US = 143e3  # of partials, by a unit
+LATE_MERGE_US = 5.2  # more of combine where some of its workgroups found no unit before decode ended
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,24 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
     A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
+    Merges are placed while decode runs, on the units that it leaves free, and read with those.
     """
-    tiles = -(-rows // ROWS)
+    tiles, units = -(-rows // ROWS), arch.compute_units
     read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
 
     def microseconds(splits: int) -> float:
         groups = workers(arch, batch * splits, tiles)
-        stage = stage_us + BUSY_STAGE_US * groups * tiles / arch.compute_units
+        stage = stage_us + BUSY_STAGE_US * groups * tiles / units
         spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
-        partials = batch * rows * splits * 2048
-        merge = MERGE_US + (splits - 1) // 32 * MERGE_ROUND_US + 2 * partials / PARTIAL_BYTES_PER_US
-        return spent + (merge if splits > 1 else 0.0)
+        if splits == 1:
+            return spent
+        partials, free = batch * rows * splits * 2048, units - groups * tiles
+        merging = combine_configs.rule(arch, 512, batch * rows, splits)
+        early = min(1.0, free * merging.resident / merging.grid(batch * rows))
+        merge = early * partials / (max(free, 1) * MERGED_BYTES_PER_US)
+        if early < 1:
+            merge = max(merge, LATE_MERGE_US + (1 - early) * partials / (units * MERGED_BYTES_PER_US))
+        return spent + partials / WRITTEN_BYTES_PER_US + MERGE_US + merge
 
     most = min(stages, arch.compute_units, MOST_ROUNDS * arch.compute_units // (batch * tiles))
     return min(range(1, max(1, most) + 1), key=microseconds)
