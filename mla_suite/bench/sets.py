@@ -158,6 +158,14 @@ SETS: Mapping[str, NamedSet] = {
 }
 
 
+def matching(cases: Mapping[str, Case], parts: Sequence[str] | None) -> list[Case]:
+    """The cases whose shape contains one of `parts`, or all of them. ValueError, with what there is, for no case."""
+    wanted = [case for case in cases.values() if not parts or any(part in case.shape for part in parts)]
+    if not wanted:
+        raise ValueError(f"no shape contains {' or '.join(parts or ())}; they are {', '.join(cases)}")
+    return wanted
+
+
 def named(name: str, op: str | None = None) -> list[Case]:
     """The cases of a set, or those of one operator. ValueError, with what there is, for an unknown name or no case."""
     if name not in SETS:

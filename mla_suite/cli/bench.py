@@ -115,10 +115,7 @@ def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
             for planned in plans if case.op == "decode" else (False,):
                 chosen = replace(case, planned=planned)
                 found.setdefault(chosen.id, chosen)
-    wanted = [case for case in found.values() if not args.shapes or any(part in case.shape for part in args.shapes)]
-    if not wanted:
-        raise ValueError(f"no shape contains {' or '.join(args.shapes)}; they are {', '.join(found)}")
-    return wanted
+    return sets.matching(found, args.shapes)
 
 
 def _device(args: argparse.Namespace) -> torch.device:

@@ -142,10 +142,7 @@ def _cases(args: argparse.Namespace) -> list[Case]:
 
     default = {"combine": "aiter-3468"}.get(args.op, "flashmla")
     found = {case.id: case for name in args.set or [default] for case in sets.named(name, args.op)}
-    wanted = [case for case in found.values() if not args.shapes or any(part in case.shape for part in args.shapes)]
-    if not wanted:
-        raise ValueError(f"no shape contains {' or '.join(args.shapes)}; they are {', '.join(found)}")
-    return wanted
+    return sets.matching(found, args.shapes)
 
 
 def _line(outcome: Outcome) -> str:
