@@ -174,7 +174,7 @@ def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -
     replay = Replay(call, turns)
     us, steady = burst(replay), sustained(replay) if long else math.nan
     del replay
-    splits = hopper.splits(arch, row.batch, row.heads, row.keys)
+    splits = hopper.splits(hopper.hopper_sparse_config(problem, arch), row.batch, row.heads, row.keys)
     others: dict[str, float] = {}
     for other in sorted({max(1, splits // 2), splits * 2} - {splits}) if alternatives else ():
         turns = [turn._replace(kwargs={**turn.kwargs, "num_splits": other}) for turn in turns]

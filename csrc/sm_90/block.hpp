@@ -1,6 +1,7 @@
 // A block from beginning to end: its barriers, and which warpgroup is what.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/scores.hpp"
 #include "sm_90/values.hpp"
 
@@ -19,7 +20,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 0) {
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
-      barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
+      barrier_init(barriers.kv_empty(stage), Policy::PAIRED ? 16 : 8);  // the warps of the values, of both blocks
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
@@ -41,11 +42,11 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
     KeyLoader(params, shared).run();
   } else if (group == 1) {
     take_registers<Policy::SCORES_REGISTERS>();
-    block_sync();
+    meet<Policy>();
     Scores<Policy>(params, shared).run();
   } else {
     take_registers<Policy::VALUES_REGISTERS>();
-    block_sync();
+    meet<Policy>();
     Values<Policy>(params, shared, group - 2).run();
   }
 }

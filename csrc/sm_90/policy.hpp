@@ -34,6 +34,7 @@ struct DecodePolicy {
   static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : 56;
   static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : SOURCE == Source::gather ? 144 : 136;
   static constexpr int VALUES_REGISTERS = 160;
+  static constexpr bool PAIRED = false;  // two blocks of a cluster bring keys to each other (SparsePolicy)
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.

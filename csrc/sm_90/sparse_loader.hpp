@@ -2,9 +2,14 @@
 // ring.
 //
 // A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it
-// has copied lies in memory of its own, PAIRS deep; indices are read four stages ahead of the copies.
+// has copied lies in memory of its own, PAIRS deep; indices are read a batch of 32 keys ahead of the copies.
+//
+// Of a cluster of two blocks each brings half of every stage, four of a warp's eight keys, and stores them twice: in its
+// own memory and in the other's, whose barrier counts their bytes. So the rings of both go in step: a stage is empty when
+// the readers of both blocks are done with it.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/dequantise.hpp"
 #include "sm_90/shared_copies.hpp"
 #include "sm_90/sparse_work.hpp"
@@ -16,20 +21,25 @@ class SparseLoader : Loader<Policy> {
   using Record = typename Policy::Record;
   using Params = typename Policy::Params;
   using Base = Loader<Policy>;
-  static constexpr uint32_t STAGE_PAIRS = Policy::WARP_KEYS / 2;
-  static constexpr uint32_t BATCH_STAGES = 32 / Policy::WARP_KEYS;  // whose tokens are looked up at once: one to a lane
+  static constexpr bool PAIRED = Policy::PAIRED;
+  static constexpr uint32_t STAGE_PAIRS = Policy::OWN_KEYS / 2;
+  static constexpr uint32_t BATCH_STAGES = 32 / Policy::OWN_KEYS;  // whose tokens are looked up at once: one to a lane
   static constexpr uint32_t BATCH_PAIRS = 16;
-  static_assert(!Record::STORED || Record::PAIRS == 2 * STAGE_PAIRS, "slots are numbered by the parity of the stage");
+  static constexpr uint32_t RAW_STAGES = Record::PAIRS / STAGE_PAIRS;  // of which there is room
+  static_assert(!Record::STORED || (RAW_STAGES * STAGE_PAIRS == Record::PAIRS && RAW_STAGES > 1), "in whole stages");
+  // What the other block's warp of the same number stores in a stage of this one: keys, and a word of bits.
+  static constexpr int PEER_BYTES = Policy::OWN_KEYS * Policy::DEPTH * 2 + 4;
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
       : Base(params, shared),
         lane_(thread_id_now() % 32),
-        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES) {}
+        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES),
+        to_peer_(PAIRED ? at_peer(shared) - shared : 0) {}
 
   MLA_DEVICE void run() {
     SparseWork work(this->params_, notes() + Lists::BYTES);
-    block_sync();  // the barriers are there
+    meet<Policy>();  // the barriers are there
     while (work.more()) {
       const int token = work.token();
       const int keys = lists().open(this->params_, token);
@@ -49,6 +59,11 @@ class SparseLoader : Loader<Policy> {
     Item over{};
     over.stop = 1;
     publish(over, work.taken());
+    // The other block's warps arrive here as long as a stage is not empty: until then this block must not be gone.
+    if constexpr (PAIRED) {
+#pragma unroll 1
+      for (int stage = 0; stage < Policy::STAGES; ++stage, ring_.next()) wait_for_empty(ring_);
+    }
   }
 
  private:
@@ -59,6 +74,8 @@ class SparseLoader : Loader<Policy> {
     return thread;
   }
   MLA_DEVICE static uint32_t warp() { return thread_id_now() / 32; }  // the loader's are a block's first
+  // Which half of a warp's keys of a stage are this block's.
+  MLA_DEVICE static uint32_t half() { return PAIRED ? cluster_rank() : 0; }
   MLA_DEVICE uint32_t notes() const {
     return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp() * Policy::NOTES_BYTES;
   }
@@ -84,7 +101,7 @@ class SparseLoader : Loader<Policy> {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t full = this->barriers_.kv_full(ring_.stage);
-      barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+      wait_for_empty(ring_);
       if (lane_ == 0) {
         if (warp() != 0) {
           barrier_arrive(full);
@@ -102,11 +119,20 @@ class SparseLoader : Loader<Policy> {
     __syncwarp();
   }
 
+  MLA_DEVICE void wait_for_empty(const Ring<Policy::STAGES>& at) const {
+    barrier_wait(this->barriers_.kv_empty(at.stage), at.parity ^ 1);
+  }
+
+  // A lane's key of a batch, by its number within the item.
+  MLA_DEVICE static int key_of(uint32_t batch, uint32_t lane) {
+    return warp() * Policy::WARP_KEYS + half() * Policy::OWN_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
+           lane / Policy::OWN_KEYS * Policy::KEYS + lane % Policy::OWN_KEYS;
+  }
+
   // Begins to copy the index of this lane's key of a batch to where only this lane reads it.
   MLA_DEVICE void fetch(uint32_t batch) {
     const uint32_t lane = lane_anew();
-    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
-                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    const int key = key_of(batch, lane);
     const uint32_t to = notes() + Policy::NOTES_INDICES + lane * 4;
     const int32_t* at = lists().index_at(key);
     if (at != nullptr)
@@ -119,8 +145,7 @@ class SparseLoader : Loader<Policy> {
   // indices. A token that is not there has no address.
   MLA_DEVICE void look_up(uint32_t batch) {
     const uint32_t lane = lane_anew();
-    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
-                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    const int key = key_of(batch, lane);
     int index;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(index) : "r"(notes() + Policy::NOTES_INDICES + lane * 4) : "memory");
     const Selected token = lists().token_of(this->params_, key, index);
@@ -150,28 +175,48 @@ class SparseLoader : Loader<Policy> {
     return row;
   }
 
-  // This warp's keys of a stage that are there, a bit each.
+  // This warp's keys of a stage that are there, a bit each: those of its eight that this block brings.
   MLA_DEVICE uint32_t present_of(uint32_t stage) const {
     static_assert(Policy::WARP_KEYS == 8, "a warp's bits are a byte");
     uint32_t present;
     asm volatile("ld.shared.u8 %0, [%1];"
                  : "=r"(present)
-                 : "r"(present_at(stage / BATCH_STAGES) + stage % BATCH_STAGES)
+                 : "r"(present_at(stage / BATCH_STAGES) + stage % BATCH_STAGES * Policy::OWN_KEYS / 8)
                  : "memory");
+    if constexpr (PAIRED) present = (present >> stage % 2 * 4 & 15) << half() * 4;
     return present;
   }
 
   // Tells them to the scores, beside the stage.
   MLA_DEVICE void tell(uint32_t present) const {
-    const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
+    const uint32_t words =
+        this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * Policy::PRESENT_BYTES;
+    asm volatile("st.shared.u8 [%0], %1;" ::"r"(words + warp()), "r"(present) : "memory");
+    if constexpr (PAIRED)
+      if (lane_ == 0)
+        peer_store4(words + Policy::PEER_PRESENT + warp() * 4 + to_peer_, present << warp() * 8, peer_full());
+  }
+
+  // The other block's barrier of the stage that is being brought.
+  MLA_DEVICE uint32_t peer_full() const { return this->barriers_.kv_full(ring_.stage) + to_peer_; }
+
+  // 16 bytes of a stage, here and, of a pair, there.
+  MLA_DEVICE void store(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) const {
+    store16(to, a, b, c, d);
+    if constexpr (PAIRED) peer_store16(to + to_peer_, a, b, c, d, peer_full());
   }
 
   // The stage is complete as far as this warp goes. Who waits for it fences before wgmma reads it: a fence here might
   // wait for the copies in flight.
   MLA_DEVICE void complete() {
     __syncwarp();
-    if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
+    if (lane_ == 0) {
+      const uint32_t full = this->barriers_.kv_full(ring_.stage);
+      if constexpr (PAIRED)
+        barrier_expect(full, PEER_BYTES);
+      else
+        barrier_arrive(full);
+    }
     ring_.next();
   }
 
@@ -189,18 +234,22 @@ class SparseLoader : Loader<Policy> {
     load_pair(raw_, lane_anew(), first, last, scale);
 #pragma unroll 1
     for (uint32_t stage = 0, left = pairs; left != 0; ++stage, left -= STAGE_PAIRS) {
-      const uint32_t here = raw_ + stage % 2 * (STAGE_PAIRS * Policy::PAIR_BYTES);  // this stage's pairs
-      const uint32_t there = 2 * raw_ + STAGE_PAIRS * Policy::PAIR_BYTES - here;    // the next one's
+      const uint32_t here = slots_of(stage);
+      const uint32_t there = slots_of(stage + 1);
+      const uint32_t before = slots_of(stage + RAW_STAGES - 1);
       const uint32_t lane = lane_anew();
       const uint32_t second = second_of(lane);
       const uint32_t block = block_of(lane);
       const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES + warp() * (Policy::WARP_KEYS * 128);
-      const uint32_t to = keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16;
+      // The second half of eight keys: four rows of 128 bytes on, and in the swizzle as many pieces.
+      const uint32_t second_half = half() * (4 * 128 + 4 * 16);
+      const uint32_t to =
+          (keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16) ^ second_half;
       // Lanes 0..15 move the values that are bf16 already: eight a key.
       const uint32_t row =
-          keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+          (keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16) ^ second_half;
       const uint32_t present = present_of(stage);
-      barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+      wait_for_empty(ring_);
 #pragma unroll
       for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
         const uint32_t slot = here + pair * Policy::PAIR_BYTES;
@@ -217,7 +266,7 @@ class SparseLoader : Loader<Policy> {
           store_piece<true>(at, block, first, large_factor_of(scale[0]));
           store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
           load16(slot + rope_at(), first);
-          if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
+          if (lane < 16) store((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
           copies_wait<Record::PAIRS - 3>();
           __syncwarp();
           load_pair(after, lane, first, last, scale);
@@ -231,15 +280,20 @@ class SparseLoader : Loader<Policy> {
           load_scales(after, second, block, scale);
           store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
           load16(piece_at(after, lane) + 256, last);
-          if (lane < 16) store16((row ^ pair * 32) + pair * 256, rope[0], rope[1], rope[2], rope[3]);
+          if (lane < 16) store((row ^ pair * 32) + pair * 256, rope[0], rope[1], rope[2], rope[3]);
         }
         if (pair == 0) tell(present);
         // Into the slot before this one: every lane was done with it before the last __syncwarp.
         issue(pair + AHEAD < left, token_ahead,
-              pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : slot - Policy::PAIR_BYTES);
+              pair == 0 ? before + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : slot - Policy::PAIR_BYTES);
       }
       complete();
     }
+  }
+
+  // Where the pairs of a stage lie as they came.
+  MLA_DEVICE uint32_t slots_of(uint32_t stage) const {
+    return raw_ + stage % RAW_STAGES * (STAGE_PAIRS * Policy::PAIR_BYTES);
   }
 
   // Lanes 4..7 of each 8 take the second key of a pair, and of another column block than the others: so eight lanes
@@ -339,12 +393,12 @@ class SparseLoader : Loader<Policy> {
   }
 
   template <bool LARGE>
-  MLA_DEVICE static void store_piece(uint32_t to, uint32_t block, const uint32_t (&stored)[4], Factor factor) {
+  MLA_DEVICE void store_piece(uint32_t to, uint32_t block, const uint32_t (&stored)[4], Factor factor) const {
     uint32_t values[8];
     dequantise<Record::SPLIT, LARGE>(stored, factor, values);
     if (Record::LATENT < 512 && block >= Record::LATENT / 64) return;
-    store16(to, values[0], values[1], values[2], values[3]);
-    store16(to ^ 16, values[4], values[5], values[6], values[7]);
+    store(to, values[0], values[1], values[2], values[3]);
+    store(to ^ 16, values[4], values[5], values[6], values[7]);
   }
 
   // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, AHEAD stages in
@@ -359,7 +413,7 @@ class SparseLoader : Loader<Policy> {
     for (uint32_t stage = 0; stage < stages + AHEAD; ++stage) {
       if (stage < stages) {
         if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
-        barrier_wait(this->barriers_.kv_empty(filled.stage), filled.parity ^ 1);
+        wait_for_empty(filled);
         const uint32_t to =
             this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
 #pragma unroll
@@ -385,6 +439,7 @@ class SparseLoader : Loader<Policy> {
 
   const uint32_t lane_;
   const uint32_t raw_;
+  const uint32_t to_peer_;  // from an address of this block to the other's
   Ring<Policy::STAGES> ring_;
 };
 

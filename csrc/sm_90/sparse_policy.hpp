@@ -4,6 +4,7 @@
 #include "mla/params/sparse_decode_tma.hpp"
 #include "mla/selection.hpp"
 #include "sm_90/policy.hpp"
+#include "sm_90/shared_copies.hpp"
 
 namespace mla::sm90 {
 
@@ -54,18 +55,25 @@ struct Bf16Record {
 using bf16x576 = Bf16Record<576>;
 using bf16x512 = Bf16Record<512>;
 
-template <class Record_>
+// CLUSTER_: blocks that share the work of bringing a token's keys; of two, each brings half of every stage for both.
+template <class Record_, int CLUSTER_>
 struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES> {
   using Record = Record_;
   using Params = SparseDecodeTmaParams;
   using Base = DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES>;
   static constexpr int LOADER_WARPS = 4;
   static constexpr int FULL_ARRIVALS = LOADER_WARPS;
-  static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that one warp of the loader brings
+  static_assert(CLUSTER_ == 1 || (CLUSTER_ == 2 && Record::STORED), "two blocks share the work of dequantising");
+  static constexpr bool PAIRED = CLUSTER_ == 2;
+  static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that are one warp's (of both blocks)
+  static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_;         // that a block's warp brings
 
-  static constexpr int PRESENT_OFFSET =
-      (Base::SHARED_BYTES + 15) / 16 * 16;  // uint32[STAGES]: a bit per key, 1: selected
-  static constexpr int NOTES_OFFSET = PRESENT_OFFSET + (4 * Base::STAGES + 15) / 16 * 16;
+  // A bit per key, 1: selected. uint32[STAGES]; of a pair uint32[STAGES][8], a word for what the block's own warps bring
+  // and one, from the fourth on, for each warp of the other.
+  static constexpr int PRESENT_OFFSET = (Base::SHARED_BYTES + 15) / 16 * 16;
+  static constexpr int PRESENT_BYTES = PAIRED ? 32 : 4;  // of a stage
+  static constexpr int PEER_PRESENT = 16;
+  static constexpr int NOTES_OFFSET = PRESENT_OFFSET + (PRESENT_BYTES * Base::STAGES + 15) / 16 * 16;
   // A warp's notes: Lists, SparseWork, then of the tokens that were looked up:
   static constexpr int NOTES_PRESENT = 72;                // uint32[2]: see SparseLoader::present_at
   static constexpr int NOTES_INDICES = 80;                // int32[32], of the next batch
@@ -77,6 +85,19 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   static constexpr int RAW_BYTES = Record::PAIRS * PAIR_BYTES;  // of a warp
   static constexpr int SHARED_BYTES = RAW_OFFSET + LOADER_WARPS * RAW_BYTES;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
+
+  // The bits of a stage's keys.
+  MLA_DEVICE static uint32_t present(uint32_t shared, int stage) {
+    const uint32_t from = shared + PRESENT_OFFSET + stage * PRESENT_BYTES;
+    uint32_t bits;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"(from) : "memory");
+    if constexpr (PAIRED) {
+      uint32_t peer[4];
+      load16(from + PEER_PRESENT, peer);
+      bits |= peer[0] | peer[1] | peer[2] | peer[3];
+    }
+    return bits;
+  }
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }                // of a query token
   MLA_DEVICE static uint32_t nothing(const Params& params) { return params.pools & ~7u; }  // 0, which no compiler knows

@@ -1,6 +1,7 @@
 // The two warpgroups that hold the result: O = O * factor + P V, 256 columns each, and its way to memory.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 
 namespace mla::sm90 {
@@ -41,7 +42,7 @@ class Values {
           order = next_order();
           multiply(order & RESCALE);
         }
-        warp_arrive(barriers_.kv_empty(stages_.stage));
+        warp_release<Policy>(barriers_.kv_empty(stages_.stage));
         stages_.next();
       }
       // The slot is given back after its last numbers were read, at the end: the next item's P V cannot begin before.
@@ -64,7 +65,7 @@ class Values {
   // This warp has read the slot and the stage.
   MLA_DEVICE void give_back() {
     __syncwarp();
-    warp_arrive(barriers_.kv_empty(stages_.stage));
+    warp_release<Policy>(barriers_.kv_empty(stages_.stage));
     warp_arrive(barriers_.p_empty(slots_.stage));
     stages_.next();
     slots_.next();

@@ -18,24 +18,30 @@ PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
-STAGE_US = 1.5  # 32 keys on one SM: a key takes its loader 48 to 53 ns, with every SM busy (csrc/sm_90/README.md)
+STAGE_US = {1: 1.5, 2: 0.9}
+"""Blocks that bring keys together -> 32 keys on one SM: a key takes its loader 48 to 53 ns, with every SM busy
+(csrc/sm_90/README.md), and half of them a little more than half as long."""
 
 
 @dataclass(frozen=True)
 class HopperSparseConfig:
     """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
 
-    record  how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
     """
 
     arch: Arch = field(repr=False)
     record: str
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
             self._refuse(f"{self.arch.name} is not sm_90")
         if self.record not in WIDTHS:
             self._refuse(f"records are {', '.join(WIDTHS)}")
+        if self.cluster != 1 and (self.cluster != 2 or self.record not in PAIRS):
+            self._refuse(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(PAIRS)}")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -52,7 +58,8 @@ class HopperSparseConfig:
         width, stages = WIDTHS[self.record], STAGES[self.record]
         pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
         notes = 464 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
-        selected = 16 * -(-stages // 4) + LOADER_WARPS * (notes + pairs * pair_bytes)
+        present = 32 * stages if self.cluster == 2 else 16 * -(-stages // 4)  # bits of the keys that are there
+        selected = present + LOADER_WARPS * (notes + pairs * pair_bytes)
         return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["selected"]) // 16) * 16 + selected
 
     @property
@@ -62,7 +69,12 @@ class HopperSparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_layout-{self.record}"
+        return f"sparse_decode_layout-{self.record}_cluster-{self.cluster}"
+
+    @property
+    def stage_us(self) -> float:
+        """What 32 keys take on one SM, in microseconds."""
+        return STAGE_US[self.cluster]
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
@@ -70,14 +82,16 @@ class HopperSparseConfig:
 
 
 def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
-    """The instance for a problem; it depends on layouts alone, so a batch-invariant call may use it."""
-    record = record_of([pool.layout for pool in problem.pools], problem.head_dim)
-    return HopperSparseConfig(arch, "v32" if record == "v32pow2" else record or "none")
+    """The instance for a problem; it depends on heads and layouts alone, so a batch-invariant call may use it."""
+    found = record_of([pool.layout for pool in problem.pools], problem.head_dim)
+    record = "v32" if found == "v32pow2" else found or "none"
+    in_pairs = record in PAIRS and -(-problem.heads // hopper.ROWS) % 2 == 0
+    return HopperSparseConfig(arch, record, 2 if in_pairs else 1)
 
 
-def splits(arch: Arch, tokens: int, heads: int, keys: int) -> int:
+def splits(config: HopperSparseConfig, tokens: int, heads: int, keys: int) -> int:
     """Cuts per query token of about `keys` keys where no number was asked for."""
-    return hopper.cuts(arch, tokens, heads, max(1, -(-keys // hopper.KEYS)), STAGE_US)
+    return hopper.cuts(config.arch, tokens, heads, max(1, -(-keys // hopper.KEYS)), config.stage_us)
 
 
 def workers(arch: Arch, items: int, tiles: int) -> int:
