@@ -21,7 +21,8 @@ MLA_DEVICE uint32_t at_peer(uint32_t address) {
 
 // Waiting on a barrier for the other block, and arriving on one of its, have the block's scope, not the cluster's: for
 // the cluster's the compiler adds a fence of global memory and drops what L1 holds, at every turn of the ring. What is
-// handed over is shared memory, which is in no cache: what an arrival announces was read or stored there before it came.
+// handed over is shared memory, which is in no cache: what an arrival announces was read or stored there before it
+// came.
 
 // One arrival on a barrier of the other block, by its address there.
 MLA_DEVICE void peer_arrive(uint32_t there) {
@@ -36,8 +37,8 @@ MLA_DEVICE void peer_store16(uint32_t there, uint32_t a, uint32_t b, uint32_t c,
       : "memory");
 }
 MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there), "r"(value),
-               "r"(barrier)
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+               "r"(value), "r"(barrier)
                : "memory");
 }
 
