@@ -63,7 +63,7 @@ def in_torch(partial_out: torch.Tensor, partial_lse: torch.Tensor, splits: int) 
     return out.bfloat16(), torch.logsumexp(lse, dim=1)
 
 
-def contenders(batch: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
+def contenders(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
     """Name, call, and whether its result is combine's and left in the turn's outputs."""
 
     def chosen(turn: Turn) -> None:
@@ -82,18 +82,7 @@ def contenders(batch: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], 
         fixed = config.invariant(arch, HEAD_DIM_V)
         yield (
             "general",
-            lambda turn: native.merge(
-                turn.partial_out,
-                turn.partial_lse,
-                None,
-                None,
-                None,
-                turn.out,
-                turn.lse,
-                config=fixed,
-                batch=batch,
-                num_splits=splits,
-            ),
+            lambda turn: native.run(fixed, (turn.out, turn.lse), turn.partial_out, turn.partial_lse, num_splits=splits),
             True,
         )
     options = dict(num_splits=splits, out_dtype=torch.bfloat16)
@@ -144,7 +133,7 @@ def main() -> None:
         tiles = batch * heads * splits
         moved = tiles * (HEAD_DIM_V + 1) * 4 + batch * heads * (HEAD_DIM_V * 2 + 4)
         times: dict[str, float] = {}
-        for name, call, result in contenders(batch, splits):
+        for name, call, result in contenders(splits):
             if given.only and name not in given.only.split(","):
                 continue
             if result:

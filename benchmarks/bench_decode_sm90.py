@@ -16,30 +16,27 @@ floors of that run: compare ratios to floors, not microseconds, where a few perc
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
-import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import by_shape
 import torch
+from by_shape import Work, assert_native, assert_right, operator_call, print_each, wanted
 
 import mla_suite
-from mla_suite.bench import floors
-from mla_suite.bench.clock import Effort, Replay, cold_bytes
+from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import PLAN, Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE, hopper
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan, Word
-from mla_suite.testing import exact_decode, ulp
+from mla_suite.testing import exact_decode
 
-SUSTAINED_S = 0.7
+CUDA = torch.device("cuda")
 
 
 class Row(NamedTuple):
@@ -120,28 +117,12 @@ PLANNED = (
 """Shapes of ROWS, by how their names begin: one or several items of a worker, one or many pieces of a sequence."""
 
 
-class Timed(NamedTuple):
-    """What is printed of a shape; microseconds per call."""
-
-    name: str
-    splits: str
-    us: float
-    sustained_us: float
-    gb_per_s: float
-    tflops: float
-    floor_us: float
-    bound: str
-    peer_us: float
-    peer_over_floor: float
-    others: dict[str, float]
-
-
-def call(turn: Call) -> Any:
-    return torch.ops.mla_suite.decode(*turn.args, **turn.kwargs)
+def call(turn: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    return operator_call(DECODE, turn)
 
 
 def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """First and last sequence against fp64, within what rounding P to 16 bits allows, else AssertionError."""
+    """First and last sequence against fp64, else AssertionError."""
     q, cache, lens, table, *_ = turn.args
     some = sorted({0, q.shape[0] - 1})
     pages = table[some].flatten().unique()
@@ -149,31 +130,7 @@ def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     renumbered[pages.long()] = torch.arange(len(pages), dtype=torch.int32, device=q.device)
     chosen = (q[some], cache[pages.long()], lens[some], renumbered[table[some].long()])
     exact = exact_decode(*(tensor.cpu() for tensor in chosen), **turn.kwargs)
-    error = (out[some].cpu().double() - exact.out).abs()
-    worst = (error / (2.0**-8 * exact.magnitude + ulp(exact.out, out.dtype))).max().item()
-    off = (lse[some].cpu().double() - exact.lse).abs().max().item()
-    if not (worst <= 1 and off <= 1e-3):  # a NaN compares false
-        raise AssertionError(f"out is {worst:.3g} times as far from fp64 as it may be, lse off by {off:.2g}")
-
-
-def burst(replay: Replay) -> float:
-    return median([replay.round() for _ in range(2)])
-
-
-def sustained(replay: Replay) -> float:
-    """Time per call at the end of SUSTAINED_S of replay without a pause."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    stop = time.perf_counter() + SUSTAINED_S
-    while time.perf_counter() < stop:
-        for _ in range(8):
-            replay.graph.replay()
-        torch.cuda.current_stream().synchronize()
-    begin.record()
-    for _ in range(16):
-        replay.graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3 / (16 * replay.calls)
+    assert_right(out[some], lse[some], exact)
 
 
 def unplanned_cuts(row: Row, q: torch.Tensor) -> int:
@@ -191,11 +148,14 @@ def with_plan(turn: Call, rows: int) -> Call:
     return turn._replace(args=(*turn.args[:PLAN], plan, *turn.args[PLAN + 1 :]))
 
 
-def compare_planned(row: Row) -> str:
+def without_plan(turn: Call) -> Call:
+    return turn._replace(args=(*turn.args[:PLAN], None, *turn.args[PLAN + 1 :]))
+
+
+def compare_planned(row: Row, width: int) -> str:
     """A line: items, pieces and time with a plan beside cuts and time without, rounds of both in turns."""
-    device = torch.device("cuda")
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
-    args, kwargs = sample.make(device)
+    args, kwargs = sample.make(CUDA)
     kwargs["max_kv_len"] = max(row.lens())
     bare = Call(args, kwargs)
     planned = with_plan(bare, row.heads * row.q_len)
@@ -207,131 +167,55 @@ def compare_planned(row: Row) -> str:
     apart = ((out.double() - other).norm() / out.double().norm()).item()
     if not (apart <= 5e-3 and (lse - other_lse).abs().max().item() <= 1e-3):  # a NaN compares false
         raise AssertionError(f"with a plan the result is off by {apart:.2g} from the one without")
-    turns = rotation(planned, sample.bytes, cold_bytes(device), 512)
-    replays = [Replay(call, [without(turn) for turn in turns]), Replay(call, turns)]
+    turns = rotation(planned, sample.bytes, cold_bytes(CUDA), 512)
+    replays = [Replay(call, [without_plan(turn) for turn in turns]), Replay(call, turns)]
     rounds = [[replay.round(0.05) for replay in replays] for _ in range(3)]
     us, planned_us = (median([pair[i] for pair in rounds]) for i in (0, 1))
     return (
-        f"{row.name:22s} {unplanned_cuts(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
+        f"{row.name:{width}s} {unplanned_cuts(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
         f"{header[Word.PARTIAL_ROWS]:7d} {planned_us:9.2f} {planned_us / us:6.2f}"
     )
 
 
-def without(turn: Call) -> Call:
-    return turn._replace(args=(*turn.args[:PLAN], None, *turn.args[PLAN + 1 :]))
+def show_planned(names: str, deadline: float) -> bool:
+    """Whether no shape failed."""
+    width = by_shape.name_width(ROWS)
+    print(f"{'shape':{width}s}  cuts        us  items  pieces   planned  ratio", flush=True)
+    rows = filter(wanted(names), (row for row in ROWS if row.name.startswith(PLANNED)))
+    return print_each(rows, lambda row: compare_planned(row, width), width, deadline)
 
 
-def show_planned(names: str) -> int:
-    """1 if a shape failed."""
-    print("shape                   cuts        us  items  pieces   planned  ratio", flush=True)
-    chosen, failed = wanted(names), 0
-    for row in ROWS:
-        if not row.name.startswith(PLANNED) or not chosen(row):
-            continue
-        try:
-            print(compare_planned(row), flush=True)
-        except (AssertionError, RuntimeError) as error:
-            print(f"{row.name:22s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
-            failed = 1
-        torch.cuda.empty_cache()
-    return failed
-
-
-def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -> Timed:
-    device = torch.device("cuda")
+def prepare(row: Row) -> Work:
+    """The calls of a shape, with a plan where it is ragged; the first one's result is right."""
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
-    args, kwargs = sample.make(device)
-    rows, width = row.heads * row.q_len, max(row.lens())
-    kwargs["max_kv_len"] = width
-    splits = unplanned_cuts(row, args[0])
-    shown = str(splits)
+    args, kwargs = sample.make(CUDA)
+    kwargs["max_kv_len"] = max(row.lens())
+    splits = None if row.ragged else unplanned_cuts(row, args[0])
     first = Call(args, kwargs)
     if row.ragged:
-        first, shown = with_plan(first, rows), "plan"
-    arch = dispatch.arch_of(args[0])
-    problem = DECODE.problem(*first.args, **first.kwargs)
-    choice = dispatch.choose("decode", DECODE.backends, problem, arch, "cuda")
-    if choice.backend.name != "native":
-        raise AssertionError(str(choice))
+        first = with_plan(first, row.heads * row.q_len)
+    assert_native(DECODE, first)
     check(first, *call(first))
-    turns = rotation(first, sample.bytes, cold_bytes(device), 512)
-    replay = Replay(call, turns)
-    us, steady = burst(replay), sustained(replay) if long else math.nan
-    del replay
-    others: dict[str, float] = {}
-    for other in sorted({max(1, splits // 2), splits * 2} - {splits}) if alternatives and not row.ragged else ():
-        turns = [turn._replace(kwargs={**turn.kwargs, "num_splits": other}) for turn in turns]
-        others[str(other)] = burst(Replay(call, turns))
-    floor, bound = ceilings.of(sample.bytes, sample.flops)
-    rates = sample.bytes / us / 1e3, sample.flops / us / 1e6
-    return Timed(row.name, shown, us, steady, *rates, floor, bound, row.peer_us, row.peer_over_floor, others)
-
-
-def show(timed: Timed) -> str:
-    others = " ".join(f"{splits}:{us:.1f}" for splits, us in timed.others.items())
-    return (
-        f"{timed.name:22s} {timed.splits:>4s} {timed.us:8.2f} {timed.sustained_us:8.2f} {timed.gb_per_s:6.0f} "
-        f"{timed.tflops:5.0f} {timed.floor_us:7.1f} {timed.bound[:3]} {timed.us / timed.floor_us:6.2f} "
-        f"{timed.peer_us:8.1f} {timed.peer_over_floor:6.2f} {timed.us / timed.peer_us:6.2f}  {others}"
-    )
+    return Work(rotation(first, sample.bytes, cold_bytes(CUDA), 512), splits, sample.bytes, sample.flops)
 
 
 def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def wanted(names: str) -> Callable[[Row], bool]:
-    parts = [part for part in names.split(",") if part]
-    return lambda row: not parts or any(row.name.startswith(part) for part in parts)
-
-
-def never(row: Row) -> bool:
-    return False
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", default="", help="only shapes whose name begins with one of these, comma separated")
-    parser.add_argument("--sustained", nargs="?", const="", help="also after 0.7 s of load; likewise for some shapes")
-    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = by_shape.arguments(__doc__)
     parser.add_argument("--planned", action="store_true", help="a few shapes with a plan and without, and no others")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
-    options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("bench_decode_sm90: no H100 or H200 here", file=sys.stderr)
+    options = parser.parse_args(argv)
+    if not by_shape.on_hopper("bench_decode_sm90"):
         return 2
     if options.planned:
-        return show_planned(options.rows)
-    began = time.perf_counter()
-    ceilings = floors.measure(torch.device("cuda"), Effort(rounds=1, passes=1, rest_s=0.05))
-    print(
-        f"{torch.cuda.get_device_name()}: read {ceilings.gb_per_s:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s"
-    )
-    print("shape                  cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio")
-    long, more = (wanted(names) if names is not None else never for names in (options.sustained, options.splits))
-    found: list[Timed] = []
-    failed = False
-    for row in filter(wanted(options.rows), ROWS):
-        if time.perf_counter() - began > options.seconds:
-            print(f"{row.name:22s} not begun: {options.seconds:.0f} s are over")
-            continue
-        try:
-            timed = measure(row, ceilings, long(row), more(row))
-        except (AssertionError, RuntimeError) as error:
-            print(f"{row.name:22s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
-            failed = True
-            continue
-        found.append(timed)
-        print(show(timed), flush=True)
-        torch.cuda.empty_cache()
-        if options.json:
-            rows: list[dict[str, Any]] = [entry._asdict() for entry in found]
-            options.json.write_text(json.dumps({"floors": ceilings.as_json(), "rows": rows}, indent=1) + "\n")
+        return int(not show_planned(options.rows, time.perf_counter() + options.seconds))
+    found, right = by_shape.run(ROWS, DECODE, prepare, options)
     grid = [timed.us / timed.peer_us for timed in found if " H32 " in timed.name and "~" not in timed.name]
     if grid:
         print(f"32 heads, 4 tokens: {len(grid)} shapes, geometric mean {geometric_mean(grid):.3f} of FlashMLA's time")
-    return int(failed)
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,21 @@ tokens a request, with a sink. FlashMLA's columns were measured on another H200 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-import time
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import by_shape
 import torch
-from bench_decode_sm90 import SUSTAINED_S, Timed, burst, never, sustained, wanted
+from by_shape import Work, assert_native, assert_right, operator_call
 
-import mla_suite  # noqa: F401  registers the operators
-from mla_suite.bench import floors
-from mla_suite.bench.clock import Effort, Replay, cold_bytes
+from mla_suite.bench.clock import cold_bytes
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper
-from mla_suite.testing import attention, ulp
+from mla_suite.testing import attention
 
 CUDA = torch.device("cuda")
 MADE_PAGES = 64  # of a pool; the others repeat them
@@ -139,12 +134,8 @@ def turns_of(row: Row, count: int) -> list[Call]:
     return calls
 
 
-def call(turn: Call) -> Any:
-    return torch.ops.mla_suite.sparse_decode(*turn.args, **turn.kwargs)
-
-
 def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """First and last query token against fp64, within what rounding P to 16 bits allows, else AssertionError."""
+    """First and last query token against fp64, else AssertionError."""
     q, kv_caches, indices, _, _, sink = turn.args
     heads = q.shape[2]
     sinks = torch.full((heads,), -torch.inf) if sink is None else sink.cpu()
@@ -154,84 +145,27 @@ def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
         keys = torch.cat(rows).bfloat16().cpu()
         seen = torch.full((heads,), len(keys))
         exact = attention(q[b, 0].cpu(), keys, seen, turn.kwargs["softmax_scale"], 512, sinks)
-        error = (out[b, 0].cpu().double() - exact.out).abs()
-        worst = (error / (2.0**-8 * exact.magnitude + ulp(exact.out, out.dtype))).max().item()
-        off = (lse[b, 0].cpu().double() - exact.lse).abs().max().item()
-        if not (worst <= 1 and off <= 1e-3):  # a NaN compares false
-            raise AssertionError(f"out is {worst:.3g} times as far from fp64 as it may be, lse off by {off:.2g}")
+        assert_right(out[b, 0], lse[b, 0], exact)
 
 
-def measure(row: Row, ceilings: floors.Floors, long: bool, alternatives: bool) -> Timed:
+def prepare(row: Row) -> Work:
+    """The calls of a shape; the first one's result is right."""
     turns = turns_of(row, min(max(2, -(-cold_bytes(CUDA) // row.bytes)), 256))
     first = turns[0]
+    assert_native(SPARSE_DECODE, first)
+    check(first, *operator_call(SPARSE_DECODE, first))
     arch = dispatch.arch_of(first.args[0])
     assert arch is not None
-    problem = SPARSE_DECODE.problem(*first.args, **first.kwargs)
-    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, problem, arch, "cuda")
-    if choice.backend.name != "native":
-        raise AssertionError(str(choice))
-    check(first, *call(first))
-    replay = Replay(call, turns)
-    us, steady = burst(replay), sustained(replay) if long else math.nan
-    del replay
-    splits = hopper.splits(hopper.hopper_sparse_config(problem, arch), row.batch, row.heads, row.keys)
-    others: dict[str, float] = {}
-    for other in sorted({max(1, splits // 2), splits * 2} - {splits}) if alternatives else ():
-        turns = [turn._replace(kwargs={**turn.kwargs, "num_splits": other}) for turn in turns]
-        others[str(other)] = burst(Replay(call, turns))
-    floor, bound = ceilings.of(row.bytes, row.flops)
-    rates = row.bytes / us / 1e3, row.flops / us / 1e6
-    return Timed(row.name, str(splits), us, steady, *rates, floor, bound, row.peer_us, row.peer_over_floor, others)
+    config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*first.args, **first.kwargs), arch)
+    return Work(turns, hopper.splits(config, row.batch, row.heads, row.keys), row.bytes, row.flops)
 
 
-def show(timed: Timed) -> str:
-    others = " ".join(f"{splits}:{us:.1f}" for splits, us in timed.others.items())
-    return (
-        f"{timed.name:26s} {timed.splits:>4s} {timed.us:8.2f} {timed.sustained_us:8.2f} {timed.gb_per_s:6.0f} "
-        f"{timed.tflops:5.0f} {timed.floor_us:7.1f} {timed.bound[:3]} {timed.us / timed.floor_us:6.2f} "
-        f"{timed.peer_us:8.1f} {timed.peer_over_floor:6.2f} {timed.us / timed.peer_us:6.2f}  {others}"
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", default="", help="only shapes whose name begins with one of these, comma separated")
-    parser.add_argument(
-        "--sustained", nargs="?", const="", help=f"also after {SUSTAINED_S} s of load; likewise for some shapes"
-    )
-    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
-    options = parser.parse_args()
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        print("bench_sparse_sm90: no H100 or H200 here", file=sys.stderr)
+def main(argv: Sequence[str] | None = None) -> int:
+    options = by_shape.arguments(__doc__).parse_args(argv)
+    if not by_shape.on_hopper("bench_sparse_sm90"):
         return 2
-    began = time.perf_counter()
-    ceilings = floors.measure(CUDA, Effort(rounds=1, passes=1, rest_s=0.05))
-    print(
-        f"{torch.cuda.get_device_name()}: read {ceilings.gb_per_s:.0f} GB/s, bf16 product {ceilings.tflops:.0f} TFLOP/s"
-    )
-    print("shape                      cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio")
-    long, more = (wanted(names) if names is not None else never for names in (options.sustained, options.splits))
-    found: list[Timed] = []
-    failed = False
-    for row in filter(wanted(options.rows), ROWS):
-        if time.perf_counter() - began > options.seconds:
-            print(f"{row.name:26s} not begun: {options.seconds:.0f} s are over")
-            continue
-        try:
-            timed = measure(row, ceilings, long(row), more(row))
-        except (AssertionError, RuntimeError) as error:
-            print(f"{row.name:26s} FAILED: {' '.join(str(error).split())[:300]}", flush=True)
-            failed = True
-            continue
-        found.append(timed)
-        print(show(timed), flush=True)
-        torch.cuda.empty_cache()
-        if options.json:
-            rows: list[dict[str, Any]] = [entry._asdict() for entry in found]
-            options.json.write_text(json.dumps({"floors": ceilings.as_json(), "rows": rows}, indent=1) + "\n")
-    return int(failed)
+    _, right = by_shape.run(ROWS, SPARSE_DECODE, prepare, options)
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@
 #include "cdna/sparse_gather.hpp"
 #include "cdna/sparse_rows.hpp"
 #include "cdna/sparse_shape.hpp"
+#include "cdna/sparse_values.hpp"
 #include "cdna/sparse_work.hpp"
 #include "cdna/wide_matrix.hpp"
 
@@ -29,12 +30,12 @@ class SparseDecode {
   static constexpr int row_tiles = Shape::row_tiles;
   static constexpr int wave_rows = Shape::wave_row_tiles;
   static constexpr int key_tiles = Shape::wave_key_tiles;
-  static constexpr int column_tiles = mla::VALUE_DIM / 16 / waves;
   static constexpr int chunks = Record::qk_dim / 32;
   static constexpr int key_steps = keys / 32;   // of the second product
   using Gather = SparseGather<Record, keys, waves>;
   using Tile = typename Gather::Tile;
   using Query = SparseQuery<Record::qk_dim>;
+  using Values = SparseValues<Record, Shape, Tile>;
   using Matrix = Matrix16x16x32<mla::bf16>;
 
   static constexpr int weights_bytes = row_tiles * key_steps * 1024;
@@ -82,7 +83,7 @@ class SparseDecode {
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r)
 #pragma unroll
-      for (int i = 0; i < column_tiles; ++i) output_[r][i] = f32x4{zero, zero, zero, zero};
+      for (int i = 0; i < Values::column_tiles; ++i) output_[r][i] = f32x4{zero, zero, zero, zero};
   }
 
   MLA_DEVICE void attend(const mla::SparseDecodeParams& p, const SparseSelection& selection) {
@@ -136,7 +137,7 @@ class SparseDecode {
 
   // As much of the queries as output and scores leave room for goes to accumulation registers.
   MLA_DEVICE void spread_query() {
-    constexpr int room = (256 - row_tiles * column_tiles * 4 - wave_rows * key_tiles * 4) / 4 - 2;
+    constexpr int room = (256 - row_tiles * Values::column_tiles * 4 - wave_rows * key_tiles * 4) / 4 - 2;
 #pragma unroll
     for (int n = 0; n < wave_rows * chunks; ++n) {
       if (n < room) {
@@ -308,78 +309,17 @@ class SparseDecode {
     mla::block_sync();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r) {
-      const float factor = lds_read_float(lds_place(lds_ + factors + (r * 16 + lane.column) * 4));
-#pragma unroll
-      for (int i = 0; i < column_tiles; ++i) {
-        f32x4& x = output_[r][i];
-        if (!ordinary(r, i)) keep_accumulated(x);
-        x *= factor;
-        if (!ordinary(r, i)) keep_accumulated(x);
-        if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all pass through ordinary registers at once
-      }
+      Values::rescale(output_, r, lds_read_float(lds_place(lds_ + factors + (r * 16 + lane.column) * 4)));
     }
   }
-
-  // O^T += V^T P^T: tile[r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
-  static constexpr int pairs = key_steps * column_tiles;   // of a 32-key step and 16 columns
-  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;   // pairs read at once
-  static constexpr int groups = pairs / group;
-  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read twice.
-  static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;
-  static constexpr int part_tiles = row_tiles / parts;
 
   MLA_DEVICE void add_values(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
     const uint32_t flag = lds_read_word(lds_place(lds_ + flags + n % 2 * 4));
     if (__builtin_expect(uniform(static_cast<int>(flag)) == n + 1, false)) raise(n, tile, valid, sum);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r].sum += sum[r];
-#pragma unroll
-    for (int part = 0; part < parts; ++part) add_part(part, lds_ + weights + n % 2 * weights_bytes + own_, tile);
+    Values::add(output_, lds_ + weights + n % 2 * weights_bytes + own_, tile, column_);
   }
-  MLA_DEVICE void add_part(int part, uint32_t rows, uint32_t tile) {
-    u32x4 weight[part_tiles][key_steps];
-#pragma unroll
-    for (int r = 0; r < part_tiles; ++r)
-#pragma unroll
-      for (int k = 0; k < key_steps; ++k) weight[r][k] = lds_read16(lds_place(rows + ((part * part_tiles + r) * key_steps + k) * 1024));
-    u32x4 values[2][group];
-    read_values(tile, 0, values[0]);
-#pragma unroll
-    for (int g = 0; g < groups; ++g) {
-      if (g + 1 < groups) {
-        read_values(tile, g + 1, values[(g + 1) % 2]);
-        wait_lds<2 * group>();
-      } else {
-        wait_lds<0>();
-      }
-#pragma unroll
-      for (int i = 0; i < group; ++i) {
-        const int pair = g * group + i, column = pair % column_tiles;
-#pragma unroll
-        for (int r = 0; r < part_tiles; ++r) {
-          f32x4& sum = output_[part * part_tiles + r][column];
-          if (ordinary(part * part_tiles + r, column)) keep_ordinary(sum);
-          sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
-        }
-      }
-    }
-  }
-  // By transposed reads: column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and 16 more.
-  MLA_DEVICE void read_values(uint32_t tile, int g, u32x4 (&values)[group]) const {
-#pragma unroll
-    for (int i = 0; i < group; ++i) {
-      const int pair = g * group + i, column = pair % column_tiles, k = pair / column_tiles;
-      const uint32_t at = ((tile + column_) ^ (column % 4 * 32)) + column / 4 * 1024 + k * 4 * Tile::group_bytes;
-      const u32x2 low = read_columns(at), high = read_columns(at + 2 * Tile::group_bytes);
-      values[i] = u32x4{low[0], low[1], high[0], high[1]};
-    }
-  }
-  MLA_DEVICE static u32x2 read_columns(uint32_t at) {
-    return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_place(at)));
-  }
-
-  // Output that is kept in ordinary registers: 128 rows would leave no accumulation register for scores.
-  MLA_DEVICE static constexpr bool ordinary(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
 
   MLA_DEVICE void store(const mla::SparseDecodeParams& p) const {
     const Lane lane = Lane::current();
@@ -401,7 +341,7 @@ class SparseDecode {
       for (int k = 0; k < Shape::key_groups; ++k) sum += lds_read_float(lds_place(at + (sums - maxima) + k * row_bytes));
       const SparseRow<Policy> to(p, item_, first_row_ + 16 * r + lane.column, lds_read_float(lds_place(at)), sum);
       if (wave_ == 0 && lane.group == 0) to.store_lse();
-      to.template store<column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
+      to.template store<Values::column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
     }
   }
 
@@ -417,7 +357,7 @@ class SparseDecode {
   uint32_t column_;   // and of the values
   mla::RowSoftmax softmax_[wave_rows];
   Query query_[wave_rows];
-  f32x4 output_[row_tiles][column_tiles];
+  typename Values::Output output_;
 };
 
 }  // namespace cdna

@@ -13,135 +13,21 @@
 
 #include "mla/block_scan.hpp"
 #include "mla/params/plan.hpp"
+#include "mla/plan_line.hpp"
+#include "mla/plan_uniform.hpp"
+#include "mla/plan_words.hpp"
 
 namespace mla {
 
-template <class Wave, int waves_>
-struct Plan {
-  static constexpr int waves = waves_;
-  static constexpr int threads = waves_ * Wave::lanes;
+template <class Wave, int waves>
+struct Plan : PlanLine<Wave, waves>, PlanWords {
+  using Base = PlanLine<Wave, waves>;
+  using Base::divide, Base::granule, Base::larger, Base::most_workers, Base::open, Base::round_up, Base::threads;
+  using typename Base::Line, typename Base::Shared;
   static constexpr int min_waves = 1;
-  static constexpr int most_sequences = 2048;  // whose line fits in 48 KiB of shared memory beside the cuts
-  static constexpr int most_workers = 1024;
-  static constexpr int granule = 64;
-  static constexpr int open = 0x7fffffff;
   static constexpr int64_t MOST = 0x7fffffffffffffff;
   static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
   static_assert(2 * most_workers <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
-
-  struct Line {
-    int64_t at[most_sequences + 1];  // where each sequence begins, and the end
-    int64_t longest;                 // keys of the longest sequence, in whole granules
-  };
-  // A cut before key `key` of a sequence, in each family: family 0 cuts at boundaries only, so its key is 0.
-  struct Cuts {
-    int whole[most_workers + 1];     // sequence in family 0
-    int sequence[most_workers + 1];  // in family 1
-    int key[most_workers + 1];
-  };
-  struct Shared {
-    Line line;
-    Cuts cuts;
-    BlockScan<Wave, waves_> scan;
-  };
-
-  MLA_DEVICE static int64_t round_up(int64_t keys) { return (keys + granule - 1) / granule * granule; }
-  MLA_DEVICE static int64_t divide(int64_t n, int64_t d) {  // neither is negative
-    return static_cast<int64_t>(static_cast<uint64_t>(n) / static_cast<uint64_t>(d));
-  }
-
-  MLA_DEVICE static int64_t kv_len(const PlanParams& p, int b) {
-    if (p.cu_seqlens_q != nullptr && p.cu_seqlens_q[b + 1] <= p.cu_seqlens_q[b]) return 0;
-    return p.seq_lens[b];
-  }
-
-  // The line of sequences of which each costs what `cost` says; of the longest one only if asked for it.
-  template <class Cost>
-  MLA_DEVICE static void lay_line(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
-    if (p.batch <= Wave::lanes) return lay_short_line(p, s, find_longest, cost);
-    const int thread = thread_id();
-    int64_t begin = 0;
-    int longest = 0;
-#pragma unroll 1
-    for (int base = 0; base < p.batch; base += threads) {
-      const int b = base + thread;
-      int64_t own = 0;
-      if (b < p.batch) {
-        const int64_t keys = kv_len(p, b);
-        own = cost(keys);
-        const int granules = static_cast<int>((keys + granule - 1) / granule);
-        longest = granules > longest ? granules : longest;
-      }
-      int64_t all;
-      const int64_t before = s.scan.exclusive(own, all);
-      if (b < p.batch) s.line.at[b] = begin + before;
-      begin += all;
-    }
-    if (find_longest) longest = s.scan.largest(longest);
-    if (thread == 0) {
-      s.line.at[p.batch] = begin;
-      s.line.longest = static_cast<int64_t>(longest) * granule;
-    }
-    block_sync();
-  }
-
-  // As many sequences as a wave has lanes: one lays them, in as many steps as they need, and the others wait once.
-  template <class Cost>
-  MLA_DEVICE static void lay_short_line(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
-    const int b = thread_id();
-    if (b < Wave::lanes) {
-      int64_t end = 0;
-      int longest = 0;
-      if (b < p.batch) {
-        const int64_t keys = kv_len(p, b);
-        end = cost(keys);
-        longest = static_cast<int>((keys + granule - 1) / granule);
-      }
-#pragma unroll 1
-      for (int apart = 1; apart < p.batch; apart *= 2) {
-        const int64_t other = from_lane<Wave>(end, b >= apart ? b - apart : b);
-        if (b >= apart) end += other;
-      }
-      if (find_longest) longest = Wave::template max_over<Wave::lanes>(longest, b);
-      if (b < p.batch) s.line.at[b + 1] = end;
-      if (b == 0) {
-        s.line.at[0] = 0;
-        s.line.longest = static_cast<int64_t>(longest) * granule;
-      }
-    }
-    block_sync();
-  }
-
-  // The number of sequences that end at `place` or before it.
-  MLA_DEVICE static int sequence_at(const PlanParams& p, const Line& line, int64_t place) {
-    int low = 0, high = p.batch;
-#pragma unroll 1
-    while (low < high) {
-      const int middle = (low + high) / 2;
-      if (line.at[middle + 1] <= place) low = middle + 1;
-      else high = middle;
-    }
-    return low;
-  }
-
-  // Cuts 0..workers of the candidate that uses `used` workers.
-  MLA_DEVICE static void place_cuts(const PlanParams& p, Shared& s, int used) {
-    const int64_t total = s.line.at[p.batch], fixed = p.item_cost;
-    const int64_t crumb = round_up(fixed / 2);
-#pragma unroll 1
-    for (int j = thread_id(); j <= p.workers; j += threads) {
-      const int64_t place = divide(total * (j < used ? j : used), used);
-      const int b = sequence_at(p, s.line, place);
-      const int64_t offset = place - s.line.at[b];
-      const int64_t length = b < p.batch ? s.line.at[b + 1] - s.line.at[b] - fixed : 0;
-      const int64_t near = (divide(offset * length, length + fixed) + granule / 2) / granule * granule;
-      const bool crumbs = near < crumb || length - near < crumb;
-      s.cuts.whole[j] = b + (2 * offset > length + fixed ? 1 : 0);
-      s.cuts.sequence[j] = b + (crumbs && 2 * near > length ? 1 : 0);
-      s.cuts.key[j] = crumbs ? 0 : static_cast<int>(near);
-    }
-    block_sync();
-  }
 
   // What the worker between cut j and the next costs.
   MLA_DEVICE static int64_t load(const PlanParams& p, const Line& line, int sequence, int key, int next, int next_key) {
@@ -156,13 +42,13 @@ struct Plan {
   // The costs of both families with as many workers as this workgroup's number, among those of all: into the items.
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Shared s;
-    MLA_SHARED int64_t costs[2][waves_];
-    MLA_SHARED int partials_of[waves_];
+    MLA_SHARED int64_t costs[2][waves];
+    MLA_SHARED int partials_of[waves];
     Wave::wait_for_producer();
     Wave::release_consumer();
-    lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Base::lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     const int used = block_id_x() + 1;
-    place_cuts(p, s, used);
+    Base::place_cuts(p, s, used);
     int64_t whole = 0, split = 0;
     int partials = 0;  // of this wave: one for every cut within a sequence, one more for every such sequence
 #pragma unroll 1
@@ -192,7 +78,7 @@ struct Plan {
     if (family >= 2) return;
     int64_t cost = best_among(costs[family], [](int64_t a, int64_t b) { return a > b; });
     partials = 0;
-    for (int w = 0; w < waves_; ++w) partials += partials_of[w];
+    for (int w = 0; w < waves; ++w) partials += partials_of[w];
     if (family == 1) {
       cost += static_cast<int64_t>(p.shared_cost) * partials;
       if (p.tile_rows > 0 && partials > 0) {
@@ -214,7 +100,6 @@ struct Plan {
   // [2][workers] costs lie where the items will: 4 words each, and there are at least as many items as workers.
   MLA_DEVICE static int64_t* found_costs(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
 
-  MLA_DEVICE static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
   // By halves: of those whose high half is the largest, the largest low half, as signed numbers in the same order.
   MLA_DEVICE static int64_t wave_largest(int64_t x) {
     const int lane = thread_id() % Wave::lanes;
@@ -228,7 +113,7 @@ struct Plan {
 
   // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
   MLA_DEVICE static int cheapest(const PlanParams& p) {
-    MLA_SHARED int64_t best_of[waves_];
+    MLA_SHARED int64_t best_of[waves];
     const auto* costs = reinterpret_cast<const Vec<int64_t, 2>*>(found_costs(p));
     int64_t best = MOST;  // cost and number as one
 #pragma unroll 1
@@ -246,54 +131,22 @@ struct Plan {
     return static_cast<int>(best) & ((1 << INDEX_BITS) - 1);
   }
 
-  MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
-    Vec<int32_t, 4> item;
-    item[0] = sequence;
-    item[1] = first;
-    item[2] = end;
-    item[3] = row;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
-  }
-
-  // What follows from sizes alone: the header but for its last four words, and the zeros between the parts. Shared
-  // among `threads_in_all` threads.
-  MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
-    if (thread == 0) {
-      write_header(p, 0, p.magic, p.version, p.batch, p.workers);
-      write_header(p, 4, p.item_capacity, p.split_indptr, p.work_indptr, p.counters);
-      write_header(p, 8, p.items, p.item_words, p.num_splits, p.split_size);
-    }
-#pragma unroll 1
-    for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
-  }
-  MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
-    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_kv_len);
-  }
-  MLA_DEVICE static void write_header(const PlanParams& p, int at, int a, int b, int c, int d) {
-    Vec<int32_t, 4> words;
-    words[0] = a;
-    words[1] = b;
-    words[2] = c;
-    words[3] = d;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + at) = words;
-  }
-
-  // Cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an item; so does each
-  // sequence. Everything else follows from how many entries belong to earlier sequences.
+  // Cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an item; so does
+  // each sequence. Everything else follows from how many entries belong to earlier sequences.
   MLA_DEVICE static void balanced(const PlanParams& p) {
     MLA_SHARED Shared s;
     MLA_SHARED int item_sequence[most_workers + 1];
     MLA_SHARED int item_key[most_workers + 1];
-    MLA_SHARED int item_row[most_workers + 1];  // its partial row: one for each before it, one for each first piece
+    MLA_SHARED int item_row[most_workers + 1];    // its partial row: one for each before it, one for each first piece
     MLA_SHARED int entries_of[most_workers + 1];  // entries of the sequences before each, where these are not too many
     // The lengths are as old as the costs' producer, which has waited for theirs; so is who read this memory before.
-    lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Base::lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     write_frame(p, thread_id(), threads);
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int best = cheapest(p);
     const bool splits = best >= p.workers;
-    place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
+    Base::place_cuts(p, s, splits ? best - p.workers + 1 : best + 1);
     const int* sequences = splits ? s.cuts.sequence : s.cuts.whole;
 
     // As many sequences as workers at most: the cut that reaches a sequence first counts the entries before it. Of more
@@ -356,73 +209,15 @@ struct Plan {
 #pragma unroll 1
     while (low < high) {
       const int middle = (low + high) / 2;
-      if (list[middle] < b) low = middle + 1;
-      else high = middle;
+      if (list[middle] < b)
+        low = middle + 1;
+      else
+        high = middle;
     }
     return low;
   }
 
-  // A sequence's items when all have `splits`: whole ones of `chunk` keys, one with what is left, empty ones of cost 1.
-  struct Equal {
-    int64_t chunk, whole_cost, last_cost;
-    int whole, splits;
-
-    MLA_DEVICE Equal(const PlanParams& p, int64_t keys) : splits(p.splits) {
-      chunk = p.split_size;
-      if (p.num_splits > 0) {
-        const int64_t granules = (keys + granule - 1) / granule;
-        chunk = larger(divide(granules + splits - 1, splits), 1) * granule;
-      }
-      whole = static_cast<int>(divide(keys, chunk) < splits - 1 ? divide(keys, chunk) : splits - 1);
-      const int64_t left = keys - whole * chunk;
-      whole_cost = round_up(chunk) + p.item_cost;
-      last_cost = left > 0 ? round_up(left) + p.item_cost : 1;
-    }
-    // What the first n items cost.
-    MLA_DEVICE int64_t cost(int n) const {
-      return n <= whole ? n * whole_cost : whole * whole_cost + last_cost + (n - whole - 1);
-    }
-    // How many items begin before `place`, counted from the first's beginning.
-    MLA_DEVICE int begin_before(int64_t place) const {
-      if (place <= 0) return 0;
-      if (place <= whole * whole_cost) return static_cast<int>(divide(place + whole_cost - 1, whole_cost));
-      const int64_t after = place - whole * whole_cost - last_cost;
-      const int64_t n = whole + 1 + (after > 0 ? after : 0);
-      return static_cast<int>(n < splits ? n : splits);
-    }
-  };
-
-  MLA_DEVICE static void uniform(const PlanParams& p) {
-    MLA_SHARED Shared s;
-    Wave::wait_for_producer();
-    Wave::release_consumer();
-    lay_line(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
-    const int thread = block_id_x() * threads + thread_id();
-    const int all = p.workgroups * threads;
-    const int64_t items = static_cast<int64_t>(p.batch) * p.splits;
-#pragma unroll 1
-    for (int64_t i = thread; i < items; i += all) {
-      const int b = static_cast<int>(divide(i, p.splits));
-      const int split = static_cast<int>(i - static_cast<int64_t>(b) * p.splits);
-      const int64_t first = split * Equal(p, kv_len(p, b)).chunk;
-      const int64_t end = first + Equal(p, kv_len(p, b)).chunk;
-      write_item(p, i, b, first < open ? static_cast<int>(first) : open,
-                 split + 1 == p.splits || end > open ? open : static_cast<int>(end),
-                 p.splits > 1 ? static_cast<int>(i) : -1);
-    }
-#pragma unroll 1
-    for (int w = thread; w <= p.workers; w += all) {
-      const int64_t place = divide(w * s.line.at[p.batch] + p.workers - 1, p.workers);
-      const int b = sequence_at(p, s.line, place);
-      int64_t begun = static_cast<int64_t>(b) * p.splits;
-      if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(place - s.line.at[b]);
-      p.plan[p.work_indptr + w] = static_cast<int>(begun);
-    }
-#pragma unroll 1
-    for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = p.splits > 1 ? b * p.splits : 0;
-    write_frame(p, thread, all);
-    if (thread == 0) write_counts(p, static_cast<int>(items), p.splits > 1 ? static_cast<int>(items) : 0);
-  }
+  MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves>::write(p); }
 };
 
 }  // namespace mla

@@ -149,6 +149,7 @@ class Known(NamedTuple):
     allocate: Callable[[], tuple[torch.Tensor, ...]]
     start: Callable[..., None]  # (outputs, *args) fills the outputs
     kinds: tuple[type, ...]  # of the options: 1, 1.0 and True are one key and three kinds
+    calls: dict[str, Any]  # by who recognises such a call again, see repeats.py
 
 
 _MOST_KNOWN = 4096  # calls remembered; a server's lengths and batch sizes come back
@@ -194,13 +195,18 @@ def remember(key: tuple[Any, ...], found: Known) -> Known:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_kept: list[Callable[[], None]] = []
+_forgetting: list[Callable[[], None]] = []
+
+
+def on_forget(clear: Callable[[], None]) -> None:
+    """Have `clear` called by `forget()`."""
+    _forgetting.append(clear)
 
 
 def keep(function: _Function) -> _Function:
     """Decorates a function of hashable arguments whose answers are remembered until `forget()`."""
     remembering = lru_cache(maxsize=_MOST_KNOWN)(function)
-    _kept.append(remembering.cache_clear)
+    on_forget(remembering.cache_clear)
     return cast(_Function, remembering)
 
 
@@ -208,7 +214,7 @@ def forget() -> None:
     """Drop cached choices, after a tuned table or the set of built kernels has changed."""
     _choices.clear()
     _known.clear()
-    for clear in _kept:
+    for clear in _forgetting:
         clear()
 
 

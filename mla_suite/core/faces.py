@@ -17,7 +17,8 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 
-from mla_suite.core import dispatch, library
+from mla_suite.core import dispatch, library, repeats
+from mla_suite.core.dispatch import Known
 from mla_suite.core.library import Op
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -37,11 +38,22 @@ _QUIET = frozenset(
 
 def call(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """`torch.ops.mla_suite.<op>` with all its positional and all its keyword arguments, in the schema's order."""
-    if not is_dynamo_compiling() and _unobserved() and _plain(args):
-        known = dispatch.known(dispatch.metadata(op.name, args, options))
-        if known is not None and known.kinds == tuple(map(type, options)):
+    if not is_dynamo_compiling() and _unobserved():
+        known = repeats.find(op.name, args, options) or _looked_up(op.name, args, options)
+        if known is not None:
             return library.complete(op, known, args, options)
     return getattr(torch.ops.mla_suite, op.name)(*args, **dict(zip(op.options, options, strict=True)))
+
+
+def _looked_up(name: str, args: tuple[Any, ...], options: tuple[Any, ...]) -> Known | None:
+    """What is known of such a call, if the dispatcher would give its tensors to an implementation as they are."""
+    if not _plain(args):
+        return None
+    known = dispatch.known(dispatch.metadata(name, args, options))
+    if known is None or known.kinds != tuple(map(type, options)):
+        return None
+    repeats.keep(name, args, options, known)
+    return known
 
 
 def _unobserved() -> bool:

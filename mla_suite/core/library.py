@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.core import debug, dispatch
+from mla_suite.core import debug, dispatch, repeats
 from mla_suite.core.allocation import Output as Output
 from mla_suite.core.allocation import allocator, empty
 from mla_suite.core.dispatch import Backend, Known
@@ -161,11 +161,13 @@ def complete(op: Op, known: Known, args: tuple[Any, ...], options: tuple[Any, ..
 
 
 def _functional(op: Op) -> Callable[..., Any]:
-    positional, values = op.positional, _values(op, op.options)
+    positional, names, defaults, lists = op.positional, *_split(op.options), op.takes_lists
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
-        options = values(kwargs)
+        options = tuple(map(kwargs.get, names, defaults))
+        if lists:
+            options = _hashable(options)
         key = dispatch.metadata(op.name, args, options)
         known = dispatch.known(key)
         if known is not None:
@@ -174,25 +176,21 @@ def _functional(op: Op) -> Callable[..., Any]:
         allocate = allocator(op.specify(*args, **given), args[0].device)
         outputs = allocate()
         _validate(op, args, options)
-        found = Known(allocate, _ready(op, outputs, args, given), tuple(map(type, options)))
+        found = Known(allocate, _ready(op, outputs, args, given), tuple(map(type, options)), {})
         dispatch.remember(key, found).start(outputs, *args)
         return _returned(outputs)
 
     return call
 
 
-def _values(op: Op, options: dict[str, Any]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Keyword arguments -> their values in the order of `options`, those that are left out at their defaults; lists as
-    tuples, which a key may hold."""
-    names, defaults = tuple(options), tuple(options.values())
+def _split(options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The names and the defaults: a keyword argument that the dispatcher leaves out is at its default."""
+    return tuple(options), tuple(options.values())
 
-    def values(given: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple(map(given.get, names, defaults))
 
-    def without_lists(given: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple([tuple(value) if isinstance(value, list) else value for value in values(given)])
-
-    return without_lists if op.takes_lists else values
+def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lists as tuples, which a key may hold."""
+    return tuple([tuple(value) if isinstance(value, list) else value for value in options])
 
 
 def _ready(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
@@ -215,21 +213,28 @@ def _fake(op: Op) -> Callable[..., Any]:
 
 def _out(op: Op) -> Callable[..., None]:
     check, name = _check_outputs(op), f"{op.name}.out"
-    positional, values = op.positional, _values(op, op.out_options | dict.fromkeys(op.outputs))
-    own = len(op.out_options)
+    positional, lists, own = op.positional, op.takes_lists, len(op.out_options)
+    names, defaults = _split(op.out_options | dict.fromkeys(op.outputs))
 
     def call(*args: Any, **kwargs: Any) -> None:
         args += positional[len(args) :]
-        found = values(kwargs)
+        found: tuple[Any, ...] = tuple(map(kwargs.get, names, defaults))
         options, outputs = found[:own], found[own:]
-        key = dispatch.metadata(name, args + outputs, options)
-        known = dispatch.known(key)
+        if lists:
+            options = _hashable(options)
+        tensors = args + outputs
+        known = repeats.find(name, tensors, options)
         if known is None:
-            check(*args, **kwargs)
+            key = dispatch.metadata(name, tensors, options)
+            known = dispatch.known(key)
+            if known is None:
+                check(*args, **kwargs)
+            else:
+                repeats.keep(name, tensors, options, known)
         _validate(op, args, options)
         if known is None:
             start = _ready(op, outputs, args, dict(zip(op.out_options, options, strict=True)))
-            known = dispatch.remember(key, Known(tuple, start, tuple(map(type, options))))
+            known = dispatch.remember(key, Known(tuple, start, tuple(map(type, options)), {}))
         known.start(outputs, *args)
 
     return call

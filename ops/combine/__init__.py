@@ -12,7 +12,7 @@ from mla_suite.ops.combine import native, reference, samples
 
 SCHEMA = (
     "(Tensor partial_out, Tensor partial_lse, Tensor? split_indptr=None, Tensor? attn_sink=None, *, "
-    "SymInt num_splits=0, ScalarType out_dtype) -> (Tensor out, Tensor lse)"
+    "SymInt num_splits=0, ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)"
 )
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -55,7 +55,8 @@ def combine(
     the rows of sequences with exactly one split untouched, for producers that wrote them already.
     """
     tensors = partial_out, partial_lse, split_indptr, attn_sink
-    return faces.call(COMBINE, tensors, (num_splits, out_dtype))
+    # AOTInductor of torch 2.11 and older passes a dtype on by another numbering, and None as it is: bfloat16.
+    return faces.call(COMBINE, tensors, (num_splits, None if out_dtype is torch.bfloat16 else out_dtype))
 
 
 def specify(
@@ -65,12 +66,13 @@ def specify(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Output, ...]:
     checks.tensor("combine", "partial_out", partial_out, rank=3, dtypes=checks.FLOAT32)
     checks.tensor("combine", "partial_lse", partial_lse, rank=2, dtypes=checks.FLOAT32, like=partial_out)
     splits, rows, head_dim_v = partial_out.shape
     checks.shape("combine", "partial_lse", partial_lse, (splits, rows), "[splits, rows]")
+    out_dtype = out_dtype or torch.bfloat16
     if out_dtype not in OUT_DTYPES:
         checks.fail("combine", "out_dtype", f"is {out_dtype}", f"it takes {checks.dtype_names(OUT_DTYPES)}", TypeError)
     if (split_indptr is None) != bool(num_splits != 0):
@@ -100,12 +102,12 @@ def problem(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     skip_single: bool = False,
 ) -> Problem:
     splits, rows, head_dim_v = partial_out.shape
     batch = split_indptr.shape[0] - 1 if split_indptr is not None else splits // num_splits
-    return Problem(batch, rows, head_dim_v, num_splits, out_dtype, skip_single, splits)
+    return Problem(batch, rows, head_dim_v, num_splits, out_dtype or torch.bfloat16, skip_single, splits)
 
 
 def validate(
@@ -115,7 +117,7 @@ def validate(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
 ) -> None:
     if split_indptr is not None:
         bounds = split_indptr.tolist()

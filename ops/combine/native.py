@@ -68,7 +68,11 @@ def prepare(
     num_splits: int,
     skip: tuple[bool, bool],
 ) -> Launch:
-    """shape is (batch, rows, heads); strides are those of partial_out, partial_lse, out and lse."""
+    """shape is (batch, rows, heads) with rows = q_len x heads; strides are those of partial_out and partial_lse, which
+    begin with [splits, rows], and of out and lse, which begin with [tokens, heads]; skip is whether sequences without a
+    split, and with one, are left as they are. Sequence b owns the splits that split_indptr says, or num_splits; and the
+    tokens that cu_seqlens_q says, or q_len.
+    """
     batch, rows, heads = shape
     partial, partial_lse, out, lse = strides
     # 16-byte accesses must reach every vector of every row.
@@ -106,71 +110,10 @@ def prepare(
     return Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
 
 
-def merger(
-    outputs: tuple[torch.Tensor, ...],
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    config: Config,
-    batch: int,
-    num_splits: int,
-    skip_none: bool = False,
-    skip_single: bool = False,
-) -> Callable[..., None]:
-    """What merges partials [splits, q_len x heads, D_v] into outputs: out [tokens, heads, D_v] and lse [tokens, heads],
-    any strides. It takes (outputs, partial_out, ...) of every call with this metadata.
-
-    Sequence b owns the splits that split_indptr says, or num_splits; and the tokens that cu_seqlens_q says, or q_len.
-    Sequences without a split, or with one, are left as they are when told to skip them.
-    """
-    out, lse = outputs
-    rows, heads = partial_lse.shape[1], out.shape[1]
-    if batch == 0 or rows == 0:
-        return lambda *tensors, **options: None
-    prepared = prepare(
-        config,
-        (batch, rows, heads),
-        (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
-        (partial_out.data_ptr() | out.data_ptr()) % 16 == 0,
-        out.dtype,
-        1 if attn_sink is None else attn_sink.shape[0],
-        num_splits,
-        (skip_none, skip_single),
-    )
-    partly = skip_none or skip_single or cu_seqlens_q is not None
-    launch, numbers = _bound(prepared, partial_out, partial(buffers, partly=partly)), prepared.numbers
-
-    def start(
-        outputs: tuple[torch.Tensor, ...],
-        partial_out: torch.Tensor,
-        partial_lse: torch.Tensor,
-        split_indptr: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        cu_seqlens_q: torch.Tensor | None = None,
-        **_: Any,
-    ) -> None:
-        out, lse = outputs
-        pointers = _pack_pointers(
-            partial_out.data_ptr(),
-            partial_lse.data_ptr(),
-            0 if split_indptr is None else split_indptr.data_ptr(),
-            0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-            0 if attn_sink is None else attn_sink.data_ptr(),
-            out.data_ptr(),
-            lse.data_ptr(),
-        )
-        launch(pointers + numbers, (partial_out, partial_lse, split_indptr, cu_seqlens_q, attn_sink, out, lse))
-
-    return start
-
-
 def launcher(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
     """(addresses, given) -> None, which enqueues what `prepare` found on the device of `place`.
 
-    Addresses as in `merger`'s tensors, 0 for none; `named(*given)` names the tensors of a call.
+    Addresses are those of the parameters, 0 for none; `named(*given)` names the tensors of a call.
     """
     launch, numbers = _bound(prepared, place, named), prepared.numbers
     return lambda addresses, given: launch(_pack_pointers(*addresses) + numbers, given)
@@ -190,27 +133,12 @@ def buffers(
     lse: torch.Tensor,
     partly: bool,
 ) -> Iterator[Buffer]:
-    """The tensors of `merge`; `partly` where some rows of the results are left as they are."""
+    """The tensors of a merge; `partly` where some rows of the results are left as they are."""
     read = dict(partial_out=partial_out, partial_lse=partial_lse, split_indptr=split_indptr)
     read |= dict(cu_seqlens_q=cu_seqlens_q, attn_sink=attn_sink)
     yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
     access = "rw" if partly else "all"
     yield from (Buffer("out", out, access), Buffer("lse", lse, access))
-
-
-def merge(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
-    attn_sink: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    **given: Any,
-) -> None:
-    """Merge once; keyword arguments as of `merger`."""
-    call = (out, lse), partial_out, partial_lse, split_indptr, attn_sink, cu_seqlens_q
-    merger(*call, **given)(*call)
 
 
 def ready(
@@ -222,20 +150,46 @@ def ready(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     skip_single: bool = False,
 ) -> Callable[..., None]:
-    return merger(
-        outputs,
-        partial_out,
-        partial_lse,
-        split_indptr,
-        attn_sink,
-        config=config,
-        batch=outputs[0].shape[0],
-        num_splits=num_splits,
-        skip_single=skip_single,
+    out, lse = outputs
+    batch, rows = lse.shape
+    if batch == 0 or rows == 0:
+        return lambda *args, **kwargs: None
+    prepared = prepare(
+        config,
+        (batch, rows, rows),
+        (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
+        (partial_out.data_ptr() | out.data_ptr()) % 16 == 0,
+        out.dtype,
+        1 if attn_sink is None else attn_sink.shape[0],
+        num_splits,
+        (False, skip_single),
     )
+    launch, numbers = _bound(prepared, partial_out, partial(buffers, partly=skip_single)), prepared.numbers
+
+    def start(
+        outputs: tuple[torch.Tensor, ...],
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        split_indptr: torch.Tensor | None = None,
+        attn_sink: torch.Tensor | None = None,
+        **_: Any,
+    ) -> None:
+        out, lse = outputs
+        pointers = _pack_pointers(
+            partial_out.data_ptr(),
+            partial_lse.data_ptr(),
+            0 if split_indptr is None else split_indptr.data_ptr(),
+            0,
+            0 if attn_sink is None else attn_sink.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+        launch(pointers + numbers, (partial_out, partial_lse, split_indptr, None, attn_sink, out, lse))
+
+    return start
 
 
 @keep

@@ -18,7 +18,7 @@ def run(
     attn_sink: torch.Tensor | None = None,
     *,
     num_splits: int = 0,
-    out_dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
     skip_single: bool = False,
 ) -> None:
     out, lse = outputs

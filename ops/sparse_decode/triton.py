@@ -1,13 +1,11 @@
 """sparse_decode in Triton, for GPUs without a kernel of our own.
 
 A program holds one tile of one query token's heads and walks its selected keys pool after pool, under one softmax. A
-block of keys is gathered and dequantised once per row tile and serves as K, transposed, and as V. fp8 values are
-decoded by integer arithmetic, so every GPU reads both flavours.
+block of keys is gathered and dequantised once per row tile and serves as K, transposed, and as V.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.layouts import layout as declared
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
+from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
 from mla_suite.runtime.device import compute_units
 from mla_suite.runtime.scratch import partials
 
@@ -36,29 +35,6 @@ class Tile(NamedTuple):
     keys: int
     warps: int
     stages: int
-
-
-class Record(NamedTuple):
-    """Where a layout keeps a token's values, as constants of the kernel; see `Field` in core/layouts for the rule.
-
-    Columns 0 .. latent_count of a row are the latent field, those after it the rope field. A dense row is one field.
-    """
-
-    latent_count: Any
-    latent_encoding: Any
-    latent_offset: Any
-    latent_stride: Any
-    latent_per_block: Any
-    rope_encoding: Any
-    rope_offset: Any
-    rope_stride: Any
-    rope_per_block: Any
-    scale_count: Any
-    scale_encoding: Any
-    scale_offset: Any
-    scale_stride: Any
-    scale_per_block: Any
-    scale_tile: Any
 
 
 class Pool(NamedTuple):
@@ -204,81 +180,6 @@ def attend_pool(
         accumulator = accumulator * fading[:, None]
         accumulator = tl.dot(weights.to(DOT), values, accumulator, input_precision="ieee")
     return highest, total, accumulator
-
-
-@triton.jit
-def row_columns(pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """fp32 columns FIRST .. FIRST + COUNT of the rows of tokens `at` of blocks that begin at byte pointers `block`."""
-    LATENT: tl.constexpr = pool.record.latent_count
-    column = FIRST + tl.arange(0, COUNT)
-    if FIRST < LATENT:
-        field = block + pool.page * pool.record.latent_per_block + at * pool.record.latent_stride
-        wanted = valid[:, None]
-        if FIRST + COUNT > LATENT:
-            wanted = wanted & (column < LATENT)[None, :]
-        row = load_encoded(field + pool.record.latent_offset, column, wanted, pool.record.latent_encoding)
-        if pool.record.scale_count > 0:
-            row = scaled(row, pool, block, at, valid, FIRST, COUNT)
-    if FIRST + COUNT > LATENT:
-        field = block + pool.page * pool.record.rope_per_block + at * pool.record.rope_stride
-        wanted = valid[:, None] & (column >= LATENT)[None, :]
-        rope = load_encoded(field + pool.record.rope_offset, column - LATENT, wanted, pool.record.rope_encoding)
-        row = tl.where((column >= LATENT)[None, :], rope, row) if FIRST < LATENT else rope
-    return row
-
-
-@triton.jit
-def scaled(row, pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """`row` with each tile of its latent part multiplied by its scale."""
-    TILE: tl.constexpr = pool.record.scale_tile
-    tile = FIRST // TILE + tl.arange(0, COUNT // TILE)
-    wanted = valid[:, None] & (tile < pool.record.scale_count)[None, :]
-    field = block + pool.page * pool.record.scale_per_block + at * pool.record.scale_stride
-    scale = load_encoded(field + pool.record.scale_offset, tile, wanted, pool.record.scale_encoding)
-    tiles = tl.reshape(row, [row.shape[0], COUNT // TILE, TILE])
-    return tl.reshape(tiles * scale[:, :, None], [row.shape[0], COUNT])
-
-
-@triton.jit
-def load_encoded(field, column, wanted, ENCODING: tl.constexpr):
-    """fp32 values [keys, columns] of fields that begin at byte pointers `field` [keys]; 0 where not wanted."""
-    if ENCODING == "fp32":
-        field = field.to(tl.pointer_type(tl.float32))
-    elif ENCODING == "bf16":
-        field = field.to(tl.pointer_type(tl.bfloat16))
-    elif ENCODING == "fp16":
-        field = field.to(tl.pointer_type(tl.float16))
-    stored = tl.load(field[:, None] + column[None, :], mask=wanted, other=0)
-    if ENCODING == "e8m0":
-        code = stored.to(tl.int32)
-        bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
-        values = bits.to(tl.float32, bitcast=True)
-    elif ENCODING == "e4m3fn" or ENCODING == "e4m3fnuz":
-        # e4m3's fields at fp32's places are the value but for the exponent's bias, subnormals included
-        BIAS: tl.constexpr = 8 if ENCODING == "e4m3fnuz" else 7
-        code = stored.to(tl.int32)
-        bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
-        nan = code == 0x80 if ENCODING == "e4m3fnuz" else (code & 0x7F) == 0x7F
-        values = tl.where(nan, float("nan"), bits.to(tl.float32, bitcast=True) * 2.0 ** (127 - BIAS))
-    else:
-        values = stored.to(tl.float32)
-    return values
-
-
-@functools.lru_cache(maxsize=256)
-def record(layout: str, head_dim: int) -> Record:
-    """The layout's fields as constants of the kernel; a dense row as one field of head_dim values."""
-    kind = declared(layout)
-    kind = kind.sized(head_dim, 0) if kind.dense else kind
-    constants = kind.constants()
-    encodings = {field.name: field.encoding for field in kind.fields}
-
-    def value(name: str) -> Any:
-        part, _, what = name.partition("_")
-        found = encodings.get(part, "") if what == "encoding" else constants.get(f"KV_{name.upper()}", 0)
-        return tl.constexpr(found)
-
-    return Record(*(value(name) for name in Record._fields))
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:

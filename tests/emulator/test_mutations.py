@@ -182,7 +182,7 @@ def test_combine(arch):
     out, lse, sink = torch.randn(2 * 33, 3, 512), torch.randn(2 * 33, 3), torch.randn(3)
     results = torch.zeros(2, 3, 512), torch.zeros(2, 3)
     with mla_suite.emulate(arch), first_launch() as found:
-        combine_native.merge(out, lse, None, None, sink, *results, config=point, batch=2, num_splits=33)
+        combine_native.run(point, results, out, lse, None, sink, num_splits=33)
     reported = judge(found[0], ("barrier", "wait", "store"), 20)
     assert reported["barrier"] == 2
     assert reported["wait"] >= 10

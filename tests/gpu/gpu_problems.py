@@ -155,8 +155,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-_right: dict[tuple[str, str, int], Tensors] = {}
-"""What is right by operator, sample and turn: the tests of both backends ask for it a dozen times, on the CPU."""
+_right: dict[tuple[str, str, int, str], Tensors] = {}
+"""What is right by operator, sample, turn and place: tests of both backends ask for it a dozen times, on the CPU."""
 
 
 class Problem:
@@ -192,7 +192,7 @@ class Problem:
 
     def load(self, turn: int) -> None:
         args, kwargs = values(self.name, self.sample, turn)
-        key = (self.name, self.sample.name, turn)
+        key = (self.name, self.sample.name, turn, self._place())
         if key not in _right:
             _right[key] = expected(self.name, args, kwargs, self.device)
         self.right = _right[key]
@@ -200,6 +200,13 @@ class Problem:
             mine.copy_(theirs)
         for output in self.outputs:
             testing.poison(output)
+
+    def _place(self) -> str:
+        """Where what is right is right: a plan on its device and arch, see `expected`; anything else everywhere."""
+        if self.name != "plan":
+            return "everywhere"
+        arch = dispatch.arch_of(dispatch.first_tensor(self.args))
+        return f"{self.device} {arch and arch.name}"
 
     def check(self) -> None:
         assert_right(self.name, (*self.outputs, *written(self.name, self.args)), self.right)

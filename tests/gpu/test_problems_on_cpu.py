@@ -11,8 +11,10 @@ from gpu_problems import CASES, CPU, FIRST, Problem, Recorded, only, steps, tens
 from gpu_summary import table
 
 import mla_suite
+from mla_suite.core import arch as arch_records
 from mla_suite.core import dispatch
 from mla_suite.core.library import Sample
+from mla_suite.runtime import launcher
 
 each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
 
@@ -30,6 +32,26 @@ def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> No
         problem.check()
         assert not all(torch.equal(mine, theirs) for mine, theirs in zip(before, problem.right, strict=True))
         before = problem.right
+
+
+@pytest.mark.parametrize("sample", [sample for name, sample in CASES if name == "plan"], ids=lambda sample: sample.name)
+def test_a_plan_is_right_for_its_own_device(sample: Sample) -> None:
+    """The suite of a GPU asks for its plans first; their cost figures, and so their cuts, are not those of a CPU."""
+    for turn in (0, 1, 2):
+        token = launcher._emulated.set(arch_records.get("sm_90"))  # tensors of the CPU count as an H200's
+        try:
+            gpu = Problem("plan", sample, "reference", CPU)
+            gpu.load(turn)
+            gpu.call()
+            gpu.check()
+        finally:
+            launcher._emulated.reset(token)
+        cpu = Problem("plan", sample, "reference", CPU)
+        cpu.load(turn)
+        cpu.call()
+        cpu.check()
+    if not cpu.kwargs["num_splits"] and not cpu.kwargs["split_size"]:
+        assert not torch.equal(gpu.outputs[0], cpu.outputs[0]), "one plan for both would not show a mix-up"
 
 
 @each

@@ -22,9 +22,9 @@ from mla_suite.testing import poison
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 import decode_grid
-import sparse_problems
+import sparse_runs
 from hopper_rows import hopper_rows
-from sparse_problems import ABSURD, MODES, POOLS, in_mode, poisoned, problem
+from sparse_problems import MODES, POOLS, in_mode, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 CUDA = torch.device("cuda")
@@ -59,14 +59,8 @@ def attend(args, kwargs):
     return out.cpu(), lse.cpu()
 
 
-def exact(args, kwargs):
-    return sparse_problems.exact(*args, **kwargs, read=hopper_rows)
-
-
-def check(args, kwargs):
-    out, lse = attend(args, kwargs)
-    decode_grid.assert_within_bound(out, lse, exact(args, kwargs))
-    return out, lse
+ON_GPU = sparse_runs.Machine(attend, hopper_rows)
+check, exact = ON_GPU.check, ON_GPU.exact
 
 
 @pytest.mark.parametrize("heads", [5, 70])
@@ -146,93 +140,37 @@ def test_random_problems():
     assert len(met) == len(WIDTHS) + len(PAIRS), met
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("name", ["dsv4", "v32", "bf16"])
-def test_every_length(name, heads):
-    """Around the sizes of pairs, stages and batches of indices, in one ragged call."""
+def test_every_length(name, heads, splits):
+    """Around the sizes of pairs, stages and batches of indices."""
     sizes = [0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 513]
-    args, kwargs = problem([(name, 8, 64, sum(sizes))], 1, heads)
-    args[0] = args[0].expand(len(sizes), heads, -1).contiguous()
-    args[2], args[3] = [args[2][0].flatten()], [torch.tensor([0, *sizes]).cumsum(0).int()]
-    for splits in (1, 3):
-        check(args, kwargs | {"num_splits": splits})
+    sparse_runs.every_length(ON_GPU, name, heads, sizes, splits)
 
 
-@pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
+@pytest.mark.parametrize("kind", sparse_runs.KINDS)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_hard_scores(heads, kind):
-    """Logits to +-200, rows all equal, one key above all others, and references that rise at every stage or never."""
-    (q, (cache,), (index,), *rest), kwargs = problem([("bf16", 5, 64, 300)], 1, heads, invalid=0)
-    index[0] = torch.arange(300)
-    direction = torch.randn(576)
-    keys = torch.randn(320, 576)
-    if kind == "equal":
-        keys[:] = keys[0]
-    elif kind == "dominating":
-        keys[200] = q[0, 0].float() * 4
-    else:
-        logits = torch.linspace(-200, 200, 300)
-        logits = {"large": logits[torch.randperm(300)], "rising": logits, "falling": logits.flip(0)}[kind]
-        q[:] = direction.bfloat16()
-        keys[:300] = logits[:, None] * 24 / direction.square().sum() * direction + keys[:300] / 4
-    cache.copy_(keys.view(5, 64, 576))
-    check([q, [cache], [index], *rest], kwargs | {"num_splits": 1})
+    sparse_runs.hard_scores(ON_GPU, heads, kind)
 
 
-SELECTIONS = {
-    "duplicates": lambda slots, n: [5] * n,
-    "all invalid": lambda slots, n: [ABSURD[i % 4] for i in range(n)],
-    "one valid": lambda slots, n: [-1] * (n // 2) + [slots - 1] + [slots] * (n - n // 2 - 1),
-    "last token": lambda slots, n: [slots - 1, slots] * (n // 2),
-    "first token": lambda slots, n: [0, -1] * (n // 2),
-}
-
-
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("selection", sparse_runs.SELECTIONS)
 @pytest.mark.parametrize("heads", [40, 100])
 @pytest.mark.parametrize("name", RECORDS)
 def test_selections(name, heads, selection):
-    args, kwargs = problem([(name, 3, 16, 1), (name, 2, 64, 1)], 2, heads)
-    for i, cache in enumerate(args[1]):
-        slots = cache.shape[0] * cache.shape[1]
-        chosen = SELECTIONS[selection](slots, 40)
-        args[2][i] = torch.tensor([chosen, [-1] * 40], dtype=torch.int32)
-        used = {slot for slot in chosen if 0 <= slot < slots}
-        args[1][i] = poisoned(name, cache.shape[0], cache.shape[1], used, 3, args[0].shape[-1])
-    out, lse = check(args, kwargs)
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
-    assert bool((lse[1] == -torch.inf).all())
+    sparse_runs.selections(ON_GPU, name, heads, selection)
 
 
-@pytest.mark.parametrize("sink", [torch.inf, -torch.inf, 0.0, 60.0])
+@pytest.mark.parametrize("sink", sparse_runs.SINKS)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_sinks(sink, splits):
-    """Query token 1 has no key; a pool may have no pages and another no indices."""
-    args, kwargs = problem([("dsv4", 2, 16, 9), ("dsv4", 0, 16, 5), ("dsv4", 2, 16, 0)], 2, 12)
-    args[2][0][1] = -1
-    kwargs["num_splits"] = splits
-    plain, plain_lse = attend(args, kwargs)
-    args[5] = torch.full((12,), sink)
-    out, lse = check(args, kwargs)
-    assert torch.equal(lse, plain_lse)
-    assert sink != torch.inf or not bool(out.any())
-    assert sink != -torch.inf or torch.equal(out, plain)
+    sparse_runs.sinks(ON_GPU, sink, splits)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_extreme_scales(heads):
-    """Scale bytes 0 and 254 (2^-127 and 2^127), and NaN codes and scales in all slots that nobody selects."""
-    args, kwargs = problem([("dsv4", 2, 64, 100)], 1, heads, invalid=0)
-    (cache,), (index,) = args[1], args[2]
-    scales = torch.as_strided(cache, (2, 64, 8), (cache.stride(0), 8, 1), 64 * 576)
-    codes = torch.as_strided(cache, (2, 64, 576), (cache.stride(0), 576, 1))
-    small, large = divmod(int(index[0, 3]), 64), divmod(int(index[0, 40]), 64)
-    scales[small] = 0
-    scales[large] = 254
-    codes[large][:448] = 1  # 2^-9: rows of 2^118
-    q = args[0]
-    q[..., :448] = q[..., :448].abs() * -1  # so that this key's weight is 0 and its row stays out of every sum
-    check(args, kwargs)
+    sparse_runs.extreme_scales(ON_GPU, heads)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
@@ -260,12 +198,7 @@ def test_one_nan_among_the_values_is_seen(heads, column, code):
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nan_that_is_selected_is_seen(name, splits):
-    args, kwargs = problem([(name, 4, 64, 130)], 2, 16, invalid=0)
-    args[2][0][0, 77] = next(s for s in range(256) if s not in args[2][0].flatten().tolist())
-    out, lse = attend(args, kwargs | {"num_splits": splits})
-    assert bool(out[0].isnan().all())
-    assert bool(lse[0].isnan().all())
-    assert bool(out[1].isfinite().all() and lse[1].isfinite().all())
+    sparse_runs.selected_nan(ON_GPU, name, splits)
 
 
 @pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
@@ -275,14 +208,9 @@ def test_scales_that_are_not_positive(scale):
 
 
 def test_strided_queries_and_outputs():
-    args, kwargs = problem(POOLS["v4"], 4, 16)
-    q = torch.zeros(2, 2, 16, 516, dtype=torch.bfloat16)[..., 2:514]
-    q.copy_(args[0].view(2, 2, 16, 512))
-    args[0], args[2] = q, [index.view(2, 2, -1) for index in args[2]]
+    args, kwargs, (out, lse) = sparse_runs.strided(CUDA)
     there = moved(args, CUDA)
     native(there, kwargs)
-    out = torch.zeros(2, 3, 32, 520, dtype=torch.bfloat16, device=CUDA)[:, :2, ::2, :512]
-    lse = torch.zeros(2, 3, 32, device=CUDA)[:, :2, :16]
     torch.ops.mla_suite.sparse_decode.out(*there, **kwargs, out=out, lse=lse)
     decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact(args, kwargs))
 
@@ -323,12 +251,7 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
 
 @pytest.mark.parametrize("heads", [16, 48, 128])
 def test_batch_invariant_bits(heads):
-    args, kwargs = problem(POOLS["v4"], 9, heads)
-    whole = attend(args, kwargs | {"split_size": 64})
-    for t in (0, 8):
-        single = [args[0][t : t + 1], args[1], [index[t : t + 1] for index in args[2]], *args[3:]]
-        alone = attend(single, kwargs | {"split_size": 64})
-        assert all(torch.equal(a[t], b[0]) for a, b in zip(whole, alone, strict=True))
+    sparse_runs.batch_invariant(ON_GPU, heads)
 
 
 @pytest.mark.parametrize("mode", ["one split", "splits and sink", "lengths and sink"])

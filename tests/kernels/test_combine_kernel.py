@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+from functools import partial
 
 import pytest
 import torch
@@ -198,19 +199,20 @@ def test_merge_of_ragged_queries(arch):
     heads, bounds, tokens = 8, [0, 2, 2, 7], [0, 1, 4, 4]
     partial_out, partial_lse = partials(7, 3 * heads)
     out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))
-    native.merge(
-        partial_out,
-        partial_lse,
-        torch.tensor(bounds, dtype=torch.int32),
-        torch.tensor(tokens, dtype=torch.int32),
-        None,
-        out,
-        lse,
-        config=config.invariant(arch, 512),
-        batch=3,
-        num_splits=0,
-        skip_none=True,
+    prepared = native.prepare(
+        config.invariant(arch, 512),
+        (3, 3 * heads, heads),
+        tuple(tensor.stride()[:2] for tensor in (partial_out, partial_lse, out, lse)),
+        True,
+        out.dtype,
+        1,
+        0,
+        (True, False),
     )
+    cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
+    given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
+    launch = native.launcher(prepared, out, partial(native.buffers, partly=True))
+    launch([0 if tensor is None else tensor.data_ptr() for tensor in given], given)
     wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
     assert_close(out[:1], lse[:1], wanted)
     assert bool(out[1:].isnan().all())
@@ -273,7 +275,7 @@ def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
         result = torch.empty(batch, 12, 512)
         total = torch.empty(batch, 12)
         rows = slice(7 * first, 7 * (first + batch))
-        native.merge(out[rows], lse[rows], None, None, None, result, total, config=point, batch=batch, num_splits=7)
+        native.run(point, (result, total), out[rows], lse[rows], num_splits=7)
         return result, total
 
     whole, totals = merged(0, 5)
@@ -328,18 +330,7 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
 
         monkeypatch.setattr(native, "bind", bind)
         merged, total = torch.empty(3, 5, head_dim_v), torch.empty(3, 5)
-        native.merge(
-            out,
-            lse,
-            torch.tensor(bounds, dtype=torch.int32),
-            None,
-            None,
-            merged,
-            total,
-            config=point,
-            batch=3,
-            num_splits=0,
-        )
+        native.run(point, (merged, total), out, lse, torch.tensor(bounds, dtype=torch.int32))
         assert_close(merged, total, exact(out, lse, bounds))
 
 
@@ -349,7 +340,7 @@ def test_a_miss_gives_the_same_numbers(arch):
     results = []
     for point in (config.invariant(arch, 512), Config(arch, 512, rows=4, vec=4, waves=4, slices=1)):
         merged, total = torch.empty(2, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16)
-        native.merge(out, lse, None, None, None, merged, total, config=point, batch=2, num_splits=33)
+        native.run(point, (merged, total), out, lse, num_splits=33)
         assert_close(merged, total, exact(out, lse, [0, 33, 66]))
         results.append(merged)
     assert_close(results[0], total, exact(out, lse, [0, 33, 66]))

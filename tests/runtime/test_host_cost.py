@@ -111,30 +111,33 @@ def hip(stub_folder, monkeypatch, request):
         ("gfx942", "decode", 1, 18),
         ("gfx942", "decode in splits", 2, 25),
         ("gfx942", "decode by plan", 2, 25),
-        ("gfx950", "sparse_decode v32", 1, 21),
-        ("gfx950", "sparse_decode v32 in splits", 2, 28),
-        ("gfx950", "sparse_decode dsv4 with sink", 2, 32),
-        ("gfx950", "sparse_decode dsv4 by plan", 2, 32),
+        ("gfx950", "sparse_decode v32", 1, 18),
+        ("gfx950", "sparse_decode v32 in splits", 2, 25),
+        ("gfx950", "sparse_decode dsv4 with sink", 2, 25),
+        ("gfx950", "sparse_decode dsv4 by plan", 2, 25),
     ],
     indirect=["hip"],
 )
 def test_python_frames_of_a_call(hip, name, launches, frames):
     call, entered = (around_attention("cpu") | attention("cpu") | selection("cpu"))[name], []
     with torch.inference_mode():
-        call()
+        for _ in range(2):  # the first is made ready, the second recognised by its metadata, and the next by the last
+            call()
         hip.reset(0)
 
         def note(frame, event, argument):
             if event == "call":
                 entered.append(f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_code.co_name}")
 
+        gc.disable()  # hypothesis, imported by another test, has a callback in the collector
         sys.setprofile(note)
         try:
             call()
         finally:
             sys.setprofile(None)
+            gc.enable()
     assert len(hip.calls("hipModuleLaunchKernel")) == launches
-    assert len(entered) <= frames, entered
+    assert len(entered) <= frames, " ".join(entered)
 
 
 def test_calls_share_what_metadata_says_and_nothing_else(hip, monkeypatch):

@@ -1,0 +1,161 @@
+"""Our paged latent cache in the place of a transformers cache."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from mla_suite.models.cache import PagedLatentCache, Step, slots
+
+LAYOUTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class LatentCache(Cache):
+    """The paged latent cache in the place of a transformers cache, for a fixed batch.
+
+    With `max_len`, pages for `batch` sequences of that many tokens are taken at once and nothing moves afterwards, so
+    a compiled decode step runs at any length. Without it the cache grows as it fills, in eager mode only.
+    Beam search is refused; `crop` and `reset` work.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, max_len: int | None = None, *, page_size: int = 64) -> None:
+        dtype, device = cast(torch.dtype, model.dtype), cast(torch.device, model.device)
+        self.growable = max_len is None
+        width = 1 if max_len is None else -(-max_len // page_size)
+        layers = cast(Any, model.config).num_hidden_layers
+        self.paged = PagedLatentCache(layers, batch * width, page_size, layout=layout_of(dtype), device=device)
+        self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
+        self.block_table = self._table()
+        self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self.has_prefix = False
+        super().__init__(layers=[_CacheLayer(batch, not self.growable) for _ in range(layers)])
+        for tensor in (*self.paged.layers, self.block_table, self.seq_lens, self.seen):
+            torch._dynamo.mark_static_address(tensor)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens per sequence that fit as the cache stands."""
+        return self.block_table.shape[1] * self.paged.page_size
+
+    def begin(self, batch: int, q_len: int, valid: torch.Tensor | None) -> Step:
+        """Make room for q_len tokens per sequence, those that `valid` [batch, q_len] marks, and say where they go.
+
+        Positions count the rows of `cos_sin` that the model's own rotary_emb makes for this call.
+        """
+        if batch != self.block_table.shape[0]:
+            raise ValueError(
+                f"LatentCache: a batch of {batch} for a cache of {self.block_table.shape[0]} sequences; make the cache "
+                "with the batch that is decoded"
+            )
+        if not torch.compiler.is_compiling():
+            self._make_room(q_len)
+        start = self.seq_lens.long()[:, None]
+        if valid is None:
+            index = start + torch.arange(q_len, device=self.seq_lens.device)
+            slot_mapping = slots(self.block_table, index, self.paged.page_size)
+            self.seq_lens.add_(q_len)
+        else:
+            # Padding looks up token 0, which every sequence has room for, and is then skipped.
+            index = torch.where(valid, start + valid.cumsum(1) - 1, 0)
+            slot_mapping = torch.where(valid, slots(self.block_table, index, self.paged.page_size), -1)
+            self.seq_lens.add_(valid.sum(1, dtype=torch.int32))
+        self.seen.add_(q_len)
+        positions = torch.arange(batch * q_len, device=self.seq_lens.device)
+        return Step(self.block_table, self.seq_lens, slot_mapping.flatten(), positions)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Tokens seen so far, padding included, as a tensor: no step waits for it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.max_len, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1 if self.growable else self.max_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest `tokens_to_remove` tokens, as after a rejected draft: as many of every sequence."""
+        self.seq_lens.sub_(tokens_to_remove).clamp_(min=0)
+        self.seen.sub_(tokens_to_remove).clamp_(min=0)
+
+    def reset(self) -> None:
+        self.seq_lens.zero_()
+        self.seen.zero_()
+        self.has_prefix = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._refuse_beams()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse_beams()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse_beams()
+
+    def _refuse_beams(self) -> NoReturn:
+        raise NotImplementedError("LatentCache: a beam search copies sequences, this cache does not; use num_beams=1")
+
+    def _make_room(self, q_len: int) -> None:
+        if self.seen.is_cuda and not self.growable:
+            return  # a fixed cache never waits for the device; its gather checks the bound there
+        needed = int(self.seen) + q_len
+        if needed <= self.max_len:
+            return
+        if not self.growable:
+            raise RuntimeError(
+                f"LatentCache: {needed} tokens per sequence for a cache of max_len {self.max_len}; make it longer"
+            )
+        width = max(-(-needed // self.paged.page_size), 2 * self.block_table.shape[1])
+        self.paged.grow(len(self.sequences) * (width - self.block_table.shape[1]))
+        for sequence in self.sequences:
+            self.paged.reserve(sequence, width * self.paged.page_size)
+        self.block_table = self._table()
+
+    def _table(self) -> torch.Tensor:
+        rows = [self.paged.pool.pages(sequence) for sequence in self.sequences]
+        return torch.tensor(rows, dtype=torch.int32).to(self.paged.device)
+
+
+class _CacheLayer(CacheLayerMixin):
+    """One layer as transformers counts them; what it asks of a layer is answered by `LatentCache`."""
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, batch: int, compileable: bool) -> None:
+        super().__init__()
+        self.batch_size = batch
+        self.is_compileable = compileable
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._refuse()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._refuse()
+
+    def get_mask_sizes(self, query_length: int) -> Any:
+        self._refuse()
+
+    def get_seq_length(self) -> Any:
+        self._refuse()
+
+    def get_max_length(self) -> Any:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise TypeError("LatentCache: a layer holds no keys and values of its own; call patch(model) before using it")
+
+
+def layout_of(dtype: torch.dtype) -> str:
+    """The cache layout that stores latents in the model's own dtype."""
+    if dtype not in LAYOUTS:
+        raise TypeError(
+            f"patch: a model in {dtype}; possible are bfloat16, float16 and float32: convert it with model.to"
+        )
+    return LAYOUTS[dtype]
