@@ -42,11 +42,11 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
     KeyLoader(params, shared).run();
   } else if (group == 1) {
     take_registers<Policy::SCORES_REGISTERS>();
-    meet<Policy>();
+    blocks_meet<Policy>();
     Scores<Policy>(params, shared).run();
   } else {
     take_registers<Policy::VALUES_REGISTERS>();
-    meet<Policy>();
+    blocks_meet<Policy>();
     Values<Policy>(params, shared, group - 2).run();
   }
 }

@@ -45,7 +45,7 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
 // Before any role begins: the barriers of this block, and of a pair, are there (thread 0 fenced what it made of them).
 // Not the aligned form: nothing says that the lanes of a warp come together.
 template <class Policy>
-MLA_DEVICE void meet() {
+MLA_DEVICE void blocks_meet() {
   if constexpr (Policy::PAIRED)
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else

@@ -13,8 +13,11 @@ from mla_suite.runtime import tensor_map
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
 STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
-PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
-"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, bytes of a pair."""
+PAIRS = {"dsv4": (8, 8, 1184), "v32": (8, 7, 1312)}
+"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, alone and where two blocks
+bring keys together, and bytes of a pair."""
+REGISTER_STEPS = {1: hopper.REGISTER_STEPS["selected"], 2: 20}
+"""Blocks that bring keys together -> 16-value steps of Q K^T whose queries lie in registers."""
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
@@ -56,11 +59,11 @@ class HopperSparseConfig:
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
-        pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
-        notes = 464 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
-        present = 32 * stages if self.cluster == 2 else 16 * -(-stages // 4)  # bits of the keys that are there
-        selected = present + LOADER_WARPS * (notes + pairs * pair_bytes)
-        return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["selected"]) // 16) * 16 + selected
+        *pairs, pair_bytes = PAIRS.get(self.record, (0, 0, 0))
+        notes = 528 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
+        present = 16 * self.cluster * stages  # bits of the keys that are there
+        selected = present + LOADER_WARPS * (notes + pairs[self.cluster - 1] * pair_bytes)
+        return -(-hopper.block_bytes(width, stages, REGISTER_STEPS[self.cluster]) // 16) * 16 + selected
 
     @property
     def rows(self) -> int:
