@@ -10,8 +10,6 @@
 #pragma once
 
 #include "sm_90/cluster.hpp"
-#include "sm_90/dequantise.hpp"
-#include "sm_90/shared_copies.hpp"
 #include "sm_90/sparse_places.hpp"
 #include "sm_90/sparse_work.hpp"
 
@@ -23,6 +21,7 @@ class SparseLoader : Loader<Policy> {
   using Params = typename Policy::Params;
   using Base = Loader<Policy>;
   using Places = SparsePlaces<Policy>;
+  using Half = SparseHalf<Policy>;
   static constexpr bool PAIRED = Policy::PAIRED;
   static constexpr uint32_t STAGE_PAIRS = Policy::OWN_KEYS / 2;
   static constexpr uint32_t BATCH_STAGES = 32 / Policy::OWN_KEYS;  // whose tokens are looked up at once: one to a lane
@@ -227,8 +226,8 @@ class SparseLoader : Loader<Policy> {
     copies_wait<AHEAD - 1>();
     __syncwarp();
     Half first, last;
-    load_half<0>(raw_, places, first);
-    load_half<1>(raw_, places, last);
+    first.template load<0>(raw_, places);
+    last.template load<1>(raw_, places);
     uint32_t slot = raw_;
     uint32_t before = raw_ + AHEAD * Policy::PAIR_BYTES;
 #pragma unroll 1
@@ -253,16 +252,16 @@ class SparseLoader : Loader<Policy> {
           load16(slot + places.rope, rope);
           copies_wait<AHEAD - 2>();
           __syncwarp();
-          load_half<0>(after, places, first);
-          load_half<1>(after, places, last);
+          first.template load<0>(after, places);
+          last.template load<1>(after, places);
         } else {
           store_half<false, 0>(keys, pair, places, first);
           load16(slot + places.rope, rope);
           copies_wait<AHEAD - 2>();
           __syncwarp();  // every lane's copies are there
-          load_half<0>(after, places, first);
+          first.template load<0>(after, places);
           store_half<false, 1>(keys, pair, places, last);
-          load_half<1>(after, places, last);
+          last.template load<1>(after, places);
         }
         if (lane_ < 16) store(row, rope);
         // Into the slot before this one: every lane was done with it before the last __syncwarp.
@@ -283,53 +282,11 @@ class SparseLoader : Loader<Policy> {
     return after == raw_ + Policy::RAW_BYTES ? raw_ : after;
   }
 
-  // A lane's 16 values of the first 256 of its key, or of the last, and their scales.
-  static constexpr int SCALES = Places::SCALES;
-  struct Half {
-    uint32_t stored[4];
-    uint32_t scale[SCALES];
-
-    MLA_DEVICE bool large() const {
-      bool any = factor_of(scale[0]).large;
-      if constexpr (SCALES == 2) any = any || factor_of(scale[1]).large;
-      return any;
-    }
-  };
-
-  template <int NUMBER>
-  MLA_DEVICE static void load_half(uint32_t slot, const Places& places, Half& half) {
-    if constexpr (Places::RUNS) {
-      load8(slot + places.stored[0] + NUMBER * 256, half.stored);
-      load8(slot + places.stored[1] + NUMBER * 256, half.stored + 2);
-    } else {
-      load16(slot + places.stored[0] + NUMBER * 256, half.stored);
-    }
-    if constexpr (Record::SCALES_APART) {
-      const uint32_t at = NUMBER == 0 ? slot + places.scale[0] : slot + places.seventh;
-      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(half.scale[0]) : "r"(at) : "memory");
-      if constexpr (SCALES == 2)
-        asm volatile("ld.shared.u8 %0, [%1];"
-                     : "=r"(half.scale[1])
-                     : "r"(slot + places.scale[1] + NUMBER * 4)
-                     : "memory");
-    } else {
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(half.scale[0])
-                   : "r"(slot + places.scale[0] + NUMBER * 8)
-                   : "memory");
-    }
-  }
-
   // Dequantises a pair's half to where it is multiplied.
   template <bool LARGE, int NUMBER>
   MLA_DEVICE void store_half(uint32_t keys, uint32_t pair, const Places& places, const Half& half) const {
     uint32_t values[8];
-    if constexpr (SCALES == 1) {
-      dequantise<Record::SPLIT, LARGE, 4>(half.stored, factor<LARGE>(half.scale[0]), values);
-    } else {
-      dequantise<Record::SPLIT, LARGE, 2>(half.stored, factor<LARGE>(half.scale[0]), values);
-      dequantise<Record::SPLIT, LARGE, 2>(half.stored + 2, factor<LARGE>(half.scale[1]), values + 4);
-    }
+    half.template dequantised<LARGE>(values);
     constexpr uint32_t ON = NUMBER * 4 * Policy::BLOCK_BYTES;
     const uint32_t to = ((keys + places.to[0]) ^ pair * 32) + pair * 256;
     const bool eighth = Record::LATENT < 512 && NUMBER == 1 && places.seventh == places.scale[0] + 3;  // there is none
@@ -374,22 +331,6 @@ class SparseLoader : Loader<Policy> {
         copy_present<8>(tail + Record::TAIL_SCALES, token.row + token.to_scales, present);
     }
     copies_commit();
-  }
-
-  MLA_DEVICE static Factor factor_of(uint32_t scale) {
-    if constexpr (Record::SPLIT)
-      return Factor::of_any(bit_cast<float>(scale));
-    else
-      return Factor::of_power(scale);
-  }
-  template <bool LARGE>
-  MLA_DEVICE static Factor factor(uint32_t scale) {
-    if constexpr (!LARGE)
-      return factor_of(scale);
-    else if constexpr (Record::SPLIT)
-      return Factor::of_any_large(bit_cast<float>(scale));
-    else
-      return Factor::of_power_large(scale);
   }
 
   // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, STAGES_AHEAD

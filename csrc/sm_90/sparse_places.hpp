@@ -1,7 +1,7 @@
-// Which bytes of two keys each lane of a warp copies, dequantises and stores.
+// Which bytes of two keys each lane of a warp copies, dequantises and stores, and what it makes of them.
 #pragma once
 
-#include "sm_90/cluster.hpp"
+#include "sm_90/dequantise.hpp"
 #include "sm_90/sparse_policy.hpp"
 
 namespace mla::sm90 {
@@ -66,6 +66,61 @@ struct SparsePlaces {
                  : "+r"(copied), "+r"(tail), "+r"(stored[0]), "+r"(stored[1]), "+r"(rope), "+r"(scale[0]), "+r"(to[0]),
                    "+r"(to[1]), "+r"(row));
     if constexpr (SCALES == 2) asm volatile("" : "+r"(scale[1]), "+r"(seventh));
+  }
+};
+
+// A lane's 16 values of the first 256 of its key, or of the last, as they are stored, and their scales.
+template <class Policy>
+struct SparseHalf {
+  using Record = typename Policy::Record;
+  using Places = SparsePlaces<Policy>;
+
+  uint32_t stored[4];
+  uint32_t scale[Places::SCALES];
+
+  // NUMBER: 0 the first 256, 1 the last.
+  template <int NUMBER>
+  MLA_DEVICE void load(uint32_t slot, const Places& places) {
+    if constexpr (Places::RUNS) {
+      load8(slot + places.stored[0] + NUMBER * 256, stored);
+      load8(slot + places.stored[1] + NUMBER * 256, stored + 2);
+    } else {
+      load16(slot + places.stored[0] + NUMBER * 256, stored);
+    }
+    if constexpr (Record::SCALES_APART) {
+      const uint32_t at = NUMBER == 0 ? slot + places.scale[0] : slot + places.seventh;
+      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[0]) : "r"(at) : "memory");
+      if constexpr (Places::SCALES == 2)
+        asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[1]) : "r"(slot + places.scale[1] + NUMBER * 4) : "memory");
+    } else {
+      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[0]) : "r"(slot + places.scale[0] + NUMBER * 8) : "memory");
+    }
+  }
+
+  // Whether 2^120 times a scale would be infinite.
+  MLA_DEVICE bool large() const {
+    bool any = factor<false>(scale[0]).large;
+    if constexpr (Places::SCALES == 2) any = any || factor<false>(scale[1]).large;
+    return any;
+  }
+
+  template <bool LARGE>
+  MLA_DEVICE void dequantised(uint32_t (&values)[8]) const {
+    if constexpr (Places::SCALES == 1) {
+      dequantise<Record::SPLIT, LARGE, 4>(stored, factor<LARGE>(scale[0]), values);
+    } else {
+      dequantise<Record::SPLIT, LARGE, 2>(stored, factor<LARGE>(scale[0]), values);
+      dequantise<Record::SPLIT, LARGE, 2>(stored + 2, factor<LARGE>(scale[1]), values + 4);
+    }
+  }
+
+ private:
+  template <bool LARGE>
+  MLA_DEVICE static Factor factor(uint32_t scale) {
+    if constexpr (Record::SPLIT)
+      return LARGE ? Factor::of_any_large(bit_cast<float>(scale)) : Factor::of_any(bit_cast<float>(scale));
+    else
+      return LARGE ? Factor::of_power_large(scale) : Factor::of_power(scale);
   }
 };
 

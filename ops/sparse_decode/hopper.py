@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from mla_suite.core.arch import Arch
@@ -21,9 +22,14 @@ REGISTER_STEPS = {1: hopper.REGISTER_STEPS["selected"], 2: 20}
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
-STAGE_US = {1: 1.5, 2: 0.9}
-"""Blocks that bring keys together -> 32 keys on one SM: a key takes its loader 48 to 53 ns, with every SM busy
-(csrc/sm_90/README.md), and half of them a little more than half as long."""
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
+# an H200 (csrc/sm_90/README.md), which the sum meets within 7 % on average.
+STAGE_US = {1: 1.45, 2: 1.15}
+"""Blocks that bring keys together -> 32 keys on one SM, with every SM busy."""
+ITEM_US = (
+    7.5  # of each further item of a block: its first keys are looked up, copied and dequantised before any product
+)
+PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 
 
 @dataclass(frozen=True)
@@ -74,11 +80,6 @@ class HopperSparseConfig:
     def instance(self) -> str:
         return f"sparse_decode_layout-{self.record}_cluster-{self.cluster}"
 
-    @property
-    def stage_us(self) -> float:
-        """What 32 keys take on one SM, in microseconds."""
-        return STAGE_US[self.cluster]
-
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
         return -(-heads // hopper.ROWS)
@@ -92,9 +93,20 @@ def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
     return HopperSparseConfig(arch, record, 2 if in_pairs else 1)
 
 
+@lru_cache(maxsize=4096)
 def splits(config: HopperSparseConfig, tokens: int, heads: int, keys: int) -> int:
-    """Cuts per query token of about `keys` keys where no number was asked for."""
-    return hopper.cuts(config.arch, tokens, heads, max(1, -(-keys // hopper.KEYS)), config.stage_us)
+    """Cuts per query token of about `keys` keys where no number was asked for: what should take the least time."""
+    tiles, units = config.tiles(heads), config.arch.compute_units
+    stages = max(1, -(-keys // hopper.KEYS))
+
+    def microseconds(cuts: int) -> float:
+        rounds = -(-tokens * cuts // workers(config.arch, tokens * cuts, tiles))
+        spent = rounds * -(-stages // cuts) * STAGE_US[config.cluster] + (rounds - 1) * ITEM_US
+        partials = tokens * heads * cuts * 2048 if cuts > 1 else 0
+        return spent + partials / PARTIAL_BYTES_PER_US
+
+    most = min(stages, units, hopper.MOST_ROUNDS * units // (tokens * tiles))
+    return min(range(1, max(1, most) + 1), key=microseconds)
 
 
 def workers(arch: Arch, items: int, tiles: int) -> int:

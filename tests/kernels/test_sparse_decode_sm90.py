@@ -114,6 +114,29 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     assert sentence in refusal.reason
 
 
+@pytest.mark.parametrize(
+    ("record", "tokens", "heads", "keys", "cuts"),
+    [
+        ("v32", 128, 128, 2048, 1),
+        ("v32", 32, 128, 2048, 2),
+        ("v32", 8, 128, 2048, 8),
+        ("v32", 1, 128, 2048, 22),
+        ("dsv4", 128, 128, 1152, 1),
+        ("dsv4", 8, 128, 1152, 6),
+        ("dsv4", 1, 128, 1152, 18),
+        ("v32", 128, 64, 2048, 1),
+        ("v32", 32, 64, 2048, 4),
+        ("v32", 1, 64, 2048, 32),
+        ("v32", 1, 16, 2048, 64),
+        ("dsv4", 32, 64, 640, 4),
+        ("dsv4", 1, 64, 640, 20),
+    ],
+)
+def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
+    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/README.md)."""
+    assert hopper.splits(HopperSparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
+
+
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:
