@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(own)
-    result: int = module.run(own.parse_args(arguments[1:]))
+    try:
+        result: int = module.run(own.parse_args(arguments[1:]))
+    except ValueError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return 2
     return result
 
 

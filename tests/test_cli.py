@@ -38,6 +38,40 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(summary in listing for summary in COMMANDS.values())
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("explain foo", "explain: no operator 'foo'; registered are "),
+        ("explain decode --on sm_90", "sm_90 is not an AMD arch; the emulator executes gfx942 and gfx950"),
+        ("demo --layout nope", "demo: layout 'nope' is unknown; the layouts are bf16, "),
+        ("support --write nowhere/README.md", "support: nowhere/README.md cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_argument_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert sentence in line
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("demo --tokens 0", "argument --tokens: '0'; it is a number, 1 at least"),
+        ("demo --layers two", "argument --layers: 'two'; it is a number, 1 at least"),
+        ("layouts --page -1", "argument --page: '-1'; it is a number, 1 at least"),
+        ("explain --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
+        ("bench --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_refused(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words.split())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith(sentence)
+
+
 def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--json", "--tokens", "4", "--layers", "1"]) == 0
     report = json.loads(capsys.readouterr().out)

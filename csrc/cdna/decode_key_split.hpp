@@ -10,6 +10,7 @@
 #include "cdna/lds.hpp"
 #include "cdna/query.hpp"
 #include "cdna/rope.hpp"
+#include "cdna/work_list.hpp"
 #include "mla/epilogue.hpp"
 #include "mla/kv_source.hpp"
 
@@ -36,9 +37,9 @@ class KeySplitDecode {
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
-    for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkItem item = work.take(p);
+      mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
       if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
       KeySplitDecode decode(p, item, rows, first_row, lds);

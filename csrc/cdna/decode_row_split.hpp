@@ -13,6 +13,7 @@
 #include "cdna/key_groups.hpp"
 #include "cdna/query.hpp"
 #include "cdna/row_stage.hpp"
+#include "cdna/work_list.hpp"
 #include "mla/epilogue.hpp"
 
 namespace cdna {
@@ -317,9 +318,9 @@ template <class Policy, class Problem>
 template <int tiles>
 MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave) {
   const int first_row = mla::block_id_y() * Problem::rows;
-  for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+  for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    mla::WorkItem item = work.take(p);
+    mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);

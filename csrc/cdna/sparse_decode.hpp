@@ -18,8 +18,8 @@
 #include "cdna/sparse_rows.hpp"
 #include "cdna/sparse_shape.hpp"
 #include "cdna/sparse_values.hpp"
-#include "cdna/sparse_work.hpp"
 #include "cdna/wide_matrix.hpp"
+#include "cdna/work_list.hpp"
 
 namespace cdna {
 
@@ -56,13 +56,13 @@ class SparseDecode {
   MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
     const int first_row = mla::block_id_y() * row_tiles * 16;
-    for (SelectionWork work(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); work.more();) {
+    for (WorkList<SparseQueryTokens> work(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); work.more();) {
       const mla::SparseDecodeParams& p = reread_params<mla::SparseDecodeParams>();
       const uint32_t base = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds));
-      if (wave == 0) SparseSelection::tabulate(p, work.token(p), base + pools);
+      if (wave == 0) SparseSelection::tabulate(p, work.sequence(p), base + pools);
       mla::block_sync();
       const SparseSelection selection(base + pools);
-      SparseDecode decode(p, work.take(p, selection.keys()), first_row, base, wave);
+      SparseDecode decode(p, work.take(p, [keys = selection.keys()](int) { return keys; }), first_row, base, wave);
       decode.attend(p, selection);
       decode.store(reread_params<mla::SparseDecodeParams>());
     }

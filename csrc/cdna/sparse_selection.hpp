@@ -6,6 +6,7 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/slotted_tile.hpp"
+#include "mla/division.hpp"
 #include "mla/selection.hpp"
 
 namespace cdna {
@@ -72,7 +73,7 @@ class SparseSelection {
     const uint32_t low = paged[0], high = paged[1], number_of_slots = paged[2], tokens = paged[3];
     const uint32_t factor = magic[0], shift = magic[1];
     const uint32_t slot = static_cast<uint32_t>(index);
-    const uint32_t number = mla::page_number(slot, factor, shift);
+    const uint32_t number = mla::divided(slot, factor, shift);
     return SelectedToken{join(cache_at) + number * (static_cast<uint64_t>(high) << 32 | low), slot - number * tokens, tokens,
                          slot < number_of_slots};
   }

@@ -11,6 +11,7 @@ namespace cdna {
 template <bool converts_bf16>
 struct Wave {
   static constexpr int lanes = 64;
+  static constexpr bool reads_early = false;  // combine: a split of weight zero is not read
 
   // A value that is the same in all lanes of the wave, in a scalar register.
   MLA_DEVICE static int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }

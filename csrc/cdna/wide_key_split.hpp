@@ -8,6 +8,7 @@
 #include "cdna/kernel_params.hpp"
 #include "cdna/rope.hpp"
 #include "cdna/wide_products.hpp"
+#include "cdna/work_list.hpp"
 #include "mla/epilogue.hpp"
 #include "mla/kv_source.hpp"
 
@@ -40,9 +41,9 @@ class WideKeySplit {
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
-    for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkItem item = work.take(p);
+      mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
       if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
       WideKeySplit decode(p, item, rows, first_row, lds);

@@ -9,6 +9,7 @@
 #include "cdna/kernel_params.hpp"
 #include "cdna/slot_ring.hpp"
 #include "cdna/wide_products.hpp"
+#include "cdna/work_list.hpp"
 #include "mla/epilogue.hpp"
 
 namespace cdna {
@@ -361,9 +362,9 @@ template <class Policy, class Problem, class Arithmetic>
 template <int tiles>
 MLA_DEVICE void WideRowSplit<Policy, Problem, Arithmetic>::run_wave(LdsBytes lds, int wave) {
   const int first_row = mla::block_id_y() * Problem::rows;
-  for (mla::WorkList work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+  for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    mla::WorkItem item = work.take(p);
+    mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
     item.partial_row = uniform(item.partial_row);   // or LLVM 20 keeps it, from a plan, in four registers of every lane

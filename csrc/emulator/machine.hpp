@@ -4,7 +4,6 @@
 namespace emulator {
 
 constexpr int MAX_THREADS = 16;
-constexpr int MAX_WAVES = 16;
 void run_launch(Launch& launch);
 
 }  // namespace emulator

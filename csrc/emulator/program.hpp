@@ -44,7 +44,7 @@ struct Record {
   i64 modifier[MODIFIERS];
 };
 
-enum Class { SALU, SMEM, VALU, TRANSCENDENTAL, MATRIX, LDS, GLOBAL, ATOMIC, CONTROL, CLASSES };
+enum Class { SALU, SMEM, VALU, TRANSCENDENTAL, MATRIX, LDS, GLOBAL, ATOMIC, CONTROL };
 
 // One line per instruction. `aux` is what a handler shared by several instructions needs to know; `prepare` runs once
 // at decoding and returns a sentence when the operands make no sense.

@@ -2,7 +2,7 @@
 //
 // A team of lanes holds the columns of one row; the row's splits are dealt to `parts` teams, which meet in shared
 // memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and hands it
-// to the team when the split is accumulated. A split of weight zero is never read.
+// to the team when the split is accumulated. A split of weight zero counts for nothing, whatever it holds.
 //
 // Builds may use -fno-honor-nans, under which a float comparison must not meet a NaN: whether a row is NaN is decided
 // on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
@@ -60,6 +60,7 @@ struct Combine {
   static constexpr int parts = threads / team / Shape::rows;
   static constexpr int in_flight = parts > 1 ? 4 : 2;                // splits read together by a team
   static constexpr int min_waves = parts > 1 ? 4 : 8;                // resident: one wave per row needs many rows
+  static constexpr bool early = Wave::reads_early && parts > 1;      // first splits before weights: few rows wait
 
   static_assert(vec == 1 || vec == 2 || vec == 4 || vec == 8, "combine: VEC is 1, 2, 4 or 8");
   static_assert(Shape::rows == 1 || Shape::rows == 2 || Shape::rows == 4 || Shape::rows == 8,
@@ -156,35 +157,69 @@ struct Combine {
     return __builtin_fmaf(Wave::log2(row.sum), LN_2, of_order(row.largest));
   }
 
+  // This lane's columns of `in_flight` splits of a part.
+  struct Loaded {
+    Vec<float, quad> of[in_flight][chunks][vec / quad];
+
+    // Split number i from `split` on, zeros where it is not to be read.
+    MLA_DEVICE void load(const CombineParams& p, const Place& at, int split, int i, bool read) {
+      const int64_t in_split = at.row * p.partial_row_stride + at.first_column;
+      const float* from = p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
+      for (int c = 0; c < chunks; ++c)
+        for (int q = 0; q < vec / quad; ++q) {
+          of[i][c][q] = {};
+          const float* place = from + (c * team + at.member) * vec + q * quad;
+          if (read) of[i][c][q] = *reinterpret_cast<const Vec<float, quad>*>(place);
+        }
+    }
+  };
+
   // Adds weight x partial for `in_flight` splits, or begins the sum with them; their loads are issued before the first
   // addition. A first sum that is not read costs no registers while the loads are out.
   template <bool first>
   MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int split, float weight, int source,
                                     float (&sum)[chunks][vec]) {
-    const int64_t in_split = at.row * p.partial_row_stride + at.first_column;
     float weights[in_flight];
-    Vec<float, quad> loaded[in_flight][chunks][vec / quad];
+    Loaded loaded;
     for (int i = 0; i < in_flight; ++i) weights[i] = Wave::template from_team<team>(weight, at.lane, source + i);
-    for (int i = 0; i < in_flight; ++i) {
-      const bool read = bit_cast<int>(weights[i]) != 0;
-      const float* from = p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
-      for (int c = 0; c < chunks; ++c)
-        for (int q = 0; q < vec / quad; ++q) {
-          loaded[i][c][q] = {};
-          const float* place = from + (c * team + at.member) * vec + q * quad;
-          if (read) loaded[i][c][q] = *reinterpret_cast<const Vec<float, quad>*>(place);
-        }
-    }
+    for (int i = 0; i < in_flight; ++i) loaded.load(p, at, split, i, bit_cast<int>(weights[i]) != 0);
+    add<first>(loaded, weights, sum);
+  }
+
+  template <bool first>
+  MLA_DEVICE static void add(const Loaded& loaded, const float (&weights)[in_flight], float (&sum)[chunks][vec]) {
     for (int i = 0; i < in_flight; ++i)
       for (int c = 0; c < chunks; ++c)
         for (int k = 0; k < vec; ++k)
-          sum[c][k] = __builtin_fmaf(weights[i], loaded[i][c][k / quad][k % quad], first && i == 0 ? 0.0f : sum[c][k]);
+          sum[c][k] =
+              __builtin_fmaf(weights[i], loaded.of[i][c][k / quad][k % quad], first && i == 0 ? 0.0f : sum[c][k]);
   }
 
-  // The part's weighted sum. `share` is e^(lse - base) of the lane's first split.
+  // The first splits of a part, on their way before their weights are known.
+  MLA_DEVICE static void load_early(const CombineParams& p, const Place& at, Loaded& loaded) {
+    for (int i = 0; i < in_flight; ++i) loaded.load(p, at, at.part, i, at.part + i * parts < at.splits);
+  }
+
+  // Begins the sum with them. What lies in a split of weight zero is not looked at.
+  MLA_DEVICE static void begin_with(Loaded& loaded, const Place& at, float weight, float (&sum)[chunks][vec]) {
+    float weights[in_flight];
+    for (int i = 0; i < in_flight; ++i) {
+      weights[i] = Wave::template from_team<team>(weight, at.lane, i);
+      for (int c = 0; c < chunks; ++c)
+        for (int q = 0; q < vec / quad; ++q)
+          if (bit_cast<int>(weights[i]) == 0) loaded.of[i][c][q] = {};
+    }
+    add<true>(loaded, weights, sum);
+  }
+
+  // The part's weighted sum. `share` is e^(lse - base) of the lane's first split; `loaded` its first splits, where
+  // they are read early.
   MLA_DEVICE static void accumulate_part(const CombineParams& p, const Place& at, float share, float base, float scale,
-                                         float (&sum)[chunks][vec]) {
-    accumulate<true>(p, at, at.part, share * scale, 0, sum);
+                                         Loaded& loaded, float (&sum)[chunks][vec]) {
+    if constexpr (early)
+      begin_with(loaded, at, share * scale, sum);
+    else
+      accumulate<true>(p, at, at.part, share * scale, 0, sum);
 #pragma unroll 1
     for (int begin = at.part; begin < at.splits; begin += parts * team) {
       if (begin != at.part) share = exp_of<Wave>(lse_of(p, at, begin + parts * at.member) - base);
@@ -247,6 +282,8 @@ struct Combine {
 
   // One row, from its log-sum-exps to its outputs.
   MLA_DEVICE static void merge(const CombineParams& p, const Place& at) {
+    Loaded first;
+    if constexpr (early) load_early(p, at, first);
     float share;
     Merged row = merge_part(p, at, share);
     if constexpr (parts > 1) {
@@ -267,7 +304,7 @@ struct Combine {
       scale = scale_of(row, sink);
     }
     float sum[chunks][vec] = {};
-    if (outcome == SUM) accumulate_part(p, at, share, row.base(), scale, sum);
+    if (outcome == SUM) accumulate_part(p, at, share, row.base(), scale, first, sum);
     const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride + at.first_column;
     if constexpr (parts == 1) {
       for (int c = 0; c < chunks; ++c) store(p, out + (c * team + at.member) * vec, outcome, sum[c]);

@@ -2,7 +2,7 @@
 // kv_indptr gives it. A contiguous cache is the case of one page per sequence; ragged token indices that of page 1.
 #pragma once
 
-#include "mla/device.hpp"
+#include "mla/division.hpp"
 #include "mla/params/decode.hpp"
 
 namespace mla {
@@ -30,11 +30,8 @@ class KvSource {
   }
 
  private:
-  // key / page for any page size: exact below 2^31 with page_magic = ceil(2^(31 + page_shift) / page) and
-  // page_shift = ceil(log2(page)).
-  MLA_DEVICE uint32_t entry(uint32_t key) const {
-    return static_cast<uint32_t>(static_cast<uint64_t>(key * 2) * page_magic_ >> 32) >> page_shift_;
-  }
+  // key / page
+  MLA_DEVICE uint32_t entry(uint32_t key) const { return divided(key, page_magic_, page_shift_); }
 
   const char* cache_;
   const int32_t* list_;

@@ -53,9 +53,4 @@ struct PoolList {
   }
 };
 
-// slot / page, exact below 2^31 with page_magic = ceil(2^(31 + page_shift) / page) and page_shift = ceil(log2(page)).
-MLA_DEVICE uint32_t page_number(uint32_t slot, uint32_t page_magic, uint32_t page_shift) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(slot * 2) * page_magic >> 32) >> page_shift;
-}
-
 }  // namespace mla

@@ -17,7 +17,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   const Barriers<Policy> barriers(shared);
   // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
   const int group = __shfl_sync(~0u, thread_id() / 128, 0);
-  if (thread_id() == 0) {
+  if (thread_id() == 96) {  // of a warp that asks for nothing
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
       barrier_init(barriers.kv_empty(stage), Policy::PAIRED ? 16 : 8);  // the warps of the values, of both blocks
@@ -37,17 +37,16 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
-  if (group == 0) {
-    give_registers<Policy::LOADER_REGISTERS>();
-    KeyLoader(params, shared).run();
-  } else if (group == 1) {
+  blocks_meet<Policy>();  // the barriers are there
+  if (group & 2) {
+    take_registers<Policy::VALUES_REGISTERS>();
+    Values<Policy>(params, shared, group - 2).run();
+  } else if (group & 1) {
     take_registers<Policy::SCORES_REGISTERS>();
-    blocks_meet<Policy>();
     Scores<Policy>(params, shared).run();
   } else {
-    take_registers<Policy::VALUES_REGISTERS>();
-    blocks_meet<Policy>();
-    Values<Policy>(params, shared, group - 2).run();
+    give_registers<Policy::LOADER_REGISTERS>();
+    KeyLoader(params, shared).run();
   }
 }
 

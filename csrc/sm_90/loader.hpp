@@ -7,110 +7,171 @@
 
 namespace mla::sm90 {
 
-// The work of this block: consecutive blocks take the row tiles of one worker.
+// The first of this block's rows of a sequence, and its work: the grid is [workers][row tiles of 64].
+MLA_DEVICE int first_row() { return blockIdx.x * ROWS; }
+
 template <class Policy>
 MLA_DEVICE WorkList work_list(const Params& params) {
-  const uint32_t tiles = params.row_tiles, worker = blockIdx.x / tiles;
-  return WorkList(params, worker, (blockIdx.x - worker * tiles) * ROWS, Policy::GRANULE, Policy::KEYS);
+  return WorkList(params, blockIdx.y, first_row(), Policy::GRANULE, Policy::KEYS);
 }
 
 constexpr int LOADER_BARRIER = 2;
+
+// What is told of an item: nothing more, that its queries come even if it has no keys, or that it is none.
+enum Told : int { WITH_QUERIES = 1, OVER = 2 };
 
 // Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
 template <class Policy>
 class Loader {
  protected:
   using Params = typename Policy::Params;
+  // With TMA a warp for each of these, so that none waits for another; else the first one, beside copying keys.
+  static constexpr bool TMA = Policy::SOURCE == Source::tma;
+  static constexpr int Q_WARP = TMA ? 1 : 0;
+  static constexpr int ITEM_WARP = TMA ? 2 : 0;
 
  public:
   MLA_DEVICE Loader(const Params& params, uint32_t shared)
       : params_(params), barriers_(shared), shared_(shared + Policy::KV_OFFSET) {}
 
-  // Syncs with the block when it has looked up its first item.
-  // With TMA one warp asks for keys and another for queries, so that the first keys do not wait behind 18 boxes of
-  // queries. Without it every thread copies keys, and the first one asks for queries.
   MLA_DEVICE void run() {
-    constexpr bool TMA = Policy::SOURCE == Source::tma;
     const int warp = uniform(group_thread() / 32);
-    if (TMA && warp > 1) {
-      block_sync();
-      return;
-    }
+    if (TMA && warp > ITEM_WARP) return;
     WorkList work = work_list<Policy>(params_);
-    block_sync();
-    Item item;
-    Ring<Policy::STAGES> ring;
-    Ring<Policy::ITEMS> items;
-    while (work.take(item)) {
-      item.stop = 0;
-      publish(item, items);
-      if (item.keys() == 0) {
-        work.look();
-        continue;
-      }
-      // Neither may be a whole turn of the ring ahead: a barrier tells two phases apart, not three.
-      if (TMA) asm volatile("bar.sync %0, 64;" ::"n"(LOADER_BARRIER) : "memory");
-      if (!TMA || warp == 1) {
-        bring_q(item, ring);
-      } else {
-        ring.next();
-        ring.next();
-      }
-      if (TMA && warp == 1) {
-        for (int first = item.first; first < item.end; first += Policy::KEYS) ring.next();
-        work.look();
-        continue;
-      }
-      const int64_t first_page = params_.kv_indptr != nullptr ? __ldg(params_.kv_indptr + item.sequence)
-                                                              : item.sequence * params_.page_ids_stride;
-      const int32_t* pages = params_.page_ids + first_page;
-      for (int first = item.first; first < item.end; first += Policy::KEYS) {
-        if constexpr (TMA) boxes(pages, first, ring);
-        else gather(pages, first, item.end, ring);
-        ring.next();
-        if (first == item.first) work.look();
-      }
-    }
-    item.stop = 1;
-    publish(item, items);
+    if (!TMA)
+      copy_keys(work);
+    else if (warp == Q_WARP)
+      ask_for_queries(work);
+    else if (warp == ITEM_WARP)
+      tell_items(work);
+    else
+      ask_for_keys(work);
   }
 
  protected:
-  // Tells the scores warpgroup the next item: they have no registers to walk the list themselves.
-  MLA_DEVICE void publish(const Item& item, Ring<Policy::ITEMS>& items) {
-    if (group_thread() == 0) {
+  MLA_DEVICE void ask_for_keys(WorkList& work) {
+    Ring<Policy::STAGES> ring;
+    work.prefetch_pages();
+    const int32_t* pages = pages_of(work);
+    work.measure();
+    for (bool begun = false; work.more(); begun = true) {
+      if (begun) meet();
+      const Item item = work.item();
+      if (!begun || item.keys() != 0) {  // two stages of queries
+        ring.next();
+        ring.next();
+      }
+      for (int first = item.first; first < item.end; first += Policy::KEYS) {
+        boxes(pages, first, ring);
+        ring.next();
+        if (first == item.first) look_up(work);
+      }
+      if (item.keys() == 0) look_up(work);
+      pages = pages_of(work);
+    }
+  }
+
+  // A block's first ones do not wait until the sequence's length is known, so they come even if it has no keys.
+  MLA_DEVICE void ask_for_queries(WorkList& work) {
+    if (!work.more()) return;
+    Ring<Policy::STAGES> ring;
+    bring_q(work.item().sequence, ring);
+    work.measure();
+    for (;;) {
+      for (int first = work.item().first; first < work.item().end; first += Policy::KEYS) ring.next();
+      look_up(work);
+      if (!work.more()) return;
+      meet();
+      if (work.item().keys() != 0) bring_q(work.item().sequence, ring);
+    }
+  }
+
+  // The two that ask for boxes, at every item but the first: neither may be a whole turn of the ring ahead, because a
+  // barrier tells two phases apart, not three.
+  MLA_DEVICE void meet() { asm volatile("bar.sync %0, 64;" ::"n"(LOADER_BARRIER) : "memory"); }
+
+  MLA_DEVICE void tell_items(WorkList& work) {
+    Ring<Policy::ITEMS> items;
+    work.measure();
+    for (int what = WITH_QUERIES; work.more(); what = 0) {
+      publish(work.item(), what, items);
+      look_up(work);
+    }
+    publish(work.item(), OVER, items);
+  }
+
+  MLA_DEVICE void copy_keys(WorkList& work) {
+    Ring<Policy::STAGES> ring;
+    Ring<Policy::ITEMS> items;
+    work.prefetch_pages();
+    work.measure();
+    while (work.more()) {
+      const Item item = work.item();
+      publish(item, 0, items);
+      if (item.keys() != 0) bring_q(item.sequence, ring);
+      const int32_t* pages = pages_of(work);
+      for (int first = item.first; first < item.end; first += Policy::KEYS) {
+        gather(pages, first, item.end, ring);
+        ring.next();
+        if (first == item.first) look_up(work);
+      }
+      if (item.keys() == 0) look_up(work);
+    }
+    publish(work.item(), OVER, items);
+  }
+
+  MLA_DEVICE static void look_up(WorkList& work) {
+    work.find();
+    work.measure();
+  }
+
+  // The page table of the item's sequence; null at the end of the list.
+  MLA_DEVICE const int32_t* pages_of(const WorkList& work) const {
+    if (!work.more()) return nullptr;
+    const int sequence = work.item().sequence;
+    return params_.page_ids +
+           (params_.kv_indptr != nullptr ? __ldg(params_.kv_indptr + sequence) : sequence * params_.page_ids_stride);
+  }
+
+  // Tells the scores warpgroup the next item, and what it is: they have no registers to walk the list themselves.
+  MLA_DEVICE void publish(const Item& item, int what, Ring<Policy::ITEMS>& items) {
+    if (group_thread() == ITEM_WARP * 32) {
       barrier_wait(barriers_.item_empty(items.stage), items.parity ^ 1);
       const uint32_t to = shared_ - Policy::KV_OFFSET + Policy::ITEM_OFFSET + items.stage * 32;
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(item.sequence), "r"(item.length),
                    "r"(item.first), "r"(item.end)
                    : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.partial_row), "r"(item.stop) : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(item.partial_row), "r"(what) : "memory");
       barrier_arrive(barriers_.item_full(items.stage));
     }
     items.next();
     __syncwarp();
   }
 
+  // For whoever asks the copy engine: results may have lain in the stage, by ordinary stores. Who stored them does not
+  // fence, for it would wait for results on their way to memory.
+  MLA_DEVICE void wait_for_stage(const Ring<Policy::STAGES>& ring) const {
+    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
+    fence_async();
+  }
+
   // An item's queries take two stages ahead of its keys, so that they too are there before they are needed: the first
   // half of every row, then the second. Rows past the sequence's last are the next one's, or zeros past the last of all:
   // their result is never stored.
-  MLA_DEVICE void bring_q(const Item& item, Ring<Policy::STAGES>& ring) {
-    const Queries queries(params_, item.sequence);
-    const int first_row = blockIdx.x % params_.row_tiles * ROWS;
-    constexpr int ASKER = Policy::SOURCE == Source::tma ? 1 : 0;
-    const int lane = group_thread() - ASKER * 32;
+  MLA_DEVICE void bring_q(int sequence, Ring<Policy::STAGES>& ring) {
+    const Queries queries(params_, sequence);
+    const int row = static_cast<int>(queries.first_token * params_.heads) + first_row();
+    const int lane = group_thread() - Q_WARP * 32;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
       const uint32_t full = barriers_.kv_full(ring.stage);
-      barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
-      if (lane == 0) barrier_expect(full, Policy::Q_BOXES * 64 * min(ROWS, params_.q_len * params_.heads));
-      else if (Policy::SOURCE == Source::gather) barrier_arrive(full);
-      if (lane == 0)
-#pragma unroll 1
-        for (int box = 0; box < Policy::Q_BOXES; ++box)
-          copy_box(stage + box * Policy::Q_BOX_BYTES, &params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
-                   queries.first_token * params_.heads + first_row, full);
+      wait_for_stage(ring);
+      if (lane == 0) {
+        barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(params_));
+        copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
+      } else if (Policy::SOURCE == Source::gather) {
+        barrier_arrive(full);
+      }
       ring.next();
     }
     __syncwarp();
@@ -128,7 +189,7 @@ class Loader {
       const int key = first + slot + 16 * i;
       from[i] = nullptr;
       if (key < end) {
-        const int in_table = key / params_.page;
+        const int in_table = page_of(key);
         const int64_t number = __ldg(pages + in_table);
         from[i] = cache + piece * 16 +
                   2 * (number * params_.kv_page_stride + (key - in_table * params_.page) * Policy::DEPTH);
@@ -146,21 +207,22 @@ class Loader {
     copies_arrive(barriers_.kv_full(ring.stage));
   }
 
-  // Pages that are multiples of KEYS, and items that begin at multiples of KEYS: a block is rows of one page. Keys past
-  // the item's end come along and are made harmless by the scores warpgroup.
+  // Pages that are multiples of KEYS, and items that begin at multiples of KEYS: a stage is rows of one page, [column
+  // blocks][KEYS][64] in one box. Keys past the item's end come along and are made harmless by the scores warpgroup.
+  // Partial results are to stay in L2, not keys: they are read next, the keys are not until the next step.
   MLA_DEVICE void boxes(const int32_t* pages, int first, const Ring<Policy::STAGES>& ring) {
-    const int in_table = first / params_.page;
+    const uint64_t keep = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
+    const int in_table = page_of(first);
     const int row = first - in_table * params_.page;
     const int number = __ldg(pages + in_table);
-    const uint32_t stage = shared_ + ring.stage * Policy::STAGE_BYTES;
     const uint32_t full = barriers_.kv_full(ring.stage);
-    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
+    wait_for_stage(ring);
     if (group_thread() != 0) return;
     barrier_expect(full, Policy::STAGE_BYTES);
-#pragma unroll
-    for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
-      copy_box(stage + c * Policy::BLOCK_BYTES, &params_.kv_map_0, c * 64, row, number, full);
+    copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.kv_map_0, 0, row, 0, number, full, keep);
   }
+
+  MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_magic, params_.page_shift); }
 
   const Params& params_;
   Barriers<Policy> barriers_;

@@ -11,9 +11,9 @@ MLA_DEVICE uint32_t shared_address(const void* pointer) {
 
 // This thread within its warpgroup, read anew at every use: kept in a register, it would be one that the roles lack.
 MLA_DEVICE int group_thread() {
-  int thread;
+  uint32_t thread;  // not int: its remainders and quotients by powers of two are single instructions
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread % 128;
+  return static_cast<int>(thread % 128);
 }
 
 MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
@@ -82,22 +82,26 @@ MLA_DEVICE void copy16(uint32_t to, const void* from, bool valid) {
                : "memory");
 }
 
-// A box of the tensor that `map` describes, from column, row and page, to shared memory; its bytes count on the barrier.
-MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int row, int page, uint32_t barrier) {
+// A box of the tensor that `map` describes, from these coordinates on, innermost first, to shared memory; its bytes count
+// on the barrier.
+MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
           "r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(page), "r"(barrier)
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, int w, uint32_t barrier, uint64_t keep) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(keep)
       : "memory");
 }
 
-// A box of a matrix, likewise.
-MLA_DEVICE void copy_box(uint32_t to, const void* map, int column, int64_t row, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(static_cast<int>(row)), "r"(barrier)
-      : "memory");
-}
+// How long L2 keeps what comes: as the instruction `createpolicy` encodes it for a whole access.
+constexpr uint64_t EVICT_NORMAL = 0x1000000000000000;
+constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 
 // The line of 128 bytes that holds an address, on its way from memory to L2.
 MLA_DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }

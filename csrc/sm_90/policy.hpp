@@ -44,8 +44,8 @@ struct DecodePolicy {
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   static constexpr int HAND_OVER_STEP = Q_STEPS - 8;     // of a Q K^T, at which the P before it is handed over
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
-  static constexpr int Q_BOXES = DEPTH / 64;             // [Q_BOXES][ROWS][64 B]
-  static constexpr int Q_BOX_BYTES = ROWS * 64;
+  static constexpr int Q_BOXES = DEPTH / 64;             // [Q_BOXES][rows][64 B], with the rows of `q_box_bytes`
+  static constexpr int Q_BOX_BYTES = ROWS * 64;          // where Q K^T reads them, and at most
   static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
 
@@ -55,8 +55,8 @@ struct DecodePolicy {
   static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
   static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P, if ordered
-  static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, with an item's last P
-  static constexpr int LSE = INVERSE + 256;             // float[64]: lse without the sink, with an item's last P
+  static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, that finish an item
+  static constexpr int LSE = INVERSE + 256;             // float[64]: lse without the sink, likewise
   static constexpr int ORDER = LSE + 256;               // int32[4]: an Order for each warp's rows
   static constexpr int ITEM = ORDER + 16;               // int32[2]: sequence and partial row, with an item's last P
   static constexpr int P_SLOT_BYTES = ITEM + 112;
@@ -69,7 +69,10 @@ struct DecodePolicy {
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
 
-  MLA_DEVICE static int rows(const Params& params) { return params.q_len * params.heads; }  // of a sequence
+  MLA_DEVICE static int rows(const Params& params) { return params.rows; }  // of a sequence
+  MLA_DEVICE static int q_box_bytes(const Params& params) { return box_bytes(params.rows); }
+  // The host makes boxes of no more rows than there are, in whole turns of the swizzle.
+  MLA_DEVICE static int box_bytes(int rows) { return min(ROWS, (rows + 7) / 8 * 8) * 64; }
 };
 
 // Addresses of the barriers, by role.
@@ -85,8 +88,9 @@ struct Barriers {
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
 };
 
-// What a values warp is to do with a slot.
-enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, STOP = 8 };
+// What a values warp is to do with a slot: RESCALE, then MULTIPLY, of which the item's LAST; FINISH the item by its slot's
+// reciprocals, and QUERIES with it: two stages of queries went by that nothing is multiplied with.
+enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, FINISH = 8, QUERIES = 16, STOP = 32 };
 
 // Where a lane stores or loads its row of the four 8 x 8 pieces of its warp's rows of P, from the start of 16 keys.
 MLA_DEVICE uint32_t p_fragment(int thread) {

@@ -60,12 +60,12 @@ class Scores {
   MLA_DEVICE bool next_item() {
     barrier_wait(barriers_.item_full(items_.stage), items_.parity);
     const uint32_t from = shared_ + Policy::ITEM_OFFSET + items_.stage * 32;
-    int stop;
+    int what;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(item_.sequence), "=r"(item_.length), "=r"(item_.first), "=r"(item_.end)
                  : "r"(from)
                  : "memory");
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(item_.partial_row), "=r"(stop) : "r"(from + 16) : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(item_.partial_row), "=r"(what) : "r"(from + 16) : "memory");
     __syncwarp();
     warp_arrive(barriers_.item_empty(items_.stage));
     items_.next();
@@ -73,7 +73,8 @@ class Scores {
     item_.first = uniform(item_.first);
     item_.end = uniform(item_.end);
     item_.partial_row = uniform(item_.partial_row);
-    return uniform(stop) == 0;
+    told_ = uniform(what);
+    return told_ != OVER;
   }
 
   // This item's queries from their two stages: the first steps of Q K^T read them from shared memory, swizzled as they
@@ -81,11 +82,11 @@ class Scores {
   MLA_DEVICE void load_q() {
     const int lane = group_thread() % 32;
     const int warp = group_thread() / 32;
-    const Queries queries(params_, item_.sequence);
-    const Heads heads(params_);
     const int row = warp * 16 + lane % 16;
     const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts a lane's 16 bytes of an even step
+    const int box = Policy::q_box_bytes(params_);
     constexpr int HALF = Policy::Q_STEPS / 2;
+    find_limits();
     group_sync(SCORES_BARRIER);  // the other warps' wgmma of the last item read Q too
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -93,28 +94,35 @@ class Scores {
       const uint32_t stage = shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES;
 #pragma unroll
       for (int k = half * HALF; k < half * HALF + HALF; ++k) {
-        if (k < Policy::Q_SHARED_STEPS) copy_q(k * 2048 + group_thread() * 16, stage);
-        else load_q_step(k - Policy::Q_SHARED_STEPS,
-                         stage + row * 64 + k % HALF / 2 * Policy::Q_BOX_BYTES + (piece ^ k % HALF % 2 * 2) * 16);
+        const uint32_t from = stage + k % HALF / 2 * box;
+        // Two steps are a box. It is copied in two pieces of 2 KiB, whatever of it has rows.
+        if (k < Policy::Q_SHARED_STEPS) copy_q(k * 2048 + group_thread() * 16, from + k % 2 * 2048 + group_thread() * 16);
+        else load_q_step(k - Policy::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
       }
       release_q_stage();
     }
+    fence_async();
+    group_sync(SCORES_BARRIER);
+  }
+
+  // How many keys this thread's rows see.
+  MLA_DEVICE void find_limits() {
+    const Queries queries(params_, item_.sequence);
+    const Heads heads(params_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Row row(heads, queries, first_row() + warp * 16 + lane / 4 + half * 8);
+      const Row row(heads, queries, first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8);
       if constexpr (!SELECTED) row_limit_[half] = row.limit(params_, queries, item_);
       // What lies where a row has no query may not move the references of rows that have one.
       if (!row.valid) reference_[half] = INFINITE;
     }
     if constexpr (!SELECTED) all_see_ = Row(heads, queries, 0).limit(params_, queries, item_);
-    fence_async();
-    group_sync(SCORES_BARRIER);
   }
 
-  // 16 bytes of queries from a stage to where Q K^T reads them; the two halves of a step are 1024 bytes apart in both.
-  MLA_DEVICE void copy_q(uint32_t at, uint32_t stage) {
+  // 16 bytes of queries from a stage to where Q K^T reads them, at `at`.
+  MLA_DEVICE void copy_q(uint32_t at, uint32_t from) {
     uint32_t a, b, c, d;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(stage + at));
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from));
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
                  "r"(d)
                  : "memory");
@@ -127,12 +135,17 @@ class Scores {
                  : "memory");
   }
 
-  // In place of the eight values warps, which do not read this stage.
+  // A stage of queries was read; in place of the eight values warps, which do not read it.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
     warp_release<Policy>(barriers_.kv_empty(ring_.stage));
     warp_release<Policy>(barriers_.kv_empty(ring_.stage));
     ring_.next();
+  }
+
+  MLA_DEVICE void pass_q_stage() {
+    barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
+    release_q_stage();
   }
 
   // S = Q K^T for the ring's next stage; `between(k)` is done after step k was issued.
@@ -163,7 +176,7 @@ class Scores {
   }
 
   // Softmax of the block whose scores are in `s`: P, and what the values need with it, to the next slot. The item's last
-  // P is handed over at once.
+  // P is handed over at once, and while it is multiplied, what its rows are divided by in the slot after.
   template <bool LAST_BLOCK>
   MLA_DEVICE void step(float (&s)[REGS], int first) {
     const int lane = group_thread() % 32;
@@ -197,20 +210,28 @@ class Scores {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + k * 2048),
                    "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
                    : "memory");
-    if constexpr (LAST_BLOCK) {
-      float inverse[2];
-      float lse[2];
-      finish_rows(inverse, lse);
-      if constexpr (Policy::SOURCE == Source::tma) clear_from(item_.end - first);
-      if (lane % 4 == 0) {
-        store_shared(row + Policy::INVERSE, inverse[0]);
-        store_shared(row + Policy::INVERSE + 32, inverse[1]);
-        store_shared(row + Policy::LSE, lse[0]);
-        store_shared(row + Policy::LSE + 32, lse[1]);
-      }
-    }
+    if constexpr (LAST_BLOCK && Policy::SOURCE == Source::tma) clear_from(item_.end - first);
     write_order(order);
-    if constexpr (LAST_BLOCK) hand_over();
+    if constexpr (LAST_BLOCK) {
+      hand_over();
+      finish_item();
+    }
+  }
+
+  MLA_DEVICE void finish_item() {
+    float inverse[2];
+    float lse[2];
+    finish_rows(inverse, lse);
+    const uint32_t row = slot() + (group_thread() / 32 * 16 + group_thread() % 32 / 4) * 4;
+    barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
+    if (group_thread() % 4 == 0) {
+      store_shared(row + Policy::INVERSE, inverse[0]);
+      store_shared(row + Policy::INVERSE + 32, inverse[1]);
+      store_shared(row + Policy::LSE, lse[0]);
+      store_shared(row + Policy::LSE + 32, lse[1]);
+    }
+    write_order(FINISH);
+    hand_over();
   }
 
   // Scores of keys that a row does not see become -inf.
@@ -266,7 +287,7 @@ class Scores {
   MLA_DEVICE void write_order(int order) {
     const uint32_t slot = this->slot();
     if (leads()) store_shared(slot + Policy::ORDER + p_to_ / 512 * 4, order);
-    if ((order & LAST) && p_to_ == 0) {
+    if ((order & (LAST | FINISH)) && p_to_ == 0) {
       store_shared(slot + Policy::ITEM, item_.sequence);
       store_shared(slot + Policy::ITEM + 4, item_.partial_row);
     }
@@ -326,7 +347,11 @@ class Scores {
     reference_[0] = reference_[1] = LOWEST;
     sum_[0] = sum_[1] = 0.0f;
     if (item_.keys() == 0) {
-      order_only(LAST);
+      if (told_ == WITH_QUERIES) {
+        pass_q_stage();
+        pass_q_stage();
+      }
+      order_only(FINISH | (told_ == WITH_QUERIES ? QUERIES : 0));
       return;
     }
     load_q();
@@ -346,8 +371,6 @@ class Scores {
     stage_ready_ = false;
   }
 
-  MLA_DEVICE int first_row() const { return blockIdx.x % params_.row_tiles * ROWS; }
-
   template <class V>
   MLA_DEVICE void store_shared(uint32_t to, V value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
@@ -363,6 +386,7 @@ class Scores {
   Ring<Policy::P_SLOTS> slots_;
   Ring<Policy::ITEMS> items_;
   Item item_;
+  int told_;
   int row_limit_[2];      // keys that this thread's rows see; like the next, unused where keys are selected
   int all_see_;           // keys that every row of the sequence sees
   uint32_t present_;      // only there: a bit for each key of the stage whose scores come next

@@ -39,12 +39,11 @@ class SparseLoader : Loader<Policy> {
 
   MLA_DEVICE void run() {
     SparseWork work(this->params_, notes() + Lists::BYTES);
-    blocks_meet<Policy>();  // the barriers are there
     while (work.more()) {
       const int token = work.token();
       const int keys = lists().open(this->params_, token);
       const Item item = work.take(token, keys);
-      publish(item, work.taken() - 1);
+      publish(item, 0, work.taken() - 1);
       if (item.keys() == 0) continue;
       lists().bound(item.first, item.end);
       fetch(0);
@@ -56,9 +55,7 @@ class SparseLoader : Loader<Policy> {
       else
         bring_rows(token, stages);
     }
-    Item over{};
-    over.stop = 1;
-    publish(over, work.taken());
+    publish(Item{}, OVER, work.taken());
     // The other block's warps arrive here as long as a stage is not empty: until then this block must not be gone.
     if constexpr (PAIRED) {
 #pragma unroll 1
@@ -88,30 +85,25 @@ class SparseLoader : Loader<Policy> {
     return lane;
   }
 
-  MLA_DEVICE void publish(const Item& item, int number) {
+  MLA_DEVICE void publish(const Item& item, int what, int number) {
     Ring<Policy::ITEMS> items{number % Policy::ITEMS, static_cast<uint32_t>(number / Policy::ITEMS) % 2};
-    Base::publish(item, items);
+    Base::publish(item, what, items);
   }
 
   // The queries, in two stages as the roles expect them: one asks for them, the other warps only say that they bring
   // nothing of these stages.
   MLA_DEVICE void bring_q(int token) {
-    const int heads = this->params_.heads;
-    const int first_row = blockIdx.x % this->params_.row_tiles * ROWS;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       const uint32_t full = this->barriers_.kv_full(ring_.stage);
-      wait_for_empty(ring_);
+      this->wait_for_stage(ring_);
       if (lane_ == 0) {
         if (warp() != 0) {
           barrier_arrive(full);
         } else {
-          const uint32_t stage = this->shared_ + ring_.stage * Policy::STAGE_BYTES;
-          barrier_expect(full, Policy::Q_BOXES * 64 * min(ROWS, heads));
-#pragma unroll 1
-          for (int box = 0; box < Policy::Q_BOXES; ++box)
-            copy_box(stage + box * Policy::Q_BOX_BYTES, &this->params_.q_map_0, half * (Policy::DEPTH / 2) + box * 32,
-                     static_cast<int64_t>(token) * heads + first_row, full);
+          barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(this->params_));
+          copy_box(this->shared_ + ring_.stage * Policy::STAGE_BYTES, &this->params_.q_map_0, 0,
+                   token * this->params_.heads + first_row(), half * Policy::Q_BOXES, full);
         }
       }
       ring_.next();

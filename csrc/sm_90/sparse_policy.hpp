@@ -101,7 +101,8 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
     return bits;
   }
 
-  MLA_DEVICE static int rows(const Params& params) { return params.heads; }                // of a query token
+  MLA_DEVICE static int rows(const Params& params) { return params.heads; }  // of a query token
+  MLA_DEVICE static int q_box_bytes(const Params& params) { return Base::box_bytes(params.heads); }
   MLA_DEVICE static uint32_t nothing(const Params& params) { return params.pools & ~7u; }  // 0, which no compiler knows
 };
 

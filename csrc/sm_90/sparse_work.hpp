@@ -1,6 +1,7 @@
 // Which keys of which query token a block of sparse decode takes next, and where a key's token lies.
 #pragma once
 
+#include "mla/division.hpp"
 #include "sm_90/loader.hpp"
 #include "sm_90/sparse_policy.hpp"
 
@@ -17,7 +18,7 @@ class SparseWork {
 
   MLA_DEVICE SparseWork(const Params& params, uint32_t notes) : params_(params), notes_(notes) {
     write(TAKEN, 0);
-    const int worker = static_cast<int>(blockIdx.x) / params.row_tiles;
+    const int worker = blockIdx.y;
     if (params.plan != nullptr)
       open_worker(worker);
     else
@@ -44,7 +45,6 @@ class SparseWork {
     write(TAKEN, read(TAKEN) + 1);
     item.sequence = token;
     item.length = keys;
-    item.stop = 0;
     if (params_.plan != nullptr) {
       const int32_t* at = words(cursor);
       item.first = uniform(__ldg(at + 1));
@@ -168,7 +168,7 @@ class Lists {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + ITEM) : "memory");
     const Pool& pool = pool_at(params, pool_of(first + key));
     const uint32_t slot = static_cast<uint32_t>(index);
-    const uint32_t number = page_number(slot, pool.page_magic, pool.page_shift);
+    const uint32_t number = divided(slot, pool.page_magic, pool.page_shift);
     return Selected{pool.cache + number * pool.page_bytes, slot - number * pool.page, static_cast<uint32_t>(pool.page),
                     slot < static_cast<uint32_t>(pool.slots)};
   }

@@ -6,13 +6,7 @@
 
 namespace mla::sm90 {
 
-// Two lanes hold two columns each of two 8-column tiles; afterwards the even one holds all four of the first tile, the
-// odd one those of the second.
-MLA_DEVICE uint2 exchange_pair(uint32_t first, uint32_t second) {
-  const bool odd = group_thread() & 1;
-  const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
-  return odd ? make_uint2(got, second) : make_uint2(first, got);
-}
+constexpr int VALUES_BARRIER = 3;
 
 template <class Policy>
 class Values {
@@ -33,23 +27,33 @@ class Values {
       // Said for both cases: otherwise the registers count as in use since the last item.
 #pragma unroll
       for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
-      if (order & MULTIPLY) {
-        stages_.next();  // two stages of queries
+      if (order & (MULTIPLY | QUERIES)) {
         stages_.next();
-        multiply(false);
-        while (!(order & LAST)) {
-          give_back();
-          order = next_order();
-          multiply(order & RESCALE);
-        }
-        warp_release<Policy>(barriers_.kv_empty(stages_.stage));
         stages_.next();
       }
-      // The slot is given back after its last numbers were read, at the end: the next item's P V cannot begin before.
-      store();
-      __syncwarp();
-      warp_arrive(barriers_.p_empty(slots_.stage));
-      slots_.next();
+      if (order & MULTIPLY) {
+        begin_product(false);
+        while (!(order & LAST)) {
+          end_product();
+          give_back_slot();
+          order = next_order();
+          begin_product(order & RESCALE);
+        }
+        Ending ending = find_rows();
+        const int last = slots_.stage;
+        slots_.next();
+        next_order();
+        finish_rows(ending);
+        wait_for_product();
+        warp_arrive(barriers_.p_empty(last));
+        store(ending);
+        __syncwarp();
+        give_back_stage();
+      } else {
+        Ending ending = find_rows();
+        finish_rows(ending);
+        store_zeros(ending);
+      }
     }
   }
 
@@ -62,17 +66,15 @@ class Values {
     return uniform(load_shared<int>(slot() + Policy::ORDER + group_thread() / 32 * 4));
   }
 
-  // This warp has read the slot and the stage.
-  MLA_DEVICE void give_back() {
+  // This warp has read the slot.
+  MLA_DEVICE void give_back_slot() {
     __syncwarp();
-    warp_release<Policy>(barriers_.kv_empty(stages_.stage));
     warp_arrive(barriers_.p_empty(slots_.stage));
-    stages_.next();
     slots_.next();
   }
 
-  // O = O * factor + P V.
-  MLA_DEVICE void multiply(bool rescale) {
+  // O = O * factor + P V, on its way.
+  MLA_DEVICE void begin_product(bool rescale) {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
     fence_async();  // P, and keys that ordinary copies brought; here and not where P is made, whose time is scarcer
     if (__builtin_expect(rescale, 0)) {
@@ -98,62 +100,165 @@ class Values {
         values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048),
                       true);
     wgmma_commit();
+  }
+
+  // It has been computed, so its stage may be filled again.
+  MLA_DEVICE void end_product() {
+    wait_for_product();
+    give_back_stage();
+  }
+
+  MLA_DEVICE void wait_for_product() {
     wgmma_wait<0>();
     pin(o_[0]);
     pin(o_[1]);
+    __syncwarp();
   }
 
-  // This thread's two rows, eight apart. All lanes take part: those of a quad share a row, so they agree on validity.
-  MLA_DEVICE void store() {
+  MLA_DEVICE void give_back_stage() {
+    warp_release<Policy>(barriers_.kv_empty(stages_.stage));
+    stages_.next();
+  }
+
+  // Where rows of this warp go, of which a lane stores 16 bytes at a time of every fourth; and what its rows of O are
+  // divided by, which are others.
+  struct Ending {
+    bool partial;
+    float* lse;          // of the block's rows
+    char* begin;         // of the sequence's rows
+    uint32_t offset[4];  // from there, in 16 bytes; NO_ROW where there is none
+    float inverse[2];
+  };
+  static constexpr uint32_t NO_ROW = ~0u;
+
+  MLA_DEVICE int stored_row(int i) const { return group_thread() / 32 * 16 + i * 4 + group_thread() % 32 / 8; }
+
+  // Of the item that the slot names; done while the last product is computed.
+  MLA_DEVICE Ending find_rows() const {
+    Ending ending;
     const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
     const Queries queries(params_, uniform(load_shared<int>(slot() + Policy::ITEM)));
     const Heads heads(params_);
-    const int first_row = blockIdx.x % params_.row_tiles * ROWS + row();
+    ending.partial = partial_row >= 0;
+    if (ending.partial) {
+      const int64_t first = static_cast<int64_t>(partial_row) * Policy::rows(params_);
+      ending.begin = reinterpret_cast<char*>(params_.partial_out + first * D_V + side_ * VALUE_COLUMNS);
+      ending.lse = params_.partial_lse + first + first_row();
+    } else {
+      ending.begin = static_cast<char*>(params_.out) +
+                     2 * (queries.first_token * params_.out_token_stride + side_ * VALUE_COLUMNS);
+      ending.lse = params_.lse + queries.first_token * params_.heads + first_row();
+    }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float inverse = load_shared<float>(slot() + Policy::INVERSE + (row() + half * 8) * 4);
-      const Row mine(heads, queries, first_row + half * 8);
-      const int64_t token = queries.first_token + mine.token;
-      if (side_ == 0 && group_thread() % 4 == 0 && mine.valid) {
-        const float lse = load_shared<float>(slot() + Policy::LSE + (row() + half * 8) * 4);
-        if (partial_row < 0) params_.lse[token * params_.heads + mine.head] = lse;
-        else params_.partial_lse[partial_at(partial_row, mine)] = lse;
+    for (int i = 0; i < 4; ++i) {
+      const Row mine(heads, queries, first_row() + stored_row(i));
+      const uint32_t of_token = static_cast<uint32_t>(params_.out_token_stride >> 3);
+      const uint32_t of_head = static_cast<uint32_t>(params_.out_head_stride >> 3);
+      ending.offset[i] = ending.partial ? mine.index * (D_V / 4) : mine.token * of_token + mine.head * of_head;
+      if (!mine.valid) ending.offset[i] = NO_ROW;
+    }
+    return ending;
+  }
+
+  // By the slot that finishes the item; the rows' lse go where they belong.
+  MLA_DEVICE void finish_rows(Ending& ending) {
+    ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
+    ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
+    if (side_ == 0 && group_thread() % 8 == 0)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (ending.offset[i] != NO_ROW)
+          ending.lse[stored_row(i)] = load_shared<float>(slot() + Policy::LSE + stored_row(i) * 4);
+    give_back_slot();
+  }
+
+  // A store takes as many clocks as it reaches lines of memory, and a quad holds no more than 32 bytes of a row side by
+  // side. So a warp's 16 rows go through shared memory, 128 bytes of each at a time, and leave in whole lines: through the
+  // stage that was read last, once both warpgroups are done with it.
+  MLA_DEVICE void store(const Ending& ending) {
+    asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
+    const uint32_t mine = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
+                          (side_ * 4 + group_thread() / 32) * (2 * PIECE_BYTES);
+    if (ending.partial)
+#pragma unroll
+      for (int piece = 0; piece < VALUE_COLUMNS * 4 / 128; ++piece) {
+        put_partial(piece, mine + piece % 2 * PIECE_BYTES, ending);
+        carry<2>(piece, mine + piece % 2 * PIECE_BYTES, ending);
       }
-      if (partial_row < 0)
-        store_result(half, inverse, mine.valid,
-                     static_cast<uint16_t*>(params_.out) + token * params_.out_token_stride +
-                         mine.head * params_.out_head_stride + side_ * VALUE_COLUMNS);
-      else if (mine.valid)
-        store_partial(half, inverse, params_.partial_out + partial_at(partial_row, mine) * D_V + side_ * VALUE_COLUMNS);
-    }
-  }
-
-  // out: [256] of a row in 16 bits
-  MLA_DEVICE void store_result(int half, float inverse, bool valid, uint16_t* out) const {
-    out += group_thread() % 2 * 8 + group_thread() % 4 / 2 * 4;
+    else
 #pragma unroll
-    for (int tile = 0; tile < 32; tile += 2) {
-      const float(&o)[64] = o_[tile / 16];
-      const int at = tile % 16 * 4 + half * 2;
-      const uint2 four = exchange_pair(pack<T>(o[at] * inverse, o[at + 1] * inverse),
-                                       pack<T>(o[at + 4] * inverse, o[at + 5] * inverse));
-      if (valid) *reinterpret_cast<uint2*>(out + tile * 8) = four;
-    }
+      for (int piece = 0; piece < VALUE_COLUMNS * 2 / 128; ++piece) {
+        put_result(piece, mine + piece % 2 * PIECE_BYTES, ending);
+        carry<1>(piece, mine + piece % 2 * PIECE_BYTES, ending);
+      }
   }
 
-  // partial: [256] of a row in fp32
-  MLA_DEVICE void store_partial(int half, float inverse, float* partial) const {
-    partial += group_thread() % 4 * 2;
+  static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; two are alive, so that one may be read while ...
+  static_assert(8 * 2 * PIECE_BYTES <= Policy::STAGE_BYTES, "all warps' pieces lie in a stage");
+
+  // 64 columns in 16 bits; 16 bytes number i of row r lie at place i ^ r % 8, so that all banks are written and read.
+  MLA_DEVICE void put_result(int piece, uint32_t to, const Ending& ending) const {
+    const int lane = group_thread() % 32;
 #pragma unroll
-    for (int tile = 0; tile < 32; ++tile) {
+    for (int pair = 0; pair < 4; ++pair) {
+      const int tile = piece * 8 + pair * 2;
       const float(&o)[64] = o_[tile / 16];
-      const int at = tile % 16 * 4 + half * 2;
-      *reinterpret_cast<float2*>(partial + tile * 8) = make_float2(o[at] * inverse, o[at + 1] * inverse);
+      const int at = tile % 16 * 4;
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // both halves of the first tile's rows, then of the second's
+        four[i] = pack<T>(o[at + 2 * i] * ending.inverse[i % 2], o[at + 2 * i + 1] * ending.inverse[i % 2]);
+      const uint32_t place = lane % 16 * 128 + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + place), "r"(four[0]),
+                   "r"(four[1]), "r"(four[2]), "r"(four[3])
+                   : "memory");
     }
   }
 
-  MLA_DEVICE int64_t partial_at(int partial_row, const Row& row) const {
-    return static_cast<int64_t>(partial_row) * Policy::rows(params_) + row.index;
+  // 32 columns in fp32; 16 bytes number i of row r at place i ^ r % 4 * 2.
+  MLA_DEVICE void put_partial(int piece, uint32_t to, const Ending& ending) const {
+    const int lane = group_thread() % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int tile = piece * 4 + i;
+      const float(&o)[64] = o_[tile / 16];
+      const int at = tile % 16 * 4;
+      const uint32_t place = lane / 4 * 128 + ((i * 2 + lane % 4 / 2) ^ lane / 4 % 4 * 2) * 16 + lane % 2 * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + place + half * 1024),
+                     "f"(o[at + 2 * half] * ending.inverse[half]), "f"(o[at + 2 * half + 1] * ending.inverse[half])
+                     : "memory");
+    }
+  }
+
+  // From there to memory, four rows at a time. `PAIRS` is 2 where places move by twice the row, else 1.
+  template <int PAIRS>
+  MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending) const {
+    const int lane = group_thread() % 32;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      const uint32_t place = row * 128 + (lane % 8 ^ row * PAIRS % 8) * 16;
+      uint4 columns;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(columns.x), "=r"(columns.y), "=r"(columns.z), "=r"(columns.w)
+                   : "r"(from + place)
+                   : "memory");
+      if (ending.offset[i] != NO_ROW) reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns;
+    }
+  }
+
+  // Of an item without keys.
+  MLA_DEVICE void store_zeros(const Ending& ending) const {
+    const int pieces = VALUE_COLUMNS * (ending.partial ? 4 : 2) / 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (ending.offset[i] != NO_ROW)
+#pragma unroll 1
+        for (int at = group_thread() % 8; at < pieces; at += 8)
+          reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + at] = make_uint4(0, 0, 0, 0);
   }
 
   template <class V>

@@ -1,6 +1,7 @@
 // The work list: which keys of which sequence a block takes next. Every role of a block walks the same list.
 #pragma once
 
+#include "mla/division.hpp"
 #include "mla/params/decode_tma.hpp"
 #include "mla/params/sparse_decode_tma.hpp"
 #include "sm_90/mbarrier.hpp"
@@ -21,7 +22,6 @@ struct Item {
   int first;        // first key of this item
   int end;          // one past its last key; not above first when the item is empty
   int partial_row;  // row of partial_out, or -1: the item is the whole sequence
-  int stop;         // not an item: the list is over
   MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
 };
 
@@ -53,7 +53,10 @@ struct Queries {
   MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
 };
 
-// A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits.
+// A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits. An item is looked up in
+// two steps, `find` and `measure`: of which sequence it is, which is all that its queries ask for, and which of its keys,
+// for which the sequence's length must have come from memory. Both are of loads that depend on each other, so whoever
+// walks the list looks the next item up where there is something to wait for anyway.
 class WorkList {
  public:
   // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.
@@ -73,27 +76,53 @@ class WorkList {
       cursor_ = worker;
       limit_ = params.batch * params.num_splits;
     }
-    look<true>();
+    find();
   }
 
-  // The item that was looked up last; false at the end of the list. `look` finds the one after it: two loads that
-  // depend on each other, three for a worker's first, so whoever walks the list calls it where there is something to
-  // wait for anyway.
-  MLA_DEVICE bool take(Item& item) const {
-    item = ahead_;
-    return more_;
-  }
+  // Whether there is an item; false at the end of the list.
+  MLA_DEVICE bool more() const { return more_; }
 
-  template <bool FIRST = false>
-  MLA_DEVICE void look() {
-    do more_ = next<FIRST>(ahead_);
+  // The item that was found last; before `measure` of its members only the sequence and the partial row are its own.
+  MLA_DEVICE const Item& item() const { return item_; }
+
+  // Goes on to the next item that has rows for this block.
+  MLA_DEVICE void find() {
+    do more_ = advance();
     while (more_ && params_.cu_seqlens_q != nullptr &&
-           first_row_ >= Queries(params_, ahead_.sequence).count * params_.heads);  // no rows for this block
+           first_row_ >= Queries(params_, item_.sequence).count * params_.heads);
+  }
+
+  MLA_DEVICE void measure() {
+    if (!more_) return;
+    item_.length = uniform(__ldg(params_.seq_lens + item_.sequence));
+    if (params_.plan != nullptr) {
+      item_.first = item_.first / granule_ * granule_;
+      const int cut = item_.end == 0x7FFFFFFF ? item_.end : item_.end / granule_ * granule_;
+      item_.end = cut < item_.length ? cut : item_.length;
+      return;
+    }
+    const int splits = params_.num_splits, cut = item_.first;
+    int size = params_.split_size;
+    if (size == 0) {
+      const uint32_t blocks = (item_.length + block_ - 1) / block_;
+      size = divided(blocks + splits - 1, params_.splits_magic, params_.splits_shift) * block_;
+    }
+    const int64_t first = static_cast<int64_t>(cut) * size;
+    item_.first = first < item_.length ? static_cast<int>(first) : item_.length;
+    // The last cut is open: with split_size a sequence longer than num_splits * split_size is still whole.
+    const bool open = cut + 1 == splits || item_.first + static_cast<int64_t>(size) > item_.length;
+    item_.end = open ? item_.length : item_.first + size;
+  }
+
+  // The first page numbers of the item's sequence are on their way to L2; what is measured then says which are wanted.
+  MLA_DEVICE void prefetch_pages() const {
+    const int64_t line = thread_id() % 32 * 32;
+    if (more_ && line < params_.page_ids_width)
+      prefetch_line(params_.page_ids + item_.sequence * params_.page_ids_stride + line);
   }
 
  private:
-  template <bool FIRST>
-  MLA_DEVICE bool next(Item& item) {
+  MLA_DEVICE bool advance() {
     if (params_.plan != nullptr) {
       while (cursor_ >= limit_ || worker_ >= plan_workers_) {
         worker_ += params_.workers;
@@ -101,34 +130,16 @@ class WorkList {
         load_worker();
       }
       const int4 words = four_words(params_.plan + items_ + 4 * cursor_++);
-      item.sequence = uniform(words.x);
-      item.first = uniform(words.y) / granule_ * granule_;
-      const int end = uniform(words.z);
-      item.partial_row = uniform(words.w);
-      item.length = uniform(__ldg(params_.seq_lens + item.sequence));
-      const int cut = end == 0x7FFFFFFF ? end : end / granule_ * granule_;
-      item.end = cut < item.length ? cut : item.length;
+      item_.sequence = uniform(words.x);
+      item_.first = uniform(words.y);
+      item_.end = uniform(words.z);
+      item_.partial_row = uniform(words.w);
       return true;
     }
     if (cursor_ >= limit_) return false;
-    const int splits = params_.num_splits;
-    item.sequence = static_cast<uint32_t>(cursor_) / static_cast<uint32_t>(splits);
-    // The first page numbers of a sequence are asked for beside its length, which says where the cut begins.
-    const int64_t line = thread_id() % 32 * 32;
-    if (FIRST && line < params_.page_ids_width)
-      prefetch_line(params_.page_ids + item.sequence * params_.page_ids_stride + line);
-    const int cut = cursor_ - item.sequence * splits;
-    item.length = uniform(__ldg(params_.seq_lens + item.sequence));
-    int size = params_.split_size;
-    if (size == 0) {
-      const uint32_t blocks = (item.length + block_ - 1) / block_;
-      size = (blocks + splits - 1) / static_cast<uint32_t>(splits) * block_;
-    }
-    const int64_t first = static_cast<int64_t>(cut) * size;
-    item.first = first < item.length ? static_cast<int>(first) : item.length;
-    // The last cut is open: with split_size a sequence longer than num_splits * split_size is still whole.
-    item.end = cut + 1 == splits || item.first + static_cast<int64_t>(size) > item.length ? item.length : item.first + size;
-    item.partial_row = splits > 1 ? cursor_ : -1;
+    item_.sequence = divided(cursor_, params_.splits_magic, params_.splits_shift);
+    item_.first = cursor_ - item_.sequence * params_.num_splits;  // the cut's number
+    item_.partial_row = params_.num_splits > 1 ? cursor_ : -1;
     cursor_ += params_.workers;
     return true;
   }
@@ -149,7 +160,7 @@ class WorkList {
   int limit_ = 0;
   int plan_workers_ = 0;
   int items_ = 0;  // where a plan's items begin
-  Item ahead_;
+  Item item_;
   bool more_;
 };
 

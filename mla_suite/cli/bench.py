@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mla_suite.cli.arguments import torch_device
+
 if TYPE_CHECKING:
     import torch
     from rich.console import Console
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--backend", action="append", metavar="NAME", help="native, portable or reference; repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
-    parser.add_argument("--device", help="torch device (default: the first GPU, else the CPU)")
+    parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
     parser.add_argument("--passes", type=int, default=2, help="passes over the set (default 2)")
     parser.add_argument(
@@ -56,14 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return _run(args)
-    except ValueError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
-
-
-def _run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mla_suite.bench import record, sets
@@ -130,7 +124,7 @@ def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
 def _device(args: argparse.Namespace) -> torch.device:
     import torch
 
-    return torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _measure(args: argparse.Namespace, effort: Effort) -> Report:

@@ -24,14 +24,16 @@ import sys
 import time
 from typing import Any
 
+from mla_suite.cli.arguments import positive
+
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt: ragged, below, at and above a page
 PAGE_SIZE = 16
 VOCABULARY = 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to decode per sequence (default 64)")
-    parser.add_argument("--layers", type=int, default=2, help="decoder layers (default 2)")
+    parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode per sequence (default 64)")
+    parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
     parser.add_argument("--layout", default="bf16", help="KV cache layout: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")

@@ -12,16 +12,16 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 
+from mla_suite.cli.arguments import torch_device
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator: plan, decode, sparse_decode, combine or append_kv")
     parser.add_argument("--on", metavar="ARCH", help="an AMD arch to emulate: gfx942 or gfx950")
-    parser.add_argument("--device", default="cpu", help="torch device of the tensors (default cpu)")
+    parser.add_argument("--device", type=torch_device, default="cpu", help="torch device of the tensors (default cpu)")
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     import mla_suite
     from mla_suite.core import library
     from mla_suite.runtime import emulate
@@ -30,6 +30,6 @@ def run(args: argparse.Namespace) -> int:
     with emulate(args.on) if args.on else nullcontext():
         for op in ops:
             for sample in op.samples() if args.op else list(op.samples())[:1]:
-                positional, keywords = sample.make(torch.device(args.device))
+                positional, keywords = sample.make(args.device)
                 print(f"{sample.name}\n{mla_suite.explain(op.name, *positional, **keywords)}\n")
     return 0

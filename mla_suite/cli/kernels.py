@@ -42,6 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
         for key, entry in sorted(manifest.kernels.items())
         if (not arguments.arch or key[0] == arguments.arch) and (not arguments.kernel or arguments.kernel in key[1])
     ]
+    if not entries:
+        there = ", ".join(sorted({arch for arch, _ in manifest.kernels})) or "no arch"
+        raise ValueError(f"nothing that was built has that arch and name; {manifest.root} holds kernels of {there}")
     table = Table(title=str(manifest.root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
     for name in ("arch", "kernel"):
         table.add_column(name, overflow="fold")

@@ -9,10 +9,10 @@ Without files the runs are those of benchmarks/results beside the file that is w
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-MARKED = re.compile(r"(<!-- latency:begin.*?-->\n).*?(<!-- latency:end -->)", re.S)
+from mla_suite.cli import marked
+
 RESULTS = Path("benchmarks") / "results"
 
 
@@ -27,18 +27,12 @@ def run(args: argparse.Namespace) -> int:
     if args.write is None:
         print(made)
         return 0
-    text, replaced = MARKED.subn(lambda marks: f"{marks[1]}{made}\n{marks[2]}", args.write.read_text())
-    if not replaced:
-        raise SystemExit(f"{args.write} has no <!-- latency:begin --> and <!-- latency:end --> lines to write between")
-    args.write.write_text(text)
+    marked.write(args.write, "latency", made)
     return 0
 
 
 def section(runs: list[Path]) -> str:
-    """The Markdown of these runs, one machine after the other. SystemExit, in a sentence, for a file that is no run."""
+    """The Markdown of these runs, one machine after the other. ValueError for a file that is no run."""
     from mla_suite.bench import markdown, record
 
-    try:
-        return markdown.latency([record.load(path) for path in runs])
-    except ValueError as error:
-        raise SystemExit(f"latency: {error}") from error
+    return markdown.latency([record.load(path) for path in runs])

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mla_suite.cli.arguments import positive
 from mla_suite.core.layouts import LAYOUTS, Field, Layout, layout
 
 BAR = 50
@@ -42,20 +42,14 @@ NOTES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="layout", help=f"which to print; default all: {', '.join(LAYOUTS)}")
-    parser.add_argument("--page", type=int, default=64, help="tokens in a block (default 64)")
+    parser.add_argument("--page", type=positive, default=64, help="tokens in a block (default 64)")
     parser.add_argument("--constants", action="store_true", help="also print the constants kernels are compiled with")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    try:
-        if args.page < 1:
-            raise ValueError(f"--page is {args.page}; a block has at least one token")
-        chosen = [layout(name) for name in args.names] or list(LAYOUTS.values())
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    chosen = [layout(name) for name in args.names] or list(LAYOUTS.values())
     if args.json:
         print(json.dumps({one.name: facts(one, args.page) for one in chosen}, indent=2))
         return 0

@@ -6,10 +6,9 @@ native = a kernel of this repository for that arch, portable = Triton, reference
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 
-MARKED = re.compile(r"(<!-- support:begin.*?-->\n).*?(<!-- support:end -->)", re.S)
+from mla_suite.cli import marked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +19,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write is None:
         print(table())
         return 0
-    text, replaced = MARKED.subn(lambda marks: f"{marks[1]}{table()}\n{marks[2]}", args.write.read_text())
-    if not replaced:
-        raise SystemExit(f"{args.write} has no <!-- support:begin --> and <!-- support:end --> lines to write between")
-    args.write.write_text(text)
+    marked.write(args.write, "support", table())
     return 0
 
 

@@ -36,11 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        return lint() if args.lint else _tune(args)
-    except ValueError as error:
-        print(f"tune: {error}", file=sys.stderr)
-        return 2
+    return lint() if args.lint else _tune(args)
 
 
 def lint() -> int:

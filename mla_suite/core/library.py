@@ -24,6 +24,7 @@ NAMESPACE = "mla_suite"
 DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
 
 _library = torch.library.Library(NAMESPACE, "DEF")
+_grad_enabled = torch._C.is_grad_enabled
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,13 @@ def register(op: Op) -> Op:
     _define(op.name + op.schema)
     _implement(op.name, _functional(op), _fake(op))
     if op.mutates:
-        _detach(op.name, "default")
+        _fall_through(op.name)
     else:
         _refuse_gradients(op)
     if op.outputs:
         _define(f"{op.name}.out{op.out_schema}")
         _implement(f"{op.name}.out", _out(op), _check_outputs(op))
-        _detach(op.name, "out")
+        _fall_through(f"{op.name}.out")
     _registry[op.name] = op
     return op
 
@@ -156,7 +157,10 @@ def complete(op: Op, known: Known, args: tuple[Any, ...], options: tuple[Any, ..
     """A functional call of which everything is known; all arguments in the schema's order."""
     outputs = known.allocate()
     _validate(op, args, options)
-    known.start(outputs, *args)
+    if _grad_enabled():
+        _start_below_autograd(known, outputs, args)
+    else:
+        known.start(outputs, *args)
     return _returned(outputs)
 
 
@@ -177,7 +181,7 @@ def _functional(op: Op) -> Callable[..., Any]:
         outputs = allocate()
         _validate(op, args, options)
         found = Known(allocate, _ready(op, outputs, args, given), tuple(map(type, options)), {})
-        dispatch.remember(key, found).start(outputs, *args)
+        _start_below_autograd(dispatch.remember(key, found), outputs, args)
         return _returned(outputs)
 
     return call
@@ -235,7 +239,10 @@ def _out(op: Op) -> Callable[..., None]:
         if known is None:
             start = _ready(op, outputs, args, dict(zip(op.out_options, options, strict=True)))
             known = dispatch.remember(key, Known(tuple, start, tuple(map(type, options)), {}))
-        known.start(outputs, *args)
+        if _grad_enabled():
+            _start_below_autograd(known, outputs, args)
+        else:
+            known.start(outputs, *args)
 
     return call
 
@@ -270,15 +277,16 @@ def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         op.validate(*args, **dict(zip(op.options, options, strict=False)))
 
 
-def _detach(name: str, overload: str) -> None:
-    """An operator that writes into its arguments runs below autograd: what it writes carries no gradient."""
-    target = getattr(getattr(torch.ops.mla_suite, name), overload)
+def _fall_through(name: str) -> None:
+    """An operator that writes into its arguments has nothing to tell autograd: with gradients on, its implementation is
+    below it. A kernel in Python that does so and dispatches once more takes 5 us, as much as the rest of the call."""
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
 
-    def below(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return target(*args, **kwargs)
 
-    _library.impl(name if overload == "default" else f"{name}.{overload}", below, "Autograd")
+def _start_below_autograd(known: Known, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
+    """Fill the outputs; what is written carries no gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        known.start(outputs, *args)
 
 
 _define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor")

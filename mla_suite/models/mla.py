@@ -13,6 +13,7 @@ import mla_suite
 from mla_suite.models import prefill
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
+from mla_suite.models.head_products import absorbed, head_values
 from mla_suite.models.rope import rotate
 
 
@@ -147,9 +148,9 @@ class MLA(nn.Module):
                 "fp32 and v32 caches with rotated keys: use one of those"
             )
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
-        q_pe = rotate(q_pe, _rows(cos_sin, step, x)[..., None, :], interleaved=self.config.rope_interleaved)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)
-        q = self._absorbed(q_nope, q_pe)
+        w_uk, w_uv = self._up_projections()
+        q = absorbed(q_nope, q_pe, w_uk, cos_sin, step.positions, interleaved=self.config.rope_interleaved)
         scale = self.config.softmax_scale
         if topk_indices is None:
             out, _ = mla_suite.decode(
@@ -176,7 +177,7 @@ class MLA(nn.Module):
                 softmax_scale=scale,
                 split_size=split_size,
             )
-        return self.o_proj(self._value_heads(out).flatten(-2))
+        return self.o_proj(head_values(out, w_uv).flatten(-2))
 
     def prefill(
         self,
@@ -199,7 +200,7 @@ class MLA(nn.Module):
         `mla_suite.decode`, and merged by lse. Without `step` (no cache) `positions` [batch, tokens] or [tokens] are
         needed. New tokens see each other unquantised whatever the layout. Returns x's shape.
         """
-        self._check_prefill(x, kv_cache, step, positions, q_lens, valid, prefix)
+        prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
         where = step.positions if step is not None else positions
         assert where is not None
         rows = cos_sin[where].view(*x.shape[:-1], cos_sin.shape[-1])
@@ -223,8 +224,8 @@ class MLA(nn.Module):
                 own = prefill.ragged_causal_attention_with_lse(q, k, v, q_lens, softmax_scale=scale)
             else:
                 own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=valid)
-            past = self._attend_prefix(self._absorbed(q_nope, q_pe), kv_cache, step, cos_sin, q_lens, valid, kv_descale)
-            out = _merged(own, past, x.dtype)
+            past = self._attend_prefix(q_nope, q_pe, kv_cache, step, cos_sin, q_lens, valid, kv_descale)
+            out = prefill.merged(own, past, x.dtype)
         return self.o_proj(out.flatten(-2))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
@@ -280,16 +281,6 @@ class MLA(nn.Module):
         w_uk, w_uv = weight.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         return w_uk, w_uv
 
-    def _absorbed(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-        """q as the cache is read: [..., heads, 512 + 64]."""
-        w_uk, _ = self._up_projections()
-        return torch.cat((torch.einsum("...hd,hdl->...hl", q_nope, w_uk), q_pe), dim=-1)
-
-    def _value_heads(self, out: torch.Tensor) -> torch.Tensor:
-        """Attended latents [..., heads, 512] to values [..., heads, v_head_dim]."""
-        _, w_uv = self._up_projections()
-        return torch.einsum("...hl,hdl->...hd", out, w_uv)
-
     def _expanded(self, kv_c: torch.Tensor, rotated_k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         c = self.config
         up = self.kv_b_proj(kv_c).view(*kv_c.shape[:-1], c.num_heads, c.qk_nope_head_dim + c.v_head_dim)
@@ -321,7 +312,8 @@ class MLA(nn.Module):
 
     def _attend_prefix(
         self,
-        q: torch.Tensor,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
         kv_cache: torch.Tensor,
         step: Step,
         cos_sin: torch.Tensor,
@@ -329,7 +321,9 @@ class MLA(nn.Module):
         valid: torch.Tensor | None,
         kv_descale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [..., heads, v_head_dim] and lse [..., heads] of the tokens cached before this call."""
+        """Values [..., heads, v_head_dim] and lse [..., heads] of tokens cached before this call; q_pe is rotated."""
+        w_uk, w_uv = self._up_projections()
+        q = absorbed(q_nope, q_pe, w_uk)
         if q_lens is not None:
             new = torch.tensor(list(q_lens), dtype=torch.int32).to(q.device)
             cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
@@ -350,36 +344,7 @@ class MLA(nn.Module):
             causal=False,
             layout=self.layout,
         )
-        return self._value_heads(out), lse
-
-    def _check_prefill(
-        self,
-        x: torch.Tensor,
-        kv_cache: torch.Tensor | None,
-        step: Step | None,
-        positions: torch.Tensor | None,
-        q_lens: Sequence[int] | None,
-        valid: torch.Tensor | None,
-        prefix: bool,
-    ) -> None:
-        if (kv_cache is None) != (step is None):
-            raise ValueError(
-                "prefill: kv_cache and step come together; give both, or neither to attend without a cache"
-            )
-        if (step is None) == (positions is None):
-            raise ValueError("prefill: positions are in the step; give them only when there is no step")
-        if prefix and kv_cache is None:
-            raise ValueError("prefill: prefix=True without kv_cache; the prefix is read from the cache: pass it")
-        if (x.dim() == 2) != (q_lens is not None):
-            raise ValueError(
-                f"prefill: x has {x.dim()} dimensions and q_lens is {'given' if q_lens is not None else 'None'}; "
-                "packed x [tokens, hidden_size] goes with q_lens, x [batch, tokens, hidden_size] without"
-            )
-        if q_lens is not None and (sum(q_lens) != x.shape[0] or valid is not None):
-            raise ValueError(
-                f"prefill: q_lens sum to {sum(q_lens)} for {x.shape[0]} packed tokens; they must be equal, and valid "
-                "belongs to padded batches only"
-            )
+        return head_values(out, w_uv), lse
 
 
 # Output rows of these are grouped by head; o_proj's input columns are.
@@ -400,18 +365,3 @@ def _rank_share(name: str, tensor: torch.Tensor, rank: int, size: int) -> torch.
     if name == "o_proj.bias" and rank:
         return torch.zeros_like(tensor)
     return tensor
-
-
-def _rows(cos_sin: torch.Tensor, step: Step, x: torch.Tensor) -> torch.Tensor:
-    return cos_sin[step.positions].view(*x.shape[:-1], cos_sin.shape[-1])
-
-
-def _merged(
-    own: tuple[torch.Tensor, torch.Tensor], past: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
-) -> torch.Tensor:
-    """Two attended parts of disjoint keys, [..., heads, dim] with lse [..., heads], as if attended at once."""
-    shape = own[0].shape
-    partial_out = torch.stack([out.float().reshape(-1, shape[-1]) for out, _ in (own, past)])
-    partial_lse = torch.stack([lse.reshape(-1) for _, lse in (own, past)])
-    out, _ = mla_suite.combine(partial_out, partial_lse, num_splits=2, out_dtype=dtype)
-    return out.view(shape)

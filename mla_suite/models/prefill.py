@@ -1,7 +1,8 @@
 """Un-absorbed causal attention among new tokens, through torch, and its merge with an attended prefix.
 
-All tensors here are [batch, tokens, heads, dim]; `valid` [batch, tokens] marks real tokens in a left- or right-padded
-batch. Padding attends to nothing but itself and nothing attends to padding, so its rows are defined and unused.
+Queries, keys and values are [batch, tokens, heads, dim]; `valid` [batch, tokens] marks real tokens in a left- or
+right-padded batch. Padding attends to nothing but itself and nothing attends to padding, so its rows are defined and
+unused.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import functional
+
+import mla_suite
+from mla_suite.models.cache import Step
 
 # Bounds the fp32 scores held at once to batch x heads x 256 x tokens.
 QUERY_TILE = 256
@@ -67,6 +71,45 @@ def ragged_causal_attention_with_lse(
     parts = zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
     results = [causal_attention_with_lse(*part, softmax_scale=softmax_scale) for part in parts]
     return torch.cat([out for out, _ in results], dim=1)[0], torch.cat([lse for _, lse in results], dim=1)[0]
+
+
+def merged(
+    own: tuple[torch.Tensor, torch.Tensor], past: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Two attended parts of disjoint keys, [..., heads, dim] with lse [..., heads], as if attended at once."""
+    shape = own[0].shape
+    partial_out = torch.stack([out.float().reshape(-1, shape[-1]) for out, _ in (own, past)])
+    partial_lse = torch.stack([lse.reshape(-1) for _, lse in (own, past)])
+    out, _ = mla_suite.combine(partial_out, partial_lse, num_splits=2, out_dtype=dtype)
+    return out.view(shape)
+
+
+def check(
+    x: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    step: Step | None,
+    positions: torch.Tensor | None,
+    q_lens: Sequence[int] | None,
+    valid: torch.Tensor | None,
+    prefix: bool,
+) -> None:
+    """Raises ValueError for arguments of `MLA.prefill` that do not go together."""
+    if (kv_cache is None) != (step is None):
+        raise ValueError("prefill: kv_cache and step come together; give both, or neither to attend without a cache")
+    if (step is None) == (positions is None):
+        raise ValueError("prefill: positions are in the step; give them only when there is no step")
+    if prefix and kv_cache is None:
+        raise ValueError("prefill: prefix=True without kv_cache; the prefix is read from the cache: pass it")
+    if (x.dim() == 2) != (q_lens is not None):
+        raise ValueError(
+            f"prefill: x has {x.dim()} dimensions and q_lens is {'given' if q_lens is not None else 'None'}; "
+            "packed x [tokens, hidden_size] goes with q_lens, x [batch, tokens, hidden_size] without"
+        )
+    if q_lens is not None and (sum(q_lens) != x.shape[0] or valid is not None):
+        raise ValueError(
+            f"prefill: q_lens sum to {sum(q_lens)} for {x.shape[0]} packed tokens; they must be equal, and valid "
+            "belongs to padded batches only"
+        )
 
 
 def _visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:

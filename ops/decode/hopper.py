@@ -141,7 +141,7 @@ def workers(arch: Arch, items: int, tiles: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE_US) -> int:
+def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
     A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
@@ -151,7 +151,7 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE
 
     def microseconds(splits: int) -> float:
         groups = workers(arch, batch * splits, tiles)
-        stage = stage_us + BUSY_STAGE_US * groups * tiles / arch.compute_units
+        stage = STAGE_US + BUSY_STAGE_US * groups * tiles / arch.compute_units
         spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
         partials = batch * rows * splits * 2048
         merge = MERGE_US + (splits - 1) // 32 * MERGE_ROUND_US + 2 * partials / PARTIAL_BYTES_PER_US
@@ -163,7 +163,7 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE
 
 _MAPS = tuple(f"{what}_map_{word}" for what in ("kv", "q") for word in range(tensor_map.WORDS))
 _POINTERS = (
-    *("q", "kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q"),
+    *("kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q"),
     *("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse"),
 )
 LEADING = (*_MAPS, *_POINTERS)
@@ -181,30 +181,35 @@ class Boxes(NamedTuple):
     box: tuple[int, ...]
 
 
-def leading(keys: Boxes | None, queries: Boxes, addresses: tuple[int, ...]) -> bytes:
+def leading(keys: Boxes | None, queries: Boxes, q_at: int, addresses: tuple[int, ...]) -> bytes:
     """The parameters LEADING for tensors at `addresses`, in the order of _POINTERS; keys is None where none are mapped.
 
     A cache without pages has no address; nothing of it is read, but a map needs one.
     """
-    keys_map = _NO_MAP if keys is None else tensor_map.swizzled(addresses[1] or addresses[0], *keys)
-    return _pack_leading(*keys_map, *tensor_map.swizzled(addresses[0], *queries), *addresses)
+    keys_map = _NO_MAP if keys is None else tensor_map.swizzled(addresses[0] or q_at, *keys)
+    return _pack_leading(*keys_map, *tensor_map.swizzled(q_at, *queries), *addresses)
 
 
 def key_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Boxes:
-    """The cache in boxes of 32 keys x 64 values within a page."""
+    """The cache in boxes of 32 keys of a page, [blocks of 64 values][key][64]: whole rows, as a stage holds them."""
     pages, page, width = shape
     # A stride along a dimension of one page means nothing.
     apart = strides[0] if pages > 1 else page * width
-    return Boxes(dtype, (width, page, max(pages, 1)), (width * 2, apart * 2), (64, KEYS, 1))
+    blocks = width // 64
+    return Boxes(dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, KEYS, blocks, 1))
 
 
 def query_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> Boxes:
-    """The queries, as one matrix of rows that have a pitch, in boxes of 32 columns of a block's rows."""
+    """The queries, as one matrix of rows that have a pitch, in boxes of half of a block's rows, [32 values][row][32].
+
+    Rows of a box come in whole turns of the swizzle, which are eight.
+    """
     apart = pitch(shape, strides)
     if apart is None:
         raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
     heads, width = shape[-2:]
-    return Boxes(dtype, (width, prod(shape[:-1])), (apart * 2,), (32, min(ROWS, heads * q_len)))
+    rows, blocks = min(ROWS, -(-heads * q_len // 8) * 8), width // 32
+    return Boxes(dtype, (32, prod(shape[:-1]), blocks), (apart * 2, 64), (32, rows, blocks // 2))
 
 
 def pitch(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:

@@ -159,8 +159,8 @@ def ready(
         outputs_at = out_at, lse_at, partial_at, partial_lse_at
         if known.boxes is not None:
             pages_at = indices_at if block_table is None else table_at
-            pointers = q_at, cache_at, lens_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at
-            leading = hopper.leading(*known.boxes, pointers)
+            pointers = cache_at, lens_at, pages_at, indptr_at, tokens_at, sink_at, plan_at, *outputs_at
+            leading = hopper.leading(*known.boxes, q_at, pointers)
         else:
             leading = pack_leading(*inputs_at, *outputs_at)
         launch(leading + known.numbers, (inputs, (out, lse), scratch))

@@ -114,16 +114,18 @@ def prepare(
     # One stride leads from token to token of the results.
     copies_out = not out.in_whole_vectors or (not ragged and out.strides[0] != q_len * out.strides[1])
     out = out.copied() if copies_out else out
+    page_magic, page_shift = reciprocal(page)
     numbers = dict(
-        q_head_stride=q.strides[-2],
         kv_page_stride=cache[1][0],
         out_token_stride=out.strides[-3],
         out_head_stride=out.strides[-2],
         batch=batch,
         heads=heads,
         q_len=q_len,
-        row_tiles=tiles,
+        rows=rows,
         page=page,
+        page_magic=page_magic,
+        page_shift=page_shift,
         num_splits=splits,
         split_size=split_size if splits > 1 and not num_splits else 0,
         causal=int(causal),
@@ -133,7 +135,8 @@ def prepare(
     boxes: tuple[hopper.Boxes | None, hopper.Boxes] | None = None
     if isinstance(config, HopperConfig):
         workers = hopper.workers(config.arch, items, tiles)
-        grid, shared = (workers * tiles, 1, 1), config.lds
+        grid, shared = (tiles, workers, 1), config.lds
+        splits_magic, splits_shift = reciprocal(splits)
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
         packed = pack_numbers(
@@ -142,23 +145,23 @@ def prepare(
             heads_reciprocal=(2**32 - 1) // heads + 1,
             page_ids_stride=table_stride,
             page_ids_width=0 if table is None else table[0][1],
+            splits_magic=splits_magic,
+            splits_shift=splits_shift,
             workers=workers,
             **numbers,
         )
     else:
         grid, shared = (items, tiles, 1), 0
-        shift = max(page - 1, 0).bit_length()
         packed = pack_numbers(
             "decode",
             POINTERS,
             q_batch_stride=0 if ragged else q.strides[0],
             q_token_stride=q.strides[-3],
+            q_head_stride=q.strides[-2],
             kv_token_stride=cache[1][1],
             block_table_stride=table_stride,
-            rows=rows,
+            row_tiles=tiles,
             pages=pages,
-            page_magic=-(-(1 << (31 + shift)) // page),
-            page_shift=shift,
             workers=items,
             max_kv_len=max_kv_len,
             **numbers,
@@ -179,6 +182,12 @@ def prepare(
         *(config.instance, grid, config.threads, shared, packed, boxes),
         *(copies_q, copies_out, not dense_lse, slots, rows, merge),
     )
+
+
+def reciprocal(n: int) -> tuple[int, int]:
+    """What csrc/mla/division.hpp divides numbers below 2^31 by n with: a magic and a shift."""
+    shift = max(n - 1, 0).bit_length()
+    return -(-(1 << (31 + shift)) // n), shift
 
 
 def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:

@@ -79,7 +79,7 @@ def prepare(
     boxes, query_strides = None, {}
     if isinstance(config, HopperSparseConfig):
         kernel, shared, workers = "sparse_decode_tma", config.lds, hopper.workers(config.arch, items, tiles)
-        grid = workers * tiles, 1, 1
+        grid = tiles, workers, 1
         boxes = query_boxes(queries.shape, queries.strides, queries.dtype, 1)
     else:
         kernel, shared, workers = "sparse_decode", 0, items if plan is None else min(items, config.arch.compute_units)

@@ -195,12 +195,11 @@ def test_every_word_of_a_launch(monkeypatch):
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
     assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma", 512, 210992)
     assert overlap, "the kernel says itself where it waits for the one before"
-    assert grid == (9 * 2, 1, 1), "three cuts of three sequences, two tiles of 64 rows"
-    q, cache, lens, table, sink = args[0], args[1], args[2], args[3], args[9]
+    assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
+    cache, lens, table, sink = args[1], args[2], args[3], args[9]
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
         **{f"q_map_{i}": i + 1 for i in range(16)},
-        "q": q.data_ptr(),
         "kv_cache": cache.data_ptr(),
         "seq_lens": lens.data_ptr(),
         "page_ids": table.data_ptr(),
@@ -213,7 +212,6 @@ def test_every_word_of_a_launch(monkeypatch):
         "partial_out": buffers["partial_out"].tensor.data_ptr(),
         "partial_lse": buffers["partial_lse"].tensor.data_ptr(),
         "heads_reciprocal": -(-(2**32) // 40),
-        "q_head_stride": 576,
         "kv_page_stride": 64 * 576,
         "page_ids_stride": table.shape[1],
         "page_ids_width": table.shape[1],
@@ -222,9 +220,13 @@ def test_every_word_of_a_launch(monkeypatch):
         "batch": 3,
         "heads": 40,
         "q_len": 2,
-        "row_tiles": 2,
+        "rows": 80,
         "page": 64,
+        "page_magic": 2**31,
+        "page_shift": 6,
         "num_splits": 3,
+        "splits_magic": -(-(2**33) // 3),
+        "splits_shift": 2,
         "split_size": 0,
         "workers": 9,
         "causal": 1,
@@ -245,7 +247,7 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert fields["cu_seqlens_q"] == args[6].data_ptr()
     assert (fields["page_ids_width"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
-    assert (grid, fields["workers"], fields["row_tiles"]) == ((3, 1, 1), 3, 1)
+    assert (grid, fields["workers"]) == ((1, 3, 1), 3)
 
 
 def test_a_plan(monkeypatch):
@@ -253,7 +255,8 @@ def test_a_plan(monkeypatch):
     (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
     assert fields["plan"] == args[11].data_ptr()
     assert fields["num_splits"] == 1
-    assert fields["workers"] * fields["row_tiles"] == grid[0] <= 132
+    assert grid == (2, fields["workers"], 1)
+    assert grid[0] * grid[1] <= 132
     assert buffers["partial_out"].tensor.shape[0] == most_items(args[11].shape[0], 3), (
         "a row for every item it may have"
     )
@@ -305,8 +308,8 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
     words = tensor_map.swizzled(cache.data_ptr(), *hopper.key_boxes(cache.shape, cache.stride(), dtype))
     assert driver.given == (
-        (0, number, cache.data_ptr(), [576, 64, 9], [1152, 70 * 1152]),
-        ([64, 32, 1], [1, 1, 1], 0, 3, 2, 0),
+        (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
+        ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
     )
     assert b"".join(word.to_bytes(8, "little") for word in words) == bytes(range(128))
     tensor_map.swizzled.cache_clear()
@@ -337,10 +340,10 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
         asked = []
         with monkeypatch.context() as patch:
             call, _, _ = launched(patch, None, ((q, *args[1:]), kwargs), asked)
-        *_, fields, _, buffers = call
+        buffers = call[-1]
         address, _, sizes, strides, box = asked[1]
-        assert (sizes, strides, box) == ((576, 3 * q_len * 16), (1152,), (32, rows))
-        assert address == fields["q"] == buffers["q"].tensor.data_ptr()
+        assert (sizes, strides, box) == ((32, 3 * q_len * 16, 18), (1152, 64), (32, rows, 9))
+        assert address == buffers["q"].tensor.data_ptr()
         assert (address != q.data_ptr()) == copied
         assert torch.equal(buffers["q"].tensor, q)
 
@@ -351,12 +354,12 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
         hopper.key_boxes(shape, strides, torch.bfloat16)
         for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
     ]
-    assert [given[1:] for given in boxes] == [((576, 64, 1), (1152, 64 * 1152), (64, 32, 1))] * 2
+    assert [given[1:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
     asked = []
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
     queries = hopper.query_boxes((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
-        hopper.leading(boxes[0], queries, (32, cache_at, *[0] * 10))
+        hopper.leading(boxes[0], queries, 32, (cache_at, *[0] * 10))
     assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 

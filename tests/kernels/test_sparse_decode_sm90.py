@@ -171,8 +171,8 @@ def test_a_launch(monkeypatch, pools, mode):
     read = struct.unpack(seen["packed"])
     assert (op, instance, threads, shared) == ("sparse_decode", config.instance, 512, config.lds)
     assert seen["options"] == {"overlap": True}
-    assert grid == (read["workers"] * 2, 1, 1)
-    assert grid[0] <= H200.compute_units
+    assert grid == (2, read["workers"], 1)
+    assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
     assert (read["tokens"], read["heads"], read["row_tiles"], read["pools"]) == (6, 100, 2, len(POOLS[pools]))
     assert read["out"] == outputs[0].data_ptr()

@@ -118,9 +118,10 @@ def hip(stub_folder, monkeypatch, request):
     ],
     indirect=["hip"],
 )
-def test_python_frames_of_a_call(hip, name, launches, frames):
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_python_frames_of_a_call(hip, name, launches, frames, mode):
     call, entered = (around_attention("cpu") | attention("cpu") | selection("cpu"))[name], []
-    with torch.inference_mode():
+    with mode():
         for _ in range(2):  # the first is made ready, the second recognised by its metadata, and the next by the last
             call()
         hip.reset(0)

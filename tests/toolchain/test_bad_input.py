@@ -225,6 +225,8 @@ def test_the_table_of_kernels(built, capsys, objects):
     assert NAME in printed
     assert "gfx950: " in printed
     assert "gfx942" not in printed
+    with pytest.raises(ValueError, match=r"nothing that was built has that arch and name; .* holds kernels of gfx942"):
+        kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx90a"]))
     json.loads((objects / "manifest.json").read_text())
     (objects / "manifest.json").write_text("{")
     assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1

@@ -7,7 +7,8 @@
 namespace mla {
 
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
-// A query row is (token i of the sequence, head h) = row i * heads + h. q and its stride say what q_map was made of.
+// A query row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n)
+// and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct DecodeTmaParams {
   uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
   uint64_t kv_map_1;
@@ -41,7 +42,6 @@ struct DecodeTmaParams {
   uint64_t q_map_13;
   uint64_t q_map_14;
   uint64_t q_map_15;
-  const void* q;                 // [batch, q_len, heads, D_QK], or [tokens, heads, D_QK] with cu_seqlens_q
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
   const int32_t* page_ids;       // [batch, page_ids_stride], or [kv_indptr[batch]]
@@ -54,7 +54,6 @@ struct DecodeTmaParams {
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
   uint64_t heads_reciprocal;     // 2^32 / heads, rounded up: row / heads by one multiplication
-  int64_t q_head_stride;         // between heads of q
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
   int64_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
@@ -63,11 +62,15 @@ struct DecodeTmaParams {
   int32_t batch;
   int32_t heads;
   int32_t q_len;                 // of the longest sequence
-  int32_t row_tiles;             // blocks that share a sequence's keys
+  int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
+  uint32_t page_magic;
+  uint32_t page_shift;
   int32_t num_splits;            // cuts per sequence when plan is null, at least 1
+  uint32_t splits_magic;
+  uint32_t splits_shift;
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // groups of row_tiles blocks that walk the work list
+  int32_t workers;               // rows of the grid, each of which walks the work list
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;           // positive
 };

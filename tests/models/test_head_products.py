@@ -1,0 +1,89 @@
+"""Products with a matrix per head: torch's numbers on a CPU, and no pass beside them on a GPU."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mla_suite.models import head_products
+from mla_suite.models.head_products import absorbed, head_values
+from mla_suite.models.rope import rotate
+
+ops = torch.ops.mla_suite_layers
+
+
+def operands(dtype=torch.float64, heads=3, nope=32, v=16):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 5, heads, nope), (2, 5, heads, 64), (heads, nope, 512), (2, 5, heads, 512), (heads, v, 512)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_each_head_has_its_matrix(interleaved):
+    q_nope, q_pe, w_uk, latents, w_uv = operands()
+    table, positions = torch.randn(9, 64), torch.arange(10) % 9
+    q = absorbed(q_nope, q_pe, w_uk, table, positions, interleaved=interleaved)
+    values = head_values(latents, w_uv)
+    for token in range(10):
+        b, i = divmod(token, 5)
+        turned = rotate(q_pe[b, i], table[positions[token]], interleaved=interleaved)
+        for head in range(3):
+            torch.testing.assert_close(q[b, i, head, :512], q_nope[b, i, head] @ w_uk[head])
+            torch.testing.assert_close(q[b, i, head, 512:], turned[head])
+            torch.testing.assert_close(values[b, i, head], w_uv[head] @ latents[b, i, head])
+    assert torch.equal(absorbed(q_nope, q_pe, w_uk)[..., 512:], q_pe)
+
+
+def called_on_gpu(compute, *given):
+    """The operators that a computation calls for tensors like these on an NVIDIA GPU; nothing is computed."""
+    with FakeTensorMode():
+        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
+        seen = []
+
+        class Recorder(TorchDispatchMode):
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                seen.append(op)
+                return op(*args, **(kwargs or {}))
+
+        with Recorder():
+            made = compute(*fakes)
+    return made, seen
+
+
+def test_a_gpus_products_have_no_pass_beside_them():
+    q_nope, q_pe, w_uk, latents, w_uv = operands(torch.bfloat16, v=32)
+    table, positions = torch.randn(9, 64), torch.arange(10)
+    q, called = called_on_gpu(absorbed, q_nope, q_pe, w_uk, table, positions)
+    assert called == [ops.absorb.default]
+    assert (q.shape, q.dtype, q.is_contiguous()) == ((2, 5, 3, 576), torch.bfloat16, True)
+    values, called = called_on_gpu(head_values, latents, w_uv)
+    assert called == [ops.head_values.default]
+    assert (values.shape, values.dtype, values.is_contiguous()) == ((2, 5, 3, 32), torch.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        torch.Tensor.float,
+        lambda w_uv: w_uv[:, :20],
+        lambda w_uv: w_uv.transpose(1, 2).contiguous().transpose(1, 2),
+    ],
+    ids=["fp32", "20 values", "transposed"],
+)
+def test_what_the_kernels_do_not_take_goes_through_torch(change):
+    *_, latents, w_uv = operands(torch.bfloat16, v=32)
+    w_uv = change(w_uv)
+    _, called = called_on_gpu(head_values, latents.to(w_uv.dtype), w_uv)
+    assert torch.ops.aten.bmm.default in called
+    assert ops.head_values.default not in called
+
+
+def test_gradients_go_through_torch():
+    """Autograd refuses them at attention; a kernel without gradients would cut them off silently."""
+    with FakeTensorMode():
+        first, second = torch.empty(2, 3, 32, 64, 64, dtype=torch.bfloat16, device="cuda").unbind()
+    assert head_products._has_kernel(first, second)
+    second.requires_grad_()
+    assert not head_products._has_kernel(first, second)
+    with torch.no_grad():
+        assert head_products._has_kernel(first, second)
