@@ -156,7 +156,8 @@ def prepare(row: Row) -> Work:
     check(first, *operator_call(SPARSE_DECODE, first))
     arch = dispatch.arch_of(first.args[0])
     assert arch is not None
-    return Work(turns, hopper.splits(arch, row.batch, row.heads, row.keys), row.bytes, row.flops)
+    config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*first.args, **first.kwargs), arch)
+    return Work(turns, hopper.splits(config, row.batch, row.heads, row.keys), row.bytes, row.flops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 // A block from beginning to end: its barriers, and which warpgroup is what.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/scores.hpp"
 #include "sm_90/values.hpp"
 
@@ -19,7 +20,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 96) {  // of a warp that asks for nothing
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
-      barrier_init(barriers.kv_empty(stage), 8);  // the warps of the values
+      barrier_init(barriers.kv_empty(stage), Policy::PAIRED ? 16 : 8);  // the warps of the values, of both blocks
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 4);   // the warps of the scores
@@ -36,7 +37,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
   wait_for_producer();
   release_consumer();
-  block_sync();  // the barriers are there
+  blocks_meet<Policy>();  // the barriers are there
   if (group & 2) {
     take_registers<Policy::VALUES_REGISTERS>();
     Values<Policy>(params, shared, group - 2).run();

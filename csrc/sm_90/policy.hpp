@@ -17,12 +17,14 @@ constexpr int D_V = 512;
 // or chosen one by one (sparse_policy.hpp).
 enum class Source { gather, tma, selected };
 
-template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5>
+// PAIRED: two blocks of a cluster bring keys to each other (SparsePolicy).
+template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5, bool PAIRED_ = false>
 struct DecodePolicy {
   using Type = T;
   using Params = DecodeTmaParams;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
+  static constexpr bool PAIRED = PAIRED_;
   static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
@@ -30,14 +32,15 @@ struct DecodePolicy {
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
   static constexpr int STAGES = STAGES_;
   // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-  // One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also dequantise.
-  static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : 56;
-  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : SOURCE == Source::gather ? 144 : 136;
+  // One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also dequantise,
+  // the more so if they store what they make twice.
+  static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : PAIRED ? 64 : 56;
+  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : SOURCE == Source::gather ? 144 : PAIRED ? 128 : 136;
   static constexpr int VALUES_REGISTERS = 160;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
-  static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : 22;
+  static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : PAIRED ? 20 : 22;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   static constexpr int HAND_OVER_STEP = Q_STEPS - 8;     // of a Q K^T, at which the P before it is handed over
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:

@@ -9,6 +9,7 @@
 // the 64 x 512 result rescaled.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 
 namespace mla::sm90 {
@@ -137,8 +138,8 @@ class Scores {
   // A stage of queries was read; in place of the eight values warps, which do not read it.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
-    warp_arrive(barriers_.kv_empty(ring_.stage));
-    warp_arrive(barriers_.kv_empty(ring_.stage));
+    warp_release<Policy>(barriers_.kv_empty(ring_.stage));
+    warp_release<Policy>(barriers_.kv_empty(ring_.stage));
     ring_.next();
   }
 
@@ -152,11 +153,7 @@ class Scores {
   MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
     if constexpr (Policy::SOURCE != Source::tma) fence_async();
-    if constexpr (SELECTED)
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(present_)
-                   : "r"(shared_ + Policy::PRESENT_OFFSET + ring_.stage * 4)
-                   : "memory");
+    if constexpr (SELECTED) present_ = Policy::present(shared_, ring_.stage);
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.

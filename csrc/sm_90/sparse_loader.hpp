@@ -2,11 +2,15 @@
 // ring.
 //
 // A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it
-// has copied lies in memory of its own, PAIRS deep; indices are read four stages ahead of the copies.
+// has copied lies in memory of its own, PAIRS deep; indices are read a batch of 32 keys ahead of the copies.
+//
+// Of a cluster of two blocks each brings half of every stage, four of a warp's eight keys, and stores them twice: in
+// its own memory and in the other's, whose barrier counts their bytes. So the rings of both go in step: a stage is
+// empty when the readers of both blocks are done with it.
 #pragma once
 
-#include "sm_90/dequantise.hpp"
-#include "sm_90/shared_copies.hpp"
+#include "sm_90/cluster.hpp"
+#include "sm_90/sparse_places.hpp"
 #include "sm_90/sparse_work.hpp"
 
 namespace mla::sm90 {
@@ -16,16 +20,22 @@ class SparseLoader : Loader<Policy> {
   using Record = typename Policy::Record;
   using Params = typename Policy::Params;
   using Base = Loader<Policy>;
-  static constexpr uint32_t STAGE_PAIRS = Policy::WARP_KEYS / 2;
-  static constexpr uint32_t BATCH_STAGES = 32 / Policy::WARP_KEYS;  // whose tokens are looked up at once: one to a lane
+  using Places = SparsePlaces<Policy>;
+  using Half = SparseHalf<Policy>;
+  static constexpr bool PAIRED = Policy::PAIRED;
+  static constexpr uint32_t STAGE_PAIRS = Policy::OWN_KEYS / 2;
+  static constexpr uint32_t BATCH_STAGES = 32 / Policy::OWN_KEYS;  // whose tokens are looked up at once: one to a lane
   static constexpr uint32_t BATCH_PAIRS = 16;
-  static_assert(!Record::STORED || Record::PAIRS == 2 * STAGE_PAIRS, "slots are numbered by the parity of the stage");
+  static constexpr uint32_t AHEAD = Policy::PAIRS - 1;  // pairs of keys, that are copied before they are wanted
+  // What the other block's warp of the same number stores in a stage of this one: keys, and a word of bits.
+  static constexpr int PEER_BYTES = Policy::OWN_KEYS * Policy::DEPTH * 2 + 4;
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
       : Base(params, shared),
         lane_(thread_id_now() % 32),
-        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES) {}
+        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES),
+        to_peer_(PAIRED ? at_peer(shared) - shared : 0) {}
 
   MLA_DEVICE void run() {
     SparseWork work(this->params_, notes() + Lists::BYTES);
@@ -46,6 +56,11 @@ class SparseLoader : Loader<Policy> {
         bring_rows(token, stages);
     }
     publish(Item{}, OVER, work.taken());
+    // The other block's warps arrive here as long as a stage is not empty: until then this block must not be gone.
+    if constexpr (PAIRED) {
+#pragma unroll 1
+      for (int stage = 0; stage < Policy::STAGES; ++stage, ring_.next()) wait_for_empty(ring_);
+    }
   }
 
  private:
@@ -56,6 +71,8 @@ class SparseLoader : Loader<Policy> {
     return thread;
   }
   MLA_DEVICE static uint32_t warp() { return thread_id_now() / 32; }  // the loader's are a block's first
+  // Which half of a warp's keys of a stage are this block's.
+  MLA_DEVICE static uint32_t half() { return PAIRED ? cluster_rank() : 0; }
   MLA_DEVICE uint32_t notes() const {
     return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp() * Policy::NOTES_BYTES;
   }
@@ -94,11 +111,20 @@ class SparseLoader : Loader<Policy> {
     __syncwarp();
   }
 
+  MLA_DEVICE void wait_for_empty(const Ring<Policy::STAGES>& at) const {
+    barrier_wait(this->barriers_.kv_empty(at.stage), at.parity ^ 1);
+  }
+
+  // A lane's key of a batch, by its number within the item.
+  MLA_DEVICE static int key_of(uint32_t batch, uint32_t lane) {
+    return warp() * Policy::WARP_KEYS + half() * Policy::OWN_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
+           lane / Policy::OWN_KEYS * Policy::KEYS + lane % Policy::OWN_KEYS;
+  }
+
   // Begins to copy the index of this lane's key of a batch to where only this lane reads it.
   MLA_DEVICE void fetch(uint32_t batch) {
     const uint32_t lane = lane_anew();
-    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
-                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    const int key = key_of(batch, lane);
     const uint32_t to = notes() + Policy::NOTES_INDICES + lane * 4;
     const int32_t* at = lists().index_at(key);
     if (at != nullptr)
@@ -111,13 +137,14 @@ class SparseLoader : Loader<Policy> {
   // indices. A token that is not there has no address.
   MLA_DEVICE void look_up(uint32_t batch) {
     const uint32_t lane = lane_anew();
-    const int key = warp() * Policy::WARP_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
-                    lane / Policy::WARP_KEYS * Policy::KEYS + lane % Policy::WARP_KEYS;
+    const int key = key_of(batch, lane);
     int index;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(index) : "r"(notes() + Policy::NOTES_INDICES + lane * 4) : "memory");
     const Selected token = lists().token_of(this->params_, key, index);
-    const uint32_t which = __ballot_sync(~0u, token.present);
-    if (lane == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch)), "r"(which) : "memory");
+    const uint32_t stage = lane % BATCH_STAGES;
+    const uint32_t which = __ballot_sync(~0u, token.present) >> stage * Policy::OWN_KEYS;
+    const uint32_t bits = which % (1u << Policy::OWN_KEYS) << (warp() * Policy::WARP_KEYS + half() * Policy::OWN_KEYS);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch * BATCH_STAGES + stage)), "r"(bits) : "memory");
     uint64_t row = 0;
     if (token.present)
       row = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(Record::TOKEN_BYTES);
@@ -132,8 +159,16 @@ class SparseLoader : Loader<Policy> {
     __syncwarp();
   }
 
-  // Where a batch's bits lie: bit l is lane l's token. Of the last batch with an even number, and with an odd one.
-  MLA_DEVICE uint32_t present_at(uint32_t batch) const { return notes() + Policy::NOTES_PRESENT + batch % 2 * 4; }
+  // This warp's keys of a stage that are there, each the bit of its number in the stage. Of two batches, lest a batch
+  // that is looked up early overwrites what is wanted yet.
+  MLA_DEVICE uint32_t present_at(uint32_t stage) const {
+    return notes() + Policy::NOTES_PRESENT + stage % (2 * BATCH_STAGES) * 4;
+  }
+  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
+    uint32_t present;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present) : "r"(present_at(stage)) : "memory");
+    return present;
+  }
 
   // The address of the token of a lane of the batch, or 0.
   MLA_DEVICE uint64_t row_of(uint32_t lane) const {
@@ -142,111 +177,115 @@ class SparseLoader : Loader<Policy> {
     return row;
   }
 
-  // This warp's keys of a stage that are there, a bit each.
-  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
-    static_assert(Policy::WARP_KEYS == 8, "a warp's bits are a byte");
-    uint32_t present;
-    asm volatile("ld.shared.u8 %0, [%1];"
-                 : "=r"(present)
-                 : "r"(present_at(stage / BATCH_STAGES) + stage % BATCH_STAGES)
-                 : "memory");
-    return present;
+  // The other block's barrier of the stage that is being brought.
+  MLA_DEVICE uint32_t peer_full() const { return this->barriers_.kv_full(ring_.stage) + to_peer_; }
+
+  // 16 bytes of a stage, here and, of a pair, there.
+  MLA_DEVICE void store(uint32_t to, const uint32_t* values) const {
+    store16(to, values[0], values[1], values[2], values[3]);
+    if constexpr (PAIRED) peer_store16(to + to_peer_, values[0], values[1], values[2], values[3], peer_full());
   }
 
-  // Tells them to the scores, beside the stage.
-  MLA_DEVICE void tell(uint32_t present) const {
-    const uint32_t to = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET + ring_.stage * 4 + warp();
-    asm volatile("st.shared.u8 [%0], %1;" ::"r"(to), "r"(present) : "memory");
-  }
-
-  // The stage is complete as far as this warp goes. Who waits for it fences before wgmma reads it: a fence here might
-  // wait for the copies in flight.
-  MLA_DEVICE void complete() {
+  // The stage is complete as far as this warp goes; the scores are told which of its keys are there. Who waits for it
+  // fences before wgmma reads it: a fence here might wait for the copies in flight.
+  MLA_DEVICE void complete(uint32_t present) {
     __syncwarp();
-    if (lane_ == 0) barrier_arrive(this->barriers_.kv_full(ring_.stage));
+    if (lane_ == 0) {
+      const uint32_t word = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET +
+                            ring_.stage * Policy::PRESENT_BYTES + (half() * Policy::LOADER_WARPS + warp()) * 4;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present) : "memory");
+      const uint32_t full = this->barriers_.kv_full(ring_.stage);
+      if constexpr (PAIRED) {
+        peer_store4(word + to_peer_, present, peer_full());
+        barrier_expect(full, PEER_BYTES);
+      } else {
+        barrier_arrive(full);
+      }
+    }
     ring_.next();
   }
 
-  // Stored values, by pairs of keys: copied PAIRS - 1 pairs ahead. A turn of the loop is a stage.
+  // Stored values, by pairs of keys, copied AHEAD of their use. A turn of the loop is a stage.
   MLA_DEVICE void bring_stored(int token, uint32_t stages) {
     const uint32_t pairs = stages * STAGE_PAIRS;
     look_up(0);
 #pragma unroll 1
-    for (uint32_t i = 0; i + 1 < Record::PAIRS; ++i)
-      issue(i < pairs, token_of(i, lane_), raw_ + i * Policy::PAIR_BYTES);
+    for (uint32_t i = 0; i < AHEAD; ++i)
+      issue(i < pairs, token_of(i, places_now()), raw_ + i * Policy::PAIR_BYTES, places_now());
     bring_q(token);
-    copies_wait<Record::PAIRS - 2>();
+    Places places = places_now();
+    if constexpr (PAIRED) places.keep();
+    copies_wait<AHEAD - 1>();
     __syncwarp();
-    uint32_t first[4], last[4], scale[2];
-    load_pair(raw_, lane_anew(), first, last, scale);
+    Half first, last;
+    first.template load<0>(raw_, places);
+    last.template load<1>(raw_, places);
+    uint32_t slot = raw_;
+    uint32_t before = raw_ + AHEAD * Policy::PAIR_BYTES;
 #pragma unroll 1
     for (uint32_t stage = 0, left = pairs; left != 0; ++stage, left -= STAGE_PAIRS) {
-      const uint32_t here = raw_ + stage % 2 * (STAGE_PAIRS * Policy::PAIR_BYTES);  // this stage's pairs
-      const uint32_t there = 2 * raw_ + STAGE_PAIRS * Policy::PAIR_BYTES - here;    // the next one's
-      const uint32_t lane = lane_anew();
-      const uint32_t second = second_of(lane);
-      const uint32_t block = block_of(lane);
-      const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES + warp() * (Policy::WARP_KEYS * 128);
-      const uint32_t to = keys + block * Policy::BLOCK_BYTES + second * 128 + ((lane % 4 * 2) ^ second) * 16;
-      // Lanes 0..15 move the values that are bf16 already: eight a key.
-      const uint32_t row =
-          keys + Record::LATENT / 64 * Policy::BLOCK_BYTES + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
+      if constexpr (!PAIRED) places = places_now();
+      const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES;
       const uint32_t present = present_of(stage);
-      barrier_wait(this->barriers_.kv_empty(ring_.stage), ring_.parity ^ 1);
+      wait_for_empty(ring_);
 #pragma unroll
       for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
-        const uint32_t slot = here + pair * Policy::PAIR_BYTES;
-        const uint32_t after = pair + 1 < STAGE_PAIRS ? slot + Policy::PAIR_BYTES : there;
-        const uint32_t at = (to ^ pair * 32) + pair * 256;
-        constexpr uint32_t AHEAD = Record::PAIRS - 1;
+        const uint32_t after = slot_after(slot, pair);
         const uint32_t next = stage * STAGE_PAIRS + pair + AHEAD;
-        if (pair == 1 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
+        if (pair == AHEAD % 2 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
         // Read well before `issue`: with wgmma reading at full rate, shared memory answers late.
-        const Token token_ahead = token_of(next % BATCH_PAIRS, lane);
-        const Factor factors[2] = {factor_of(scale[0]), factor_of(scale[1])};
+        const Token token_ahead = token_of(next % BATCH_PAIRS, places);
+        uint32_t rope[4];
+        const uint32_t row = ((keys + places.row) ^ pair * 32) + pair * 256;
         // The next pair is loaded as soon as this one's registers are free.
-        if (__builtin_expect(__any_sync(~0u, factors[0].large || factors[1].large), 0)) {
-          store_piece<true>(at, block, first, large_factor_of(scale[0]));
-          store_piece<true>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, large_factor_of(scale[1]));
-          load16(slot + rope_at(), first);
-          if (lane < 16) store16((row ^ pair * 32) + pair * 256, first[0], first[1], first[2], first[3]);
-          copies_wait<Record::PAIRS - 3>();
+        if (__builtin_expect(__any_sync(~0u, first.large() || last.large()), 0)) {
+          store_half<true, 0>(keys, pair, places, first);
+          store_half<true, 1>(keys, pair, places, last);
+          load16(slot + places.rope, rope);
+          copies_wait<AHEAD - 2>();
           __syncwarp();
-          load_pair(after, lane, first, last, scale);
+          first.template load<0>(after, places);
+          last.template load<1>(after, places);
         } else {
-          uint32_t rope[4];
-          store_piece<false>(at, block, first, factors[0]);
-          load16(slot + rope_at(), rope);
-          copies_wait<Record::PAIRS - 3>();
+          store_half<false, 0>(keys, pair, places, first);
+          load16(slot + places.rope, rope);
+          copies_wait<AHEAD - 2>();
           __syncwarp();  // every lane's copies are there
-          load16(piece_at(after, lane), first);
-          load_scales(after, second, block, scale);
-          store_piece<false>(at + 4 * Policy::BLOCK_BYTES, block + 4, last, factors[1]);
-          load16(piece_at(after, lane) + 256, last);
-          if (lane < 16) store16((row ^ pair * 32) + pair * 256, rope[0], rope[1], rope[2], rope[3]);
+          first.template load<0>(after, places);
+          store_half<false, 1>(keys, pair, places, last);
+          last.template load<1>(after, places);
         }
-        if (pair == 0) tell(present);
+        if (lane_ < 16) store(row, rope);
         // Into the slot before this one: every lane was done with it before the last __syncwarp.
-        issue(pair + AHEAD < left, token_ahead,
-              pair == 0 ? there + (STAGE_PAIRS - 1) * Policy::PAIR_BYTES : slot - Policy::PAIR_BYTES);
+        issue(pair + AHEAD < left, token_ahead, before, places);
+        before = slot;
+        slot = after;
       }
-      complete();
+      complete(present);
     }
   }
 
-  // Lanes 4..7 of each 8 take the second key of a pair, and of another column block than the others: so eight lanes
-  // read and write all banks, the first key's pieces at even places and the second's, by the swizzle, at odd ones.
-  MLA_DEVICE static uint32_t second_of(uint32_t lane) { return lane / 4 % 2; }
-  MLA_DEVICE static uint32_t block_of(uint32_t lane) { return lane / 8 ^ second_of(lane); }  // and 4 more
-  MLA_DEVICE static uint32_t piece_at(uint32_t slot, uint32_t lane) {
-    return slot + second_of(lane) * 512 + block_of(lane) * 64 + lane % 4 * 16;
+  MLA_DEVICE Places places_now() const { return Places(lane_anew(), warp(), half(), notes()); }
+
+  // Where the pair after the one in `slot`, a stage's number `pair`, lies as it came.
+  MLA_DEVICE uint32_t slot_after(uint32_t slot, uint32_t pair) const {
+    const uint32_t after = slot + Policy::PAIR_BYTES;
+    if (Policy::PAIRS % STAGE_PAIRS == 0 && pair + 1 < STAGE_PAIRS) return after;
+    return after == raw_ + Policy::RAW_BYTES ? raw_ : after;
   }
 
-  MLA_DEVICE void load_pair(uint32_t slot, uint32_t lane, uint32_t (&first)[4], uint32_t (&last)[4],
-                            uint32_t (&scale)[2]) const {
-    load16(piece_at(slot, lane), first);
-    load16(piece_at(slot, lane) + 256, last);
-    load_scales(slot, second_of(lane), block_of(lane), scale);
+  // Dequantises a pair's half to where it is multiplied.
+  template <bool LARGE, int NUMBER>
+  MLA_DEVICE void store_half(uint32_t keys, uint32_t pair, const Places& places, const Half& half) const {
+    uint32_t values[8];
+    half.template dequantised<LARGE>(values);
+    constexpr uint32_t ON = NUMBER * 4 * Policy::BLOCK_BYTES;
+    const uint32_t to = ((keys + places.to[0]) ^ pair * 32) + pair * 256;
+    const bool eighth = Record::LATENT < 512 && NUMBER == 1 && places.seventh == places.scale[0] + 3;  // there is none
+    if (Places::RUNS || !eighth) {
+      if (!eighth) store(to + ON, values);
+      store((Places::RUNS ? ((keys + places.to[1]) ^ pair * 32) + pair * 256 : to ^ 16) + ON, values + 4);
+    }
   }
 
   // Where a lane's key of a pair lies.
@@ -256,102 +295,49 @@ class SparseLoader : Loader<Policy> {
   };
 
   // Lanes 0..15 of a pair of the batch that was looked up last take its first key, the others its second.
-  MLA_DEVICE Token token_of(uint32_t pair, uint32_t lane) const {
-    const uint32_t source = pair * 2 + lane / 16;
-    Token token{row_of(source), 0};
+  MLA_DEVICE Token token_of(uint32_t pair, const Places& places) const {
+    Token token{0, 0};
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(token.row) : "r"(places.token + pair * 16) : "memory");
     if constexpr (Record::SCALES_APART)
       asm volatile("ld.shared.b32 %0, [%1];"
                    : "=r"(token.to_scales)
-                   : "r"(notes() + Policy::NOTES_SCALES + source * 4)
+                   : "r"(notes() + Policy::NOTES_SCALES + (pair * 2 + lane_ / 16) * 4)
                    : "memory");
     return token;
   }
 
   // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups
   // are counted.
-  MLA_DEVICE void issue(bool any, const Token& token, uint32_t slot) {
+  MLA_DEVICE static void issue(bool any, const Token& token, uint32_t slot, const Places& places) {
     if (any) {
-      const uint32_t lane = lane_anew();
-      const uint32_t piece = lane % 16;
-      const uint64_t row = token.row;
-      const bool present = row != 0;
-      const uint64_t from = row + piece * 16;
-      const uint32_t to = slot + lane / 16 * 512 + piece * 16;
-      copy_present<16>(to, from, present);
-      copy_present<16>(to + 256, from + 256, present);
+      const bool present = token.row != 0;
+      const uint32_t part = places.copied % 256;
+      const uint64_t from = token.row + part;
+      copy_present<16>(slot + places.copied, from, present);
+      copy_present<16>(slot + places.copied + 256, from + 256, present);
       // Lanes that have no piece of their own in the tail copy the last one again: cheaper than a branch.
-      const uint32_t last = min(piece, Record::TAIL_PIECES - 1u) * 16;
-      const uint32_t tail = slot + 1024 + lane / 16 * Record::TAIL;
-      copy_present<16>(tail + last, row + 512 + last, present);
-      if constexpr (Record::SCALES_APART) {
-        copy_present<8>(tail + Record::TAIL_SCALES, row + token.to_scales, present);
-      }
+      const uint32_t last = min(part, Record::TAIL_PIECES * 16 - 16u);
+      const uint32_t tail = slot + places.tail;
+      copy_present<16>(tail + last, token.row + 512 + last, present);
+      if constexpr (Record::SCALES_APART)
+        copy_present<8>(tail + Record::TAIL_SCALES, token.row + token.to_scales, present);
     }
     copies_commit();
   }
 
-  // Where lanes 0..15 find their 16 bytes of bf16 values in a pair; the others repeat them.
-  MLA_DEVICE uint32_t rope_at() const {
-    const uint32_t lane = lane_anew();
-    const uint32_t second = lane / 8 % 2;
-    const uint32_t piece = lane % 8;
-    if constexpr (Record::SCALES_APART)
-      return piece < 4 ? second * 512 + 448 + piece * 16 : 1024 + second * Record::TAIL + (piece - 4) * 16;
-    else
-      return 1024 + second * Record::TAIL + 16 + piece * 16;
-  }
-
-  // The scales of a lane's two pieces.
-  MLA_DEVICE void load_scales(uint32_t pair, uint32_t second, uint32_t block, uint32_t (&scale)[2]) const {
-    const uint32_t tail = pair + 1024 + second * Record::TAIL;
-    if constexpr (Record::SCALES_APART) {
-      const uint32_t at = tail + Record::TAIL_SCALES + block;
-      asm volatile("ld.shared.u8 %0, [%1];" : "=r"(scale[0]) : "r"(at) : "memory");
-      asm volatile("ld.shared.u8 %0, [%1];"
-                   : "=r"(scale[1])
-                   : "r"(at + (block < 3 ? 4 : 3))
-                   : "memory");  // there are seven
-    } else {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[0]) : "r"(tail + block / 2 * 4) : "memory");
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(scale[1]) : "r"(tail + block / 2 * 4 + 8) : "memory");
-    }
-  }
-
-  MLA_DEVICE static Factor factor_of(uint32_t scale) {
-    if constexpr (Record::SPLIT)
-      return Factor::of_any(bit_cast<float>(scale));
-    else
-      return Factor::of_power(scale);
-  }
-  MLA_DEVICE static Factor large_factor_of(uint32_t scale) {
-    if constexpr (Record::SPLIT)
-      return Factor::of_any_large(bit_cast<float>(scale));
-    else
-      return Factor::of_power_large(scale);
-  }
-
-  template <bool LARGE>
-  MLA_DEVICE static void store_piece(uint32_t to, uint32_t block, const uint32_t (&stored)[4], Factor factor) {
-    uint32_t values[8];
-    dequantise<Record::SPLIT, LARGE>(stored, factor, values);
-    if (Record::LATENT < 512 && block >= Record::LATENT / 64) return;
-    store16(to, values[0], values[1], values[2], values[3]);
-    store16(to ^ 16, values[4], values[5], values[6], values[7]);
-  }
-
-  // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, AHEAD stages in
-  // flight.
+  // Rows of bf16 go where they are multiplied, without a stop: four keys of 128 bytes at a time, STAGES_AHEAD
+  // in flight.
   MLA_DEVICE void bring_rows(int token, uint32_t stages) {
-    constexpr uint32_t AHEAD = Policy::STAGES - 2;
+    constexpr uint32_t STAGES_AHEAD = Policy::STAGES - 2;
     bring_q(token);
     Ring<Policy::STAGES> filled = ring_;  // ring_ is the next stage to complete
     const uint32_t piece = lane_ % 8;
     const uint32_t slot = lane_ / 8;
 #pragma unroll 1
-    for (uint32_t stage = 0; stage < stages + AHEAD; ++stage) {
+    for (uint32_t stage = 0; stage < stages + STAGES_AHEAD; ++stage) {
       if (stage < stages) {
         if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
-        barrier_wait(this->barriers_.kv_empty(filled.stage), filled.parity ^ 1);
+        wait_for_empty(filled);
         const uint32_t to =
             this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
 #pragma unroll
@@ -368,15 +354,15 @@ class SparseLoader : Loader<Policy> {
         filled.next();
       }
       copies_commit();
-      if (stage < AHEAD) continue;
-      copies_wait<AHEAD>();
-      tell(present_of(stage - AHEAD));
-      complete();
+      if (stage < STAGES_AHEAD) continue;
+      copies_wait<STAGES_AHEAD>();
+      complete(present_of(stage - STAGES_AHEAD));
     }
   }
 
   const uint32_t lane_;
   const uint32_t raw_;
+  const uint32_t to_peer_;  // from an address of this block to the other's
   Ring<Policy::STAGES> ring_;
 };
 

@@ -4,11 +4,13 @@
 #include "mla/params/sparse_decode_tma.hpp"
 #include "mla/selection.hpp"
 #include "sm_90/policy.hpp"
+#include "sm_90/shared_copies.hpp"
 
 namespace mla::sm90 {
 
 // How a selected token is stored, and how two of them lie in shared memory as they came: [2][512] bytes, then their
-// tails of TAIL bytes each. A warp has room for PAIRS of two, of which one is being read.
+// tails of TAIL bytes each. A warp has room for PAIRS of two (of two blocks in a cluster PEER_PAIRS), of which one is
+// being read.
 
 // 656 bytes: 512 e4m3 values, four fp32 scales of 128 values each, 64 bf16 values.
 struct v32 {
@@ -22,6 +24,7 @@ struct v32 {
   static constexpr bool SPLIT = true;  // a scale is any number
   static constexpr int STAGES = 4;
   static constexpr int PAIRS = 8;
+  static constexpr int PEER_PAIRS = 7;
 };
 
 // 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64
@@ -38,6 +41,7 @@ struct dsv4 {
   static constexpr bool SPLIT = false;
   static constexpr int STAGES = 4;
   static constexpr int PAIRS = 8;
+  static constexpr int PEER_PAIRS = 8;
 };
 
 // Rows of bf16 as they are multiplied.
@@ -50,33 +54,52 @@ struct Bf16Record {
   static constexpr bool SCALES_APART = false;
   static constexpr int STAGES = 5;
   static constexpr int PAIRS = 0;
+  static constexpr int PEER_PAIRS = 0;
 };
 using bf16x576 = Bf16Record<576>;
 using bf16x512 = Bf16Record<512>;
 
-template <class Record_>
-struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES> {
+// CLUSTER_: blocks that share the work of bringing a token's keys; of two, each brings half of every stage for both.
+template <class Record_, int CLUSTER_>
+struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES, CLUSTER_ == 2> {
   using Record = Record_;
   using Params = SparseDecodeTmaParams;
-  using Base = DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES>;
+  using Base = DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES, CLUSTER_ == 2>;
+  static_assert(CLUSTER_ == 1 || (CLUSTER_ == 2 && Record::STORED), "two blocks share the work of dequantising");
   static constexpr int LOADER_WARPS = 4;
   static constexpr int FULL_ARRIVALS = LOADER_WARPS;
-  static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that one warp of the loader brings
+  static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that are one warp's (of both blocks)
+  static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_;        // that a block's warp brings
+  static constexpr int PAIRS = Base::PAIRED ? Record::PEER_PAIRS : Record::PAIRS;
 
-  static constexpr int PRESENT_OFFSET =
-      (Base::SHARED_BYTES + 15) / 16 * 16;  // uint32[STAGES]: a bit per key, 1: selected
-  static constexpr int NOTES_OFFSET = PRESENT_OFFSET + (4 * Base::STAGES + 15) / 16 * 16;
+  // uint32[STAGES][blocks][warps]: a bit for each key of the stage, 1: selected, in the word of the warp that brings
+  // it.
+  static constexpr int PRESENT_OFFSET = (Base::SHARED_BYTES + 15) / 16 * 16;
+  static constexpr int PRESENT_BYTES = CLUSTER_ * LOADER_WARPS * 4;  // of a stage
+  static constexpr int NOTES_OFFSET = PRESENT_OFFSET + PRESENT_BYTES * Base::STAGES;
   // A warp's notes: Lists, SparseWork, then of the tokens that were looked up:
-  static constexpr int NOTES_PRESENT = 72;                // uint32[2]: see SparseLoader::present_at
-  static constexpr int NOTES_INDICES = 80;                // int32[32], of the next batch
+  static constexpr int NOTES_PRESENT = 72;                // uint32[16]: see SparseLoader::present_at
+  static constexpr int NOTES_INDICES = 144;               // int32[32], of the next batch
   static constexpr int NOTES_ROWS = NOTES_INDICES + 128;  // uint64[32]: addresses
   static constexpr int NOTES_SCALES = NOTES_ROWS + 256;   // int32[32]: from there to the scales, where they lie apart
   static constexpr int NOTES_BYTES = NOTES_SCALES + (Record::SCALES_APART ? 128 : 0);
   static constexpr int RAW_OFFSET = NOTES_OFFSET + LOADER_WARPS * NOTES_BYTES;
   static constexpr int PAIR_BYTES = 1024 + 2 * Record::TAIL;
-  static constexpr int RAW_BYTES = Record::PAIRS * PAIR_BYTES;  // of a warp
+  static constexpr int RAW_BYTES = PAIRS * PAIR_BYTES;  // of a warp
   static constexpr int SHARED_BYTES = RAW_OFFSET + LOADER_WARPS * RAW_BYTES;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
+
+  // The bits of a stage's keys.
+  MLA_DEVICE static uint32_t present(uint32_t shared, int stage) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int block = 0; block < CLUSTER_; ++block) {
+      uint32_t words[4];
+      load16(shared + PRESENT_OFFSET + stage * PRESENT_BYTES + block * 16, words);
+      bits |= words[0] | words[1] | words[2] | words[3];
+    }
+    return bits;
+  }
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }  // of a query token
   MLA_DEVICE static int q_box_bytes(const Params& params) { return Base::box_bytes(params.heads); }

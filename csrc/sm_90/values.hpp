@@ -1,6 +1,7 @@
 // The two warpgroups that hold the result: O = O * factor + P V, 256 columns each, and its way to memory.
 #pragma once
 
+#include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 
 namespace mla::sm90 {
@@ -115,7 +116,7 @@ class Values {
   }
 
   MLA_DEVICE void give_back_stage() {
-    warp_arrive(barriers_.kv_empty(stages_.stage));
+    warp_release<Policy>(barriers_.kv_empty(stages_.stage));
     stages_.next();
   }
 

@@ -142,7 +142,7 @@ def workers(arch: Arch, items: int, tiles: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE_US) -> int:
+def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
     A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
@@ -153,7 +153,7 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int, stage_us: float = STAGE
 
     def microseconds(splits: int) -> float:
         groups = workers(arch, batch * splits, tiles)
-        stage = stage_us + BUSY_STAGE_US * groups * tiles / units
+        stage = STAGE_US + BUSY_STAGE_US * groups * tiles / units
         spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
         if splits == 1:
             return spent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from mla_suite.core.arch import Arch
@@ -13,29 +14,43 @@ from mla_suite.runtime import tensor_map
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
 STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
-PAIRS = {"dsv4": (8, 1184), "v32": (8, 1312)}
-"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, bytes of a pair."""
+PAIRS = {"dsv4": (8, 8, 1184), "v32": (8, 7, 1312)}
+"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, alone and where two blocks
+bring keys together, and bytes of a pair."""
+REGISTER_STEPS = {1: hopper.REGISTER_STEPS["selected"], 2: 20}
+"""Blocks that bring keys together -> 16-value steps of Q K^T whose queries lie in registers."""
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
-STAGE_US = 1.5  # 32 keys on one SM: a key takes its loader 48 to 53 ns, with every SM busy (csrc/sm_90/README.md)
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
+# an H200 (csrc/sm_90/README.md), which the sum meets within 7 % on average.
+STAGE_US = {1: 1.45, 2: 1.15}
+"""Blocks that bring keys together -> 32 keys on one SM, with every SM busy."""
+ITEM_US = (
+    7.5  # of each further item of a block: its first keys are looked up, copied and dequantised before any product
+)
+PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 
 
 @dataclass(frozen=True)
 class HopperSparseConfig:
     """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
 
-    record  how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
     """
 
     arch: Arch = field(repr=False)
     record: str
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
             self._refuse(f"{self.arch.name} is not sm_90")
         if self.record not in WIDTHS:
             self._refuse(f"records are {', '.join(WIDTHS)}")
+        if self.cluster != 1 and (self.cluster != 2 or self.record not in PAIRS):
+            self._refuse(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(PAIRS)}")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -50,10 +65,11 @@ class HopperSparseConfig:
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
-        pairs, pair_bytes = PAIRS.get(self.record, (0, 0))
-        notes = 464 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
-        selected = 16 * -(-stages // 4) + LOADER_WARPS * (notes + pairs * pair_bytes)
-        return -(-hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["selected"]) // 16) * 16 + selected
+        *pairs, pair_bytes = PAIRS.get(self.record, (0, 0, 0))
+        notes = 528 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
+        present = 16 * self.cluster * stages  # bits of the keys that are there
+        selected = present + LOADER_WARPS * (notes + pairs[self.cluster - 1] * pair_bytes)
+        return -(-hopper.block_bytes(width, stages, REGISTER_STEPS[self.cluster]) // 16) * 16 + selected
 
     @property
     def rows(self) -> int:
@@ -62,7 +78,7 @@ class HopperSparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_layout-{self.record}"
+        return f"sparse_decode_layout-{self.record}_cluster-{self.cluster}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
@@ -70,14 +86,27 @@ class HopperSparseConfig:
 
 
 def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
-    """The instance for a problem; it depends on layouts alone, so a batch-invariant call may use it."""
-    record = record_of([pool.layout for pool in problem.pools], problem.head_dim)
-    return HopperSparseConfig(arch, "v32" if record == "v32pow2" else record or "none")
+    """The instance for a problem; it depends on heads and layouts alone, so a batch-invariant call may use it."""
+    found = record_of([pool.layout for pool in problem.pools], problem.head_dim)
+    record = "v32" if found == "v32pow2" else found or "none"
+    in_pairs = record in PAIRS and -(-problem.heads // hopper.ROWS) % 2 == 0
+    return HopperSparseConfig(arch, record, 2 if in_pairs else 1)
 
 
-def splits(arch: Arch, tokens: int, heads: int, keys: int) -> int:
-    """Cuts per query token of about `keys` keys where no number was asked for."""
-    return hopper.cuts(arch, tokens, heads, max(1, -(-keys // hopper.KEYS)), STAGE_US)
+@lru_cache(maxsize=4096)
+def splits(config: HopperSparseConfig, tokens: int, heads: int, keys: int) -> int:
+    """Cuts per query token of about `keys` keys where no number was asked for: what should take the least time."""
+    tiles, units = config.tiles(heads), config.arch.compute_units
+    stages = max(1, -(-keys // hopper.KEYS))
+
+    def microseconds(cuts: int) -> float:
+        rounds = -(-tokens * cuts // workers(config.arch, tokens * cuts, tiles))
+        spent = rounds * -(-stages // cuts) * STAGE_US[config.cluster] + (rounds - 1) * ITEM_US
+        partials = tokens * heads * cuts * 2048 if cuts > 1 else 0
+        return spent + partials / PARTIAL_BYTES_PER_US
+
+    most = min(stages, units, hopper.MOST_ROUNDS * units // (tokens * tiles))
+    return min(range(1, max(1, most) + 1), key=microseconds)
 
 
 def workers(arch: Arch, items: int, tiles: int) -> int:

@@ -193,5 +193,5 @@ def _splits(
         return 1 if ragged else max(1, int(splits_of(sum(index.shape[-1] for index in indices), split_size)))
     keys = sum(index.numel() for index in indices) // tokens
     if isinstance(config, HopperSparseConfig):
-        return hopper.splits(config.arch, tokens, heads, keys)
+        return hopper.splits(config, tokens, heads, keys)
     return max(1, min(config.arch.compute_units // (tokens * config.tiles(heads)), keys // SHORTEST_CUT))

@@ -15,7 +15,7 @@ from mla_suite.core import dispatch
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.ops.sparse_decode.hopper import WIDTHS
+from mla_suite.ops.sparse_decode.hopper import PAIRS, WIDTHS
 from mla_suite.runtime import current_arch, has_kernel
 from mla_suite.testing import poison
 
@@ -38,7 +38,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "sparse_decode_layout-v32"):
+    if not has_kernel(arch, "sparse_decode_layout-v32_cluster-2"):
         pytest.skip("sparse_decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
 
 
@@ -63,8 +63,9 @@ ON_GPU = sparse_runs.Machine(attend, hopper_rows)
 check, exact = ON_GPU.check, ON_GPU.exact
 
 
+@pytest.mark.parametrize("heads", [5, 70])
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "bf16"])
-def test_one_key_is_returned_as_it_is(name):
+def test_one_key_is_returned_as_it_is(name, heads):
     """Every code at every place with many scales, through queries of zeros: the row itself, to the last bit."""
     kind = layout(name)
     kind = kind.sized(576, 0) if kind.dense else kind
@@ -76,7 +77,7 @@ def test_one_key_is_returned_as_it_is(name):
         codes = (torch.arange(512)[:, None] * 37 + torch.arange(kind.latent)) % 256
         stored.copy_(torch.where(codes % 128 == 127, 0, codes).view(8, 64, -1).to(torch.uint8))
     slots = torch.randperm(512, generator=torch.Generator().manual_seed(3)).int()
-    q = torch.zeros(512, 5, kind.head_dim, dtype=torch.bfloat16)
+    q = torch.zeros(512, heads, kind.head_dim, dtype=torch.bfloat16)
     args = [q, [cache], [slots[:, None]], [None], [None], None, None]
     out, lse = attend(args, {"layouts": [name], "softmax_scale": 0.1, "num_splits": 1})
     expected = hopper_rows(name, cache, slots.long())[:, :512].bfloat16()
@@ -136,7 +137,7 @@ def test_random_problems():
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    assert len(met) == len(WIDTHS), met
+    assert len(met) == len(WIDTHS) + len(PAIRS), met
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -155,9 +156,10 @@ def test_hard_scores(heads, kind):
 
 
 @pytest.mark.parametrize("selection", sparse_runs.SELECTIONS)
+@pytest.mark.parametrize("heads", [40, 100])
 @pytest.mark.parametrize("name", RECORDS)
-def test_selections(name, selection):
-    sparse_runs.selections(ON_GPU, name, 40, selection)
+def test_selections(name, heads, selection):
+    sparse_runs.selections(ON_GPU, name, heads, selection)
 
 
 @pytest.mark.parametrize("sink", sparse_runs.SINKS)
@@ -166,18 +168,20 @@ def test_sinks(sink, splits):
     sparse_runs.sinks(ON_GPU, sink, splits)
 
 
-def test_extreme_scales():
-    sparse_runs.extreme_scales(ON_GPU)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_extreme_scales(heads):
+    sparse_runs.extreme_scales(ON_GPU, heads)
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("column", [0, 17, 63, 64, 200, 383, 447, 511])
-def test_one_nan_among_the_values_is_seen(column, code):
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_nan_among_the_values_is_seen(heads, column, code):
     """In token 0 only, whichever lane, piece and byte it falls to."""
     for name in ("v32", "dsv4"):
         if name == "dsv4" and column >= 448:
             continue
-        args, kwargs = problem([(name, 4, 64, 130)], 2, 16, invalid=0)
+        args, kwargs = problem([(name, 4, 64, 130)], 2, heads, invalid=0)
         cache, index = args[1][0], args[2][0]
         used = set(index.flatten().tolist())
         spare = next(slot for slot in range(256) if slot not in used)
@@ -222,6 +226,27 @@ def test_same_bits_every_time(pools, heads):
         for _ in range(20):
             again = torch.ops.mla_suite.sparse_decode(*there, **kwargs, num_splits=splits)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("pools", ["v4", "both scales"])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
+    """400 tokens, many of few keys or none: each 64 of 128 or 256 heads by themselves are brought keys by one block."""
+    args, kwargs = problem([(name, pages, page, topk * 3) for name, pages, page, topk in POOLS[pools]], 400, 256)
+    draw = torch.Generator().manual_seed(splits)
+    args[4] = [(torch.rand(400, generator=draw) * index.shape[1] * 1.5 - index.shape[1] / 2).clamp(0).int()
+               for index in args[2]]  # fmt: skip
+    there, kwargs = moved(args, CUDA), kwargs | {"num_splits": splits}
+    for heads in (128, 256):
+        there[0] = args[0][:, :heads].contiguous().to(CUDA)
+        assert native(there, kwargs).endswith("cluster-2")
+        out, lse = torch.ops.mla_suite.sparse_decode(*there, **kwargs)
+        for first in range(0, heads, 64):
+            there[0] = args[0][:, first : first + 64].contiguous().to(CUDA)
+            assert native(there, kwargs).endswith("cluster-1")
+            alone, alone_lse = torch.ops.mla_suite.sparse_decode(*there, **kwargs)
+            assert torch.equal(out[:, first : first + 64], alone)
+            assert torch.equal(lse[:, first : first + 64], alone_lse)
 
 
 @pytest.mark.parametrize("heads", [16, 48, 128])

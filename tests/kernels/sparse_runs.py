@@ -100,9 +100,9 @@ def sinks(machine: Machine, sink: float, splits: int) -> None:
     assert sink != -torch.inf or torch.equal(out, plain)
 
 
-def extreme_scales(machine: Machine) -> None:
+def extreme_scales(machine: Machine, heads: int = 16) -> None:
     """Scale bytes 0 and 254 (2^-127 and 2^127), and NaN codes and scales in all slots that nobody selects."""
-    args, kwargs = problem([("dsv4", 2, 64, 100)], 1, 16, invalid=0)
+    args, kwargs = problem([("dsv4", 2, 64, 100)], 1, heads, invalid=0)
     (cache,), (index,) = args[1], args[2]
     scales = torch.as_strided(cache, (2, 64, 8), (cache.stride(0), 8, 1), 64 * 576)
     codes = torch.as_strided(cache, (2, 64, 576), (cache.stride(0), 576, 1))

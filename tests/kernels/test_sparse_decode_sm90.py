@@ -16,25 +16,32 @@ from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
-from mla_suite.ops.sparse_decode.hopper import STAGES, WIDTHS, HopperSparseConfig
+from mla_suite.ops.sparse_decode.hopper import PAIRS, STAGES, WIDTHS, HopperSparseConfig
 from mla_suite.runtime import has_kernel, tensor_map
 from mla_suite.toolchain import compilers, manifest, params
 from mla_suite.toolchain.instances import instances
 
 H200 = archs.get("sm_90")
+CONFIGS = [
+    HopperSparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in PAIRS)]
+]
 
 
 def test_every_record_is_declared():
     declared = {item.id: item for item in instances("sm_90") if item.kernel == "sparse_decode"}
-    assert set(declared) == {HopperSparseConfig(H200, record).instance for record in WIDTHS}
-    for record in WIDTHS:
-        config = HopperSparseConfig(H200, record)
+    assert set(declared) == {config.instance for config in CONFIGS}
+    for config in CONFIGS:
         assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
 
 
 @pytest.mark.parametrize(
     ("changed", "sentence"),
-    [({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"), ({"record": "fp8"}, "records are dsv4, v32")],
+    [
+        ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
+        ({"record": "fp8"}, "records are dsv4, v32"),
+        ({"cluster": 4}, "4 blocks share no keys; 2 do, of dsv4, v32"),
+        ({"record": "bf16x512", "cluster": 2}, "2 blocks share no keys; 2 do, of dsv4, v32"),
+    ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"sparse_decode: no kernel of .* records on .*: {sentence}"):
@@ -47,10 +54,11 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     if nvidia is None:
         pytest.skip("nvcc is not installed")
     lines = ['#include "sm_90/sparse_policy.hpp"', "using namespace mla::sm90;"]
-    for record, width in WIDTHS.items():
-        config = HopperSparseConfig(H200, record)
+    for config in CONFIGS:
+        record, width = config.record, WIDTHS[config.record]
+        policy = f"SparsePolicy<{record}, {config.cluster}>"
         lines += [
-            f'static_assert(SparsePolicy<{record}>::SHARED_BYTES == {config.lds}, "shared memory of {record}");',
+            f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({record}::DEPTH == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
             f'static_assert(ROWS == {config.rows} && THREADS == {config.threads}, "block");',
         ]
@@ -62,10 +70,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    configs = [HopperSparseConfig(H200, record) for record in WIDTHS]
-    if not has_kernel("sm_90", configs[0].instance):
-        pytest.skip(f"{configs[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
-    for config in configs:
+    if not has_kernel("sm_90", CONFIGS[0].instance):
+        pytest.skip(f"{CONFIGS[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    for config in CONFIGS:
         entry = manifest.installed().find("sm_90", config.instance)
         assert (entry.spills, entry.scratch, entry.lds, entry.threads) == (0, 0, 0, config.threads)
         assert entry.registers * config.threads <= 65536, "a block has the registers of an SM"
@@ -88,7 +95,8 @@ def offered(monkeypatch, pools, heads=16, built=True, **changes):
 def test_which_kernel(monkeypatch, pools, record, heads):
     offer = offered(monkeypatch, POOLS[pools], heads)
     assert isinstance(offer, Offer)
-    assert offer.config.instance == f"sparse_decode_layout-{record}"
+    cluster = 2 if heads == 100 and record in PAIRS else 1
+    assert offer.config.instance == f"sparse_decode_layout-{record}_cluster-{cluster}"
     assert offer.config.tiles(heads) == -(-heads // 64)
 
 
@@ -106,12 +114,36 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     assert sentence in refusal.reason
 
 
+@pytest.mark.parametrize(
+    ("record", "tokens", "heads", "keys", "cuts"),
+    [
+        ("v32", 128, 128, 2048, 1),
+        ("v32", 32, 128, 2048, 2),
+        ("v32", 8, 128, 2048, 8),
+        ("v32", 1, 128, 2048, 22),
+        ("dsv4", 128, 128, 1152, 1),
+        ("dsv4", 8, 128, 1152, 6),
+        ("dsv4", 1, 128, 1152, 18),
+        ("v32", 128, 64, 2048, 1),
+        ("v32", 32, 64, 2048, 4),
+        ("v32", 1, 64, 2048, 32),
+        ("v32", 1, 16, 2048, 64),
+        ("dsv4", 32, 64, 640, 4),
+        ("dsv4", 1, 64, 640, 20),
+    ],
+)
+def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
+    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/README.md)."""
+    assert hopper.splits(HopperSparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
+
+
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
-    assert hopper.splits(H200, 128, 128, 2048) == 1
-    assert hopper.splits(H200, 1, 128, 2048) > 10
-    assert hopper.splits(H200, 1, 16, 40) <= 2
-    assert hopper.splits(H200, 4, 16, 0) == 1
+    for config in CONFIGS:
+        assert hopper.splits(config, 128, 128, 2048) == 1
+        assert hopper.splits(config, 1, 128, 2048) > 10
+        assert hopper.splits(config, 1, 16, 40) <= 2
+        assert hopper.splits(config, 4, 16, 0) == 1
 
 
 @pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])

@@ -1,0 +1,68 @@
+// Two blocks of a cluster that bring keys to each other: what one does in the other's shared memory.
+#pragma once
+
+#include "sm_90/mbarrier.hpp"
+
+namespace mla::sm90 {
+
+// This block's number in its cluster, 0 or 1.
+MLA_DEVICE uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// Where the other block has what this one has at an address of shared memory.
+MLA_DEVICE uint32_t at_peer(uint32_t address) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(cluster_rank() ^ 1));
+  return there;
+}
+
+// Waiting on a barrier for the other block, and arriving on one of its, have the block's scope, not the cluster's: for
+// the cluster's the compiler adds a fence of global memory and drops what L1 holds, at every turn of the ring. What is
+// handed over is shared memory, which is in no cache: what an arrival announces was read or stored there before it
+// came.
+
+// One arrival on a barrier of the other block, by its address there.
+MLA_DEVICE void peer_arrive(uint32_t there) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+}
+
+// 16 bytes, or 4, to the other block. They count on a barrier of that block when they are there.
+MLA_DEVICE void peer_store16(uint32_t there, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+      : "memory");
+}
+MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+               "r"(value), "r"(barrier)
+               : "memory");
+}
+
+// Before any role begins: the barriers of this block, and of a pair, are there (thread 0 fenced what it made of them).
+// Not the aligned form: nothing says that the lanes of a warp come together.
+template <class Policy>
+MLA_DEVICE void blocks_meet() {
+  if constexpr (Policy::PAIRED)
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  else
+    block_sync();
+}
+
+// This warp is done with what a barrier guards: one arrival here, and of a pair one there, first, for it takes longer.
+template <class Policy>
+MLA_DEVICE void warp_release(uint32_t barrier) {
+  if constexpr (Policy::PAIRED) {
+    if (group_thread() % 32 == 0) {
+      peer_arrive(at_peer(barrier));
+      barrier_arrive(barrier);
+    }
+  } else {
+    warp_arrive(barrier);
+  }
+}
+
+}  // namespace mla::sm90
