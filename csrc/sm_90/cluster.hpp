@@ -42,7 +42,7 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
                : "memory");
 }
 
-// Before any role begins: the barriers of this block, and of a pair, are there (thread 0 fenced what it made of them).
+// Before any role begins: the barriers of this block, and of a pair, are there, fenced by whoever made them.
 // Not the aligned form: nothing says that the lanes of a warp come together.
 template <class Policy>
 MLA_DEVICE void blocks_meet() {

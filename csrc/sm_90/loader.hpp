@@ -156,8 +156,8 @@ class Loader {
   }
 
   // An item's queries take two stages ahead of its keys, so that they too are there before they are needed: the first
-  // half of every row, then the second. Rows past the sequence's last are the next one's, or zeros past the last of all:
-  // their result is never stored.
+  // half of every row, then the second. Rows past the sequence's last are the next one's, or zeros past the last of
+  // all: their result is never stored.
   MLA_DEVICE void bring_q(int sequence, Ring<Policy::STAGES>& ring) {
     const Queries queries(params_, sequence);
     const int row = static_cast<int>(queries.first_token * params_.heads) + first_row();
@@ -177,8 +177,8 @@ class Loader {
     __syncwarp();
   }
 
-  // Any page size: every thread copies 16-byte pieces. A warp takes four keys of 128 contiguous bytes each, so memory is
-  // read in whole lines, and the swizzle spreads its writes over all banks.
+  // Any page size: every thread copies 16-byte pieces. A warp takes four keys of 128 contiguous bytes each, so memory
+  // is read in whole lines, and the swizzle spreads its writes over all banks.
   MLA_DEVICE void gather(const int32_t* pages, int first, int end, const Ring<Policy::STAGES>& ring) {
     const int piece = group_thread() % 8;
     const int slot = group_thread() / 8;  // this thread's keys are slot, slot + 16, ...
@@ -202,7 +202,8 @@ class Loader {
       const bool valid = from[i] != nullptr;
       const char* row = valid ? from[i] : cache;  // nothing is read when not valid
 #pragma unroll
-      for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c) copy16(to + c * Policy::BLOCK_BYTES + i * 2048, row + c * 128, valid);
+      for (int c = 0; c < Policy::COLUMN_BLOCKS; ++c)
+        copy16(to + c * Policy::BLOCK_BYTES + i * 2048, row + c * 128, valid);
     }
     copies_arrive(barriers_.kv_full(ring.stage));
   }

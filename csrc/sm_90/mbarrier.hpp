@@ -82,12 +82,12 @@ MLA_DEVICE void copy16(uint32_t to, const void* from, bool valid) {
                : "memory");
 }
 
-// A box of the tensor that `map` describes, from these coordinates on, innermost first, to shared memory; its bytes count
-// on the barrier.
+// A box of the tensor that `map` describes, from these coordinates on, innermost first, to shared memory; its bytes
+// count on the barrier.
 MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
-          "r"(to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }

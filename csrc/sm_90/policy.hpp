@@ -25,27 +25,30 @@ struct DecodePolicy {
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
   static constexpr bool PAIRED = PAIRED_;
-  static constexpr int KEYS = 32;                        // keys of a stage, and of one Q K^T and one P V
+  static constexpr int KEYS = 32;                                   // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
-  static constexpr int COLUMN_BLOCKS = DEPTH / 64;       // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
+  static constexpr int COLUMN_BLOCKS = DEPTH / 64;  // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
   static constexpr int BLOCK_BYTES = KEYS * 128;
   static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
   static constexpr int STAGES = STAGES_;
-  // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for ever.
-  // One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also dequantise,
-  // the more so if they store what they make twice.
+  // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for
+  // ever. One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also
+  // dequantise, the more so if they store what they make twice.
   static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : PAIRED ? 64 : 56;
-  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : SOURCE == Source::gather ? 144 : PAIRED ? 128 : 136;
+  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma      ? 160
+                                          : SOURCE == Source::gather ? 144
+                                          : PAIRED                   ? 128
+                                                                     : 136;
   static constexpr int VALUES_REGISTERS = 160;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
-  static constexpr int Q_STEPS = DEPTH / 16;             // 16-deep steps of Q K^T
+  static constexpr int Q_STEPS = DEPTH / 16;                             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
   static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : PAIRED ? 20 : 22;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
-  static constexpr int HAND_OVER_STEP = Q_STEPS - 8;     // of a Q K^T, at which the P before it is handed over
+  static constexpr int HAND_OVER_STEP = Q_STEPS - 8;  // of a Q K^T, at which the P before it is handed over
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
-  static constexpr int Q_BOXES = DEPTH / 64;             // [Q_BOXES][rows][64 B], with the rows of `q_box_bytes`
-  static constexpr int Q_BOX_BYTES = ROWS * 64;          // where Q K^T reads them, and at most
+  static constexpr int Q_BOXES = DEPTH / 64;     // [Q_BOXES][rows][64 B], with the rows of `q_box_bytes`
+  static constexpr int Q_BOX_BYTES = ROWS * 64;  // where Q K^T reads them, and at most
   static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
 
@@ -54,11 +57,11 @@ struct DecodePolicy {
   // What the scores hand to the values, twice, so that a P V is queued behind the last one. From the start of a slot:
   static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
-  static constexpr int FACTOR = P_BYTES;                // float[64]: rescale of the rows before this P, if ordered
-  static constexpr int INVERSE = FACTOR + 256;          // float[64]: 1 / denominator, that finish an item
-  static constexpr int LSE = INVERSE + 256;             // float[64]: lse without the sink, likewise
-  static constexpr int ORDER = LSE + 256;               // int32[4]: an Order for each warp's rows
-  static constexpr int ITEM = ORDER + 16;               // int32[2]: sequence and partial row, with an item's last P
+  static constexpr int FACTOR = P_BYTES;        // float[64]: rescale of the rows before this P, if ordered
+  static constexpr int INVERSE = FACTOR + 256;  // float[64]: 1 / denominator, that finish an item
+  static constexpr int LSE = INVERSE + 256;     // float[64]: lse without the sink, likewise
+  static constexpr int ORDER = LSE + 256;       // int32[4]: an Order for each warp's rows
+  static constexpr int ITEM = ORDER + 16;       // int32[2]: sequence and partial row, with an item's last P
   static constexpr int P_SLOT_BYTES = ITEM + 112;
   static constexpr int P_SLOTS = 2;
   static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
@@ -88,8 +91,8 @@ struct Barriers {
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
 };
 
-// What a values warp is to do with a slot: RESCALE, then MULTIPLY, of which the item's LAST; FINISH the item by its slot's
-// reciprocals, and QUERIES with it: two stages of queries went by that nothing is multiplied with.
+// What a values warp is to do with a slot: RESCALE, then MULTIPLY, of which the item's LAST; FINISH the item by its
+// slot's reciprocals, and QUERIES with it: two stages of queries went by that nothing is multiplied with.
 enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, FINISH = 8, QUERIES = 16, STOP = 32 };
 
 // Where a lane stores or loads its row of the four 8 x 8 pieces of its warp's rows of P, from the start of 16 keys.

@@ -1,12 +1,12 @@
 // The warpgroup that makes scores and probabilities: S = Q K^T, online softmax, P to shared memory.
 //
-// The tensor cores take instructions of all warpgroups in turn, and those of P V are four times as long as those of Q K^T.
-// So P V is to run while this warpgroup computes probabilities, and not while it multiplies: a P is handed over when the
-// next block's Q K^T is nearly done.
+// The tensor cores take instructions of all warpgroups in turn, and those of P V are four times as long as those of Q
+// K^T. So P V is to run while this warpgroup computes probabilities, and not while it multiplies: a P is handed over
+// when the next block's Q K^T is nearly done.
 //
 // What a row's scores are taken off, its reference, moves only when probabilities of a block sum to more than 2^8 in a
-// thread; until then they may exceed 1, which costs nothing in a floating format, and neither is a maximum looked for nor
-// the 64 x 512 result rescaled.
+// thread; until then they may exceed 1, which costs nothing in a floating format, and neither is a maximum looked for
+// nor the 64 x 512 result rescaled.
 #pragma once
 
 #include "sm_90/cluster.hpp"
@@ -96,8 +96,10 @@ class Scores {
       for (int k = half * HALF; k < half * HALF + HALF; ++k) {
         const uint32_t from = stage + k % HALF / 2 * box;
         // Two steps are a box. It is copied in two pieces of 2 KiB, whatever of it has rows.
-        if (k < Policy::Q_SHARED_STEPS) copy_q(k * 2048 + group_thread() * 16, from + k % 2 * 2048 + group_thread() * 16);
-        else load_q_step(k - Policy::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
+        if (k < Policy::Q_SHARED_STEPS)
+          copy_q(k * 2048 + group_thread() * 16, from + k % 2 * 2048 + group_thread() * 16);
+        else
+          load_q_step(k - Policy::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
       }
       release_q_stage();
     }
@@ -123,8 +125,8 @@ class Scores {
   MLA_DEVICE void copy_q(uint32_t at, uint32_t from) {
     uint32_t a, b, c, d;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from));
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b), "r"(c),
-                 "r"(d)
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + Policy::Q_OFFSET + at), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
                  : "memory");
   }
 
@@ -164,8 +166,10 @@ class Scores {
 #pragma unroll
     for (int k = 0; k < Policy::Q_STEPS; ++k) {
       const uint64_t key = advance(keys, k / 4 * Policy::BLOCK_BYTES + k % 4 * 32);
-      if (k < Policy::Q_SHARED_STEPS) scores_mma<T>(s, advance(q, k / 2 * Policy::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
-      else scores_mma<T>(s, &q_[4 * (k - Policy::Q_SHARED_STEPS)], key, true);
+      if (k < Policy::Q_SHARED_STEPS)
+        scores_mma<T>(s, advance(q, k / 2 * Policy::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
+      else
+        scores_mma<T>(s, &q_[4 * (k - Policy::Q_SHARED_STEPS)], key, true);
       between(k);
     }
     wgmma_commit();
@@ -175,8 +179,8 @@ class Scores {
     pin(s);
   }
 
-  // Softmax of the block whose scores are in `s`: P, and what the values need with it, to the next slot. The item's last
-  // P is handed over at once, and while it is multiplied, what its rows are divided by in the slot after.
+  // Softmax of the block whose scores are in `s`: P, and what the values need with it, to the next slot. The item's
+  // last P is handed over at once, and while it is multiplied, what its rows are divided by in the slot after.
   template <bool LAST_BLOCK>
   MLA_DEVICE void step(float (&s)[REGS], int first) {
     const int lane = group_thread() % 32;
@@ -387,10 +391,10 @@ class Scores {
   Ring<Policy::ITEMS> items_;
   Item item_;
   int told_;
-  int row_limit_[2];      // keys that this thread's rows see; like the next, unused where keys are selected
-  int all_see_;           // keys that every row of the sequence sees
-  uint32_t present_;      // only there: a bit for each key of the stage whose scores come next
-  float reference_[2];    // of this thread's rows, what their scores are taken off, in powers of two
+  int row_limit_[2];    // keys that this thread's rows see; like the next, unused where keys are selected
+  int all_see_;         // keys that every row of the sequence sees
+  uint32_t present_;    // only there: a bit for each key of the stage whose scores come next
+  float reference_[2];  // of this thread's rows, what their scores are taken off, in powers of two
   float sum_[2];
   uint32_t q_[Policy::Q_REGISTER_STEPS * 4];
 };

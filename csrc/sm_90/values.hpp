@@ -18,8 +18,8 @@ class Values {
   MLA_DEVICE Values(const Params& params, uint32_t shared, int side)
       : params_(params), barriers_(shared), shared_(shared), side_(side) {}
 
-  // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a whole
-  // Q K^T later, and a stage given back early is worth more than a P V queued early.
+  // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a
+  // whole Q K^T later, and a stage given back early is worth more than a P V queued early.
   MLA_DEVICE void run() {
     for (;;) {
       int order = next_order();
@@ -97,8 +97,7 @@ class Values {
     for (int k = 0; k < Policy::KEYS / 16; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048),
-                      true);
+        values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048), true);
     wgmma_commit();
   }
 
@@ -173,8 +172,8 @@ class Values {
   }
 
   // A store takes as many clocks as it reaches lines of memory, and a quad holds no more than 32 bytes of a row side by
-  // side. So a warp's 16 rows go through shared memory, 128 bytes of each at a time, and leave in whole lines: through the
-  // stage that was read last, once both warpgroups are done with it.
+  // side. So a warp's 16 rows go through shared memory, 128 bytes of each at a time, and leave in whole lines: through
+  // the stage that was read last, once both warpgroups are done with it.
   MLA_DEVICE void store(const Ending& ending) {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t mine = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
@@ -193,7 +192,7 @@ class Values {
       }
   }
 
-  static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; two are alive, so that one may be read while ...
+  static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; one is written while another is read
   static_assert(8 * 2 * PIECE_BYTES <= Policy::STAGE_BYTES, "all warps' pieces lie in a stage");
 
   // 64 columns in 16 bits; 16 bytes number i of row r lie at place i ^ r % 8, so that all banks are written and read.
@@ -202,7 +201,7 @@ class Values {
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       const int tile = piece * 8 + pair * 2;
-      const float(&o)[64] = o_[tile / 16];
+      const float (&o)[64] = o_[tile / 16];
       const int at = tile % 16 * 4;
       uint32_t four[4];
 #pragma unroll
@@ -221,7 +220,7 @@ class Values {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int tile = piece * 4 + i;
-      const float(&o)[64] = o_[tile / 16];
+      const float (&o)[64] = o_[tile / 16];
       const int at = tile % 16 * 4;
       const uint32_t place = lane / 4 * 128 + ((i * 2 + lane % 4 / 2) ^ lane / 4 % 4 * 2) * 16 + lane % 2 * 8;
 #pragma unroll
@@ -246,7 +245,8 @@ class Values {
                    : "=r"(columns.x), "=r"(columns.y), "=r"(columns.z), "=r"(columns.w)
                    : "r"(from + place)
                    : "memory");
-      if (ending.offset[i] != NO_ROW) reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns;
+      if (ending.offset[i] != NO_ROW)
+        reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns;
     }
   }
 

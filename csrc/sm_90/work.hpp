@@ -53,10 +53,10 @@ struct Queries {
   MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
 };
 
-// A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits. An item is looked up in
-// two steps, `find` and `measure`: of which sequence it is, which is all that its queries ask for, and which of its keys,
-// for which the sequence's length must have come from memory. Both are of loads that depend on each other, so whoever
-// walks the list looks the next item up where there is something to wait for anyway.
+// A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits. An item is looked up
+// in two steps, `find` and `measure`: of which sequence it is, which is all that its queries ask for, and which of its
+// keys, for which the sequence's length must have come from memory. Both are of loads that depend on each other, so
+// whoever walks the list looks the next item up where there is something to wait for anyway.
 class WorkList {
  public:
   // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.

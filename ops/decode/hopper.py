@@ -23,7 +23,8 @@ REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
-MOST_BLOCKS = 2**31 - 1  # of a grid
+MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 bytes
+MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to 370 times of 40 shapes
 # on an H200 (csrc/sm_90/README.md), which the sum meets within 5 % on average.
@@ -126,8 +127,8 @@ def _unsupported(problem: Any) -> str | None:
     if problem.alignment < tensor_map.ALIGNMENT:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
     rows = problem.heads * problem.q_len
-    if rows < 1 or rows * problem.heads >= 2**32 or -(-rows // ROWS) > MOST_BLOCKS:
-        return f"{rows} query rows of {problem.heads} heads; rows x heads must be 1 to {2**32 - 1}"
+    if rows < 1 or rows > MOST_ROWS or rows * problem.heads >= 2**32:
+        return f"{rows} query rows of {problem.heads} heads; it takes 1 to {MOST_ROWS}, rows x heads below {2**32}"
     return None
 
 
@@ -218,6 +219,11 @@ def query_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.d
     heads, width = shape[-2:]
     rows, blocks = min(ROWS, -(-heads * q_len // 8) * 8), width // 32
     return Boxes(dtype, (32, prod(shape[:-1]), blocks), (apart * 2, 64), (32, rows, blocks // 2))
+
+
+def within_reach(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:
+    """Whether the kernels find all results of a sequence from its first, by strides of [..., tokens, heads, values]."""
+    return (q_len - 1) * strides[-3] + (heads - 1) * strides[-2] < MOST_REACH
 
 
 def pitch(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:

@@ -113,6 +113,7 @@ def prepare(
     q = q.copied() if copies_q else q
     # One stride leads from token to token of the results.
     copies_out = not out.in_whole_vectors or (not ragged and out.strides[0] != q_len * out.strides[1])
+    copies_out |= on_hopper and not hopper.within_reach(q_len, heads, out.strides)
     out = out.copied() if copies_out else out
     page_magic, page_shift = reciprocal(page)
     numbers = dict(

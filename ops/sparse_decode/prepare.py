@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.ops.combine import native as combine
-from mla_suite.ops.decode.hopper import Boxes, pitch, query_boxes
+from mla_suite.ops.decode.hopper import Boxes, pitch, query_boxes, within_reach
 from mla_suite.ops.decode.prepare import SMALLEST_SCALE, Rows, pack_numbers
 from mla_suite.ops.plan.layout import most_items, splits_of
 from mla_suite.ops.sparse_decode import hopper
@@ -67,6 +67,8 @@ def prepare(
     if isinstance(config, HopperSparseConfig) and pitch(queries.shape, queries.strides) is None:
         queries, copies_q = queries.copied(), True
     out, copies_out = _rows(outputs[0])
+    if isinstance(config, HopperSparseConfig) and not within_reach(1, out.shape[1], out.strides):
+        out, copies_out = out.copied(), True
     tokens, heads, head_dim_v = out.shape
     tiles = config.tiles(heads)
     if plan is not None:

@@ -330,6 +330,19 @@ def test_rows_one_stride_apart(shape, strides, pitch):
     assert hopper.pitch(shape, (*strides, 1)) == pitch
 
 
+@pytest.mark.parametrize(
+    ("q_len", "strides", "within"),
+    [
+        (1, (0, 2**36, 512, 1), True),
+        (2, (0, 2**35 - 1, 0, 1), True),
+        (2, (0, 2**35 - 512 * 3, 512, 1), False),
+        (3, (2**34, 16, 1), False),
+    ],
+)
+def test_results_that_lie_too_far_apart_are_copied(q_len, strides, within):
+    assert hopper.within_reach(q_len, 4, strides) == within
+
+
 @pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
 def test_queries_in_boxes(monkeypatch, q_len, rows):
     """The map of the queries; rows of an odd stride are copied first."""
