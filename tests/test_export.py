@@ -25,7 +25,11 @@ from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_tab
 CPU = torch.device("cpu")
 OPERATORS = library.registry().values()
 # Packages here are small: the compiler's time is the test's, and precompiled headers cost more than they save.
-QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}
+QUICK = {
+    "aot_inductor.compile_wrapper_opt_level": "O0",
+    "aot_inductor.precompile_headers": False,
+    "cpp_cache_precompile_headers": False,
+}
 PAGE = 16
 CONFIG = MLAConfig.tiny()
 
