@@ -26,11 +26,14 @@ from mla_suite.core.library import Op
 from mla_suite.testing import Exact, ulp
 
 
-class Shape(Protocol):
-    """A row of a benchmark: its name, FlashMLA's microseconds and their ratio to the floor (NaN: not measured)."""
-
+class Named(Protocol):
     @property
     def name(self) -> str: ...
+
+
+class Shape(Named, Protocol):
+    """A row of a benchmark: its name, FlashMLA's microseconds and their ratio to the floor (NaN: not measured)."""
+
     @property
     def peer_us(self) -> float: ...
     @property
@@ -83,7 +86,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def wanted(names: str | None) -> Callable[[Shape], bool]:
+def wanted(names: str | None) -> Callable[[Named], bool]:
     """Whether a shape's name begins with one of `names`: all do with "", none with None."""
     if names is None:
         return lambda row: False

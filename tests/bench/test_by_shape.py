@@ -101,6 +101,21 @@ def test_names_are_wanted_by_how_they_begin() -> None:
     assert names("B9") == []
 
 
+def test_every_shape_in_triton_has_its_peer() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    import bench_decode_triton
+
+    assert all(row.flash_mla > 0 for row in bench_decode_triton.ROWS)
+    rows = {row.name: row for row in bench_decode_triton.ROWS}
+    assert len(rows) == 26
+    assert (rows["B8 H32 kv1200 q4"].flash_mla, rows["B64 H16 kv16384"].flash_mla) == (21.4, 280.1)
+    chosen = [row.name for row in filter(by_shape.wanted("B1 ,B64 H16"), bench_decode_triton.ROWS)]
+    assert chosen == [
+        "B1 H16 kv1024", "B1 H16 kv4096", "B1 H16 kv8192", "B1 H128 kv1024", "B1 H128 kv8192", "B64 H16 kv16384",
+        "B1 H32 kv1200 q4",
+    ]  # fmt: skip
+
+
 def test_a_line_fits_its_header() -> None:
     timed = Timed("B1 H16 kv1024 q1", "32", 9.3, 9.4, 131, 4.4, 2.6, "memory", 11.2, 5.1, {"16": 10.0, "64": 9.94})
     assert by_shape.header(22) == (
