@@ -121,7 +121,7 @@ def run(
     def line(row: ShapeT) -> str:
         found.append(measure(row, op, prepare(row), ceilings, long(row), more(row)))
         if options.json:
-            kept: list[dict[str, Any]] = [entry._asdict() for entry in found]
+            kept = [{name: None if value != value else value for name, value in e._asdict().items()} for e in found]
             options.json.write_text(json.dumps({"floors": ceilings.as_json(), "rows": kept}, indent=1) + "\n")
         return shown(found[-1], width)
 
