@@ -15,8 +15,6 @@ MLA_DEVICE WorkList work_list(const Params& params) {
   return WorkList(params, blockIdx.y, first_row(), Policy::GRANULE, Policy::KEYS);
 }
 
-constexpr int LOADER_BARRIER = 2;
-
 // What is told of an item: nothing more, that its queries come even if it has no keys, or that it is none.
 enum Told : int { WITH_QUERIES = 1, OVER = 2 };
 

@@ -13,6 +13,12 @@ constexpr int THREADS = 512;
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
+// Named barriers, beside the block's own, which is 0: of the scores' threads, of the two warps that ask for boxes, and
+// of the values' threads.
+constexpr int SCORES_BARRIER = 1;
+constexpr int LOADER_BARRIER = 2;
+constexpr int VALUES_BARRIER = 3;
+
 // How keys come: by 16-byte copies from pages of any size, by the copy engine from pages that are multiples of a box,
 // or chosen one by one (sparse_policy.hpp).
 enum class Source { gather, tma, selected };

@@ -11,6 +11,7 @@
 
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
+#include "sm_90/quad.hpp"
 
 namespace mla::sm90 {
 
@@ -19,22 +20,6 @@ constexpr float LN2 = 0.6931471805599453f;
 constexpr float MOST_PROBABILITY = 256.0f;  // summed over a thread's keys of a row
 constexpr float LOWEST = -1e38f;            // the reference of a row that has seen no key
 constexpr float INFINITE = __builtin_huge_valf();
-constexpr int SCORES_BARRIER = 1;
-
-MLA_DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-MLA_DEVICE float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-MLA_DEVICE float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 template <class Policy>
 class Scores {

@@ -6,8 +6,6 @@
 
 namespace mla::sm90 {
 
-constexpr int VALUES_BARRIER = 3;
-
 template <class Policy>
 class Values {
   using T = typename Policy::Type;

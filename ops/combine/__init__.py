@@ -49,10 +49,11 @@ def combine(
 
     -> out [batch, rows, head_dim_v] out_dtype, lse [batch, rows] fp32 natural log.
 
-    A split whose lse is -inf, or whose weight rounds to zero in fp32, is not read. A sequence with no split, or only
-    splits of lse -inf, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight, gives NaN. A sink of
-    +inf gives out 0 unless an lse is NaN. `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves
-    the rows of sequences with exactly one split untouched, for producers that wrote them already.
+    A split whose lse is -inf, or whose weight rounds to zero in fp32, counts for nothing, whatever it holds. A sequence
+    with no split, or only splits of lse -inf, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight,
+    gives NaN. A sink of +inf gives out 0 unless an lse is NaN.
+    `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves the rows of sequences with exactly one
+    split untouched, for producers that wrote them already.
     """
     tensors = partial_out, partial_lse, split_indptr, attn_sink
     # AOTInductor of torch 2.11 and older passes a dtype on by another numbering, and None as it is: bfloat16.

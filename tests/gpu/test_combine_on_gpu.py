@@ -116,7 +116,7 @@ def test_sinks():
     rest = [0, 5, 7]
     assert_close(merged[:, rest], total[:, rest], exact(out[:, rest], lse[:, rest], [0, 6], sink[rest]))
     out, lse = partials(6, 8, device=DEVICE)
-    out[3] = NAN  # weight 0: not read
+    out[3] = NAN  # weight 0: counts for nothing
     merged, _ = combine(out, lse, None, torch.full((4,), INF, device=DEVICE), num_splits=3)
     assert not bool(merged.any())
 

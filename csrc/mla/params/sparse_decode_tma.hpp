@@ -83,11 +83,11 @@ struct SparseDecodeTmaParams {
   int32_t tokens_per_length_3;
   int32_t tokens;                // query tokens
   int32_t heads;
-  int32_t row_tiles;             // blocks that share the keys of a query token
+  int32_t row_tiles;             // blocks that share the keys of a query token: the grid's width, which kernels read
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // cuts per query token when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // groups of row_tiles blocks that walk the work list
+  int32_t workers;               // groups of row_tiles blocks that walk the work list: the grid's height
   float softmax_scale;           // positive
 };
 
