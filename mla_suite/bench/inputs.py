@@ -86,8 +86,7 @@ def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, 
     own = copy(call) if op.mutates else call
     outputs = tuple(testing.poison(tensor) for tensor in outputs_for(op, own))
     run(outputs, *own.args, **own.kwargs)
-    names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.schema).arguments]
-    return (*outputs, *(own.args[names.index(name)] for name in op.mutates))
+    return (*outputs, *(own.args[op.arguments.index(name)] for name in op.mutates))
 
 
 def expected(case: Case, call: Call) -> tuple[tuple[torch.Tensor, ...], str]:

@@ -101,7 +101,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
             else:
                 returned = operator(*args, **kwargs)
             # An operator that returns nothing has written into an argument.
-            written = [kwargs[n] if n in kwargs else args[_position(op, n)] for n in op.mutates]
+            written = [kwargs[n] if n in kwargs else args[op.arguments.index(n)] for n in op.mutates]
             results.append(
                 [*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written]
             )
@@ -116,13 +116,6 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
     }
-
-
-def _position(op: Op, name: str) -> int:
-    import torch
-
-    arguments = torch._C.parse_schema(op.qualname + op.schema).arguments
-    return [argument.name for argument in arguments].index(name)
 
 
 def _difference(expected: Any, got: Any) -> float:

@@ -72,6 +72,11 @@ class Op:
         arguments = self._arguments(self.schema)
         return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of all arguments, positional ones first."""
+        return tuple(a.name for a in self._arguments(self.schema))
+
     @cached_property
     def positional(self) -> tuple[Any, ...]:
         """The defaults of the positional arguments, None where there is none."""
