@@ -146,10 +146,21 @@ class Loader {
     __syncwarp();
   }
 
+  // One half of the rows' queries, from `row` of all on, to the ring's stage; one thread asks.
+  MLA_DEVICE void ask_for_half(int row, int half, const Ring<Policy::STAGES>& ring) const {
+    const uint32_t full = barriers_.kv_full(ring.stage);
+    barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(params_));
+    copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
+  }
+
+  MLA_DEVICE void wait_for_empty(const Ring<Policy::STAGES>& ring) const {
+    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
+  }
+
   // For whoever asks the copy engine: results may have lain in the stage, by ordinary stores. Who stored them does not
   // fence, for it would wait for results on their way to memory.
   MLA_DEVICE void wait_for_stage(const Ring<Policy::STAGES>& ring) const {
-    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
+    wait_for_empty(ring);
     fence_async();
   }
 
@@ -162,14 +173,11 @@ class Loader {
     const int lane = group_thread() - Q_WARP * 32;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t full = barriers_.kv_full(ring.stage);
       wait_for_stage(ring);
-      if (lane == 0) {
-        barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(params_));
-        copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
-      } else if (Policy::SOURCE == Source::gather) {
-        barrier_arrive(full);
-      }
+      if (lane == 0)
+        ask_for_half(row, half, ring);
+      else if (Policy::SOURCE == Source::gather)
+        barrier_arrive(barriers_.kv_full(ring.stage));
       ring.next();
     }
     __syncwarp();
@@ -194,7 +202,7 @@ class Loader {
       }
     }
     const uint32_t to = shared_ + ring.stage * Policy::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
-    barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
+    wait_for_empty(ring);
 #pragma unroll
     for (int i = 0; i < Policy::KEYS / 16; ++i) {
       const bool valid = from[i] != nullptr;

@@ -59,7 +59,7 @@ class SparseLoader : Loader<Policy> {
     // The other block's warps arrive here as long as a stage is not empty: until then this block must not be gone.
     if constexpr (PAIRED) {
 #pragma unroll 1
-      for (int stage = 0; stage < Policy::STAGES; ++stage, ring_.next()) wait_for_empty(ring_);
+      for (int stage = 0; stage < Policy::STAGES; ++stage, ring_.next()) this->wait_for_empty(ring_);
     }
   }
 
@@ -95,24 +95,16 @@ class SparseLoader : Loader<Policy> {
   MLA_DEVICE void bring_q(int token) {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const uint32_t full = this->barriers_.kv_full(ring_.stage);
       this->wait_for_stage(ring_);
       if (lane_ == 0) {
-        if (warp() != 0) {
-          barrier_arrive(full);
-        } else {
-          barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(this->params_));
-          copy_box(this->shared_ + ring_.stage * Policy::STAGE_BYTES, &this->params_.q_map_0, 0,
-                   token * this->params_.heads + first_row(), half * Policy::Q_BOXES, full);
-        }
+        if (warp() != 0)
+          barrier_arrive(this->barriers_.kv_full(ring_.stage));
+        else
+          this->ask_for_half(token * this->params_.heads + first_row(), half, ring_);
       }
       ring_.next();
     }
     __syncwarp();
-  }
-
-  MLA_DEVICE void wait_for_empty(const Ring<Policy::STAGES>& at) const {
-    barrier_wait(this->barriers_.kv_empty(at.stage), at.parity ^ 1);
   }
 
   // A lane's key of a batch, by its number within the item.
@@ -227,7 +219,7 @@ class SparseLoader : Loader<Policy> {
       if constexpr (!PAIRED) places = places_now();
       const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES;
       const uint32_t present = present_of(stage);
-      wait_for_empty(ring_);
+      this->wait_for_empty(ring_);
 #pragma unroll
       for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
         const uint32_t after = slot_after(slot, pair);
@@ -337,7 +329,7 @@ class SparseLoader : Loader<Policy> {
     for (uint32_t stage = 0; stage < stages + STAGES_AHEAD; ++stage) {
       if (stage < stages) {
         if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
-        wait_for_empty(filled);
+        this->wait_for_empty(filled);
         const uint32_t to =
             this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
 #pragma unroll

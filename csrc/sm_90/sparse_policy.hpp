@@ -103,7 +103,6 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }  // of a query token
   MLA_DEVICE static int q_box_bytes(const Params& params) { return Base::box_bytes(params.heads); }
-  MLA_DEVICE static uint32_t nothing(const Params& params) { return params.pools & ~7u; }  // 0, which no compiler knows
 };
 
 static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
