@@ -163,3 +163,9 @@ def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
     if not path.is_file():
         raise FileNotFoundError(f"kernel parameters {kernel!r}: no header {header} under {csrc}")
     return parse(path.read_text(encoding="utf-8"), header)
+
+
+def reciprocal(n: int) -> tuple[int, int]:
+    """(magic, shift) by which kernels divide by n >= 1: x // n == x * magic >> 31 + shift for 0 <= x < 2^31."""
+    shift = (n - 1).bit_length()
+    return -(-(1 << 31 + shift) // n), shift

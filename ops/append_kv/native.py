@@ -14,7 +14,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.core.layouts import layout as declared
 from mla_suite.runtime import Buffer, bind, has_kernel
-from mla_suite.toolchain.params import load
+from mla_suite.toolchain.params import load, reciprocal
 
 WAVES = 8  # of a workgroup of one token
 THREADS = 1024  # of one of several tokens
@@ -100,13 +100,13 @@ def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int 
     """The parameters that follow from the layout and the page size."""
     kind = declared(layout).sized(latent, rope)
     rule = kind.scale_rule
-    shift = max(page - 1, 0).bit_length()
+    page_reciprocal, page_shift = reciprocal(page)
     found: dict[str, int | float] = dict(
         latent=latent,
         rope=rope,
         page=page,
-        page_reciprocal=-(-(1 << 31 + shift) // page),
-        page_shift=shift,
+        page_reciprocal=page_reciprocal,
+        page_shift=page_shift,
         tile=0 if rule is None else rule.tile,
         divisor=1.0 if rule is None else rule.divisor,
         smallest=0.0 if rule is None else rule.smallest,

@@ -15,7 +15,7 @@ from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
 from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.runtime.driver import Start
-from mla_suite.toolchain.params import load
+from mla_suite.toolchain.params import load, reciprocal
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
 MOST_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
@@ -36,12 +36,6 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         if not has_kernel(arch, needed.instance):
             return Refusal(f"kernel {needed.instance} is not built for {arch.name}; run `python -m mla_suite build`")
     return Offer(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
-
-
-def _division(divisor: int) -> tuple[int, int]:
-    """(reciprocal, shift) with n // divisor == n * reciprocal >> 31 + shift for 0 <= n < 2^31."""
-    shift = (divisor - 1).bit_length()
-    return -(-(1 << 31 + shift) // divisor), shift
 
 
 class Launch(NamedTuple):
@@ -79,8 +73,8 @@ def prepare(
     whole = (partial[0] | partial[1]) % 4 == 0 and (out[0] | out[1]) * out_dtype.itemsize % 16 == 0
     if config.vec > 1 and not (aligned and whole):
         config = configs.unaligned(config.arch, config.head_dim_v)
-    rows_reciprocal, rows_shift = _division(rows)
-    heads_reciprocal, heads_shift = _division(heads)
+    rows_reciprocal, rows_shift = reciprocal(rows)
+    heads_reciprocal, heads_shift = reciprocal(heads)
     params = load("combine")
     packed = params.pack(
         **dict.fromkeys(_POINTERS, 0),

@@ -14,7 +14,7 @@ from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.config import CdnaConfig
 from mla_suite.ops.decode.hopper import HopperConfig
 from mla_suite.ops.plan.layout import most_items, splits_of
-from mla_suite.toolchain.params import load
+from mla_suite.toolchain.params import load, reciprocal
 
 SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
 SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
@@ -183,12 +183,6 @@ def prepare(
         *(config.instance, grid, config.threads, shared, packed, boxes),
         *(copies_q, copies_out, not dense_lse, slots, rows, merge),
     )
-
-
-def reciprocal(n: int) -> tuple[int, int]:
-    """What csrc/mla/division.hpp divides numbers below 2^31 by n with: a magic and a shift."""
-    shift = max(n - 1, 0).bit_length()
-    return -(-(1 << (31 + shift)) // n), shift
 
 
 def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:

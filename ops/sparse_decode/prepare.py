@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.ops.combine import native as combine
-from mla_suite.ops.decode.hopper import Boxes, pitch, query_boxes, within_reach
+from mla_suite.ops.decode.hopper import Boxes, pitch, query_boxes, within_reach, workers
 from mla_suite.ops.decode.prepare import SMALLEST_SCALE, Rows, pack_numbers
 from mla_suite.ops.plan.layout import most_items, splits_of
 from mla_suite.ops.sparse_decode import hopper
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, SparseConfig
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig
-from mla_suite.toolchain.params import load
+from mla_suite.toolchain.params import load, reciprocal
 
 SHORTEST_CUT = 128  # keys: below this, merging costs more than another compute unit saves
 
@@ -80,12 +80,12 @@ def prepare(
         slots = items if splits > 1 else 0
     boxes, query_strides = None, {}
     if isinstance(config, HopperSparseConfig):
-        kernel, shared, workers = "sparse_decode_tma", config.lds, hopper.workers(config.arch, items, tiles)
-        grid = tiles, workers, 1
+        kernel, shared, groups = "sparse_decode_tma", config.lds, workers(config.arch, items, tiles)
+        grid = tiles, groups, 1
         boxes = query_boxes(queries.shape, queries.strides, queries.dtype, 1)
     else:
-        kernel, shared, workers = "sparse_decode", 0, items if plan is None else min(items, config.arch.compute_units)
-        grid = workers, tiles, 1
+        kernel, shared, groups = "sparse_decode", 0, items if plan is None else min(items, config.arch.compute_units)
+        grid = groups, tiles, 1
         query_strides = {"q_token_stride": queries.strides[0], "q_head_stride": queries.strides[1]}
     pools = [_pool(q, *pool) for pool in zip(kv_caches, indices, topk_lengths, strict=True)]
     numbers = _numbers(
@@ -99,7 +99,7 @@ def prepare(
         row_tiles=tiles,
         num_splits=splits,
         split_size=split_size if splits > 1 and not num_splits else 0,
-        workers=workers,
+        workers=groups,
         softmax_scale=max(softmax_scale, SMALLEST_SCALE),
     )
     merge = None
@@ -145,15 +145,15 @@ def _pool(q: torch.Tensor, kv_cache: torch.Tensor, index: torch.Tensor, lengths:
     """One pool's numbers among the parameters, without its own."""
     pages, page, _ = kv_cache.shape
     per_sequence = lengths is not None and q.dim() == 4 and lengths.dim() == 1
-    shift = max(page - 1, 0).bit_length()
+    page_magic, page_shift = reciprocal(max(page, 1))
     apart = _apart(index, 1)
     return {
         "page_bytes": kv_cache.stride(0) * kv_cache.element_size(),
         "index_stride": index.shape[-1] if apart is None else apart,
         "slots": pages * page,
         "page": page,
-        "page_magic": -(-(1 << (31 + shift)) // max(page, 1)),
-        "page_shift": shift,
+        "page_magic": page_magic,
+        "page_shift": page_shift,
         "topk": index.shape[-1],
         "tokens_per_length": q.shape[1] if per_sequence else 1,
     }
