@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -166,7 +167,12 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
             merge = max(merge, LATE_MERGE_US + (1 - early) * partials / (units * MERGED_BYTES_PER_US))
         return spent + partials / WRITTEN_BYTES_PER_US + MERGE_US + merge
 
-    most = min(stages, arch.compute_units, MOST_ROUNDS * arch.compute_units // (batch * tiles))
+    return least(arch, batch * tiles, stages, microseconds)
+
+
+def least(arch: Arch, blocks: int, stages: int, microseconds: Callable[[int], float]) -> int:
+    """The cuts that take the least time, of as many as make sense: `blocks` are those of one cut of every sequence."""
+    most = min(stages, arch.compute_units, MOST_ROUNDS * arch.compute_units // blocks)
     return min(range(1, max(1, most) + 1), key=microseconds)
 
 

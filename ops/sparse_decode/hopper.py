@@ -96,19 +96,13 @@ def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
 @lru_cache(maxsize=4096)
 def splits(config: HopperSparseConfig, tokens: int, heads: int, keys: int) -> int:
     """Cuts per query token of about `keys` keys where no number was asked for: what should take the least time."""
-    tiles, units = config.tiles(heads), config.arch.compute_units
+    tiles = config.tiles(heads)
     stages = max(1, -(-keys // hopper.KEYS))
 
     def microseconds(cuts: int) -> float:
-        rounds = -(-tokens * cuts // workers(config.arch, tokens * cuts, tiles))
+        rounds = -(-tokens * cuts // hopper.workers(config.arch, tokens * cuts, tiles))
         spent = rounds * -(-stages // cuts) * STAGE_US[config.cluster] + (rounds - 1) * ITEM_US
         partials = tokens * heads * cuts * 2048 if cuts > 1 else 0
         return spent + partials / PARTIAL_BYTES_PER_US
 
-    most = min(stages, units, hopper.MOST_ROUNDS * units // (tokens * tiles))
-    return min(range(1, max(1, most) + 1), key=microseconds)
-
-
-def workers(arch: Arch, items: int, tiles: int) -> int:
-    """Groups of `tiles` blocks that walk the work list."""
-    return hopper.workers(arch, items, tiles)
+    return hopper.least(config.arch, tokens * tiles, stages, microseconds)
