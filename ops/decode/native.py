@@ -209,11 +209,18 @@ def _buffers(
 ) -> Iterator[Buffer]:
     """What the kernel touches; inputs in the order of _INPUTS."""
     yield from (Buffer(name, tensor, "r") for name, tensor in zip(_INPUTS, inputs, strict=True) if tensor is not None)
-    written = dict(zip(("out", "lse"), results, strict=True))
+    yield from written(known.slots, known.rows, results, scratch)
+
+
+def written(
+    slots: int, rows: int, results: tuple[torch.Tensor, torch.Tensor], scratch: torch.Tensor | None
+) -> Iterator[Buffer]:
+    """What the kernel writes: the results, and partials of `slots` splits of so many rows where there is scratch."""
+    tensors = dict(zip(("out", "lse"), results, strict=True))
     if scratch is not None:
-        parts = shaped(scratch, known.slots, known.rows, results[0].shape[-1])
-        written |= dict(zip(("partial_out", "partial_lse"), parts, strict=True))
-    yield from (Buffer(name, tensor, "w") for name, tensor in written.items())
+        parts = shaped(scratch, slots, rows, results[0].shape[-1])
+        tensors |= dict(zip(("partial_out", "partial_lse"), parts, strict=True))
+    yield from (Buffer(name, tensor, "w") for name, tensor in tensors.items())
 
 
 def merged(

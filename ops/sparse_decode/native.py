@@ -12,13 +12,13 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
-from mla_suite.ops.decode.native import merged, reachable
+from mla_suite.ops.decode.native import merged, reachable, written
 from mla_suite.ops.plan.layout import HEADER_WORDS
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, RECORDS, SparseConfig, record_of, sparse_config
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig, hopper_sparse_config
 from mla_suite.ops.sparse_decode.prepare import POOL_POINTERS, Prepared, pack_pool, prepare
 from mla_suite.runtime import Buffer, bind, has_kernel, tensor_map
-from mla_suite.runtime.scratch import shaped, take
+from mla_suite.runtime.scratch import take
 
 ARCHS = ("gfx950", "sm_90")
 MOST_ROW_TILES = 65535  # of a grid's second dimension
@@ -162,11 +162,7 @@ def _buffers(
     for i, pool in enumerate(pools):
         read |= {f"{name}_{i}": tensor for name, tensor in zip(POOL_POINTERS, pool, strict=True)}
     yield from (Buffer(name, tensor, "r") for name, tensor in read.items() if tensor is not None)
-    written = dict(zip(("out", "lse"), results, strict=True))
-    if scratch is not None:
-        parts = shaped(scratch, known.slots, known.rows, results[0].shape[-1])
-        written |= dict(zip(("partial_out", "partial_lse"), parts, strict=True))
-    yield from (Buffer(name, tensor, "w") for name, tensor in written.items())
+    yield from written(known.slots, known.rows, results, scratch)
 
 
 BACKEND = readied("native", offer, ready)
