@@ -8,6 +8,7 @@
 // on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
 #pragma once
 
+#include "mla/division.hpp"
 #include "mla/narrow.hpp"
 #include "mla/params/combine.hpp"
 
@@ -231,10 +232,6 @@ struct Combine {
     }
   }
 
-  MLA_DEVICE static uint32_t divide(uint32_t n, uint32_t reciprocal, int shift) {
-    return static_cast<uint32_t>(static_cast<uint64_t>(n) * reciprocal >> (31 + shift));
-  }
-
   // The row that this lane's team works on when its workgroup is at `group`. Reads where its splits lie and, for this
   // lane's split, the log-sum-exp.
   MLA_DEVICE static Place row_of(const CombineParams& p, uint32_t group) {
@@ -249,9 +246,9 @@ struct Combine {
     const uint32_t of_batch = group / Shape::slices * Shape::rows + at.index / parts;
     at.first_column = static_cast<int>(group % Shape::slices) * columns;
     at.wanted = of_batch < static_cast<uint32_t>(p.batch) * rows;
-    const uint32_t sequence = divide(at.wanted ? of_batch : 0, p.rows_reciprocal, p.rows_shift);
+    const uint32_t sequence = divided(at.wanted ? of_batch : 0, p.rows_reciprocal, p.rows_shift);
     at.row = at.wanted ? static_cast<int>(of_batch - sequence * rows) : 0;
-    at.token = static_cast<int>(divide(at.row, p.heads_reciprocal, p.heads_shift));
+    at.token = static_cast<int>(divided(at.row, p.heads_reciprocal, p.heads_shift));
     at.head = at.row - at.token * p.heads;
 
     at.first = static_cast<int64_t>(sequence) * p.num_splits;
