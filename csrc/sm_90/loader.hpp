@@ -35,7 +35,11 @@ class Loader {
   MLA_DEVICE void run() {
     const int warp = uniform(group_thread() / 32);
     if (TMA && warp > ITEM_WARP) return;
+    // Which sequence comes first follows from numbers alone, unless a plan or ragged queries say it.
+    const bool told = params_.plan != nullptr || params_.cu_seqlens_q != nullptr;
+    if (told) begin();
     WorkList work = work_list<Policy>(params_);
+    if (!told) begin();
     if (!TMA)
       copy_keys(work);
     else if (warp == Q_WARP)
@@ -47,9 +51,15 @@ class Loader {
   }
 
  protected:
+  // What the kernels before wrote is there; the kernel after may be scheduled.
+  MLA_DEVICE static void begin() {
+    wait_for_producer();
+    release_consumer();
+  }
+
   MLA_DEVICE void ask_for_keys(WorkList& work) {
     Ring<Policy::STAGES> ring;
-    work.prefetch_pages();
+    work.load_pages();
     const int32_t* pages = pages_of(work);
     work.measure();
     for (bool begun = false; work.more(); begun = true) {
@@ -101,7 +111,7 @@ class Loader {
   MLA_DEVICE void copy_keys(WorkList& work) {
     Ring<Policy::STAGES> ring;
     Ring<Policy::ITEMS> items;
-    work.prefetch_pages();
+    work.load_pages();
     work.measure();
     while (work.more()) {
       const Item item = work.item();

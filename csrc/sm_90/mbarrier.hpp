@@ -106,6 +106,11 @@ constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 // The line of 128 bytes that holds an address, on its way from memory to L2.
 MLA_DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
+// Likewise to L1, for which there is no prefetch: a load that nobody waits for.
+MLA_DEVICE void load_line(const void* address) {
+  asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
+}
+
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits

@@ -176,18 +176,23 @@ class Values {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t mine = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                           (side_ * 4 + group_thread() / 32) * (2 * PIECE_BYTES);
-    if (ending.partial)
+    if (ending.partial) {
+      constexpr int PIECES = VALUE_COLUMNS * 4 / 128;
+      put_partial(0, mine, ending);
 #pragma unroll
-      for (int piece = 0; piece < VALUE_COLUMNS * 4 / 128; ++piece) {
-        put_partial(piece, mine + piece % 2 * PIECE_BYTES, ending);
-        carry<2>(piece, mine + piece % 2 * PIECE_BYTES, ending);
-      }
-    else
+      for (int piece = 0; piece < PIECES; ++piece)
+        carry<2>(piece, mine + piece % 2 * PIECE_BYTES, ending, [&] {
+          if (piece + 1 < PIECES) put_partial(piece + 1, mine + (piece + 1) % 2 * PIECE_BYTES, ending);
+        });
+    } else {
+      constexpr int PIECES = VALUE_COLUMNS * 2 / 128;
+      put_result(0, mine, ending);
 #pragma unroll
-      for (int piece = 0; piece < VALUE_COLUMNS * 2 / 128; ++piece) {
-        put_result(piece, mine + piece % 2 * PIECE_BYTES, ending);
-        carry<1>(piece, mine + piece % 2 * PIECE_BYTES, ending);
-      }
+      for (int piece = 0; piece < PIECES; ++piece)
+        carry<1>(piece, mine + piece % 2 * PIECE_BYTES, ending, [&] {
+          if (piece + 1 < PIECES) put_result(piece + 1, mine + (piece + 1) % 2 * PIECE_BYTES, ending);
+        });
+    }
   }
 
   static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; one is written while another is read
@@ -229,23 +234,27 @@ class Values {
     }
   }
 
-  // From there to memory, four rows at a time. `PAIRS` is 2 where places move by twice the row, else 1.
-  template <int PAIRS>
-  MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending) const {
+  // From there to memory, four rows at a time; `meanwhile` is done while they are read. `PAIRS` is 2 where places move
+  // by twice the row, else 1.
+  template <int PAIRS, class Meanwhile>
+  MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending, const Meanwhile& meanwhile) const {
     const int lane = group_thread() % 32;
+    uint4 columns[4];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 4 + lane / 8;
       const uint32_t place = row * 128 + (lane % 8 ^ row * PAIRS % 8) * 16;
-      uint4 columns;
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(columns.x), "=r"(columns.y), "=r"(columns.z), "=r"(columns.w)
+                   : "=r"(columns[i].x), "=r"(columns[i].y), "=r"(columns[i].z), "=r"(columns[i].w)
                    : "r"(from + place)
                    : "memory");
-      if (ending.offset[i] != NO_ROW)
-        reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns;
     }
+    meanwhile();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (ending.offset[i] != NO_ROW)
+        reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns[i];
   }
 
   // Of an item without keys.

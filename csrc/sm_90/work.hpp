@@ -114,11 +114,11 @@ class WorkList {
     item_.end = open ? item_.length : item_.first + size;
   }
 
-  // The first page numbers of the item's sequence are on their way to L2; what is measured then says which are wanted.
-  MLA_DEVICE void prefetch_pages() const {
+  // The first page numbers of the item's sequence are on their way to L1; what is measured then says which are wanted.
+  MLA_DEVICE void load_pages() const {
     const int64_t line = thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
-      prefetch_line(params_.page_ids + item_.sequence * params_.page_ids_stride + line);
+      load_line(params_.page_ids + item_.sequence * params_.page_ids_stride + line);
   }
 
  private:
