@@ -29,11 +29,12 @@ MLA_DEVICE void peer_arrive(uint32_t there) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
-// 16 bytes, or 4, to the other block. They count on a barrier of that block when they are there.
-MLA_DEVICE void peer_store16(uint32_t there, uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t barrier) {
+// To the other block's shared memory from this one's, by the copy engine, or 4 bytes. They count on a barrier of that
+// block when they are there.
+MLA_DEVICE void peer_copy(uint32_t there, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
-      "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(there),
+      "r"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
 MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {

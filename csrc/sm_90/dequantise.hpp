@@ -62,17 +62,17 @@ struct Factor {
   }
 };
 
-// Four stored values a word to bf16, in order. A NaN code makes NaN of all: one among a key's values makes its scores
-// NaN anyway, and so every result of the row. SPLIT: the factor has a low part. LARGE: it is without 2^120.
-template <bool SPLIT, bool LARGE, int WORDS>
-MLA_DEVICE void dequantise(const uint32_t* stored, Factor factor, uint32_t* values) {
+// 16 stored values to bf16, in order. A NaN code makes NaN of all 16: one among a key's values makes its scores NaN
+// anyway, and so every result of the row. SPLIT: the factor has a low part. LARGE: it is without 2^120.
+template <bool SPLIT, bool LARGE>
+MLA_DEVICE void dequantise(const uint32_t (&stored)[4], Factor factor, uint32_t (&values)[8]) {
   // The carry that one more makes into the sign of 0x7f and 0xff, and of no other byte unless one below it is 0xff.
   uint32_t carries = 0;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) carries |= (stored[i] + 0x01010101u) ^ stored[i];
+  for (int i = 0; i < 4; ++i) carries |= (stored[i] + 0x01010101u) ^ stored[i];
   if (carries & 0x80808080u) factor.high = NOT_A_NUMBER;
 #pragma unroll
-  for (int i = 0; i < WORDS; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const uint32_t upper = (stored[i] & 0x80808080u) | ((stored[i] >> 4) & 0x07070707u);
     const uint32_t lower = (stored[i] << 4) & 0xf0f0f0f0u;
     uint32_t pair[2] = {__byte_perm(lower, upper, 0x5140), __byte_perm(lower, upper, 0x7362)};

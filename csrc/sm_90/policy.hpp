@@ -33,9 +33,12 @@ struct DecodePolicy {
   static constexpr bool PAIRED = PAIRED_;
   static constexpr int KEYS = 32;                                   // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
-  static constexpr int COLUMN_BLOCKS = DEPTH / 64;  // swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]
-  static constexpr int BLOCK_BYTES = KEYS * 128;
-  static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_BYTES;
+  // A stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]; or, so that eight keys lie in one piece,
+  // [KEYS / 8][COLUMN_BLOCKS][8][128 B].
+  static constexpr int COLUMN_BLOCKS = DEPTH / 64;
+  static constexpr int STAGE_BYTES = COLUMN_BLOCKS * KEYS * 128;
+  static constexpr int BLOCK_BYTES = PAIRED ? 1024 : KEYS * 128;            // from a column block to the next
+  static constexpr int GROUP_BYTES = PAIRED ? COLUMN_BLOCKS * 1024 : 1024;  // from eight keys to the next
   static constexpr int STAGES = STAGES_;
   // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for
   // ever. One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also

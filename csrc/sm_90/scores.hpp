@@ -142,7 +142,7 @@ class Scores {
     if constexpr (Policy::SOURCE != Source::tma) fence_async();
     if constexpr (SELECTED) present_ = Policy::present(shared_, ring_.stage);
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
-    const uint64_t keys = operand(stage, 0, 1024, Swizzle::bytes128);
+    const uint64_t keys = operand(stage, 0, Policy::GROUP_BYTES, Swizzle::bytes128);
     // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
     uint32_t q_address = shared_ + Policy::Q_OFFSET;
     asm volatile("" : "+r"(q_address));

@@ -27,8 +27,7 @@ class SparseLoader : Loader<Policy> {
   static constexpr uint32_t BATCH_STAGES = 32 / Policy::OWN_KEYS;  // whose tokens are looked up at once: one to a lane
   static constexpr uint32_t BATCH_PAIRS = 16;
   static constexpr uint32_t AHEAD = Policy::PAIRS - 1;  // pairs of keys, that are copied before they are wanted
-  // What the other block's warp of the same number stores in a stage of this one: keys, and a word of bits.
-  static constexpr int PEER_BYTES = Policy::OWN_KEYS * Policy::DEPTH * 2 + 4;
+  static constexpr int SENT_BARRIER = 4;                // and the next: of two warps, whose keys lie in one piece
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
@@ -71,8 +70,9 @@ class SparseLoader : Loader<Policy> {
     return thread;
   }
   MLA_DEVICE static uint32_t warp() { return thread_id_now() / 32; }  // the loader's are a block's first
-  // Which half of a warp's keys of a stage are this block's.
-  MLA_DEVICE static uint32_t half() { return PAIRED ? cluster_rank() : 0; }
+  // Its number among those that bring as many keys of a stage each, in order: of both blocks.
+  MLA_DEVICE static uint32_t warp_of_all() { return (PAIRED ? cluster_rank() * Policy::LOADER_WARPS : 0) + warp(); }
+  MLA_DEVICE static uint32_t first_key() { return warp_of_all() * Policy::OWN_KEYS; }
   MLA_DEVICE uint32_t notes() const {
     return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp() * Policy::NOTES_BYTES;
   }
@@ -109,8 +109,8 @@ class SparseLoader : Loader<Policy> {
 
   // A lane's key of a batch, by its number within the item.
   MLA_DEVICE static int key_of(uint32_t batch, uint32_t lane) {
-    return warp() * Policy::WARP_KEYS + half() * Policy::OWN_KEYS + batch * (BATCH_STAGES * Policy::KEYS) +
-           lane / Policy::OWN_KEYS * Policy::KEYS + lane % Policy::OWN_KEYS;
+    return first_key() + batch * (BATCH_STAGES * Policy::KEYS) + lane / Policy::OWN_KEYS * Policy::KEYS +
+           lane % Policy::OWN_KEYS;
   }
 
   // Begins to copy the index of this lane's key of a batch to where only this lane reads it.
@@ -135,7 +135,7 @@ class SparseLoader : Loader<Policy> {
     const Selected token = lists().token_of(this->params_, key, index);
     const uint32_t stage = lane % BATCH_STAGES;
     const uint32_t which = __ballot_sync(~0u, token.present) >> stage * Policy::OWN_KEYS;
-    const uint32_t bits = which % (1u << Policy::OWN_KEYS) << (warp() * Policy::WARP_KEYS + half() * Policy::OWN_KEYS);
+    const uint32_t bits = which % (1u << Policy::OWN_KEYS) << first_key();
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch * BATCH_STAGES + stage)), "r"(bits) : "memory");
     uint64_t row = 0;
     if (token.present)
@@ -172,24 +172,24 @@ class SparseLoader : Loader<Policy> {
   // The other block's barrier of the stage that is being brought.
   MLA_DEVICE uint32_t peer_full() const { return this->barriers_.kv_full(ring_.stage) + to_peer_; }
 
-  // 16 bytes of a stage, here and, of a pair, there.
-  MLA_DEVICE void store(uint32_t to, const uint32_t* values) const {
-    store16(to, values[0], values[1], values[2], values[3]);
-    if constexpr (PAIRED) peer_store16(to + to_peer_, values[0], values[1], values[2], values[3], peer_full());
-  }
-
   // The stage is complete as far as this warp goes; the scores are told which of its keys are there. Who waits for it
-  // fences before wgmma reads it: a fence here might wait for the copies in flight.
+  // fences before wgmma reads it: a fence here might wait for the copies in flight. Of two blocks, what two warps have
+  // stored is sent to the other block in one piece.
   MLA_DEVICE void complete(uint32_t present) {
+    if constexpr (PAIRED) fence_async();
     __syncwarp();
+    if constexpr (PAIRED) asm volatile("bar.sync %0, 64;" ::"r"(SENT_BARRIER + warp() / 2) : "memory");
     if (lane_ == 0) {
       const uint32_t word = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET +
-                            ring_.stage * Policy::PRESENT_BYTES + (half() * Policy::LOADER_WARPS + warp()) * 4;
+                            ring_.stage * Policy::PRESENT_BYTES + warp_of_all() * 4;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present) : "memory");
       const uint32_t full = this->barriers_.kv_full(ring_.stage);
       if constexpr (PAIRED) {
+        const uint32_t bytes = warp() % 2 == 0 ? Policy::GROUP_BYTES : 0;
+        barrier_expect(full, bytes + 4);
         peer_store4(word + to_peer_, present, peer_full());
-        barrier_expect(full, PEER_BYTES);
+        const uint32_t from = this->shared_ + ring_.stage * Policy::STAGE_BYTES + first_key() / 8 * Policy::GROUP_BYTES;
+        if (bytes != 0) peer_copy(from + to_peer_, from, bytes, peer_full());
       } else {
         barrier_arrive(full);
       }
@@ -247,7 +247,7 @@ class SparseLoader : Loader<Policy> {
           store_half<false, 1>(keys, pair, places, last);
           last.template load<1>(after, places);
         }
-        if (lane_ < 16) store(row, rope);
+        if (lane_ < 16) store16(row, rope[0], rope[1], rope[2], rope[3]);
         // Into the slot before this one: every lane was done with it before the last __syncwarp.
         issue(pair + AHEAD < left, token_ahead, before, places);
         before = slot;
@@ -257,7 +257,7 @@ class SparseLoader : Loader<Policy> {
     }
   }
 
-  MLA_DEVICE Places places_now() const { return Places(lane_anew(), warp(), half(), notes()); }
+  MLA_DEVICE Places places_now() const { return Places(lane_anew(), first_key(), notes()); }
 
   // Where the pair after the one in `slot`, a stage's number `pair`, lies as it came.
   MLA_DEVICE uint32_t slot_after(uint32_t slot, uint32_t pair) const {
@@ -268,16 +268,14 @@ class SparseLoader : Loader<Policy> {
 
   // Dequantises a pair's half to where it is multiplied.
   template <bool LARGE, int NUMBER>
-  MLA_DEVICE void store_half(uint32_t keys, uint32_t pair, const Places& places, const Half& half) const {
+  MLA_DEVICE static void store_half(uint32_t keys, uint32_t pair, const Places& places, const Half& half) {
     uint32_t values[8];
     half.template dequantised<LARGE>(values);
+    if (Record::LATENT < 512 && NUMBER == 1 && places.seventh == places.scale + 3) return;  // there is no eighth line
+    const uint32_t to = ((keys + places.to) ^ pair * 32) + pair * 256;
     constexpr uint32_t ON = NUMBER * 4 * Policy::BLOCK_BYTES;
-    const uint32_t to = ((keys + places.to[0]) ^ pair * 32) + pair * 256;
-    const bool eighth = Record::LATENT < 512 && NUMBER == 1 && places.seventh == places.scale[0] + 3;  // there is none
-    if (Places::RUNS || !eighth) {
-      if (!eighth) store(to + ON, values);
-      store((Places::RUNS ? ((keys + places.to[1]) ^ pair * 32) + pair * 256 : to ^ 16) + ON, values + 4);
-    }
+    store16(to + ON, values[0], values[1], values[2], values[3]);
+    store16((to ^ 16) + ON, values[4], values[5], values[6], values[7]);
   }
 
   // Where a lane's key of a pair lies.

@@ -87,7 +87,7 @@ class Values {
     const uint64_t p = operand(uniform(slot()), 128, 256, Swizzle::none);
     const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                                        side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES),
-                               Policy::BLOCK_BYTES, 1024, Swizzle::bytes128);
+                               Policy::BLOCK_BYTES, Policy::GROUP_BYTES, Swizzle::bytes128);
     pin(o_[0]);
     pin(o_[1]);
     wgmma_fence();
@@ -95,7 +95,8 @@ class Values {
     for (int k = 0; k < Policy::KEYS / 16; ++k)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        values_mma<T>(o_[half], advance(p, k * 2048), advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2048), true);
+        values_mma<T>(o_[half], advance(p, k * 2048),
+                      advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2 * Policy::GROUP_BYTES), true);
     wgmma_commit();
   }
 
