@@ -15,6 +15,7 @@ def absorb_kernel(
     positions,  # [tokens] int64, or None
     q,  # [tokens, heads, LATENT + ROPE]
     tokens,
+    heads,
     max_len,
     nope_token,
     nope_head,
@@ -29,45 +30,60 @@ def absorb_kernel(
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
+    OWN: tl.constexpr,
     COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program: COLUMNS of a head's latent for ROWS tokens; that of the first columns turns q_pe too."""
-    TILES: tl.constexpr = LATENT // COLUMNS
-    head = (tl.program_id(0) // TILES).to(tl.int64)
-    tile = tl.program_id(0) % TILES
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = row < tokens
-    row = row.to(tl.int64)
-    inner = tl.arange(0, NOPE)
-    column = tile * COLUMNS + tl.arange(0, COLUMNS)
-    w = tl.load(w_uk + head * w_head + inner[:, None] * w_row + column[None, :])
-    x_at = q_nope + row[:, None] * nope_token + head * nope_head + inner[None, :]
-    x = tl.load(x_at, mask=inside[:, None], other=0.0)
-    out = q + row[:, None] * q_token + head * q_head
-    tl.store(out + column[None, :], tl.dot(x, w).to(q.dtype.element_ty), mask=inside[:, None])
-    if tile == 0:
-        HALF: tl.constexpr = ROPE // 2
-        pair = tl.arange(0, HALF)[None, :]
-        whole = tl.arange(0, ROPE)[None, :]
-        source = q_pe + row[:, None] * pe_token + head * pe_head
-        if cos_sin is None:
-            pe = tl.load(source + whole, mask=inside[:, None], other=0.0)
-            tl.store(out + LATENT + whole, pe, mask=inside[:, None])
-        else:
-            position = tl.load(positions + row, mask=inside, other=0)[:, None]
-            known = (position >= 0) & (position < max_len)
-            cos = tl.load(cos_sin + position * ROPE + pair, mask=known, other=float("nan"))
-            sin = tl.load(cos_sin + position * ROPE + HALF + pair, mask=known, other=float("nan"))
-            if INTERLEAVED:
-                pe = tl.load(source + whole, mask=inside[:, None], other=0.0).to(tl.float32)
-                a, b = tl.split(tl.reshape(pe, (ROWS, HALF, 2)))
-                turned = tl.interleave(a * cos - b * sin, b * cos + a * sin)
-                tl.store(out + LATENT + whole, turned.to(q.dtype.element_ty), mask=inside[:, None])
-            else:
-                a = tl.load(source + pair, mask=inside[:, None], other=0.0).to(tl.float32)
-                b = tl.load(source + HALF + pair, mask=inside[:, None], other=0.0).to(tl.float32)
-                tl.store(out + LATENT + pair, (a * cos - b * sin).to(q.dtype.element_ty), mask=inside[:, None])
-                tl.store(out + LATENT + HALF + pair, (b * cos + a * sin).to(q.dtype.element_ty), mask=inside[:, None])
+    """The first heads x LATENT / OWN programs: OWN columns of a head's latent for ROWS tokens, COLUMNS at a time.
+
+    Then a program for each token turns its heads' q_pe, HEADS at a time: it waits for one load after another, beside
+    the others.
+    """
+    SHARES: tl.constexpr = LATENT // OWN
+    program = tl.program_id(0)
+    if program < heads * SHARES:
+        head = (program // SHARES).to(tl.int64)
+        begin = program % SHARES * OWN
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        inside = row < tokens
+        row = row.to(tl.int64)[:, None]
+        inner = tl.arange(0, NOPE)
+        column = tl.arange(0, COLUMNS)
+        x = tl.load(q_nope + row * nope_token + head * nope_head + inner[None, :], mask=inside[:, None], other=0.0)
+        w = w_uk + head * w_head + inner[:, None] * w_row + column[None, :]
+        out = q + row * q_token + head * q_head + column[None, :]
+        for at in tl.range(begin, begin + OWN, COLUMNS, num_stages=STAGES):
+            tl.store(out + at, tl.dot(x, tl.load(w + at)).to(q.dtype.element_ty), mask=inside[:, None])
+    else:
+        token = (tl.program_id(1) * ROWS + program - heads * SHARES).to(tl.int64)
+        if token < tokens:
+            HALF: tl.constexpr = ROPE // 2
+            pair = tl.arange(0, HALF)[None, :]
+            whole = tl.arange(0, ROPE)[None, :]
+            source = q_pe + token * pe_token
+            out = q + token * q_token + LATENT
+            if cos_sin is not None:
+                position = tl.load(positions + token)
+                known = (position >= 0) & (position < max_len)
+                cos = tl.load(cos_sin + position * ROPE + pair, mask=known, other=float("nan"))
+                sin = tl.load(cos_sin + position * ROPE + HALF + pair, mask=known, other=float("nan"))
+            for first in range(0, heads, HEADS):
+                head = first + tl.arange(0, HEADS)[:, None]
+                there = head < heads
+                mine, into = source + head * pe_head, out + head * q_head
+                if cos_sin is None:
+                    tl.store(into + whole, tl.load(mine + whole, mask=there), mask=there)
+                elif INTERLEAVED:
+                    pe = tl.load(mine + whole, mask=there).to(tl.float32)
+                    a, b = tl.split(tl.reshape(pe, (HEADS, HALF, 2)))
+                    turned = tl.interleave(a * cos - b * sin, b * cos + a * sin)
+                    tl.store(into + whole, turned.to(q.dtype.element_ty), mask=there)
+                else:
+                    a = tl.load(mine + pair, mask=there).to(tl.float32)
+                    b = tl.load(mine + HALF + pair, mask=there).to(tl.float32)
+                    tl.store(into + pair, (a * cos - b * sin).to(q.dtype.element_ty), mask=there)
+                    tl.store(into + HALF + pair, (b * cos + a * sin).to(q.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens"])

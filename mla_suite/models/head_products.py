@@ -3,9 +3,9 @@
 torch's batched product leaves its result heads first, and a pass over it follows: a concatenation with the rotated part
 into q, or a transposition for o_proj. At batch 128 and 128 heads on an H200 these passes took 39 us (Inductor's code,
 which turns q_pe in it) and 3 us beside products of 10. On NVIDIA GPUs bf16 and fp16 go through operators of their own,
-`mla_suite_layers::absorb` and `::head_values`, whose Triton kernels write the result where the next step reads it: 16
-and 10 us in all. Everything else is torch. A program exported on such a GPU names these operators, so whatever runs it
-imports mla_suite.models.
+`mla_suite_layers::absorb` and `::head_values`, whose Triton kernels write the result where the next step reads it: 10
+us each. Everything else is torch. A program exported on such a GPU names these operators, so whatever runs it imports
+mla_suite.models.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from mla_suite.models.rope import rotate
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 128  # tokens of a program
+COLUMNS = 64  # of the latent at a time
+HEADS = 32  # whose q_pe a program turns at a time
+PROGRAMS = 128  # as many have work for the multiprocessors of the largest GPUs; a program with more to do loads ahead
 HOPPER = 9  # from this compute capability on a block has 227 KB of shared memory, before it 99 KB or more
 
 _library = torch.library.Library("mla_suite_layers", "DEF")
@@ -96,8 +99,12 @@ def _absorb(
     tokens = x.shape[0]
     if not tokens:
         return q
-    rows, columns = _rows(tokens), min(128, latent)
-    head_kernels.absorb_kernel[(heads * (latent // columns), -(-tokens // rows))](
+    rows = _rows(tokens)
+    tiles = -(-tokens // rows)
+    own = latent
+    while own > COLUMNS and heads * tiles * (latent // own) < PROGRAMS:
+        own //= 2
+    head_kernels.absorb_kernel[(heads * (latent // own) + min(tokens, rows), tiles)](
         x,
         pe,
         w_uk,
@@ -105,6 +112,7 @@ def _absorb(
         None if positions is None else positions.contiguous(),
         out,
         tokens,
+        heads,
         0 if cos_sin is None else cos_sin.shape[0],
         *x.stride()[:2],
         *pe.stride()[:2],
@@ -115,7 +123,10 @@ def _absorb(
         ROPE=pe.shape[-1],
         INTERLEAVED=interleaved,
         ROWS=rows,
-        COLUMNS=columns,
+        OWN=own,
+        COLUMNS=min(COLUMNS, own),
+        HEADS=HEADS,
+        STAGES=_stages(q.device),
         num_warps=8 if rows == MOST_ROWS else 4,
     )
     return q
@@ -162,7 +173,7 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def _stages(device: torch.device) -> int:
-    """Pieces of both operands, 32 KB together, that are on their way or in use at a time."""
+    """Pieces of the operands, 16 or 32 KB each, that are on their way or in use at a time."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
     return 4 if hopper else 2
 

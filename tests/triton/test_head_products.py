@@ -31,7 +31,10 @@ def operands(tokens: int, inner: int, seed: int = 0) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("tokens", [1, 20, 150])
 @pytest.mark.parametrize("rotated", ["interleaved", "halves", "not"])
-def test_absorption(tokens: int, rotated: str) -> None:
+@pytest.mark.parametrize("programs", [1, head_products.PROGRAMS], ids=["a head a program", "a head in parts"])
+def test_absorption(monkeypatch: pytest.MonkeyPatch, tokens: int, rotated: str, programs: int) -> None:
+    monkeypatch.setattr(head_products, "PROGRAMS", programs)
+    monkeypatch.setattr(head_products, "HEADS", 2)  # of three
     q_nope, q_pe, w_uk, _ = operands(tokens, 32)
     turn = (torch.randn(LENGTH, ROPE), torch.randint(LENGTH, (tokens,))) if rotated != "not" else (None, None)
     got = head_products._absorb(q_nope, q_pe, w_uk, *turn, rotated == "interleaved")
