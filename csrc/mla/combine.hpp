@@ -235,22 +235,8 @@ struct Combine {
   // The row that this lane's team works on when its workgroup is at `group`. Reads where its splits lie and, for this
   // lane's split, the log-sum-exp.
   MLA_DEVICE static Place row_of(const CombineParams& p, uint32_t group) {
-    const int thread = thread_id();
-    const uint32_t rows = static_cast<uint32_t>(p.q_len) * static_cast<uint32_t>(p.heads);
     Place at;
-    at.lane = thread % Wave::lanes;
-    at.member = at.lane % team;
-    at.index = thread / team;
-    if constexpr (team == Wave::lanes) at.index = Wave::uniform(at.index);
-    at.part = at.index % parts;
-    const uint32_t of_batch = group / Shape::slices * Shape::rows + at.index / parts;
-    at.first_column = static_cast<int>(group % Shape::slices) * columns;
-    at.wanted = of_batch < static_cast<uint32_t>(p.batch) * rows;
-    const uint32_t sequence = divided(at.wanted ? of_batch : 0, p.rows_reciprocal, p.rows_shift);
-    at.row = at.wanted ? static_cast<int>(of_batch - sequence * rows) : 0;
-    at.token = static_cast<int>(divided(at.row, p.heads_reciprocal, p.heads_shift));
-    at.head = at.row - at.token * p.heads;
-
+    const uint32_t sequence = team_of(p, group, static_cast<uint32_t>(p.batch), at);
     at.first = static_cast<int64_t>(sequence) * p.num_splits;
     at.splits = p.num_splits;
     if (p.split_indptr != nullptr) {
@@ -258,6 +244,31 @@ struct Combine {
       at.first = begin;
       at.splits = p.split_indptr[sequence + 1] - begin;
     }
+    settle(p, sequence, at);
+    return at;
+  }
+
+  // What of a place follows from numbers: rows are numbered through `sequences` of them. The sequence's number.
+  MLA_DEVICE static uint32_t team_of(const CombineParams& p, uint32_t group, uint32_t sequences, Place& at) {
+    const int thread = thread_id();
+    const uint32_t rows = static_cast<uint32_t>(p.q_len) * static_cast<uint32_t>(p.heads);
+    at.lane = thread % Wave::lanes;
+    at.member = at.lane % team;
+    at.index = thread / team;
+    if constexpr (team == Wave::lanes) at.index = Wave::uniform(at.index);
+    at.part = at.index % parts;
+    const uint32_t of_batch = group / Shape::slices * Shape::rows + at.index / parts;
+    at.first_column = static_cast<int>(group % Shape::slices) * columns;
+    at.wanted = of_batch < sequences * rows;
+    const uint32_t sequence = divided(at.wanted ? of_batch : 0, p.rows_reciprocal, p.rows_shift);
+    at.row = at.wanted ? static_cast<int>(of_batch - sequence * rows) : 0;
+    at.token = static_cast<int>(divided(at.row, p.heads_reciprocal, p.heads_shift));
+    at.head = at.row - at.token * p.heads;
+    return sequence;
+  }
+
+  // The rest, once the sequence and its splits are known.
+  MLA_DEVICE static void settle(const CombineParams& p, uint32_t sequence, Place& at) {
     int first_token = static_cast<int>(sequence) * p.q_len;
     if (p.cu_seqlens_q != nullptr) {
       first_token = p.cu_seqlens_q[sequence];
@@ -267,7 +278,6 @@ struct Combine {
     at.wanted = at.wanted && !(p.skip_single != 0 && at.splits == 1) && !(p.skip_none != 0 && at.splits == 0);
     if (!at.wanted) at.splits = 0;
     at.own = lse_of(p, at, at.part + parts * at.member);
-    return at;
   }
 
   MLA_DEVICE static void run(const CombineParams& p) {

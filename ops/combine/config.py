@@ -12,6 +12,8 @@ from mla_suite.core.arch import Arch
 HEAD_DIMS_V = (512, 128)
 ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
+TILE_ROWS = 64  # of a workgroup of sm_90's decode
+PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
 STATIC_LDS = {
     "amd": 65536,
     "nvidia": 49152,
@@ -100,6 +102,34 @@ class Config:
         return -(-rows // self.rows) * self.slices
 
 
+@dataclass(frozen=True)
+class PlannedConfig:
+    """The one instance of csrc/mla/planned_combine.hpp, for rows that can be read and written 16 bytes at a time.
+
+    Its workgroups stay and walk what the plan split, so that there are few of them however many rows there are.
+    """
+
+    arch: Arch = field(repr=False)
+    head_dim_v: int
+
+    vec = 4
+    waves = 8
+    slices = 2  # of a row that a workgroup merges
+
+    @property
+    def instance(self) -> str:
+        resident = 8 * self.arch.simds * self.arch.compute_units
+        return f"planned_combine_dv-{self.head_dim_v}_waves-{self.waves}_resident-{resident}"
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for so many rows over the whole batch, were all of them split."""
+        return min(rows * self.slices, PLANNED_GROUPS * self.arch.compute_units)
+
+
 def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
     """The point for so many rows over the batch with so many splits each, where no table says otherwise.
 
@@ -117,6 +147,17 @@ def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
 def invariant(arch: Arch, head_dim_v: int) -> Config:
     """The point whose merge order is the same in every batch: it may not depend on how many rows there are."""
     return Config(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+
+
+def planned(arch: Arch, head_dim_v: int, rows: int, batch: int) -> PlannedConfig | None:
+    """The point that merges what a plan split, where the arch has one and the plan may have split little.
+
+    With sequences for fewer than half of the compute units a plan splits nearly all, and other points merge as fast.
+    """
+    tiles = batch * -(-rows // TILE_ROWS)
+    if arch.name != "sm_90" or head_dim_v != 512 or 2 * tiles <= arch.compute_units:
+        return None
+    return PlannedConfig(arch, head_dim_v)
 
 
 def unaligned(arch: Arch, head_dim_v: int) -> Config:

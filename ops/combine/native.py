@@ -12,7 +12,7 @@ import torch
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, keep, readied
 from mla_suite.ops.combine import config as configs
-from mla_suite.ops.combine.config import HEAD_DIMS_V, Config
+from mla_suite.ops.combine.config import HEAD_DIMS_V, Config, PlannedConfig
 from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.runtime.driver import Start
 from mla_suite.toolchain.params import load, reciprocal
@@ -53,7 +53,7 @@ _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 
 @lru_cache(maxsize=4096)
 def prepare(
-    config: Config,
+    config: Config | PlannedConfig,
     shape: tuple[int, int, int],
     strides: tuple[tuple[int, ...], ...],
     aligned: bool,
@@ -75,6 +75,7 @@ def prepare(
         config = configs.unaligned(config.arch, config.head_dim_v)
     rows_reciprocal, rows_shift = reciprocal(rows)
     heads_reciprocal, heads_shift = reciprocal(heads)
+    grid = config.grid(batch * rows)
     params = load("combine")
     packed = params.pack(
         **dict.fromkeys(_POINTERS, 0),
@@ -98,10 +99,11 @@ def prepare(
         rows_shift=rows_shift,
         heads_reciprocal=heads_reciprocal,
         heads_shift=heads_shift,
+        workgroups=grid,
     )
     if params.fields[len(_POINTERS) - 1].name != _POINTERS[-1]:
         raise RuntimeError("combine: the parameter struct must begin with its pointers")
-    return Launch(config.instance, (config.grid(batch * rows), 1, 1), config.threads, packed[8 * len(_POINTERS) :])
+    return Launch(config.instance, (grid, 1, 1), config.threads, packed[8 * len(_POINTERS) :])
 
 
 def launcher(prepared: Launch, place: torch.Tensor, named: Callable[..., Iterator[Buffer]]) -> Callable[..., None]:
@@ -188,12 +190,15 @@ def ready(
 
 @keep
 def config_for(
-    arch: Arch, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool
-) -> Config:
-    """The kernel that merges `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on the
-    batch."""
+    arch: Arch, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool, planned: bool
+) -> Config | PlannedConfig:
+    """The kernel that merges `splits` per sequence of `rows` rows, or what a plan split; `fixed` asks for the one that
+    does not depend on the batch."""
     if fixed:
         return configs.invariant(arch, head_dim_v)
+    of_plan = configs.planned(arch, head_dim_v, rows, batch) if planned else None
+    if of_plan is not None:
+        return of_plan
     return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
 
 

@@ -169,15 +169,16 @@ def prepare(
         )
     merge = None
     if slots:
+        fixed, planned = split_size > 0, words > 0
         merge = combine.prepare(
-            combine.config_for(config.arch, head_dim_v, out.dtype, rows, batch, -(-slots // batch), split_size > 0),
+            combine.config_for(config.arch, head_dim_v, out.dtype, rows, batch, -(-slots // batch), fixed, planned),
             (batch, rows, heads),
             ((rows * head_dim_v, head_dim_v), (rows, 1), out.strides[-3:-1], (heads, 1)),
             True,  # scratch and results begin on 16 bytes
             out.dtype,
             heads if sink else 1,
             splits,
-            (words > 0, False),
+            (planned, False),
         )
     return Prepared(
         *(config.instance, grid, config.threads, shared, packed, boxes),

@@ -104,15 +104,16 @@ def prepare(
     )
     merge = None
     if slots:
+        fixed, planned = split_size > 0, plan is not None
         merge = combine.prepare(
-            combine.config_for(config.arch, head_dim_v, out.dtype, heads, tokens, -(-slots // tokens), split_size > 0),
+            combine.config_for(config.arch, head_dim_v, out.dtype, heads, tokens, -(-slots // tokens), fixed, planned),
             (tokens, heads, heads),
             ((heads * head_dim_v, head_dim_v), (heads, 1), out.strides[:2], (heads, 1)),
             True,  # scratch and results begin on 16 bytes
             out.dtype,
             1 if attn_sink is None else heads,
             splits,
-            (plan is not None, False),
+            (planned, False),
         )
     copies_selection = any(_apart(index, 1) is None for index in indices) or not all(
         lengths is None or lengths.is_contiguous() for lengths in topk_lengths

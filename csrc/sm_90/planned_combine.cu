@@ -1,0 +1,9 @@
+// combine behind a planned decode on this arch: D_V columns, WAVES waves per workgroup, MANY_ROWS rows have one each.
+#include "mla/planned_combine.hpp"
+#include "sm_90/wave.hpp"
+
+namespace {
+using Kernel = mla::PlannedCombine<sm_90::Wave, D_V, WAVES, RESIDENT>;
+}
+
+MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::CombineParams p) { Kernel::run(p); }
