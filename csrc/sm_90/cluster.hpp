@@ -53,7 +53,7 @@ MLA_DEVICE void blocks_meet() {
     block_sync();
 }
 
-// This warp is done with what a barrier guards: one arrival here, and of a pair one there, first, for it takes longer.
+// This warp is done with what a barrier guards: it arrives here, and of a pair there, first, for it takes longer.
 template <class Policy>
 MLA_DEVICE void warp_release(uint32_t barrier) {
   if constexpr (Policy::PAIRED) {
@@ -62,7 +62,7 @@ MLA_DEVICE void warp_release(uint32_t barrier) {
       barrier_arrive(barrier);
     }
   } else {
-    warp_arrive(barrier);
+    warp_arrive<Policy>(barrier);
   }
 }
 

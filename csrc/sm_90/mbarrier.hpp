@@ -27,11 +27,6 @@ MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival for the warp.
-MLA_DEVICE void warp_arrive(uint32_t barrier) {
-  if (group_thread() % 32 == 0) barrier_arrive(barrier);
-}
-
 MLA_DEVICE void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -54,6 +49,12 @@ MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
+}
+
+// A warp, which has met, is done with what the barrier guards. Of its lanes Policy::ARRIVING arrive.
+template <class Policy>
+MLA_DEVICE void warp_arrive(uint32_t barrier) {
+  if (Policy::ARRIVING == 32 || group_thread() % 32 == 0) barrier_arrive(barrier);
 }
 
 // Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.

@@ -43,7 +43,7 @@ class Values {
         next_order();
         finish_rows(ending);
         wait_for_product();
-        warp_arrive(barriers_.p_empty(last));
+        warp_arrive<Policy>(barriers_.p_empty(last));
         store(ending);
         __syncwarp();
         give_back_stage();
@@ -67,7 +67,7 @@ class Values {
   // This warp has read the slot.
   MLA_DEVICE void give_back_slot() {
     __syncwarp();
-    warp_arrive(barriers_.p_empty(slots_.stage));
+    warp_arrive<Policy>(barriers_.p_empty(slots_.stage));
     slots_.next();
   }
 
