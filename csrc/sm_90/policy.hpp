@@ -49,9 +49,9 @@ struct DecodePolicy {
                                           : PAIRED                   ? 128
                                                                      : 136;
   static constexpr int VALUES_REGISTERS = 160;
-  // Lanes of a warp that arrive on a barrier when the warp is done with what it guards. One would do, but racecheck does
-  // not see what the others did before, and 32 take no longer; in a pair they would also arrive at the other block, and
-  // the compiler has no registers for both.
+  // Lanes of a warp that arrive on a barrier when the warp is done with what it guards. One would do, but racecheck
+  // does not see what the others did before, and 32 take no longer; in a pair they would also arrive at the other
+  // block, and the compiler has no registers for both.
   static constexpr int ARRIVING = PAIRED ? 1 : 32;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;                             // 16-deep steps of Q K^T
