@@ -161,7 +161,6 @@ def prepare(
             q_head_stride=q.strides[-2],
             kv_token_stride=cache[1][1],
             block_table_stride=table_stride,
-            row_tiles=tiles,
             pages=pages,
             workers=items,
             max_kv_len=max_kv_len,

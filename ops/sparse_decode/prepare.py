@@ -78,25 +78,25 @@ def prepare(
         splits = num_splits or _splits(config, tokens, heads, indices, indptrs, split_size)
         items = tokens * splits
         slots = items if splits > 1 else 0
-    boxes, query_strides = None, {}
+    boxes = None
     if isinstance(config, HopperSparseConfig):
         kernel, shared, groups = "sparse_decode_tma", config.lds, workers(config.arch, items, tiles)
         grid = tiles, groups, 1
         boxes = query_boxes(queries.shape, queries.strides, queries.dtype, 1)
+        own = {"row_tiles": tiles}
     else:
         kernel, shared, groups = "sparse_decode", 0, items if plan is None else min(items, config.arch.compute_units)
         grid = groups, tiles, 1
-        query_strides = {"q_token_stride": queries.strides[0], "q_head_stride": queries.strides[1]}
+        own = {"q_token_stride": queries.strides[0], "q_head_stride": queries.strides[1]}
     pools = [_pool(q, *pool) for pool in zip(kv_caches, indices, topk_lengths, strict=True)]
     numbers = _numbers(
         kernel,
         pools,
-        **query_strides,
+        **own,
         out_token_stride=out.strides[0],
         out_head_stride=out.strides[1],
         tokens=tokens,
         heads=heads,
-        row_tiles=tiles,
         num_splits=splits,
         split_size=split_size if splits > 1 and not num_splits else 0,
         workers=groups,

@@ -36,7 +36,7 @@ struct DecodeParams {
   int32_t heads;
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
-  int32_t row_tiles;             // tiles that share a sequence's keys
+  int32_t max_kv_len;            // no sequence is longer, or 0 when that is not known
   int32_t pages;                 // in kv_cache
   int32_t page;                  // keys per page
   uint32_t page_magic;           // ceil(2^(31 + page_shift) / page): key / page by one multiplication
@@ -44,7 +44,6 @@ struct DecodeParams {
   int32_t num_splits;            // cuts per sequence when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
   int32_t workers;               // workgroups that walk the work list
-  int32_t max_kv_len;            // no sequence is longer, or 0 when that is not known
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;
 };

@@ -69,12 +69,11 @@ struct SparseDecodeParams {
   int32_t tokens_per_length_3;
   int32_t tokens;                // query tokens
   int32_t heads;
-  int32_t row_tiles;             // workgroups that share the keys of a query token
+  float softmax_scale;
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // cuts per query token when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
   int32_t workers;               // workgroups that walk the work list
-  float softmax_scale;
 };
 
 }  // namespace mla
