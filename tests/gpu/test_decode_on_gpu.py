@@ -87,6 +87,9 @@ SHAPES = {
     "cut by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
     "planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True),
     "planned, ragged, sink": dict(lens=(700, 10, 2063, 0), planned=True, varlen=True, q_len=3, sink=True, page=16),
+    "planned, nothing split": dict(lens=(64,) * 132, heads=16, planned=True),
+    "planned, one of many split": dict(lens=(*[70] * 200, 9000), heads=40, q_len=2, planned=True, sink=True),
+    "planned, ragged, many": dict(lens=(*[60, 0, 500, 31] * 40, 3000), heads=8, q_len=3, planned=True, varlen=True),
     "all keys": dict(lens=(90, 700), heads=64, q_len=2, causal=False, num_splits=3),
     "fp16": dict(lens=(700, 90), heads=24, **HALF),
     "512 wide": dict(lens=(700, 90), heads=128, rope=0),
@@ -249,6 +252,34 @@ def test_a_captured_graph_replays_at_other_lengths(planned):
         graph.replay()
         torch.cuda.synchronize()
         assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_a_plan_that_is_made_anew_before_each_step():
+    """Launches overlap: what merges reads the plan while decode runs, and must find this step's."""
+    args, kwargs = decode_sample((3000, *[400] * 80), heads=128).make(torch.device("cuda"))
+    lens, few = args[LENS], torch.full_like(args[LENS], 64)
+    steps = [lens.clone(), few, lens.flip(0).clamp(max=400), few]
+
+    def step(these):
+        lens.copy_(these)
+        plan = mla_suite.plan(lens, rows=128, workers=66, max_kv_len=3000)
+        return *torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs), plan
+
+    expected = [step(these) for these in steps]
+    pieces = [Plan.read(plan).split_indptr[-1] for *_, plan in expected]
+    assert pieces[0] > 0
+    assert pieces[1] == 0
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [step(these) for these in steps]
+    for _ in range(5):
+        for made in found:
+            for tensor in made:
+                tensor.view(torch.uint8).fill_(0xFF)
+        graph.replay()
+        for usual, again in zip(expected, found, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(usual, again, strict=True))
 
 
 def test_a_plan_for_other_lengths_is_still_right():
