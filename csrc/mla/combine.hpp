@@ -4,6 +4,9 @@
 // memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and hands it
 // to the team when the split is accumulated. A split of weight zero counts for nothing, whatever it holds.
 //
+// On an arch that reads early, lane i owns that of the row's i-th split instead, in every part: each learns the weights
+// by itself, so that the parts need not meet for them.
+//
 // Builds may use -fno-honor-nans, under which a float comparison must not meet a NaN: whether a row is NaN is decided
 // on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
 #pragma once
@@ -54,14 +57,15 @@ template <class Wave, class Shape>
 struct Combine {
   static constexpr int columns = Shape::head_dim_v / Shape::slices;  // of a row, per workgroup
   static constexpr int vec = Shape::vec;
-  static constexpr int quad = vec < 4 ? vec : 4;                     // floats per load
+  static constexpr int quad = vec < 4 ? vec : 4;  // floats per load
   static constexpr int team = columns / vec < Wave::lanes ? columns / vec : Wave::lanes;
   static constexpr int chunks = columns / (team * vec);
   static constexpr int threads = Shape::waves * Wave::lanes;
   static constexpr int parts = threads / team / Shape::rows;
-  static constexpr int in_flight = parts > 1 ? 4 : 2;                // splits read together by a team
-  static constexpr int min_waves = parts > 1 ? 4 : 8;                // resident: one wave per row needs many rows
-  static constexpr bool early = Wave::reads_early && parts > 1;      // first splits before weights: few rows wait
+  static constexpr bool early = Wave::reads_early && parts > 1;  // first splits before weights: few rows wait
+  static constexpr int in_flight = parts > 1 ? 4 : 2;            // splits read together by a team
+  static constexpr int owned = early ? 4 : 1;                    // splits whose weights a lane keeps
+  static constexpr int min_waves = parts > 1 ? 4 : 8;            // resident: one wave per row needs many rows
 
   static_assert(vec == 1 || vec == 2 || vec == 4 || vec == 8, "combine: VEC is 1, 2, 4 or 8");
   static_assert(Shape::rows == 1 || Shape::rows == 2 || Shape::rows == 4 || Shape::rows == 8,
@@ -70,22 +74,24 @@ struct Combine {
                 "combine: SLICES must divide D_V into whole vectors of VEC for whole teams");
   static_assert((team & (team - 1)) == 0 && team >= 4, "combine: a row needs a power of two of at least 4 lanes");
   static_assert(team % in_flight == 0, "combine: splits are read in whole groups of a team's lanes");
+  static_assert(!early || owned * team % (in_flight * parts) == 0,
+                "combine: of known weights each part has whole groups");
   static_assert(parts >= 1 && parts * team * Shape::rows == threads, "combine: WAVES are too few for ROWS");
 
   // Where this lane works.
   struct Place {
-    int lane;              // in the wave
-    int member;            // in the team
-    int index;             // of the team in the workgroup
-    int part;              // of the row's splits
-    int row;               // of the sequence
-    int token;             // of out
+    int lane;    // in the wave
+    int member;  // in the team
+    int index;   // of the team in the workgroup
+    int part;    // of the row's splits
+    int row;     // of the sequence
+    int token;   // of out
     int head;
-    int first_column;      // of the workgroup
-    int splits;            // of the sequence
-    int64_t first;         // split of the sequence
-    bool wanted;           // the row is to be written
-    float own;             // log-sum-exp of the lane's first split
+    int first_column;  // of the workgroup
+    int splits;        // of the sequence
+    int64_t first;     // split of the sequence
+    bool wanted;       // the row is to be written
+    float own[owned];  // log-sum-exps of the lane's first splits
   };
 
   MLA_DEVICE static float lse_of(const CombineParams& p, const Place& at, int split) {
@@ -93,20 +99,31 @@ struct Combine {
     return p.partial_lse[(at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride];
   }
 
-  // The part's log-sum-exps to one pair. `share` becomes e^(lse - largest) of the lane's first split.
-  MLA_DEVICE static Merged merge_part(const CombineParams& p, const Place& at, float& share) {
-    Merged lane{order_of(at.own), 0.0f};
-    const int next = at.part + parts * (at.member + team);
+  // The split whose log-sum-exp is the lane's `i`-th.
+  MLA_DEVICE static int own_split(const Place& at, int i) {
+    return early ? at.member + i * team : at.part + parts * (at.member + i * team);
+  }
+  static constexpr int own_step = early ? team : parts * team;  // from one to the next
+
+  // The log-sum-exps of the team's lanes, which are the part's or the row's, to one pair. `share` becomes
+  // e^(lse - largest) of the lane's first splits.
+  MLA_DEVICE static Merged merge_own(const CombineParams& p, const Place& at, float (&share)[owned]) {
+    Merged lane{order_of(at.own[0]), 0.0f};
+    for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, order_of(at.own[i]));
+    const int next = own_split(at, owned);
 #pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
-    for (int split = next; split < at.splits; split += parts * team)
+    for (int split = next; split < at.splits; split += own_step)
       lane.largest = max_of(lane.largest, order_of(lse_of(p, at, split)));
     Merged all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
     const float base = all.base();
-    share = exp_of<Wave>(at.own - base);
-    lane.sum = share;
+    for (int i = 0; i < owned; ++i) {
+      share[i] = 0.0f;
+      if (i != 0 && i * team >= at.splits) continue;  // most rows have no more than a lane's first
+      share[i] = exp_of<Wave>(at.own[i] - base);
+      lane.sum = i == 0 ? share[i] : lane.sum + share[i];
+    }
 #pragma unroll 1
-    for (int split = next; split < at.splits; split += parts * team)
-      lane.sum += exp_of<Wave>(lse_of(p, at, split) - base);
+    for (int split = next; split < at.splits; split += own_step) lane.sum += exp_of<Wave>(lse_of(p, at, split) - base);
     all.sum = Wave::template sum_over<team>(lane.sum, at.lane);
     return all;
   }
@@ -175,14 +192,24 @@ struct Combine {
     }
   };
 
+  // The weight of split `n` of those whose weights the team's lanes know, `owned` each.
+  MLA_DEVICE static float weight_of(const Place& at, const float (&known)[owned], int n) {
+    if constexpr (owned == 1) return Wave::template from_team<team>(known[0], at.lane, n);
+    float own = known[0];
+    for (int i = 1; i < owned; ++i)
+      if (n >= i * team) own = known[i];
+    return Wave::template from_team<team>(own, at.lane, n % team);
+  }
+
   // Adds weight x partial for `in_flight` splits, or begins the sum with them; their loads are issued before the first
   // addition. A first sum that is not read costs no registers while the loads are out.
   template <bool first>
-  MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int split, float weight, int source,
-                                    float (&sum)[chunks][vec]) {
+  MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int split, const float (&known)[owned],
+                                    int source, float (&sum)[chunks][vec]) {
+    constexpr int apart = early ? parts : 1;
     float weights[in_flight];
     Loaded loaded;
-    for (int i = 0; i < in_flight; ++i) weights[i] = Wave::template from_team<team>(weight, at.lane, source + i);
+    for (int i = 0; i < in_flight; ++i) weights[i] = weight_of(at, known, source + i * apart);
     for (int i = 0; i < in_flight; ++i) loaded.load(p, at, split, i, bit_cast<int>(weights[i]) != 0);
     add<first>(loaded, weights, sum);
   }
@@ -202,10 +229,11 @@ struct Combine {
   }
 
   // Begins the sum with them. What lies in a split of weight zero is not looked at.
-  MLA_DEVICE static void begin_with(Loaded& loaded, const Place& at, float weight, float (&sum)[chunks][vec]) {
+  MLA_DEVICE static void begin_with(Loaded& loaded, const Place& at, const float (&known)[owned],
+                                    float (&sum)[chunks][vec]) {
     float weights[in_flight];
     for (int i = 0; i < in_flight; ++i) {
-      weights[i] = Wave::template from_team<team>(weight, at.lane, i);
+      weights[i] = weight_of(at, known, at.part + i * parts);
       for (int c = 0; c < chunks; ++c)
         for (int q = 0; q < vec / quad; ++q)
           if (bit_cast<int>(weights[i]) == 0) loaded.of[i][c][q] = {};
@@ -213,30 +241,42 @@ struct Combine {
     add<true>(loaded, weights, sum);
   }
 
-  // The part's weighted sum. `share` is e^(lse - base) of the lane's first split; `loaded` its first splits, where
-  // they are read early.
+  // The part's weighted sum where lanes know the row's weights, which are e^(lse - base) x `scale`; `share` has the
+  // first factor for their first splits, of which `loaded` are the part's first.
+  MLA_DEVICE static void accumulate_early(const CombineParams& p, const Place& at, float (&share)[owned], float base,
+                                          float scale, Loaded& loaded, float (&sum)[chunks][vec]) {
+    for (int i = 0; i < owned; ++i) share[i] *= scale;
+    begin_with(loaded, at, share, sum);
+    constexpr int group = in_flight * parts, known = owned * team;
+#pragma unroll 1
+    for (int begin = 0; begin < at.splits; begin += known) {
+      if (begin != 0)
+        for (int i = 0; i < owned; ++i) share[i] = exp_of<Wave>(lse_of(p, at, begin + own_split(at, i)) - base) * scale;
+      const int end = at.splits - begin < known ? at.splits - begin : known;
+#pragma unroll 1
+      for (int j = at.part + (begin == 0 ? group : 0); j < end; j += group)
+        accumulate<false>(p, at, begin + j, share, j, sum);
+    }
+  }
+
+  // The part's weighted sum. `share` is e^(lse - base) of the lane's first split.
   MLA_DEVICE static void accumulate_part(const CombineParams& p, const Place& at, float share, float base, float scale,
-                                         Loaded& loaded, float (&sum)[chunks][vec]) {
-    if constexpr (early)
-      begin_with(loaded, at, share * scale, sum);
-    else
-      accumulate<true>(p, at, at.part, share * scale, 0, sum);
+                                         float (&sum)[chunks][vec]) {
+    float weight[owned] = {share * scale};
+    accumulate<true>(p, at, at.part, weight, 0, sum);
 #pragma unroll 1
     for (int begin = at.part; begin < at.splits; begin += parts * team) {
-      if (begin != at.part) share = exp_of<Wave>(lse_of(p, at, begin + parts * at.member) - base);
+      if (begin != at.part) weight[0] = exp_of<Wave>(lse_of(p, at, begin + parts * at.member) - base) * scale;
       const int left = static_cast<uint32_t>(at.splits - begin + parts - 1) / parts;
       const int count = left < team ? left : team;
 #pragma unroll 1
       for (int j = begin == at.part ? in_flight : 0; j < count; j += in_flight)
-        accumulate<false>(p, at, begin + j * parts, share * scale, j, sum);
+        accumulate<false>(p, at, begin + j * parts, weight, j, sum);
     }
   }
 
-  // The row that this lane's team works on when its workgroup is at `group`. Reads where its splits lie and, for this
-  // lane's split, the log-sum-exp.
-  MLA_DEVICE static Place row_of(const CombineParams& p, uint32_t group) {
-    Place at;
-    const uint32_t sequence = team_of(p, group, static_cast<uint32_t>(p.batch), at);
+  // Where the sequence's splits lie, then the rest.
+  MLA_DEVICE static void locate(const CombineParams& p, uint32_t sequence, Place& at) {
     at.first = static_cast<int64_t>(sequence) * p.num_splits;
     at.splits = p.num_splits;
     if (p.split_indptr != nullptr) {
@@ -245,7 +285,6 @@ struct Combine {
       at.splits = p.split_indptr[sequence + 1] - begin;
     }
     settle(p, sequence, at);
-    return at;
   }
 
   // What of a place follows from numbers: rows are numbered through `sequences` of them. The sequence's number.
@@ -277,13 +316,16 @@ struct Combine {
     at.token += first_token;
     at.wanted = at.wanted && !(p.skip_single != 0 && at.splits == 1) && !(p.skip_none != 0 && at.splits == 0);
     if (!at.wanted) at.splits = 0;
-    at.own = lse_of(p, at, at.part + parts * at.member);
+    for (int i = 0; i < owned; ++i) at.own[i] = lse_of(p, at, own_split(at, i));
   }
 
   MLA_DEVICE static void run(const CombineParams& p) {
-    Wave::wait_for_producer();
+    Place at;
+    const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
+    Wave::want(p.partial_out, p.partial_row_stride);
+    Wave::wait_for_producer();  // what follows from numbers alone is found while decode runs
     Wave::release_consumer();
-    const Place at = row_of(p, static_cast<uint32_t>(block_id_x()));
+    locate(p, sequence, at);
     if (parts > 1 || at.wanted) merge(p, at);  // several parts meet at barriers, wanted or not
   }
 
@@ -291,14 +333,14 @@ struct Combine {
   MLA_DEVICE static void merge(const CombineParams& p, const Place& at) {
     Loaded first;
     if constexpr (early) load_early(p, at, first);
-    float share;
-    Merged row = merge_part(p, at, share);
-    if constexpr (parts > 1) {
+    float share[owned];
+    Merged row = merge_own(p, at, share);
+    if constexpr (parts > 1 && !early) {
       MLA_SHARED Merged of_parts[Shape::rows * parts];
       if (at.member == 0) of_parts[at.index] = row;
       block_sync();
       row = merge_row(of_parts + at.index / parts * parts, at);
-      share = exp_of<Wave>(at.own - row.base());
+      share[0] = exp_of<Wave>(at.own[0] - row.base());
     }
     if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
       p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
@@ -311,7 +353,12 @@ struct Combine {
       scale = scale_of(row, sink);
     }
     float sum[chunks][vec] = {};
-    if (outcome == SUM) accumulate_part(p, at, share, row.base(), scale, first, sum);
+    if (outcome == SUM) {
+      if constexpr (early)
+        accumulate_early(p, at, share, row.base(), scale, first, sum);
+      else
+        accumulate_part(p, at, share[0], row.base(), scale, sum);
+    }
     const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride + at.first_column;
     if constexpr (parts == 1) {
       for (int c = 0; c < chunks; ++c) store(p, out + (c * team + at.member) * vec, outcome, sum[c]);

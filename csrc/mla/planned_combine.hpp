@@ -152,6 +152,7 @@ struct PlannedCombine {
     at.splits = turn.splits;
     Merge::settle(p, turn.sequence, at);
     if (Merge::parts > 1 || at.wanted) Merge::merge(p, at);
+    if constexpr (Merge::parts > 1) block_sync();  // the next turn's sums come to where this one's are read
   }
 };
 

@@ -18,6 +18,13 @@ struct Wave {
   template <class Params>
   MLA_DEVICE static const Params& again(const Params& p) { return p; }
 
+  // These words of parameters, and 64 bytes around each, are in the constant cache from here on. What is first wanted
+  // behind a wait would be waited for in its turn.
+  template <class... Words>
+  MLA_DEVICE static void want(Words... words) {
+    (want_word(words), ...);
+  }
+
   // The value of lane `source` (0..31, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
 
@@ -105,6 +112,11 @@ struct Wave {
   MLA_DEVICE static void release_consumer() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
  private:
+  template <class Word>
+  MLA_DEVICE static void want_word(Word word) {
+    asm volatile("" ::"l"(word) : "memory");
+  }
+
   template <int team>
   MLA_DEVICE static unsigned members(int lane) {
     if constexpr (team == lanes) return ~0u;
