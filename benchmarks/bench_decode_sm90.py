@@ -40,7 +40,7 @@ CUDA = torch.device("cuda")
 
 
 class Row(NamedTuple):
-    """Lengths all `kv`, or uniform in [q_len, 2 kv) when ragged; FlashMLA's time and its ratio to the floor."""
+    """Lengths all `kv`, or uniform in [q_len, 2 kv) when ragged; FlashMLA's time and its ratio to the floor, or nan."""
 
     batch: int
     heads: int
@@ -69,10 +69,12 @@ ROWS = (
     Row(1, 16, 1, 4096, 22.5, 7.01),
     Row(1, 16, 1, 8192, 25.6, 5.78),
     Row(1, 128, 1, 1024, 13.8, 6.00),
+    Row(1, 128, 1, 4096, math.nan, math.nan),
     Row(1, 128, 1, 8192, 25.0, 5.57),
     Row(128, 16, 1, 4096, 142.1, 1.07),
     Row(128, 16, 1, 8192, 276.3, 1.06),
     Row(128, 64, 1, 4096, 145.1, 1.07),
+    Row(128, 64, 1, 8192, math.nan, math.nan),
     Row(1, 32, 4, 256, 10.6, 5.35),
     Row(1, 32, 4, 512, 11.7, 5.58),
     Row(1, 32, 4, 1200, 14.9, 6.24),
