@@ -4,30 +4,26 @@ torch's batched product leaves its result heads first, and a pass over it follow
 into q, or a transposition for o_proj. At batch 128 and 128 heads on an H200 these passes took 39 us (Inductor's code,
 which turns q_pe in it) and 3 us beside products of 10. On NVIDIA GPUs bf16 and fp16 go through operators of their own,
 `mla_suite_layers::absorb` and `::head_values`, whose Triton kernels write the result where the next step reads it: 10
-us each. Everything else is torch. A program exported on such a GPU names these operators, so whatever runs it imports
-mla_suite.models.
+us each. Everything else is torch.
 """
 
 from __future__ import annotations
 
 import torch
 
+from mla_suite.models.operators import TAGS, have_kernels, is_hopper, library
 from mla_suite.models.rope import rotate
 
-DTYPES = (torch.bfloat16, torch.float16)
 MOST_ROWS = 128  # tokens of a program
 COLUMNS = 64  # of the latent at a time
 HEADS = 32  # whose q_pe a program turns at a time
 PROGRAMS = 128  # as many have work for the multiprocessors of the largest GPUs; a program with more to do loads ahead
-HOPPER = 9  # from this compute capability on a block has 227 KB of shared memory, before it 99 KB or more
 
-_library = torch.library.Library("mla_suite_layers", "DEF")
-_TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-_library.define(
+library.define(
     "absorb(Tensor q_nope, Tensor q_pe, Tensor w_uk, Tensor? cos_sin, Tensor? positions, bool interleaved) -> Tensor",
-    tags=_TAGS,
+    tags=TAGS,
 )
-_library.define("head_values(Tensor latents, Tensor w_uv) -> Tensor", tags=_TAGS)
+library.define("head_values(Tensor latents, Tensor w_uv) -> Tensor", tags=TAGS)
 
 
 def absorbed(
@@ -62,16 +58,9 @@ def head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(*operands: torch.Tensor) -> bool:
-    """Whether the kernels take these; they have no gradients, and Triton's matrix units want powers of two."""
-    first = operands[0]
-    if first.device.type != "cuda" or torch.version.hip is not None or first.dtype not in DTYPES:
-        return False
-    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
-        return False
+    """Whether the kernels take these; Triton's matrix units want powers of two."""
     sizes = [operand.shape[-1] for operand in operands] + [operands[-1].shape[-2]]
-    return all(operand.dtype == first.dtype and operand.stride(-1) == 1 for operand in operands) and all(
-        size >= 16 and size & (size - 1) == 0 for size in sizes
-    )
+    return have_kernels(*operands) and all(size >= 16 and size & (size - 1) == 0 for size in sizes)
 
 
 def _rows(tokens: int) -> int:
@@ -174,15 +163,14 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 def _stages(device: torch.device) -> int:
     """Pieces of the operands, 16 or 32 KB each, that are on their way or in use at a time."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
-    return 4 if hopper else 2
+    return 4 if is_hopper(device) else 2
 
 
 def _empty_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     return latents.new_empty(*latents.shape[:-1], w_uv.shape[1])
 
 
-_library.impl("absorb", _absorb, "CUDA")
-_library.impl("head_values", _head_values, "CUDA")
-torch.library.register_fake("mla_suite_layers::absorb", _empty_absorb, lib=_library)
-torch.library.register_fake("mla_suite_layers::head_values", _empty_values, lib=_library)
+library.impl("absorb", _absorb, "CUDA")
+library.impl("head_values", _head_values, "CUDA")
+torch.library.register_fake("mla_suite_layers::absorb", _empty_absorb, lib=library)
+torch.library.register_fake("mla_suite_layers::head_values", _empty_values, lib=library)

@@ -7,30 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 import mla_suite
 from mla_suite.models import prefill
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
 from mla_suite.models.head_products import absorbed, head_values
+from mla_suite.models.latents import LatentNorm, latents
 from mla_suite.models.rope import rotate
-
-
-class LatentNorm(nn.Module):
-    """x / rms(x) in fp32, rounded to x's dtype, then times weight: the rounding order of DeepSeek's own code."""
-
-    def __init__(
-        self, size: int, eps: float, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = x.float()
-        scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * scaled.to(x.dtype)
 
 
 class MLA(nn.Module):
@@ -90,7 +74,8 @@ class MLA(nn.Module):
 
         Their weights become views of one matrix, under the names they had: state dicts stay as they are, and loading
         one, `.to()`, copying in place and deepcopy keep the two in step. Call it again after giving either projection
-        another tensor. Returns the layer.
+        another tensor. On an NVIDIA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
+        have them. Returns the layer.
         """
         with torch.no_grad():
             first, second = self._down_projections()
@@ -104,6 +89,7 @@ class MLA(nn.Module):
                 second.bias.data = parts[1]
                 if first.bias is not None:
                     first.bias.data = parts[0]
+            _add_zeros(self.o_proj)
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MLA:
@@ -261,18 +247,19 @@ class MLA(nn.Module):
     def _projected(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q_nope and q_pe [..., heads, dim], kv_c [..., 512] normalised, k_pe [..., 64]; neither pe is rotated yet."""
         c = self.config
+        q_norm = None if c.q_lora_rank is None else self.q_a_layernorm
         first, second = self._down_projections()
+        sizes = [first.out_features, c.kv_lora_rank, c.qk_rope_head_dim]
         if self.down_weight is None:
-            q, kv = first(x), second(x)
+            kv_c, k_pe = second(x).split(sizes[1:], dim=-1)
+            q, kv_c = first(x) if q_norm is None else q_norm(first(x)), self.kv_a_layernorm(kv_c)
         else:
-            both = functional.linear(x, self.down_weight, self.down_bias)
-            q, kv = both.split([first.out_features, second.out_features], dim=-1)
+            q, kv_c, k_pe = latents(x, self.down_weight, self.down_bias, q_norm, self.kv_a_layernorm, sizes)
         if c.q_lora_rank is not None:
-            q = self.q_b_proj(self.q_a_layernorm(q))
+            q = self.q_b_proj(q)
         heads = q.view(*x.shape[:-1], c.num_heads, c.qk_head_dim)
         q_nope, q_pe = heads.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        kv_c, k_pe = kv.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        return q_nope, q_pe, self.kv_a_layernorm(kv_c), k_pe
+        return q_nope, q_pe, kv_c, k_pe
 
     def _up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views W_UK [heads, qk_nope_head_dim, 512] and W_UV [heads, v_head_dim, 512] of kv_b_proj."""
@@ -349,6 +336,19 @@ class MLA(nn.Module):
 
 # Output rows of these are grouped by head; o_proj's input columns are.
 _HEAD_ROWS = ("q_proj.weight", "q_b_proj.weight", "kv_b_proj.weight")
+
+
+# Inputs of a product from which on zeros gain; with 8192 and 2048 they cost 0.2 to 0.6 us.
+_LONG = 16384
+
+
+def _add_zeros(linear: nn.Linear) -> None:
+    """With a bias torch leaves a product to cuBLASLt, whose choice takes an H200 61 us where cuBLAS's takes 63 to 68,
+    for it leaves parts of the sum to another kernel (16 to 128 rows, DeepSeek V3's o_proj)."""
+    on_nvidia = linear.weight.is_cuda and torch.version.hip is None
+    if on_nvidia and linear.in_features >= _LONG and not isinstance(linear.bias, nn.Parameter):
+        del linear.bias
+        linear.register_buffer("bias", linear.weight.new_zeros(linear.out_features), persistent=False)
 
 
 def _fused_again(layer: MLA, _: Any = None) -> None:

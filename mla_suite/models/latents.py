@@ -1,0 +1,126 @@
+"""From hidden states to what queries are made of, latents and k_pe: both down-projections as one product, then norms.
+
+In torch that is the product, the sum of the parts that cuBLAS cuts K into, and both norms. On NVIDIA GPUs it is an
+operator, `mla_suite_layers::latents`: the product leaves its parts apart, in fp32, and one kernel adds and norms them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mla_suite.models.operators import TAGS, have_kernels, library
+
+PARTS = 2  # of K; with 4 a step took 1.5 us longer
+MOST_TOKENS = 256  # of more the parts, which are twice as wide as the result, are too many bytes
+
+library.define(
+    "latents(Tensor x, Tensor weight, Tensor q_weight, Tensor kv_weight, float q_eps, float kv_eps)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
+)
+
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class LatentNorm(nn.Module):
+    """x / rms(x) in fp32, rounded to x's dtype, then times weight: the rounding order of DeepSeek's own code."""
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.float()
+        scaled = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x.dtype)
+
+
+def latents(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    q_norm: nn.Module | None,
+    kv_norm: nn.Module,
+    sizes: list[int],
+) -> Three:
+    """x [..., hidden] times weight [sum(sizes), hidden], plus bias, split into q, kv_c and k_pe; q and kv_c normed.
+
+    Without q_norm q is left as it is.
+    """
+    if bias is None and isinstance(q_norm, LatentNorm) and isinstance(kv_norm, LatentNorm):
+        operands = x, weight, q_norm.weight, kv_norm.weight
+        if have_kernels(*operands):
+            q, kv_c, k_pe = torch.ops.mla_suite_layers.latents(*operands, q_norm.eps, kv_norm.eps)
+            return q, kv_c, k_pe
+    q, kv_c, k_pe = functional.linear(x, weight, bias).split(sizes, dim=-1)
+    return q if q_norm is None else q_norm(q), kv_norm(kv_c), k_pe
+
+
+def _latents(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    q_eps: float,
+    kv_eps: float,
+) -> Three:
+    made = _empty_latents(x, weight, q_weight, kv_weight, q_eps, kv_eps)
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0]:
+        _add_and_norm(_parts(rows, weight), q_weight, kv_weight, q_eps, kv_eps, made)
+    return made
+
+
+def _parts(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[parts, tokens, outputs] of rows [tokens, hidden] times weight [outputs, hidden], each over a part of hidden."""
+    (tokens, hidden), outputs = rows.shape, weight.shape[0]
+    if tokens > MOST_TOKENS or hidden % PARTS or not weight.is_contiguous():
+        return functional.linear(rows, weight)[None]
+    left = rows.view(tokens, PARTS, -1).transpose(0, 1)
+    return torch.bmm(left, weight.view(outputs, PARTS, -1).permute(1, 2, 0), out_dtype=torch.float32)
+
+
+def _add_and_norm(
+    parts: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, q_eps: float, kv_eps: float, made: Three
+) -> None:
+    from mla_suite.models import latent_kernels  # triton comes with torch's CUDA builds alone
+
+    q, kv_c, k_pe = made
+    latent_kernels.latents_kernel[(parts.shape[1], 2)](
+        parts,
+        q_weight,
+        kv_weight,
+        q,
+        kv_c,
+        k_pe,
+        *parts.stride()[:2],
+        q_eps,
+        kv_eps,
+        PARTS=parts.shape[0],
+        QUERY=q.shape[-1],
+        LATENT=kv_c.shape[-1],
+        ROPE=k_pe.shape[-1],
+        num_warps=4,
+    )
+
+
+def _empty_latents(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    q_weight: torch.Tensor,
+    kv_weight: torch.Tensor,
+    q_eps: float,
+    kv_eps: float,
+) -> Three:
+    query, latent = q_weight.shape[0], kv_weight.shape[0]
+    q, kv_c, k_pe = (x.new_empty(*x.shape[:-1], size) for size in (query, latent, weight.shape[0] - query - latent))
+    return q, kv_c, k_pe
+
+
+library.impl("latents", _latents, "CUDA")
+torch.library.register_fake("mla_suite_layers::latents", _empty_latents, lib=library)

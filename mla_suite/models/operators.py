@@ -1,0 +1,29 @@
+"""The library of the layer's own operators, which are for NVIDIA GPUs; torch's operators compute the same elsewhere.
+
+A program exported on such a GPU names these operators, so whatever runs it imports mla_suite.models.
+"""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16)
+TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
+HOPPER = 9  # compute capability
+
+library = torch.library.Library("mla_suite_layers", "DEF")
+
+
+def have_kernels(*operands: torch.Tensor) -> bool:
+    """Whether there are kernels for these; the kernels have no gradients, and rows are contiguous for them."""
+    first = operands[0]
+    if first.device.type != "cuda" or torch.version.hip is not None or first.dtype not in DTYPES:
+        return False
+    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+        return False
+    return all(operand.dtype == first.dtype and operand.stride(-1) == 1 for operand in operands)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Hopper or later: a block has 227 KB of shared memory, before it 99 KB or more."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
