@@ -12,7 +12,6 @@ template <class Policy, class KeyLoader>
 MLA_DEVICE void run_block(const typename Policy::Params& params) {
   static_assert(Policy::LOADER_REGISTERS + Policy::SCORES_REGISTERS + 2 * Policy::VALUES_REGISTERS <= 512,
                 "the registers of an SM");
-  constexpr int LANES = Policy::ARRIVING;  // of each warp
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
   const Barriers<Policy> barriers(shared);
@@ -21,15 +20,16 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 96) {  // of a warp that asks for nothing
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
-      barrier_init(barriers.kv_empty(stage), (Policy::PAIRED ? 16 : 8) * LANES);  // the values, of both blocks
+      barrier_init(barriers.kv_empty(stage),
+                   Policy::PAIRED ? 256 + 8 : 256);  // the values, the warps of the other block's
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
-      barrier_init(barriers.p_full(slot), 4 * LANES);   // the scores
-      barrier_init(barriers.p_empty(slot), 8 * LANES);  // the values
+      barrier_init(barriers.p_full(slot), 128);   // the scores
+      barrier_init(barriers.p_empty(slot), 256);  // the values
     }
     for (int slot = 0; slot < Policy::ITEMS; ++slot) {
-      barrier_init(barriers.item_full(slot), 1);           // the loader
-      barrier_init(barriers.item_empty(slot), 4 * LANES);  // the scores
+      barrier_init(barriers.item_full(slot), 1);     // the loader
+      barrier_init(barriers.item_empty(slot), 128);  // the scores
     }
     barrier_init_done();
   }

@@ -24,9 +24,13 @@ MLA_DEVICE uint32_t at_peer(uint32_t address) {
 // handed over is shared memory, which is in no cache: what an arrival announces was read or stored there before it
 // came.
 
-// One arrival on a barrier of the other block, by its address there.
-MLA_DEVICE void peer_arrive(uint32_t there) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+// One arrival of a lane that `does` on a barrier of the other block, by its address there.
+MLA_DEVICE void peer_arrive(uint32_t there, bool does) {
+  asm volatile(
+      "{\n.reg .pred does;\nsetp.ne.b32 does, %1, 0;\n@does mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(
+          there),
+      "r"(static_cast<int>(does))
+      : "memory");
 }
 
 // To the other block's shared memory from this one's, by the copy engine, or 4 bytes. They count on a barrier of that
@@ -53,17 +57,12 @@ MLA_DEVICE void blocks_meet() {
     block_sync();
 }
 
-// This warp is done with what a barrier guards: it arrives here, and of a pair there, first, for it takes longer.
+// This lane is done with what a barrier guards, and so is its warp, which has met. Of a pair the warp arrives there,
+// too: once, for the way is long, and first, for it takes longer.
 template <class Policy>
 MLA_DEVICE void warp_release(uint32_t barrier) {
-  if constexpr (Policy::PAIRED) {
-    if (group_thread() % 32 == 0) {
-      peer_arrive(at_peer(barrier));
-      barrier_arrive(barrier);
-    }
-  } else {
-    warp_arrive<Policy>(barrier);
-  }
+  if constexpr (Policy::PAIRED) peer_arrive(at_peer(barrier), group_thread() % 32 == 0);
+  barrier_arrive(barrier);
 }
 
 }  // namespace mla::sm90

@@ -23,6 +23,8 @@ MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
 // Barriers just initialised are visible to the copy engine.
 MLA_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Where warps are done with what a barrier guards, each lane arrives for itself: one for its warp would do, but
+// racecheck does not see what the others did before, and 32 take no longer.
 MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -49,12 +51,6 @@ MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
       : "r"(barrier), "r"(parity)
       : "memory");
   return done != 0;
-}
-
-// A warp, which has met, is done with what the barrier guards. Of its lanes Policy::ARRIVING arrive.
-template <class Policy>
-MLA_DEVICE void warp_arrive(uint32_t barrier) {
-  if (Policy::ARRIVING == 32 || group_thread() % 32 == 0) barrier_arrive(barrier);
 }
 
 // Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.

@@ -49,16 +49,13 @@ struct DecodePolicy {
                                           : PAIRED                   ? 128
                                                                      : 136;
   static constexpr int VALUES_REGISTERS = 160;
-  // Lanes of a warp that arrive on a barrier when the warp is done with what it guards. One would do, but racecheck
-  // does not see what the others did before, and 32 take no longer; in a pair they would also arrive at the other
-  // block, and the compiler has no registers for both.
-  static constexpr int ARRIVING = PAIRED ? 1 : 32;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;                             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
   static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : PAIRED ? 20 : 22;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
-  static constexpr int HAND_OVER_STEP = Q_STEPS - 8;  // of a Q K^T, at which the P before it is handed over
+  // Of a Q K^T, at which the P before it is handed over: where keys are what is waited for, earlier.
+  static constexpr int HAND_OVER_STEP = SOURCE == Source::selected ? 16 : Q_STEPS - 8;
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
   static constexpr int Q_BOXES = DEPTH / 64;     // [Q_BOXES][rows][64 B], with the rows of `q_box_bytes`
   static constexpr int Q_BOX_BYTES = ROWS * 64;  // where Q K^T reads them, and at most

@@ -52,7 +52,7 @@ class Scores {
                  : "memory");
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(item_.partial_row), "=r"(what) : "r"(from + 16) : "memory");
     __syncwarp();
-    warp_arrive<Policy>(barriers_.item_empty(items_.stage));
+    barrier_arrive(barriers_.item_empty(items_.stage));
     items_.next();
     item_.sequence = uniform(item_.sequence);
     item_.first = uniform(item_.first);
@@ -285,7 +285,7 @@ class Scores {
   // The slot is the values warpgroups' from here on.
   MLA_DEVICE void hand_over() {
     __syncwarp();
-    if (Policy::ARRIVING == 32 || leads()) barrier_arrive(barriers_.p_full(slots_.stage));
+    barrier_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
 

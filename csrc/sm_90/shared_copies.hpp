@@ -17,6 +17,22 @@ MLA_DEVICE void copy_present(uint32_t to, uint64_t from, bool present) {
                  "r"(present ? BYTES : 0)
                  : "memory");
 }
+// 16 or 8 bytes, by lanes that have any.
+template <int BYTES>
+MLA_DEVICE void copy_present(bool any, uint32_t to, uint64_t from, bool present) {
+  if constexpr (BYTES == 16)
+    asm volatile(
+        "{\n.reg .pred any;\nsetp.ne.b32 any, %3, 0;\n@any cp.async.cg.shared.global [%0], [%1], 16, %2;\n}\n" ::"r"(
+            to),
+        "l"(from), "r"(present ? 16 : 0), "r"(static_cast<int>(any))
+        : "memory");
+  else
+    asm volatile(
+        "{\n.reg .pred any;\nsetp.ne.b32 any, %4, 0;\n@any cp.async.ca.shared.global [%0], [%1], %2, %3;\n}\n" ::"r"(
+            to),
+        "l"(from), "n"(BYTES), "r"(present ? BYTES : 0), "r"(static_cast<int>(any))
+        : "memory");
+}
 MLA_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING>
 MLA_DEVICE void copies_wait() {

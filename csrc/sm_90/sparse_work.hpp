@@ -9,7 +9,7 @@ namespace mla::sm90 {
 
 // A plan's items in order of worker, or equal cuts: query token i / num_splits, cut i % num_splits. How many keys a
 // token has is known only when its lists have been looked up. Where a warp is in it lies in shared memory of its own:
-// it is wanted once an item, and registers are scarce. All lanes write the same, so each reads what it wrote.
+// it is wanted once an item, and registers are scarce.
 class SparseWork {
  public:
   using Params = SparseDecodeTmaParams;
@@ -82,7 +82,9 @@ class SparseWork {
     return uniform(value);
   }
   MLA_DEVICE void write(int what, int value) const {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(notes_ + what), "r"(value) : "memory");
+    __syncwarp();
+    if (group_thread() % 32 == 0) asm volatile("st.shared.b32 [%0], %1;" ::"r"(notes_ + what), "r"(value) : "memory");
+    __syncwarp();
   }
 
   MLA_DEVICE const int32_t* words(int item) const {
@@ -146,9 +148,11 @@ class Lists {
     return __shfl_sync(~0u, end, MOST_POOLS - 1);
   }
 
-  // The item's keys. All lanes say the same, so each reads what it wrote.
+  // The item's keys. Behind `open`, when all lanes are done with those of the item before.
   MLA_DEVICE void bound(int first, int end) const {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table_ + ITEM), "r"(first), "r"(end) : "memory");
+    if (group_thread() % 32 == 0)
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table_ + ITEM), "r"(first), "r"(end) : "memory");
+    __syncwarp();
   }
 
   // Where the index of the item's key number `key` lies; null where it has none.

@@ -43,7 +43,7 @@ class Values {
         next_order();
         finish_rows(ending);
         wait_for_product();
-        warp_arrive<Policy>(barriers_.p_empty(last));
+        barrier_arrive(barriers_.p_empty(last));
         store(ending);
         __syncwarp();
         give_back_stage();
@@ -67,7 +67,7 @@ class Values {
   // This warp has read the slot.
   MLA_DEVICE void give_back_slot() {
     __syncwarp();
-    warp_arrive<Policy>(barriers_.p_empty(slots_.stage));
+    barrier_arrive(barriers_.p_empty(slots_.stage));
     slots_.next();
   }
 
@@ -235,8 +235,8 @@ class Values {
     }
   }
 
-  // From there to memory, four rows at a time; `meanwhile` is done while they are read. `PAIRS` is 2 where places move
-  // by twice the row, else 1.
+  // From there to memory, four rows at a time; `meanwhile` is done while they are read, or afterwards. `PAIRS` is 2
+  // where places move by twice the row, else 1.
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending, const Meanwhile& meanwhile) const {
     const int lane = group_thread() % 32;
@@ -251,11 +251,12 @@ class Values {
                    : "r"(from + place)
                    : "memory");
     }
-    meanwhile();
+    if constexpr (!Policy::PAIRED) meanwhile();
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (ending.offset[i] != NO_ROW)
         reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns[i];
+    if constexpr (Policy::PAIRED) meanwhile();  // which has fewer registers
   }
 
   // Of an item without keys.
