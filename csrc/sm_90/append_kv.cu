@@ -1,9 +1,18 @@
 // append_kv on this arch, for every layout, TOKENS to a workgroup.
-#include "sm_90/wave.hpp"
-#include "mla/append_kv.hpp"
+#include "sm_90/append_one.hpp"
+#include "sm_90/append_rows.hpp"
 
 namespace {
 using Kernel = mla::AppendKv<sm_90::Wave, TOKENS>;
 }
 
-MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) { Kernel::run(p); }
+MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::AppendKvParams p) {
+  if (sm_90::AppendRow::fits(p)) {
+    if constexpr (TOKENS == 1)
+      sm_90::AppendOne::run(p);
+    else
+      sm_90::AppendRows::run(p);
+  } else {
+    Kernel::run(p);
+  }
+}
