@@ -100,15 +100,16 @@ struct PlannedCombine {
   // Words of a plan's header, which its split_indptr follows (ops/plan/layout.py declares them all).
   static constexpr int header_words = 16, partial_rows = 14;
 
-  // Which turns a sequence takes. A row has a wave to itself where that keeps the device busy, unless its splits are
-  // many beside what a wave would have if all had the same.
+  // Which turns a sequence takes. A row has a wave to itself, unless its splits are many beside what a wave would have
+  // if all had the same: a workgroup would wait as long for two of them as for four of each wave's.
   struct Turns {
     int rows;         // of a sequence
     int most_splits;  // of a row with one wave
+    static constexpr int LEAST_TOGETHER = 4;
 
     MLA_DEVICE Turns(const CombineParams& p, int partials) : rows(p.q_len * p.heads) {
       const int64_t of_waves = static_cast<int64_t>(partials) * rows * 2 / resident;  // twice the mean
-      most_splits = of_waves < 2 ? 1 : of_waves < 4 ? 4 : static_cast<int>(of_waves);
+      most_splits = of_waves < LEAST_TOGETHER ? LEAST_TOGETHER : static_cast<int>(of_waves);
     }
     MLA_DEVICE bool together(int splits) const { return splits > most_splits; }
     MLA_DEVICE int operator()(int splits) const {

@@ -12,7 +12,6 @@ from mla_suite.core.arch import Arch
 HEAD_DIMS_V = (512, 128)
 ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
-TILE_ROWS = 64  # of a workgroup of sm_90's decode
 PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
 STATIC_LDS = {
     "amd": 65536,
@@ -150,14 +149,13 @@ def invariant(arch: Arch, head_dim_v: int) -> Config:
 
 
 def planned(arch: Arch, head_dim_v: int, rows: int, batch: int) -> PlannedConfig | None:
-    """The point that merges what a plan split, where the arch has one and the plan may have split little.
-
-    With sequences for fewer than half of the compute units a plan splits nearly all, and other points merge as fast.
-    """
-    tiles = batch * -(-rows // TILE_ROWS)
-    if arch.name != "sm_90" or head_dim_v != 512 or 2 * tiles <= arch.compute_units:
+    """The point that merges what a plan split, where the arch has one and others would need more workgroups than the
+    device holds at once, most of them for nothing."""
+    if arch.name != "sm_90" or head_dim_v != 512:
         return None
-    return PlannedConfig(arch, head_dim_v)
+    every_row = rule(arch, head_dim_v, rows * batch, 2)
+    fits = every_row.grid(rows * batch) <= every_row.resident * arch.compute_units
+    return None if fits else PlannedConfig(arch, head_dim_v)
 
 
 def unaligned(arch: Arch, head_dim_v: int) -> Config:

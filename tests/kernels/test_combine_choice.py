@@ -133,15 +133,16 @@ def test_the_rule_only_picks_points_that_are_built(name):
 def test_few_workgroups_merge_what_a_plan_split():
     """Where the arch has a kernel for it; a merge that may not depend on the batch stays what it is."""
     sm_90, most = archs.get("sm_90"), config.PLANNED_GROUPS * 132
-    for rows, batch in ((1, 67), (16, 128), (128, 34), (512, 2000)):
+    for rows, batch in ((1, 4225), (16, 300), (128, 34), (512, 2000)):
         facts = 512, torch.bfloat16, rows, batch, 2
         point = native.config_for(sm_90, *facts, fixed=False, planned=True)
         assert isinstance(point, config.PlannedConfig)
         assert point.instance in built_instances("sm_90")
         assert point.grid(rows * batch) == min(2 * rows * batch, most)
         assert native.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(sm_90, 512)
-        few = native.config_for(sm_90, 512, torch.bfloat16, rows, 1, 2, fixed=False, planned=True)
-        assert few == config.choose(sm_90, 512, "bf16", rows, 1, 2)[0]
+        fits = 4224 // rows
+        few = native.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
+        assert few == config.choose(sm_90, 512, "bf16", rows, fits, 2)[0]
         for arch, planned in ((sm_90, False), (archs.get("gfx942"), True), (archs.get("gfx950"), True)):
             unplanned = config.choose(arch, 512, "bf16", rows, batch, 2)[0]
             assert native.config_for(arch, *facts, fixed=False, planned=planned) == unplanned
