@@ -177,23 +177,23 @@ class Values {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t mine = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                           (side_ * 4 + group_thread() / 32) * (2 * PIECE_BYTES);
-    if (ending.partial) {
-      constexpr int PIECES = VALUE_COLUMNS * 4 / 128;
-      put_partial(0, mine, ending);
+    if (ending.partial)
+      by_pieces<VALUE_COLUMNS * 4 / 128, 2>(mine, ending,
+                                            [&](int piece, uint32_t to) { put_partial(piece, to, ending); });
+    else
+      by_pieces<VALUE_COLUMNS * 2 / 128, 1>(mine, ending,
+                                            [&](int piece, uint32_t to) { put_result(piece, to, ending); });
+  }
+
+  // One piece is put while the one before is carried. `PAIRS` is 2 where places move by twice the row, else 1.
+  template <int PIECES, int PAIRS, class Put>
+  MLA_DEVICE void by_pieces(uint32_t at, const Ending& ending, const Put& put) const {
+    put(0, at);
 #pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
-        carry<2>(piece, mine + piece % 2 * PIECE_BYTES, ending, [&] {
-          if (piece + 1 < PIECES) put_partial(piece + 1, mine + (piece + 1) % 2 * PIECE_BYTES, ending);
-        });
-    } else {
-      constexpr int PIECES = VALUE_COLUMNS * 2 / 128;
-      put_result(0, mine, ending);
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece)
-        carry<1>(piece, mine + piece % 2 * PIECE_BYTES, ending, [&] {
-          if (piece + 1 < PIECES) put_result(piece + 1, mine + (piece + 1) % 2 * PIECE_BYTES, ending);
-        });
-    }
+    for (int piece = 0; piece < PIECES; ++piece)
+      carry<PAIRS>(piece, at + piece % 2 * PIECE_BYTES, ending, [&] {
+        if (piece + 1 < PIECES) put(piece + 1, at + (piece + 1) % 2 * PIECE_BYTES);
+      });
   }
 
   static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; one is written while another is read
@@ -235,8 +235,7 @@ class Values {
     }
   }
 
-  // From there to memory, four rows at a time; `meanwhile` is done while they are read, or afterwards. `PAIRS` is 2
-  // where places move by twice the row, else 1.
+  // From there to memory, four rows at a time; `meanwhile` is done while they are read, or afterwards.
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending, const Meanwhile& meanwhile) const {
     const int lane = group_thread() % 32;
