@@ -4,6 +4,7 @@
 #include "cdna/cross_lane.hpp"
 #include "mla/params/decode.hpp"
 #include "mla/params/sparse_decode.hpp"
+#include "mla/plan_header.hpp"
 #include "mla/work_item.hpp"
 
 namespace cdna {

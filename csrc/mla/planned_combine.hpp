@@ -6,6 +6,7 @@
 #pragma once
 
 #include "mla/combine.hpp"
+#include "mla/plan_header.hpp"
 
 namespace mla {
 
@@ -82,23 +83,20 @@ class PlannedTurns {
   int bounds_[each + 1];
 };
 
-// `resident`: waves that the device holds.
-template <class Wave, int head_dim_v_, int waves_, int resident>
+// `resident`: waves that the device holds; `slices`: workgroups for a row that its waves share.
+template <class Wave, int head_dim_v_, int waves_, int slices_, int resident>
 struct PlannedCombine {
   struct RowEach {
     static constexpr int head_dim_v = head_dim_v_, rows = waves_, vec = 4, waves = waves_, slices = 1;
   };
   struct RowTogether {
-    static constexpr int head_dim_v = head_dim_v_, rows = 1, vec = 4, waves = waves_, slices = 2;
+    static constexpr int head_dim_v = head_dim_v_, rows = 1, vec = 4, waves = waves_, slices = slices_;
   };
   using Each = Combine<Wave, RowEach>;
   using Together = Combine<Wave, RowTogether>;
   static constexpr int threads = Each::threads;
   static constexpr int min_waves = Each::min_waves;
   static_assert(Each::team == Wave::lanes, "planned combine: the lanes of a wave look for one turn");
-
-  // Words of a plan's header, which its split_indptr follows (ops/plan/layout.py declares them all).
-  static constexpr int header_words = 16, partial_rows = 14;
 
   // Which turns a sequence takes. A row has a wave to itself, unless its splits are many beside what a wave would have
   // if all had the same: a workgroup would wait as long for two of them as for four of each wave's.
@@ -120,7 +118,7 @@ struct PlannedCombine {
 
   MLA_DEVICE static void run(const CombineParams& p) {
     // The plan is older than decode, all of whose workgroups have waited for what came before them.
-    const int partials = p.split_indptr[partial_rows - header_words];
+    const int partials = p.split_indptr[PlanHeader::partial_rows - PlanHeader::words];
     PlannedTurns<Wave> list(p);
     if (partials == 0) {
       Wave::wait_for_producer();  // who follows waits for this launch alone

@@ -37,10 +37,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
     if (thread_id() == 32) prefetch_map(&params.kv_map_0);
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
   // Nobody but the loader reads or writes memory before it has something from it, so it waits for all of them.
-  if constexpr (Policy::SOURCE == Source::selected) {
-    wait_for_producer();
-    release_consumer();
-  }
+  if constexpr (Policy::SOURCE == Source::selected) take_turn();
   blocks_meet<Policy>();  // the barriers are there
   if (group & 2) {
     take_registers<Policy::VALUES_REGISTERS>();

@@ -37,9 +37,9 @@ class Loader {
     if (TMA && warp > ITEM_WARP) return;
     // Which sequence comes first follows from numbers alone, unless a plan or ragged queries say it.
     const bool told = params_.plan != nullptr || params_.cu_seqlens_q != nullptr;
-    if (told) begin();
+    if (told) take_turn();
     WorkList work = work_list<Policy>(params_);
-    if (!told) begin();
+    if (!told) take_turn();
     if (!TMA)
       copy_keys(work);
     else if (warp == Q_WARP)
@@ -51,12 +51,6 @@ class Loader {
   }
 
  protected:
-  // What the kernels before wrote is there; the kernel after may be scheduled.
-  MLA_DEVICE static void begin() {
-    wait_for_producer();
-    release_consumer();
-  }
-
   MLA_DEVICE void ask_for_keys(WorkList& work) {
     Ring<Policy::STAGES> ring;
     work.load_pages();

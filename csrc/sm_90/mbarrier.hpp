@@ -59,10 +59,12 @@ MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::
 // Barrier of one warpgroup; 0 is the block's own.
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// Under programmatic dependent launch: nothing that the kernel before wrote may be read before the first; blocks of the
-// kernel after may be scheduled once every block has passed the second. Without such a launch both do nothing.
-MLA_DEVICE void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-MLA_DEVICE void release_consumer() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Under programmatic dependent launch: nothing that the kernel before wrote may be read before this; blocks of the
+// kernel after may be scheduled once every block has passed it. Without such a launch it does nothing.
+MLA_DEVICE void take_turn() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 
 template <int REGISTERS>
 MLA_DEVICE void take_registers() {

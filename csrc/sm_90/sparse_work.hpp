@@ -88,11 +88,13 @@ class SparseWork {
   }
 
   MLA_DEVICE const int32_t* words(int item) const {
-    return params_.plan + uniform(__ldg(params_.plan + PLAN_ITEMS)) + 4 * static_cast<int64_t>(item);
+    return params_.plan + uniform(__ldg(params_.plan + PlanHeader::items)) + 4 * static_cast<int64_t>(item);
   }
 
-  MLA_DEVICE int workers() const { return uniform(__ldg(params_.plan + PLAN_WORKERS)); }
-  MLA_DEVICE const int32_t* bounds() const { return params_.plan + uniform(__ldg(params_.plan + PLAN_WORK_INDPTR)); }
+  MLA_DEVICE int workers() const { return uniform(__ldg(params_.plan + PlanHeader::workers)); }
+  MLA_DEVICE const int32_t* bounds() const {
+    return params_.plan + uniform(__ldg(params_.plan + PlanHeader::work_indptr));
+  }
 
   // The first worker with items from `worker` on, in steps of the launch's workers.
   MLA_DEVICE void open_worker(int worker) const {

@@ -4,17 +4,12 @@
 #include "mla/division.hpp"
 #include "mla/params/decode_tma.hpp"
 #include "mla/params/sparse_decode_tma.hpp"
+#include "mla/plan_header.hpp"
 #include "sm_90/mbarrier.hpp"
 
 namespace mla::sm90 {
 
 using Params = DecodeTmaParams;
-
-// Words of a plan's header (ops/plan/layout.py declares them all); all but the first are where a part begins.
-constexpr int PLAN_WORKERS = 3;
-constexpr int PLAN_WORK_INDPTR = 6;
-constexpr int PLAN_ITEMS = 8;
-constexpr int PLAN_HEADER = 16;  // words; split_indptr [batch + 1] follows, then work_indptr
 
 struct Item {
   int sequence;
@@ -68,7 +63,7 @@ class WorkList {
       // plan's workers a bound is some other word of it, for it has as many items as the launch has workers.
       const int line = thread_id() % 32 * 32;
       if (line < params.batch) prefetch_line(params.seq_lens + line);
-      const int workers = __ldg(params.plan + PLAN_WORKERS), items = __ldg(params.plan + PLAN_ITEMS);
+      const int workers = __ldg(params.plan + PlanHeader::workers), items = __ldg(params.plan + PlanHeader::items);
       load_worker();
       plan_workers_ = uniform(workers);
       items_ = uniform(items);
@@ -145,7 +140,7 @@ class WorkList {
   }
 
   MLA_DEVICE void load_worker() {
-    const int32_t* bounds = params_.plan + PLAN_HEADER + params_.batch + 1 + worker_;
+    const int32_t* bounds = params_.plan + PlanHeader::words + params_.batch + 1 + worker_;
     const int begin = __ldg(bounds), end = __ldg(bounds + 1);
     cursor_ = uniform(begin);
     limit_ = uniform(end);

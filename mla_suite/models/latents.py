@@ -69,7 +69,7 @@ def _latents(
     q_eps: float,
     kv_eps: float,
 ) -> Three:
-    made = _empty_latents(x, weight, q_weight, kv_weight, q_eps, kv_eps)
+    made = _empty_latents(x, weight, q_weight, kv_weight)
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0]:
         _add_and_norm(_parts(rows, weight), q_weight, kv_weight, q_eps, kv_eps, made)
@@ -110,12 +110,7 @@ def _add_and_norm(
 
 
 def _empty_latents(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    q_weight: torch.Tensor,
-    kv_weight: torch.Tensor,
-    q_eps: float,
-    kv_eps: float,
+    x: torch.Tensor, weight: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, *_: float
 ) -> Three:
     query, latent = q_weight.shape[0], kv_weight.shape[0]
     q, kv_c, k_pe = (x.new_empty(*x.shape[:-1], size) for size in (query, latent, weight.shape[0] - query - latent))

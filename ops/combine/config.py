@@ -118,7 +118,7 @@ class PlannedConfig:
     @property
     def instance(self) -> str:
         resident = 8 * self.arch.simds * self.arch.compute_units
-        return f"planned_combine_dv-{self.head_dim_v}_waves-{self.waves}_resident-{resident}"
+        return f"planned_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_resident-{resident}"
 
     @property
     def threads(self) -> int:

@@ -2,6 +2,6 @@
 #include "cdna/wave.hpp"
 #include "mla/planned_combine.hpp"
 
-using Kernel = mla::PlannedCombine<cdna::Wave<false>, 512, 4, 48>;
+using Kernel = mla::PlannedCombine<cdna::Wave<false>, 512, 4, 2, 48>;
 
 MLA_KERNEL(Kernel::threads, Kernel::min_waves) void planned_combine(mla::CombineParams p) { Kernel::run(p); }

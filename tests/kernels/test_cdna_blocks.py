@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from own_kernels import assembly
 
-from mla_suite.core.arch import CSRC
 from mla_suite.runtime.emulator import Emulator, Memory
-from mla_suite.toolchain import compilers
 
 LANES = torch.arange(64)
 COLUMN, GROUP = LANES % 16, LANES // 16
@@ -19,11 +16,7 @@ COLUMN, GROUP = LANES % 16, LANES // 16
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    out = tmp_path_factory.mktemp("blocks") / "blocks.s"
-    source = Path(__file__).with_name("cdna_blocks.hip")
-    command = [*compilers.packaged().to_assembly("gfx942"), f"-I{CSRC}", "-S", str(source), "-o", str(out)]
-    subprocess.run(command, check=True)
-    return out.read_text()
+    return assembly("cdna_blocks", "gfx942", tmp_path_factory.mktemp("blocks"))
 
 
 def launch(text, kernel, threads, arrays, *scalars):

@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import struct
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from merges import exact, partials
+from own_kernels import assembly
 
 import mla_suite
 from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
 from mla_suite.ops.combine import config, native
 from mla_suite.ops.plan.layout import HEADER_WORDS, Plan
 from mla_suite.runtime.emulator import Emulator, Memory
 from mla_suite.testing import assert_close, poison
-from mla_suite.toolchain import compilers
 
 THREADS = 4 * 64
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("planned") / "planned_combine.s"
-    source = Path(__file__).with_name("planned_combine.hip")
-    command = [*compilers.packaged().to_assembly("gfx942"), f"-I{CSRC}", "-S", str(source), "-o", str(out)]
-    subprocess.run(command, check=True)
-    return out.read_text()
+    return assembly("planned_combine", "gfx942", tmp_path_factory.mktemp("planned"))
 
 
 class Merge:

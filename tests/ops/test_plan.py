@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -321,15 +320,17 @@ def test_sizes_follow_from_arguments():
 @pytest.mark.parametrize("batch", range(6))
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 132])
 def test_where_kernels_find_the_words(batch, workers):
-    """What csrc/sm_90/work.hpp takes for granted: its words of the header, where bounds lie, aligned items."""
-    source = Path(mla_suite.__file__).parent / "csrc" / "sm_90" / "work.hpp"
-    named = dict(re.findall(r"constexpr int PLAN_(\w+) = (\d+);", source.read_text()))
+    """What kernels take for granted: their words of the header, where bounds lie, aligned items."""
+    source = arch.CSRC / "mla" / "plan_header.hpp"
+    named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
     place = layout_for(batch, workers, max_kv_len=100, num_splits=0, split_size=0)
     header = place.header(num_splits=0, split_size=0, max_kv_len=100)
-    assert header[int(named["WORKERS"])] == workers
-    assert header[int(named["ITEMS"])] == place.items
+    assert header[named["workers"]] == workers
+    assert header[named["items"]] == place.items
     assert place.items % 4 == 0
-    assert header[int(named["WORK_INDPTR"])] == place.work_indptr == int(named["HEADER"]) + batch + 1
+    assert header[named["work_indptr"]] == place.work_indptr == named["words"] + batch + 1
+    assert header[Word.ITEM_WORDS] == named["item_words"]
+    assert named["partial_rows"] == Word.PARTIAL_ROWS
     # A launch's workers are no more than the plan's items, so a bound past the plan's own is still a word of it.
     slots = most_items(place.words, batch)
     assert place.work_indptr + slots + 1 <= place.words
