@@ -305,8 +305,8 @@ class SparseLoader : Loader<Policy> {
     const uint32_t to = slot + places.copied;
     const uint32_t tail = slot + places.tail;
     const bool in_tail = part < Record::TAIL_PIECES * 16;
-    // A version with a branch around the copies by some lanes took 4 % longer for v32 (there all lanes arrived on kv_full,
-    // too); predicates for all of dsv4's cost it a spill.
+    // A version with a branch around the copies by some lanes took 4 % longer for v32 (there all lanes arrived on
+    // kv_full, too); predicates for all of dsv4's cost it a spill.
     if constexpr (Record::SCALES_APART) {
       if (any) {
         copy_present<16>(true, to, from, present);
