@@ -5,13 +5,19 @@
 
 namespace cdna {
 
-// Round to nearest even; finite values only (softmax weights and averages of finite values).
+// Round to nearest even. A NaN whose low half is full becomes zero: the carry runs through its sign. See roundable.
 MLA_DEVICE uint32_t round_to_bf16(float x) {
   const uint32_t bits = mla::bit_cast<uint32_t>(x);
   return bits + 0x7fff + (bits >> 16 & 1);
 }
 MLA_DEVICE uint32_t pack_bf16(float low, float high) {
   return __builtin_amdgcn_perm(round_to_bf16(high), round_to_bf16(low), 0x07060302);
+}
+
+// A factor of results, such that a NaN stays one when they are rounded.
+MLA_DEVICE float roundable(float factor) {
+  const uint32_t bits = mla::bit_cast<uint32_t>(opaque(factor));
+  return mla::bit_cast<float>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc00000u : bits);
 }
 
 // Ties away from zero, one addition per value: the bound (half a unit) is that of round_to_bf16.

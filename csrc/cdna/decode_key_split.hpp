@@ -199,7 +199,7 @@ class KeySplitDecode {
     const mla::RowResult<Policy> result = sink.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
-    for (int w = 0; w < waves; ++w) weight[w] *= result.weight * value_scale<typename Problem::Format>(p);
+    for (int w = 0; w < waves; ++w) weight[w] = roundable(weight[w] * (result.weight * value_scale<typename Problem::Format>(p)));
 
     constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;

@@ -137,7 +137,7 @@ class RowSplitWave {
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, softmax_[r].sum);
       if (lane.group == 0) sink.store_lse(result.lse);
-      const float weight = result.weight * value_scale<typename Problem::Format>(p);
+      const float weight = roundable(result.weight * value_scale<typename Problem::Format>(p));
       sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);   // or all pieces are scaled before the first is stored

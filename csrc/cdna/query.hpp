@@ -62,11 +62,16 @@ struct QueryTile {
   }
 };
 
-// What turns a score into an exponent of 2: softmax_scale and, where the format has them, both descales.
+// What turns a score into an exponent of 2: softmax_scale and, where the format has them, both descales. softmax_scale is
+// positive, but a descale may be 0 (of a tensor of zeros), and 0 times a masked score of -inf would be NaN.
 template <class Format>
 MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
+  constexpr float as_good_as_zero = 1e-30f;
   const float scale = p.softmax_scale * mla::LOG2_E;
-  return Format::descaled ? scale * mla::descale(p.q_descale) * mla::descale(p.kv_descale) : scale;
+  if constexpr (!Format::descaled) return scale;
+  const float descaled = scale * mla::descale(p.q_descale) * mla::descale(p.kv_descale);
+  const uint32_t bits = opaque(mla::bit_cast<uint32_t>(descaled));   // a comparison of floats would take NaN for 0
+  return bits << 1 == 0 ? as_good_as_zero : mla::bit_cast<float>(bits);
 }
 
 // What the averages of stored values are multiplied by.

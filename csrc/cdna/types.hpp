@@ -32,6 +32,13 @@ MLA_DEVICE int rederived(int x) {
   return x;
 }
 
+// The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
+template <class T>
+MLA_DEVICE T opaque(T x) {
+  asm("" : "+v"(x));
+  return x;
+}
+
 // Counted anew at each call, so that a kernel that walks items does not keep it between them.
 MLA_DEVICE Lane Lane::current() {
   const uint32_t all = static_cast<uint32_t>(cdna::rederived(-1));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cdna/kernel_params.hpp"
+#include "cdna/types.hpp"
 #include "mla/device.hpp"
 
 namespace cdna {
@@ -54,11 +55,7 @@ struct Wave {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
-  MLA_DEVICE static float opaque(float x) {
-    asm("" : "+v"(x));
-    return x;
-  }
+  MLA_DEVICE static float opaque(float x) { return cdna::opaque(x); }
   MLA_DEVICE static float not_a_number() { return opaque(mla::bit_cast<float>(0x7fc00000)); }
 
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.

@@ -291,7 +291,7 @@ struct WideSoftmax {
   // What turns a row's accumulated values into its output, by that of a row divided by `sum`.
   MLA_DEVICE static float output_weight(float weight, float sum, float divisor) {
     if constexpr (!Values::coarse) return weight;
-    return divisor > 0.0f ? weight * sum * Policy::reciprocal(divisor) : 0.0f;
+    return mla::bit_cast<uint32_t>(divisor) != 0 ? weight * sum * Policy::reciprocal(divisor) : 0.0f;
   }
 };
 

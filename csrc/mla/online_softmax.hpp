@@ -34,7 +34,8 @@ struct RowResult {
   float lse;
 
   MLA_DEVICE static RowResult of(float max, float sum) {
-    const bool any = sum > 0.0f;
+    // By its bits, so that the sum of a row with a NaN among its keys counts, and stays NaN.
+    const bool any = bit_cast<uint32_t>(sum) != 0;
     return RowResult{any ? Policy::reciprocal(sum) : 0.0f, any ? (max + Policy::log2(sum)) * LN_2 : MINUS_INFINITY};
   }
 

@@ -1,0 +1,106 @@
+"""decode on AMD: a NaN, whatever it comes from, is in the results it belongs to and in no other; zeros make none."""
+
+from __future__ import annotations
+
+import decode_grid as grid
+import pytest
+import torch
+from decode_grid import CPU, FP8_NAN, assert_within_bound
+
+import mla_suite
+from mla_suite.core import arch as archs
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.runtime import has_kernel
+from mla_suite.testing import exact_decode
+
+E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
+LAYOUTS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
+# Of the second, rounding to bf16 by an addition would carry through the sign.
+NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
+
+
+@pytest.fixture(params=["gfx942", "gfx950"], autouse=True)
+def arch(request):
+    if not has_kernel(request.param, "decode_dtype-bf16_rows-16_width-576_rotate-0"):
+        pytest.skip(f"no kernels for {request.param}; run `python -m mla_suite build --arch {request.param}`")
+    with mla_suite.emulate(request.param):
+        yield request.param
+
+
+def formats(arch):
+    """Cache and queries in bf16 and fp16, an fp8 cache, and fp8 queries as well."""
+    return (
+        {},
+        {"layout": "fp16", "dtype": torch.float16},
+        {"layout": LAYOUTS[arch]},
+        {"layout": LAYOUTS[arch], "dtype": E4M3[arch]},
+    )
+
+
+def problem(heads, splits, **options):
+    args, kwargs = decode_sample((100, 33), heads=heads, num_splits=splits, **options).make(CPU)
+    return [*args], kwargs
+
+
+def assert_first_is_nan(out, lse):
+    """All of sequence 0 and nothing of sequence 1."""
+    assert bool(out[0].isnan().all())
+    assert bool(lse[0].isnan().all())
+    assert bool(out[1].isfinite().all() and lse[1].isfinite().all())
+
+
+@pytest.mark.parametrize(("splits", "column"), [(1, 3), (3, 575)])
+@pytest.mark.parametrize("heads", [16, 48, 128])
+def test_nan_in_a_key(arch, heads, splits, column):
+    for options in formats(arch):
+        args, kwargs = problem(heads, splits, **options)
+        cache, table = args[1], args[3]
+        page = cache.shape[1]
+        value = torch.nan if cache.dtype != torch.uint8 else FP8_NAN[archs.get(arch).fp8]
+        cache[table[0, 50 // page].item(), 50 % page, column] = value
+        assert_first_is_nan(*grid.decode(arch, args, kwargs))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [16, 48])
+def test_nan_in_a_query_row(arch, heads, splits):
+    args, kwargs = problem(heads, splits)
+    args[0][0, 0, 2, 5] = torch.nan
+    out, lse = grid.decode(arch, args, kwargs)
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0, 2]]
+    assert bool(out[0, 0, 2].isnan().all())
+    assert lse.isnan().nonzero().tolist() == [[0, 0, 2]]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("heads", [16, 48])
+@pytest.mark.parametrize("nan", NANS)
+def test_nan_in_a_sink(arch, nan, heads, splits):
+    args, kwargs = problem(heads, splits, sink=True)
+    args[9][3] = nan
+    out, lse = grid.decode(arch, args, kwargs)
+    rows = torch.zeros(heads, dtype=torch.bool)
+    rows[3] = True
+    assert torch.equal(out.isnan(), rows[:, None].expand_as(out))
+    assert bool(lse.isfinite().all())
+
+
+@pytest.mark.parametrize("heads", [16, 48, 128])
+@pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
+@pytest.mark.parametrize("nan", NANS)
+def test_nan_in_a_descale(arch, nan, at, heads):
+    args, kwargs = problem(heads, 1, layout=LAYOUTS[arch], dtype=E4M3[arch])
+    args[at] = nan.reshape(1)
+    out, lse = grid.decode(arch, args, kwargs)
+    assert bool(out.isnan().all() and lse.isnan().all())
+
+
+@pytest.mark.parametrize("heads", [16, 48, 128])
+@pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
+def test_a_descale_of_zero(arch, at, heads):
+    """All scores are 0, the masked ones apart."""
+    args, kwargs = problem(heads, 2, layout=LAYOUTS[arch], dtype=E4M3[arch])
+    args[at] = torch.zeros(1)
+    coarse = getattr(grid.chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
+    out, lse = grid.decode(arch, args, kwargs)
+    assert_within_bound(out, lse, exact_decode(*args, **kwargs), grid.COARSE if coarse else 2.0**-8)
