@@ -8,6 +8,7 @@
 #pragma once
 
 #include "mla/append_row.hpp"
+#include "mla/division.hpp"
 
 namespace mla {
 
@@ -133,8 +134,7 @@ struct AppendKv {
   }
 
   MLA_DEVICE static Record record_of(const AppendKvParams& p, int slot) {
-    const uint64_t scaled = static_cast<uint64_t>(slot) * p.page_reciprocal;
-    const uint32_t block = static_cast<uint32_t>(scaled >> (31 + p.page_shift));
+    const uint32_t block = divided(static_cast<uint32_t>(slot), p.page_reciprocal, p.page_shift);
     return Record{p.kv_cache + block * p.block_bytes, slot - static_cast<int>(block) * p.page, p.page};
   }
 
