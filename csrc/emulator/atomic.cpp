@@ -145,6 +145,7 @@ static void global_atomic(Wave& wave, const Inst& in) {
 static void buffer_atomic(Wave& wave, const Inst& in) {
   BufferLanes lanes;
   u32 bytes = u32(in.opcode->aux >> 8);
+  if (in.mod[mod_offen] || in.mod[mod_idxen]) require_address(wave, in, in.op[in.source]);
   buffer_addresses(wave, in, bytes, lanes);
   u64 active = 0;
   for_lanes(wave.exec, [&](int l) { active |= u64(lanes.valid[l] >= bytes) << l; });

@@ -11,6 +11,7 @@ static void move(Wave& wave, const Inst& in) {
   const Operand &data = in.op[storing ? 1 : 0], &address = in.op[storing ? 0 : 1], &base = in.op[2];
   u32 bytes = u32(shape_bytes(aux)), size = wave.worker->launch->scratch_bytes;
   u64 at[LANES];
+  require_address(wave, in, address);
   for (int l = 0; l < LANES; l++) {
     at[l] = u64(in.mod[mod_offset]);
     if (address.kind == VECTOR) at[l] += wave.v[address.index][l];

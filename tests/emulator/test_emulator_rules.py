@@ -1,0 +1,130 @@
+"""Rules of the sanitizer that a few lines break; the others are in test_emulator_sanitizer.py and instructions/."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mla_suite.core.arch import CSRC
+from mla_suite.runtime.emulator import Memory, core, run_snippet
+from mla_suite.runtime.emulator.report import _EXPLANATIONS
+
+LANE = np.arange(64, dtype=np.uint32)
+WORDS = np.arange(256, dtype=np.uint32)
+HERE = Path(__file__).parent
+
+
+def kinds(state):
+    return {finding.kind for finding in state.findings}
+
+
+def test_every_rule_has_a_name_a_sentence_a_line_in_the_readme_and_a_test():
+    rules = set(core.load().findings)
+    assert rules == set(_EXPLANATIONS)
+    table = (CSRC / "emulator" / "README.md").read_text().split("## The rules that are checked")[1]
+    rows = re.findall(r"^\| ([a-z_0-9, ]+) \|", table.split("**Order between")[0], re.M)
+    assert {name for row in rows for name in row.split(", ")} - {"rule"} == rules
+    tests = "".join(path.read_text() for path in HERE.rglob("*.py"))
+    assert {rule for rule in rules if f'"{rule}"' not in tests} == set()
+
+
+@pytest.mark.parametrize("line", ["ds_read_b32 v1, v0", "ds_write_b32 v0, v1", "ds_add_u32 v0, v1"])
+def test_lds_out_of_bounds(arch, line):
+    state = run_snippet(arch, line, {"v0": LANE * 4 + 8}, lds=WORDS[:64])
+    (finding,) = state.findings
+    assert finding.kind == "lds_out_of_bounds"
+    assert finding.lanes == 0b11 << 62
+    assert finding.address == "0x100"
+    if "write" in line or "add" in line:
+        np.testing.assert_array_equal(state.lds.view(np.uint32)[:2], WORDS[:2])
+
+
+def test_a_load_to_lds_out_of_bounds(arch):
+    lines = ["s_mov_b32 m0, 8", "s_nop 0", "global_load_lds_dword v0, s[0:1]", "s_waitcnt vmcnt(0)"]
+    buffers = [Memory.of("x", WORDS, "r")]
+    state = run_snippet(arch, lines, {"v0": LANE * 4}, {"s0": WORDS.ctypes.data}, lds=256, buffers=buffers)
+    assert kinds(state) == {"lds_out_of_bounds"}
+    assert state.findings[0].lanes == 0b11 << 62
+    np.testing.assert_array_equal(state.lds.view(np.uint32)[2:], WORDS[:62])
+
+
+@pytest.mark.parametrize(
+    ("line", "step", "expected"),
+    [
+        ("ds_read_b64 v[2:3], v0", 4, {"lds_misaligned"}),
+        ("ds_read_b64 v[2:3], v0", 8, set()),
+        ("ds_write_b128 v0, v[4:7]", 8, {"lds_misaligned"}),
+        ("ds_write_b128 v0, v[4:7]", 16, set()),
+        ("ds_read_b96 v[4:6], v0", 4, set()),
+        ("ds_write_b16 v0, v4", 1, {"lds_misaligned"}),
+        ("ds_max_u32 v0, v4", 2, {"lds_misaligned"}),
+    ],
+)
+def test_lds_misaligned(arch, line, step, expected):
+    state = run_snippet(arch, line, {"v0": step}, lds=WORDS, exec_mask=1)
+    assert kinds(state) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "offset", "expected"),
+    [
+        ("global_load_dword v2, v0, s[0:1]", 2, {"global_misaligned"}),
+        ("global_load_dwordx4 v[4:7], v0, s[0:1]", 4, set()),
+        ("global_load_ushort v2, v0, s[0:1]", 1, {"global_misaligned"}),
+        ("global_store_dword v0, v3, s[0:1]", 1, {"global_misaligned"}),
+        ("global_atomic_add_x2 v0, v[4:5], s[0:1]", 4, {"global_misaligned"}),
+        ("s_load_dword s8, s[0:1], 0x2", 0, {"global_misaligned"}),
+    ],
+)
+def test_global_misaligned(arch, line, offset, expected):
+    data = WORDS.copy()
+    data = data[(-data.ctypes.data // 4) % 2 :]  # from a multiple of 8 on
+    state = run_snippet(
+        arch, line, {"v0": offset}, {"s0": data.ctypes.data}, exec_mask=1, buffers=[Memory.of("x", data, "rw")]
+    )
+    assert kinds(state) == expected
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "global_load_dword v50, v51, s[0:1]",
+        "global_store_dword v51, v0, s[0:1]",
+        "global_atomic_add v51, v0, s[0:1]",
+        "buffer_load_dword v50, v51, s[0:3], 0 offen",
+        "buffer_atomic_add v0, v51, s[0:3], 0 offen",
+        "ds_read_b32 v50, v51",
+        "ds_write_b32 v51, v0",
+        "ds_add_u32 v51, v0",
+        "scratch_load_dword v50, v51, off",
+    ],
+)
+def test_an_address_that_nobody_wrote(launch, line):
+    """A kernel may count on v0 alone."""
+    arrays = {"a": (np.zeros(256, np.float32), "r"), "b": (np.zeros(256, np.float32), "r")}
+    arrays["out"] = (np.zeros(256, np.float32), "rw")
+    begin = re.search(r"^add:.*$", launch.text, re.M).end()
+    expected = {"uninitialised_address"}
+    for text, found in ((f"\t{line}", True), (f"\tv_mov_b32_e32 v51, 0\n\t{line}", False)):
+        changed = f"{launch.text[:begin]}\n{text}\n\ts_waitcnt vmcnt(0) lgkmcnt(0)\n{launch.text[begin:]}"
+        report = launch("add", 1, 256, arrays, 256, text=changed)
+        seen = {finding.kind: finding for finding in report.findings}
+        assert (expected <= set(seen)) == found, (text, set(seen))
+        if found:
+            assert seen["uninitialised_address"].explanation.startswith("v51 is an address")
+
+
+@pytest.mark.parametrize(("word", "bit"), [(1, 31), (3, 23)], ids=["swizzle", "thread ids"])
+def test_bad_resource(arch, word, bit):
+    data = WORDS.copy()
+    plain = data.ctypes.data | data.nbytes << 64 | 0x00027000 << 96
+    for resource, expected in ((plain, set()), (plain | 1 << 32 * word + bit, {"bad_resource"})):
+        line = "buffer_load_dword v1, v0, s[4:7], 0 offen"
+        state = run_snippet(arch, line, {"v0": LANE * 4}, {"s4": resource}, buffers=[Memory.of("x", data, "r")])
+        assert kinds(state) == expected
+
+
+def test_rounding_mode(arch):
+    for mode, expected in ((0, set()), (1, {"rounding_mode"}), (12, {"rounding_mode"})):
+        assert kinds(run_snippet(arch, f"s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 4), {mode}")) == expected
