@@ -122,7 +122,7 @@ def flash_mla_with_kvcache(
 
     ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
     """
-    name = "flash_mla_with_kvcache"
+    name, plan = "flash_mla_with_kvcache", None
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
     cache, layout = _pool(name, "k_cache", k_cache, is_fp8_kvcache)
@@ -186,6 +186,7 @@ def flash_mla_with_kvcache(
         )
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
+        tile_scheduler_metadata.tile_scheduler_metadata = plan
     return out, _empty_as_plus_inf(lse).transpose(1, 2).contiguous()
 
 
@@ -304,10 +305,10 @@ def _plan_of(
     if isinstance(metadata, FlashMLASchedMeta):
         if num_splits is not None:
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
-        if metadata.tile_scheduler_metadata is None:
-            workers = mla_suite.workers(cache_seqlens, rows)
-            metadata.tile_scheduler_metadata = mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
-        return metadata.tile_scheduler_metadata
+        if metadata.tile_scheduler_metadata is not None:
+            return metadata.tile_scheduler_metadata
+        workers = mla_suite.workers(cache_seqlens, rows)
+        return mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
     if metadata.dim() != 2 or metadata.shape[1] != plans.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
         given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
         _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")

@@ -88,7 +88,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
-        self._plans: dict[int, torch.Tensor] = {}
+        self._plans: dict[tuple[int, int], torch.Tensor] = {}
 
     def _build_decode(
         self,
@@ -111,7 +111,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             rows = self.num_heads * max(num_decode_tokens // batch, 1)
             workers = mla_suite.workers(seq_lens_device, rows)
             made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_kv_len=0)
-            plan = self._plans.setdefault(batch, made)
+            plan = self._plans.setdefault((batch, workers), made)
             if plan is not made:
                 plan.copy_(made)
         return MLASuiteDecodeMetadata(

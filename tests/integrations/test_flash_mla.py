@@ -317,6 +317,16 @@ def test_a_holder_keeps_its_shapes():
         flash_mla_with_kvcache(q[:, :, :3], cache, block_table, cache_seqlens, 512, holder)
 
 
+def test_a_call_that_is_refused_leaves_the_holder_empty():
+    cache, block_table, cache_seqlens = paged([70, 3, 9], 64)
+    holder, _ = get_mla_metadata()
+    q = torch.randn(3, 1, 4, 576).bfloat16()
+    with pytest.raises(ValueError, match="head_dim_v is 999"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 999, holder)
+    assert holder == get_mla_metadata()[0]
+    flash_mla_with_kvcache(q[:2], cache, block_table[:2], cache_seqlens[:2], 512, holder)  # two sequences, not three
+
+
 def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     """Tensors passed on as they came need no conversion per call."""
     cache, block_table, cache_seqlens = paged([700, 30], 64)
