@@ -161,7 +161,7 @@ class PagedLatentCache:
         return table, self._index(lengths)
 
     def _check_width(self, sequences: Sequence[int], counts: Sequence[int], width: int | None) -> None:
-        if width is None:
+        if width is None or len(sequences) != len(counts):  # the pool refuses the latter
             return
         for sequence, count in zip(sequences, counts, strict=True):
             needed = -(-(self.pool.length(sequence) + count) // self.page_size)

@@ -44,6 +44,8 @@ def causal_attention_with_lse(
     """
     queries, keys, values = (t.transpose(1, 2).float() for t in (q, k, v))
     tokens = q.shape[1]
+    if not tokens:
+        return v.float(), v.new_empty(v.shape[:-1], dtype=torch.float32)
     outs, lses = [], []
     for start in range(0, tokens, QUERY_TILE):
         stop = min(start + QUERY_TILE, tokens)
@@ -105,6 +107,8 @@ def check(
             f"prefill: x has {x.dim()} dimensions and q_lens is {'given' if q_lens is not None else 'None'}; "
             "packed x [tokens, hidden_size] goes with q_lens, x [batch, tokens, hidden_size] without"
         )
+    if q_lens is not None and not q_lens:
+        raise ValueError("prefill: q_lens is empty; give the tokens of one sequence at least, 0 if it has none")
     if q_lens is not None and (sum(q_lens) != x.shape[0] or valid is not None):
         raise ValueError(
             f"prefill: q_lens sum to {sum(q_lens)} for {x.shape[0]} packed tokens; they must be equal, and valid "

@@ -133,6 +133,8 @@ def test_mistakes_are_named():
         cache.append([a, a], [1, 1])
     with pytest.raises(ValueError, match="1 sequences and 2 counts"):
         cache.append([a], [1, 1])
+    with pytest.raises(ValueError, match="2 sequences and 1 counts"):
+        cache.append([a, a], [1], width=4)
     with pytest.raises(ValueError, match="a count is 0 or more"):
         cache.append([a], [-1])
     with pytest.raises(ValueError, match="width 1: sequence 0 needs 2 pages"):
