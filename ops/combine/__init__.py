@@ -81,6 +81,8 @@ def specify(
         checks.fail("combine", "split_indptr", given, "pass exactly one of split_indptr and num_splits")
     if split_indptr is not None:
         checks.tensor("combine", "split_indptr", split_indptr, rank=1, dtypes=checks.INDEX, like=partial_out)
+        if split_indptr.shape[0] < 1:
+            checks.fail("combine", "split_indptr", "is empty", "it takes [batch + 1], so at least one value")
         batch = split_indptr.shape[0] - 1
     else:
         if num_splits < 1 or splits % num_splits != 0:

@@ -14,7 +14,7 @@ from mla_suite.core.dispatch import Offer, Refusal
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 
 
-@triton.jit(do_not_specialize=["num_splits", "q_len"])  # one binary for all of them
+@triton.jit(do_not_specialize=["num_splits", "q_len", "rows"])  # one binary for all of them
 def combine_kernel(
     partial_out,  # [splits, rows, D_V] fp32
     partial_lse,  # [splits, rows] fp32
@@ -25,6 +25,7 @@ def combine_kernel(
     lse,  # [tokens, heads] fp32
     num_splits,
     q_len,
+    rows,  # q_len x heads
     heads,
     sink_heads,
     partial_stride_split,
@@ -40,12 +41,13 @@ def combine_kernel(
     SKIP_NONE: tl.constexpr,
     SKIP_SINGLE: tl.constexpr,
 ):
-    """One program merges the splits of one row = token x heads + head of one sequence.
+    """One program merges the splits of one row = token x heads + head of one sequence, row after row in one dimension:
+    the others of a grid end at 65535.
 
     SKIP_NONE and SKIP_SINGLE leave the rows of sequences with no split, or one, as their producer wrote them.
     """
-    b = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1)
+    b = (tl.program_id(0) // rows).to(tl.int64)
+    row = tl.program_id(0) % rows
     token, head = row // heads, row % heads
     first_token = b * q_len
     if cu_seqlens_q is not None:
@@ -113,7 +115,7 @@ def merge(
     rows, heads = partial_lse.shape[1], out.shape[1]
     if batch == 0 or rows == 0:
         return
-    combine_kernel[(batch, rows)](
+    combine_kernel[(batch * rows,)](
         partial_out,
         partial_lse,
         split_indptr,
@@ -123,6 +125,7 @@ def merge(
         lse,
         num_splits,
         rows // heads,
+        rows,
         heads,
         attn_sink.shape[0] if attn_sink is not None else 1,
         partial_out.stride(0),

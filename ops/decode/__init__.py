@@ -11,8 +11,7 @@ from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
 from mla_suite.ops.decode import native, reference, samples, values
-from mla_suite.ops.plan import check_splits
-from mla_suite.ops.plan.layout import smallest_words
+from mla_suite.ops.plan import check_splits, check_words
 
 SCHEMA = (
     "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? kv_indptr=None, "
@@ -43,7 +42,7 @@ class Problem(NamedTuple):
     ragged_queries: bool  # cu_seqlens_q
     causal: bool
     sink: bool
-    rope: bool
+    rope: int  # values of a row that rope_cos_sin turns, 0 without it
     planned: bool
     num_splits: int
     split_size: int
@@ -178,11 +177,11 @@ def specify(
         if rope % 2 != 0 or rope > head_dim or (kind.sized(kind.latent, kind.rope).rope != rope and not kind.dense):
             given = f"has shape {tuple(rope_cos_sin.shape)}"
             checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {kind.rope}]: cosines, then sines")
+        if rope_cos_sin.shape[0] > 1 and rope_cos_sin.stride(0) != rope:
+            given = f"has strides {rope_cos_sin.stride()}"
+            checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")
     if plan is not None:
-        checks.tensor("decode", "plan", plan, rank=1, dtypes=checks.INDEX, like=q)
-        if plan.shape[0] < smallest_words(batch):
-            given = f"has {plan.shape[0]} words"
-            checks.fail("decode", "plan", given, f"one for {batch} sequences has at least {smallest_words(batch)}")
+        check_words("decode", plan, batch, q)
     if max_kv_len < 0:
         checks.fail("decode", "max_kv_len", f"is {max_kv_len}", "it takes the longest length, or 0 when unknown")
     check_splits("decode", num_splits, split_size)
@@ -263,7 +262,7 @@ def problem(
         ragged_queries=cu_seqlens_q is not None,
         causal=causal,
         sink=attn_sink is not None,
-        rope=rope_cos_sin is not None,
+        rope=0 if rope_cos_sin is None else rope_cos_sin.shape[1],
         planned=plan is not None,
         num_splits=num_splits,
         split_size=split_size,

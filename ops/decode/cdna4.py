@@ -63,4 +63,4 @@ def cdna4_config(problem: Any, arch: Arch, most: int = MOST_ROWS) -> Cdna4Config
     cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
     rows = tile_rows(problem.heads * problem.q_len, most)
     fp8_weights = query == "fp8" and rows > MOST_BF16_WEIGHTS
-    return Cdna4Config(arch, query, cache, rows, problem.head_dim, problem.rope, fp8_weights)
+    return Cdna4Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

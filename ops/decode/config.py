@@ -101,4 +101,4 @@ def cdna_config(problem: Any, arch: Arch, most: int = MOST_ROWS) -> CdnaConfig:
     """The instance for a problem, in tiles of at most `most` rows; it depends on shapes of the queries alone."""
     cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
     rows = tile_rows(problem.heads * problem.q_len, most)
-    return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope)
+    return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)

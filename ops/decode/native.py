@@ -59,8 +59,9 @@ def _unsupported(problem: Any, arch: Arch) -> str | None:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
     if problem.layout == fp8_layout and problem.head_dim != 576:
         return f"fp8 rows of {problem.head_dim} values; it takes 576"
-    if problem.rope and (problem.head_dim != 576 or problem.layout != "bf16"):
-        return "rope_cos_sin with a cache other than bf16 rows of 576 values"
+    if problem.rope and (problem.rope != 64 or problem.head_dim != 576 or problem.layout != "bf16"):
+        given = f"rope_cos_sin of {problem.rope} values with {problem.layout} rows of {problem.head_dim}"
+        return f"{given}; it turns 64 of bf16 rows of 576"
     if problem.alignment < 16:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
     rows = problem.heads * problem.q_len

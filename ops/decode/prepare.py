@@ -105,7 +105,7 @@ def prepare(
         if on_hopper:
             split_size = hopper.whole_blocks(split_size)
         bound = max_kv_len or (entries if table is None else table[0][1]) * page
-        by_size = max(1, int(splits_of(bound, split_size))) if split_size else 0
+        by_size = int(splits_of(bound, split_size)) if split_size else 0
         splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
         items = batch * splits
         slots = items if splits > 1 else 0

@@ -28,6 +28,7 @@ from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 LAYOUTS = ("bf16", "fp16", "fp32", "fp8")
+MOST_BLOCKS = 65535  # of a grid's second dimension
 GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts fall on its multiples
 ITEMS_AT = tl.constexpr(int(Word.ITEMS))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
@@ -219,6 +220,8 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     rope = problem.head_dim - problem.head_dim_v
     if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
         return Refusal(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
+    if problem.rope not in (0, rope):
+        return Refusal(f"rope_cos_sin turns {problem.rope} values; it turns all {rope} that are no part of V")
     if problem.q_dtype == torch.float8_e4m3fnuz:
         return Refusal("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
     match = tuned.find(problem, arch)
@@ -228,7 +231,7 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16
-    tile = tile_for(rows, problem.q_dtype, problem.rope, arch)
+    tile = tile_for(rows, problem.q_dtype, problem.rope > 0, arch)
     return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 
 
@@ -303,7 +306,7 @@ def run(
         splits = num_splits or invariant or _splits(batch * tiles, bound, compute_units(q.device))
         capacity = batch * splits if splits > 1 else 0
     partial_out, partial_lse = partials(q.device, capacity, rows, head_dim_v) if capacity else (None, None)
-    blocks = min(capacity, compute_units(q.device)) if plan is not None else batch * splits
+    blocks = min(capacity, compute_units(q.device)) if plan is not None else min(batch * splits, MOST_BLOCKS)
     decode_kernel[(tiles, blocks)](
         tokens,
         kv_cache,

@@ -9,8 +9,7 @@ import torch
 from mla_suite.core import checks
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
-from mla_suite.ops.plan import check_lengths
-from mla_suite.ops.plan.layout import Plan, Word
+from mla_suite.ops.plan import check_lengths, check_plan
 
 
 def validate(
@@ -50,7 +49,7 @@ def validate(
         given = f"has {rope_cos_sin.shape[0]} positions"
         checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(seq_lens.max())} keys")
     if plan is not None:
-        _check_plan(plan, seq_lens.shape[0], num_splits, split_size)
+        check_plan("decode", plan, seq_lens.shape[0], "seq_lens has", num_splits, split_size)
 
 
 def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_q_len: int) -> None:
@@ -101,16 +100,3 @@ def _check_fit(seq_lens: torch.Tensor, used: torch.Tensor, room: torch.Tensor, p
     if wrong.numel():
         b = int(wrong[0])
         checks.fail("decode", f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)
-
-
-def _check_plan(plan: torch.Tensor, batch: int, num_splits: int, split_size: int) -> None:
-    try:
-        header = Plan.read(plan).header
-    except ValueError as error:
-        raise ValueError(f"decode: {error}") from None
-    if header[Word.BATCH] != batch:
-        checks.fail("decode", "plan", f"was made for {header[Word.BATCH]} sequences", f"seq_lens has {batch}")
-    for name, given, word in (("num_splits", num_splits, Word.NUM_SPLITS), ("split_size", split_size, Word.SPLIT_SIZE)):
-        if given and header[word] != given:
-            possible = f"the plan was made with {header[word]}: pass that or 0"
-            checks.fail("decode", name, f"is {given}", possible)

@@ -40,7 +40,7 @@ def plan(
 ) -> torch.Tensor:
     """Cut sequences along their keys and deal the pieces to workers.
 
-    seq_lens      [batch] int32, keys per sequence (for sparse_decode: selected keys over all pools)
+    seq_lens      [batch] int32, keys per sequence; for sparse_decode [query tokens], keys selected over all pools
     cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
     rows          q_len x heads, for the cost model, whose figures are those of seq_lens' device; the plan is right for
                   any other, and on any other
@@ -50,7 +50,7 @@ def plan(
     split_size    > 0: a cut at every multiple of so many keys, the same for every length and batch (batch-invariant)
 
     -> int32 [words], laid out as `ops/plan/layout.py` says: batch + workers items when balanced, batch x num_splits
-    when forced, batch x ceil(max_kv_len / split_size) when batch-invariant; ValueError above 64 MiB.
+    when forced, batch x ceil(max_kv_len / split_size), 2 each at least, when batch-invariant; ValueError above 64 MiB.
 
     One plan serves every layer of a step, any heads and query length. The last item of each sequence is open, so a
     plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Its
@@ -138,6 +138,29 @@ def check_lengths(op: str, seq_lens: torch.Tensor, max_kv_len: int) -> None:
         b = int(wrong[0])
         possible = f"it takes 0..{most}" + (" (max_kv_len)" if max_kv_len else "")
         checks.fail(op, f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)
+
+
+def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:
+    """Refuse a tensor that is no plan for `batch` sequences by its dtype, device or size."""
+    checks.tensor(op, "plan", plan, rank=1, dtypes=checks.INDEX, like=like)
+    least = layout.smallest_words(batch)
+    if plan.shape[0] < least:
+        checks.fail(op, "plan", f"has {plan.shape[0]} words", f"one for {batch} sequences has at least {least}")
+
+
+def check_plan(op: str, plan: torch.Tensor, batch: int, counted: str, num_splits: int, split_size: int) -> None:
+    """Refuse a plan for another batch, which `counted` says in words, or made with other splits. Reads device data."""
+    try:
+        header = layout.Plan.read(plan).header
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+    made = header[layout.Word.BATCH]
+    if made != batch:
+        checks.fail(op, "plan", f"was made for {made} sequences", f"{counted} {batch}")
+    splits = (("num_splits", num_splits, layout.Word.NUM_SPLITS), ("split_size", split_size, layout.Word.SPLIT_SIZE))
+    for name, given, word in splits:
+        if given and header[word] != given:
+            checks.fail(op, name, f"is {given}", f"the plan was made with {header[word]}: pass that or 0")
 
 
 PLAN = library.register(

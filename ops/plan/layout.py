@@ -134,8 +134,12 @@ def layout_for(batch: Size, workers: Size, *, max_kv_len: Size, num_splits: Size
 
 
 def splits_of(max_kv_len: Size, split_size: Size) -> Size:
-    """Splits per sequence in batch-invariant mode, the same for every sequence whatever its length."""
-    return (max_kv_len + split_size - 1) // split_size
+    """Splits per sequence in batch-invariant mode, the same for every sequence whatever its length.
+
+    Two at least: max_kv_len may be that of a batch, and where an attention sink is divided by, a merge rounds otherwise
+    than a kernel that needs none.
+    """
+    return torch.sym_max((max_kv_len + split_size - 1) // split_size, 2)
 
 
 def smallest_words(batch: Size) -> Size:

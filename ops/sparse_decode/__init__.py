@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -11,6 +11,7 @@ from mla_suite.core import checks, dispatch, faces, library
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
+from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.sparse_decode import native, reference, samples
 
 SCHEMA = (
@@ -19,6 +20,8 @@ SCHEMA = (
     "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
 )
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_Optional: TypeAlias = Sequence[torch.Tensor | None] | None  # None: of no pool
 
 
 class Pool(NamedTuple):
@@ -72,7 +75,8 @@ def sparse_decode(
     topk_lengths  per pool, for dense indices: int32 [batch], [batch, q_len] or [tokens]: only that many of the topk
                   count; None: all
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
-    plan          from `mla_suite.plan`, for kernels that share their work out; changes no result beyond rounding
+    plan          from `mla_suite.plan` with the selected keys of each query token as seq_lens, for kernels that share
+                  their work out; changes no result beyond rounding
     layouts       per pool: a name of `python -m mla_suite layouts`; fp8 and fp8_fnuz pools are read with a descale of 1
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
@@ -84,19 +88,21 @@ def sparse_decode(
     An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
     """
-    pools = len(kv_caches)
-    indptrs = [None] * pools if indptrs is None else indptrs
-    topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
+    indptrs, topk_lengths = _per_pool(kv_caches, indptrs), _per_pool(kv_caches, topk_lengths)
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
     return faces.call(SPARSE_DECODE, tensors, (tuple(layouts), softmax_scale, head_dim_v, num_splits, split_size))
+
+
+def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:
+    return [None] * len(kv_caches) if given is None else given
 
 
 def specify(
     q: torch.Tensor,
     kv_caches: Sequence[torch.Tensor],
     indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    topk_lengths: Sequence[torch.Tensor | None],
+    indptrs: _Optional = None,
+    topk_lengths: _Optional = None,
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
@@ -106,6 +112,7 @@ def specify(
     num_splits: int = 0,
     split_size: int = 0,
 ) -> tuple[Output, ...]:
+    indptrs, topk_lengths = _per_pool(kv_caches, indptrs), _per_pool(kv_caches, topk_lengths)
     checks.tensor("sparse_decode", "q", q, rank=(3, 4), dtypes=Q_DTYPES)
     heads, head_dim = q.shape[-2:]
     if len(kv_caches) == 0:
@@ -125,16 +132,15 @@ def specify(
         checks.tensor("sparse_decode", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=q)
         checks.shape("sparse_decode", "attn_sink", attn_sink, (heads,), "[heads]")
     if plan is not None:
-        checks.tensor("sparse_decode", "plan", plan, rank=1, dtypes=checks.INDEX, like=q)
+        check_words("sparse_decode", plan, _tokens(q), q)
     if head_dim_v < 1 or head_dim_v > head_dim:
         checks.fail("sparse_decode", "head_dim_v", f"is {head_dim_v}", f"V is a part of a row: 1..{head_dim}")
-    for argument, count in {"num_splits": num_splits, "split_size": split_size}.items():
-        if count < 0:
-            checks.fail("sparse_decode", argument, f"is {count}", "it is 0 (off) or positive")
-    if num_splits > 0 and split_size > 0:
-        given = f"is {split_size} and num_splits is {num_splits}"
-        checks.fail("sparse_decode", "split_size", given, "give one of them")
+    check_splits("sparse_decode", num_splits, split_size)
     return Output((*q.shape[:-1], head_dim_v), q.dtype), Output(tuple(q.shape[:-1]), torch.float32)
+
+
+def _tokens(q: torch.Tensor) -> int | torch.SymInt:
+    return q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
 
 
 def _check_selection(
@@ -146,8 +152,7 @@ def _check_selection(
     if indptr is not None:
         checks.tensor("sparse_decode", argument, index, rank=1, dtypes=checks.INDEX, like=q)
         checks.tensor("sparse_decode", f"indptrs[{i}]", indptr, rank=1, dtypes=checks.INDEX, like=q)
-        count = tokens[0] if len(tokens) == 1 else tokens[0] * tokens[1]
-        checks.shape("sparse_decode", f"indptrs[{i}]", indptr, (count + 1,), "[query tokens + 1]")
+        checks.shape("sparse_decode", f"indptrs[{i}]", indptr, (_tokens(q) + 1,), "[query tokens + 1]")
         if lengths is not None:
             possible = "indptr says how many keys a token has: pass None"
             checks.fail("sparse_decode", f"topk_lengths[{i}]", f"is given with indptrs[{i}]", possible)
@@ -169,8 +174,8 @@ def problem(
     q: torch.Tensor,
     kv_caches: Sequence[torch.Tensor],
     indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    topk_lengths: Sequence[torch.Tensor | None],
+    indptrs: _Optional = None,
+    topk_lengths: _Optional = None,
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
@@ -185,7 +190,7 @@ def problem(
     tokens = q.shape[0] * q_len
     pools = tuple(
         Pool(name, cache.shape[1], indptr is not None, index.numel() // max(tokens, 1), caches.alignment(cache))
-        for name, cache, index, indptr in zip(layouts, kv_caches, indices, indptrs, strict=True)
+        for name, cache, index, indptr in zip(layouts, kv_caches, indices, _per_pool(kv_caches, indptrs), strict=True)
     )
     return Problem(
         tokens,
@@ -231,6 +236,8 @@ def validate(
             if least < 0 or most > index.shape[-1]:
                 possible = f"indices[{i}] has {index.shape[-1]} entries per query token"
                 checks.fail("sparse_decode", f"topk_lengths[{i}]", f"holds lengths {least}..{most}", possible)
+    if plan is not None:
+        check_plan("sparse_decode", plan, int(_tokens(q)), "q's query tokens are", num_splits, split_size)
 
 
 SPARSE_DECODE = library.register(

@@ -193,7 +193,7 @@ def _splits(
     """
     if split_size:
         ragged = any(indptr is not None for indptr in indptrs)
-        return 1 if ragged else max(1, int(splits_of(sum(index.shape[-1] for index in indices), split_size)))
+        return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in indices), split_size))
     keys = sum(index.numel() for index in indices) // tokens
     if isinstance(config, HopperSparseConfig):
         return hopper.splits(config, tokens, heads, keys)

@@ -18,6 +18,7 @@ from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.layouts import layout as declared
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
+from mla_suite.ops.plan.layout import splits_of
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
 from mla_suite.runtime.device import compute_units
 from mla_suite.runtime.scratch import partials
@@ -78,11 +79,13 @@ def sparse_decode_kernel(
     KEYS: tl.constexpr,
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
-    """Grid: (head tiles, tokens x num_splits). The last split is open, so no key is lost."""
+    """Grid: tokens x num_splits x head tiles in one dimension, since the others end at 65535; tiles of the same keys
+    are neighbours. The last split is open, so no key is lost."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    tiles = tl.cdiv(heads, ROWS)
+    head = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     live = head < heads
-    part = tl.program_id(1).to(tl.int64)
+    part = (tl.program_id(0) // tiles).to(tl.int64)
     token, split = part // num_splits, part % num_splits
     selected = tl.zeros([], tl.int64)
     for i in tl.static_range(POOLS):
@@ -246,7 +249,7 @@ def run(
     tiles = triton.cdiv(heads, config.rows)
     splits = num_splits or _splits(tokens, tiles, indices, indptrs, split_size)
     partial_out, partial_lse = partials(q.device, tokens * splits, heads, head_dim_v) if splits > 1 else (None, None)
-    sparse_decode_kernel[(tiles, tokens * splits)](
+    sparse_decode_kernel[(tiles * tokens * splits,)](
         queries,
         pools,
         attn_sink,
@@ -331,6 +334,6 @@ def _splits(
     """
     if split_size:
         ragged = any(indptr is not None for indptr in indptrs)
-        return 1 if ragged else max(1, triton.cdiv(sum(index.shape[-1] for index in indices), split_size))
+        return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in indices), split_size))
     keys = sum(index.numel() for index in indices) // tokens
     return max(1, min(compute_units(indices[0].device) // (tokens * tiles), keys // 128))

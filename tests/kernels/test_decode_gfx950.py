@@ -130,6 +130,14 @@ def test_batch_invariant_bits(heads):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+def test_batch_invariant_bits_whatever_the_width_of_the_table_is():
+    """A wider table, as beside a longer sequence, means more splits; what a sink divides is merged with one, too."""
+    args, kwargs = decode_sample([50, 64, 7, 33, 60, 20, 41, 55], heads=48, split_size=64, sink=True).make(CPU)
+    wide = torch.nn.functional.pad(args[3], (0, 3))
+    alone, among = (decode(ARCH, (*args[:3], table, *args[4:]), kwargs) for table in (args[3], wide))
+    assert all(torch.equal(a, b) for a, b in zip(alone, among, strict=True))
+
+
 KV = 1024
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 import sys
 import weakref
 
@@ -14,8 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.core import layouts
-from mla_suite.ops.decode import reference
+from mla_suite.core import arch, layouts
+from mla_suite.core.dispatch import Refusal
+from mla_suite.ops.decode import DECODE, native, reference
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan
 from mla_suite.testing import assert_close, exact_decode
@@ -169,6 +171,8 @@ BAD = [
     ({SINK: torch.zeros(4).double()}, "attn_sink is float64; it takes float32"),
     ({ROPE: torch.zeros(99, 7)}, r"rope_cos_sin has shape \(99, 7\)"),
     ({ROPE: torch.zeros(60, 8)}, "rope_cos_sin has 60 positions; the longest sequence has 70 keys"),
+    ({ROPE: torch.zeros(99, 16)[:, :8]}, "rope_cos_sin has strides .*; its rows must lie side by side"),
+    ({CACHE: torch.zeros(9, 0, 24).bfloat16()}, r"kv_cache has shape \(9, 0, 24\); a page holds 1 token or more"),
     ({PLAN: ints(1, 2)}, r"plan has 2 words; one for 2 sequences has at least \d+"),
     ({PLAN: torch.zeros(200).int()}, r"plan does not begin with .* pass a tensor made by mla_suite.plan"),
     ({"softmax_scale": 1.0, "head_dim_v": 25}, "head_dim_v is 25; it takes 1..24"),
@@ -217,6 +221,15 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
     args[PLAN] = mla_suite.plan(lens, rows=4, workers=64, max_kv_len=4096, **made)
     with pytest.raises(ValueError, match=words):
         mla_suite.decode(*args, **(kwargs | given))
+
+
+@pytest.mark.parametrize("turned", [32, 128])
+def test_a_kernel_that_turns_the_rope_part_alone_refuses_another_width(turned):
+    args, kwargs = decode_sample((70, 33)).make(CPU)
+    facts = DECODE.problem(*args[:ROPE], torch.zeros(70, turned), **kwargs)
+    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].offer(facts, None)):
+        assert isinstance(answer, Refusal)
+        assert re.search(f"rope_cos_sin (of|turns) {turned} values", answer.reason)
 
 
 def test_an_unaligned_cache_is_refused():

@@ -41,6 +41,8 @@ def check(layout: Layout, cache: torch.Tensor, head_dim: int, *, op: str, argume
     if given != width:
         possible = f"layout {layout.name!r} takes [pages, page, {width}]"
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
+    if page < 1:
+        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", "a page holds 1 token or more")
     strides = cache.stride()
     if page > 1 and strides[1] != width:
         possible = f"tokens of layout {layout.name!r} lie exactly {width} elements apart"
