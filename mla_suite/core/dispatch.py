@@ -122,7 +122,8 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
     key = (name, problem, device, arch.name if arch else None)
     choice = _choices.get(key)
     if choice is None:
-        choice = _choices[key] = _ask(name, backends, problem, arch, device)
+        choice = _ask(name, backends, problem, arch, device)
+        _bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
     return choice
 
@@ -152,7 +153,7 @@ class Known(NamedTuple):
     calls: dict[str, Any]  # by who recognises such a call again, see repeats.py
 
 
-_MOST_KNOWN = 4096  # calls remembered; a server's lengths and batch sizes come back
+_MOST_KNOWN = 4096  # calls and choices remembered; a server's lengths and batch sizes come back
 _known: dict[tuple[Any, ...], Known] = {}
 
 
@@ -188,10 +189,15 @@ known: Callable[[tuple[Any, ...]], Known | None] = _known.get
 
 
 def remember(key: tuple[Any, ...], found: Known) -> Known:
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[key] = found
+    _bounded(_known)[key] = found
     return found
+
+
+def _bounded(remembered: dict[Any, Any]) -> dict[Any, Any]:
+    """The same, emptied if it is full: a server meets ever new shapes."""
+    if len(remembered) >= _MOST_KNOWN:
+        remembered.clear()
+    return remembered
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -60,7 +60,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     record = library.get(op)
     record.specify(*args, **kwargs)
     problem = record.problem(*args, **kwargs)
-    first = dispatch.first_tensor(args or tuple(kwargs.values()))
+    first = dispatch.first_tensor(args or (kwargs[record.arguments[0]],))
     arch = dispatch.arch_of(first)
     choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
     # A problem may say in words what it is made from; most have nothing to add.

@@ -113,6 +113,29 @@ def test_explain_shows_refusals_and_configuration(monkeypatch):
     ]
 
 
+def test_explain_takes_arguments_as_the_function_does():
+    args, kwargs = arguments()
+    named = dict(zip(library.get("decode").arguments, args, strict=False))
+    assert (
+        mla_suite.explain("decode", **kwargs, **named).problem == mla_suite.explain("decode", *args, **kwargs).problem
+    )
+    cache, chosen = torch.zeros(2, 16, 576), torch.zeros(3, 5, dtype=torch.int32)  # no list of what is optional
+    answer = mla_suite.explain(
+        "sparse_decode", torch.zeros(3, 4, 576), [cache], [chosen], layouts=["fp32"], softmax_scale=1.0
+    )
+    assert answer.backend == "reference"
+
+
+def test_choices_are_not_remembered_without_end(monkeypatch):
+    monkeypatch.setattr(dispatch, "_MOST_KNOWN", 3)
+    asked = []
+    backends = [backend("reference", Offer(None, "any"), asked)]
+    for problem in (1, 2, 3, 3, 4, 1):
+        dispatch.choose("op", backends, problem, None, "cpu")
+        assert len(dispatch._choices) <= 3
+    assert asked == [1, 2, 3, 4, 1]
+
+
 def test_explain_refuses_what_the_operator_refuses():
     args, kwargs = arguments()
     with pytest.raises(TypeError, match="decode: seq_lens is int64; it takes int32"):
