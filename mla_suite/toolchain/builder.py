@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 from mla_suite.core import arch as arch_records
 from mla_suite.core.arch import CSRC
 from mla_suite.toolchain import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
-from mla_suite.toolchain.errors import BuildError
+from mla_suite.toolchain.errors import BuildError, ObjectError
 from mla_suite.toolchain.instances import Instance, instances
 from mla_suite.toolchain.manifest import KernelEntry, Library, Manifest
 
@@ -29,12 +31,13 @@ def build(
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
 
     `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
-    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay. `emulator` builds
-    the host library too where its sources are present. Compilers' warnings go to stderr. Two processes may build at
-    once.
+    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
+    without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
+    Compilers' warnings, and what is left out, go to stderr. Two processes may build at once.
 
-    BuildError: a compiler's own message, a missing compiler, or every broken budget with both numbers; nothing is
-    published then. ValueError: an unknown arch or a declaration in `arch.toml` that cannot be built.
+    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, or a folder that
+    cannot be written; nothing is published then. ValueError: an unknown arch or a declaration in `arch.toml` that
+    cannot be built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -52,14 +55,15 @@ def build(
         wanted = [item for item in wanted if item.kernel in kernels]
     nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
     if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
+        missing_compiler = "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"
         if archs is not None:
-            raise BuildError(
-                "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda; install one or leave sm_90 out"
-            )
+            raise BuildError(f"{missing_compiler}; install one or leave sm_90 out")
+        print(f"sm_90 is left out: {missing_compiler}; everything else works without it", file=sys.stderr)
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
-    amd = compilers.find_amd(rocm) if any(item.arch.vendor == "amd" for item in wanted) else None
+    for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
+    amd = compilers.find_amd(rocm, for_amd) if for_amd else None
     work = out / ".build"
-    with locations.locked(out):
+    with _written(out), locations.locked(out):
         ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
         for item in wanted:
             (work / item.arch.name).mkdir(parents=True, exist_ok=True)
@@ -76,6 +80,21 @@ def build(
             else:
                 libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
         return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Says which folder it was that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        place = out if error.filename is None else Path(os.fsdecode(error.filename))
+        if not (place.is_relative_to(out) or out.is_relative_to(place)):
+            raise
+        why = error.strerror or error
+        raise BuildError(
+            f"{out} cannot be written ({why}); make room there or name another folder with --out"
+        ) from error
 
 
 def _without_emulator() -> str | None:
@@ -164,14 +183,14 @@ def _publish(
     broken = [sentence for _, sentences in made for sentence in sentences]
     if broken:
         raise BuildError("\n".join(broken))
-    entries = {(entry.arch, entry.id): entry for entry, _ in made}
-    named: dict[str, Library] = {}
-    if not complete and (out / locations.MANIFEST).is_file():
-        before = manifest.read(out, csrc)
-        replaced = {(item.arch.name, item.kernel) for item in built}
-        kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
-        entries = {**kept, **entries}
-        named.update(before.libraries)
+    before = _before(out, csrc, complete)
+    replaced = {(item.arch.name, item.kernel) for item in built}
+    kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
+    if complete:  # what remains has no compiler here, or is declared no more
+        archs = set(arch_records.names(csrc)) - {item.arch.name for item in built}
+        kept = {key: old for key, old in kept.items() if old.arch in archs and not old.stale}
+    entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
+    named = dict(before.libraries)
     for entry, _ in made:
         for name in filter(None, (entry.object, entry.text)):
             locations.write_atomically(out / name, (work / name).read_bytes())
@@ -189,3 +208,13 @@ def _publish(
                 path.unlink()
     manifest.forget()
     return result
+
+
+def _before(out: Path, csrc: Path, complete: bool) -> Manifest:
+    """What the folder held. A complete build makes all of it again and need not be able to read it."""
+    try:
+        return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
+    except ObjectError:
+        if not complete:
+            raise
+        return Manifest(out, {}, {})

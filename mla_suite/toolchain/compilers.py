@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import re
 import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +50,12 @@ class AmdCompiler:
         """Command that assembles; `text -o relocatable` follows it."""
         return [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-mcode-object-version=5", "-c"]
 
+    def unknown(self, archs: Sequence[str]) -> list[str]:
+        """Those of `archs` that this compiler was made before."""
+        probe = ["-nogpulib", "-x", "c", "-fsyntax-only", os.devnull]
+        commands = {arch: [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", *probe] for arch in archs}
+        return [arch for arch, command in commands.items() if subprocess.run(command, capture_output=True).returncode]
+
     def to_object(self) -> list[str]:
         """Command that links; `relocatable -o object` follows it."""
         return [*self.lld, "-m", "elf64_amdgpu", "-shared", "--no-undefined"]
@@ -74,20 +83,43 @@ class NvidiaCompiler:
         ]
 
 
-def find_amd(rocm: Path | None = None) -> AmdCompiler:
+def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler:
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
-    `rocm` is a ROCm root, or the path of one clang program. BuildError says what is missing.
+    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
+    cannot be run, is passed over, and stderr is told. BuildError says what is missing.
     """
     if rocm is not None:
         found = _clang_of(rocm)
         if found is None:
             raise BuildError(f"--rocm {rocm}: no amdclang++, hipcc or clang++ with an lld beside it is there")
+        too_new = found.unknown(archs)
+        if too_new:
+            raise BuildError(
+                f"--rocm {rocm}: {found.version} does not know {', '.join(too_new)}; name a newer one, "
+                "or leave these out with --arch"
+            )
         return found
-    installed = installed_rocm()
-    if installed is not None:
-        return installed
-    return packaged()
+    try:
+        installed = installed_rocm()
+        too_new = installed.unknown(archs) if installed is not None else []
+    except BuildError as error:
+        return _instead(str(error))
+    if installed is None:
+        return packaged()
+    return _instead(f"{installed.version} does not know {', '.join(too_new)}") if too_new else installed
+
+
+def _instead(why: str) -> AmdCompiler:
+    """The packaged compiler in place of an installed ROCm that cannot serve, which `why` explains."""
+    try:
+        found = packaged()
+    except BuildError:
+        raise BuildError(
+            f"{why}, and there is no ziglang wheel; `pip install ziglang` or name a ROCm with --rocm"
+        ) from None
+    print(f"{why}: {found.version} of the ziglang wheel is used", file=sys.stderr)
+    return found
 
 
 def packaged() -> AmdCompiler:
@@ -130,21 +162,27 @@ def _clang_of(place: Path) -> AmdCompiler | None:
 
 
 def find_nvidia() -> NvidiaCompiler | None:
-    """nvcc from PATH or /usr/local/cuda, or None if there is none of CUDA 12, which sm_90a begins with."""
-    program = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if program is None:
-        return None
-    text = subprocess.run([program, "--version"], check=True, capture_output=True, text=True).stdout
-    release = re.search(r"V((\d+)[\d.]*)", text)
-    if release is None or int(release.group(2)) < 12:
-        return None
-    return NvidiaCompiler(program, f"nvcc {release.group(1)}")
+    """nvcc from PATH, else from /usr/local/cuda, or None if neither is of CUDA 12, which sm_90a begins with.
+
+    BuildError when one cannot be run.
+    """
+    for program in (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")):
+        release = re.search(r"V((\d+)[\d.]*)", _version([program])) if program else None
+        if program and release is not None and int(release.group(2)) >= 12:
+            return NvidiaCompiler(program, f"nvcc {release.group(1)}")
+    return None
 
 
 def _first_line(command: list[str]) -> str:
     """What the compiler calls itself. BuildError when it cannot be run."""
+    return _version(command).splitlines()[0]
+
+
+def _version(command: list[str]) -> str:
     try:
         done = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"the compiler {command[0]} cannot be run: {error}") from error
-    return done.stdout.strip().splitlines()[0]
+    if not done.stdout.strip():
+        raise BuildError(f"the compiler {command[0]} cannot be run: it does not say its version")
+    return done.stdout.strip()

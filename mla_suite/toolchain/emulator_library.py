@@ -51,7 +51,7 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
     stamp = folder / "emulator.sha256"
     wanted = source_hash(sources)
     with locked(folder):
-        if library.is_file() and stamp.is_file() and stamp.read_text() == wanted:
+        if library.is_file() and stamp.is_file() and stamp.read_text() == _stamp(wanted, library):
             return library
         temporary = folder / f".emulator.{os.getpid()}.so"
         done = subprocess.run(library_command(temporary, sources), capture_output=True, text=True)
@@ -59,5 +59,10 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
             temporary.unlink(missing_ok=True)
             raise BuildError(f"{done.stderr.strip()}\nthe emulator's library could not be compiled from {sources}")
         os.replace(temporary, library)
-        stamp.write_text(wanted)
+        stamp.write_text(_stamp(wanted, library))
     return library
+
+
+def _stamp(wanted: str, library: Path) -> str:
+    """The bytes count as well: a crash may leave a library that was named but never reached the disk."""
+    return f"{wanted} {sha256(library.read_bytes())}"

@@ -70,8 +70,13 @@ class KernelEntry:
         self._check_sources()
         return read_trusted(self.root / self.text, self.text_sha256).decode()
 
+    @property
+    def stale(self) -> bool:
+        """Whether the sources, where they are at hand, are others than it was made from."""
+        return self.csrc.is_dir() and hash_sources(self.csrc, self.sources) != self.source_hash
+
     def _check_sources(self) -> None:
-        if self.csrc.is_dir() and hash_sources(self.csrc, self.sources) != self.source_hash:
+        if self.stale:
             raise ObjectError(
                 f"{self.arch} {self.id} was built from other sources than {self.csrc} now holds; "
                 "run `python -m mla_suite build`"
