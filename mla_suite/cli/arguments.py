@@ -13,9 +13,13 @@ def torch_device(text: str) -> torch.device:
     import torch
 
     try:
-        return torch.device(text)
+        device = torch.device(text)
     except RuntimeError as error:
         raise ArgumentTypeError(f"{text!r} is no torch device; cpu, cuda and cuda:1 are some") from error
+    there = torch.cuda.device_count()
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= there):
+        raise ArgumentTypeError(f"{text!r} is not here; this machine has cpu and {there} GPUs that torch can use")
+    return device
 
 
 def positive(text: str) -> int:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the sets and stop")
     parser.add_argument("--op", help="only this operator's shapes")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--backend", action="append", metavar="NAME", help="native, portable or reference; repeatable")
+    parser.add_argument("--backend", action="append", choices=("native", "portable", "reference"), help="repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
         from mla_suite.bench import page  # says what is missing before minutes are spent on measuring
 
         page.need_matplotlib()
+    for path in filter(None, (args.save, args.html)):
+        _make_room(path)
     if args.rounds < 1 or args.passes < 1:
         raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
     old = record.load(args.compare) if args.compare else None
@@ -103,6 +107,16 @@ def run(args: argparse.Namespace) -> int:
     return 1 if slower or lost or any(result.wrong for result in report.results) else 0
 
 
+def _make_room(path: Path) -> None:
+    """A folder for a file that will be written. ValueError before minutes are spent on what could not be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{path} cannot be written; name a file in a folder of yours")
+
+
 def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
     from dataclasses import replace
 
@@ -125,9 +139,6 @@ def _device(args: argparse.Namespace) -> torch.device:
 
 
 def _measure(args: argparse.Namespace, effort: Effort) -> Report:
-    from rich import progress
-    from rich.console import Console
-
     from mla_suite.bench import environment, floors
     from mla_suite.bench import run as runner
     from mla_suite.bench.record import Report
@@ -137,10 +148,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> Report:
     cases = _cases(args, names)
     emulated = [] if device.type == "cuda" or args.no_emulator else _built()
     ceilings = None
-    name = progress.TextColumn("{task.description:48}")
-    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("ceilings of this card", total=len(cases) * effort.passes)
+    with _progress("ceilings of this card", len(cases) * effort.passes) as told:
         if device.type == "cuda":
             ceilings = floors.measure(device)
         results = runner.run(
@@ -151,11 +159,24 @@ def _measure(args: argparse.Namespace, effort: Effort) -> Report:
             with_peers=not args.no_peers,
             floors=ceilings,
             emulated=emulated,
-            progress=lambda what, done: bar.update(task, description=what[:48], completed=done),
+            progress=told,
         )
     command = f"python -m mla_suite bench {shlex.join(sys.argv[2:])}".strip()
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     return Report(facts, command, list(names), results, ceilings)
+
+
+@contextmanager
+def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr, told (what is being measured, steps done)."""
+    from rich import progress
+    from rich.console import Console
+
+    name = progress.TextColumn("{task.description:48}")
+    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(first, total=steps)
+        yield lambda what, done: bar.update(task, description=what[:48], completed=done)
 
 
 def _built() -> list[str]:
@@ -183,7 +204,10 @@ def _again(
         return comparisons
     device = _device(args)
     cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
-    repeated = runner.run(cases, device, effort, backends=args.backend or (), with_peers=False, floors=report.floors)
+    with _progress("suspects", len(cases) * effort.passes) as told:
+        repeated = runner.run(
+            cases, device, effort, backends=args.backend or (), with_peers=False, floors=report.floors, progress=told
+        )
     second = {result.key: result for result in repeated if result.rounds}
     slow = {entry.new.key for entry in record.slower(comparisons)}
     for index, result in enumerate(report.results):

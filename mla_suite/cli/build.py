@@ -1,10 +1,20 @@
-"""Build the code objects: gfx942 and gfx950 with ROCm's clang or the ziglang wheel, sm_90 with nvcc where present."""
+"""Build the code objects: gfx942 and gfx950 with ROCm's clang or the ziglang wheel, sm_90 with nvcc where present.
+
+  python -m mla_suite build                                   every arch that has a compiler here
+  python -m mla_suite build --arch gfx942 --kernel decode     one kernel of one arch, after a change to it
+  python -m mla_suite build --arch gfx942 --rocm /opt/rocm    with ROCm's clang instead of the wheel's
+  python -m mla_suite build --arch sm_90                      needs nvcc on the PATH or in /usr/local/cuda/bin
+
+What is up to date is not compiled again. A kernel that spills, uses scratch memory or exceeds its budget of registers
+or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers. `python -m mla_suite kernels` shows what came out.
+"""
 
 import argparse
 import sys
 import time
 from pathlib import Path
 
+from mla_suite.cli.arguments import positive
 from mla_suite.toolchain import BuildError, ObjectError, build
 
 
@@ -13,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rocm", type=Path, help="ROCm root, or one clang program, instead of the one found")
     parser.add_argument("--kernel", help="comma-separated kernel names; objects of the others stay as they are")
     parser.add_argument("--out", type=Path, help="object folder; default: the package's, else the user's cache")
-    parser.add_argument("--jobs", type=int, help="parallel compilers; default: one per processor")
+    parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
 
 
 def run(arguments: argparse.Namespace) -> int:

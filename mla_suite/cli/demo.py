@@ -1,11 +1,11 @@
-"""Decode with a small DeepSeek-style model, compiled with fullgraph=True, on this machine.
+"""Decode with a small DeepSeek-style model, compiled with fullgraph=True, on the CPU.
 
 A decoder with DeepSeek R1's attention heads (128 heads of 128 + 64, latent 512, rope 64), a narrow hidden size, few
 layers and random weights prefills ragged prompts, then decodes greedily through torch.compile over a paged latent
 cache. Afterwards every step's logits are compared with an eager fp32 forward of the same weights that uses neither
 cache nor absorption nor any operator of this package.
 
-  python -m mla_suite demo                      64 tokens on whatever this machine offers
+  python -m mla_suite demo                      64 tokens per prompt, on the CPU
   python -m mla_suite demo --layout fp16        another cache layout
   python -m mla_suite demo --json               the numbers, for a machine
   python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
@@ -85,7 +85,12 @@ def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> 
     torch.manual_seed(seed)
     r1 = MLAConfig.deepseek_r1()
     config = MLAConfig(
-        hidden_size=512, num_heads=r1.num_heads, q_lora_rank=256, num_layers=layers, yarn=r1.yarn, max_position=1024
+        hidden_size=512,
+        num_heads=r1.num_heads,
+        q_lora_rank=256,
+        num_layers=layers,
+        yarn=r1.yarn,
+        max_position=max(PROMPTS) + tokens,
     )
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(layout, torch.bfloat16)
     model = Decoder(config, VOCABULARY, layout=layout, dtype=dtype).eval()

@@ -18,6 +18,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from mla_suite.cli.arguments import positive
+
 if TYPE_CHECKING:
     from mla_suite.core.arch import Arch
     from mla_suite.core.library import Op, Sample
@@ -31,12 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator; without one, operators and samples are listed")
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
     parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
-    parser.add_argument("--heads", type=int, help="decode only: heads of a problem of your own (with --kv)")
-    parser.add_argument("--kv", type=int, help="decode only: cached keys of a problem of your own (with --heads)")
-    parser.add_argument("--q-len", type=int, default=1, help="decode only: query tokens (default 1)")
-    parser.add_argument("--layout", default="bf16", help="decode only: the cache's layout (default bf16)")
-    parser.add_argument("--q-dtype", choices=Q_DTYPES, default="bfloat16", help="decode only: default bfloat16")
-    parser.add_argument("--num-splits", type=int, default=0, help="decode only: cuts; 0, the default: decode's own")
+    own = parser.add_argument_group(
+        "a problem of your own, of decode", "--heads and --kv together, then any of the rest"
+    )
+    own.add_argument("--heads", type=positive, help="heads of the queries")
+    own.add_argument("--kv", type=int, help="cached keys")
+    own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
+    own.add_argument("--layout", help="the cache's layout (default bf16)")
+    own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
+    own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -63,20 +68,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:
-    if (args.heads is None) != (args.kv is None) or (args.heads is not None and op.name != "decode"):
-        raise SystemExit("emulate: --heads and --kv go together, and only decode takes them")
-    if args.heads is not None:
+    given = {name: getattr(args, name) for name in ("heads", "kv", "q_len", "layout", "q_dtype", "num_splits")}
+    if any(value is not None for value in given.values()):
+        if args.heads is None or args.kv is None or op.name != "decode" or args.sample:
+            raise ValueError(
+                "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
+            )
         import torch
 
         from mla_suite.ops.decode.samples import decode_sample
 
-        dtype, splits = getattr(torch, args.q_dtype), args.num_splits
-        shape = dict(heads=args.heads, q_len=args.q_len, num_splits=splits)
-        return decode_sample([args.kv], layout=args.layout, dtype=dtype, **shape)
+        dtype, layout = getattr(torch, args.q_dtype or "bfloat16"), args.layout or "bf16"
+        shape = dict(heads=args.heads, q_len=args.q_len or 1, num_splits=args.num_splits or 0)
+        return decode_sample([args.kv], layout=layout, dtype=dtype, **shape)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
-        raise SystemExit(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
+        raise ValueError(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
     return samples[name]
 
 

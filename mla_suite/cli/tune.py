@@ -94,7 +94,10 @@ def _tune(args: argparse.Namespace) -> int:
     backend, space = _space(args.op, args.backend)
     cases = _cases(args)
     console = Console(width=None if sys.stdout.isatty() else 200)
+    if not facts["commit"]:
+        raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     rows: list[dict[str, object]] = []
+    refused = 0
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(TextColumn("{task.description:60}"), *columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(cases))
@@ -103,10 +106,15 @@ def _tune(args: argparse.Namespace) -> int:
             def told(what: str, shape: str = case.shape) -> None:
                 bar.update(task, description=f"{shape} {what}"[:60])
 
-            outcome = search.search(case, backend, space, arch, device, progress=told)
-            console.print(_line(outcome), highlight=False, soft_wrap=True)
-            if outcome.kept is None:
-                rows.append(search.cells(outcome, space, arch, facts))
+            try:
+                outcome = search.search(case, backend, space, arch, device, progress=told)
+            except ValueError as error:  # it cannot be searched; what was found about others is kept
+                refused += 1
+                console.print(f"{case.id}: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
+            else:
+                console.print(_line(outcome), highlight=False, soft_wrap=True)
+                if outcome.kept is None:
+                    rows.append(search.cells(outcome, space, arch, facts))
             bar.advance(task)
     table = space.table(arch.name)
     path = store.path_for(space.form, table, user=args.user)
@@ -119,7 +127,9 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"{len(rows)} rows would be stored in {path}; add --write")
     else:
         print("nothing to store: no configuration beats its present choice by more than noise")
-    return 0
+    if refused:
+        print(f"{refused} of {len(cases)} shapes could not be searched, see above", file=sys.stderr)
+    return 1 if refused else 0
 
 
 def _space(op: str, backend: str | None) -> tuple[str, Space]:

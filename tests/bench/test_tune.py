@@ -202,6 +202,28 @@ def test_the_command_prints_and_stores(
     assert f"1 rows stored in {path}" in capsys.readouterr().out
 
 
+def test_a_shape_that_cannot_be_searched_costs_no_other_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = searched({0: 40.0, 2: 30.0})
+
+    def one(case: sets.Case, *rest: Any, **options: Any) -> Outcome:
+        if "b4-" in case.shape:
+            raise ValueError("native does not take it: too wide")
+        return found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
+    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
+    monkeypatch.setattr(search, "search", one)
+    arguments = ["--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user", "--write"]
+    assert main(["tune", "--op", "combine", *arguments]) == 1
+    assert len(tuning.load(FORM, "sm_90", tmp_path / "user" / "combine" / "sm_90.csv")) == 1
+    printed = capsys.readouterr()
+    assert "native does not take it: too wide" in printed.out
+    assert "1 of 2 shapes could not be searched" in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are told apart by timing them")],
