@@ -9,11 +9,13 @@ decode makes by itself. Neither latency nor caches nor the merge are in it, so i
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from functools import cache
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
 import mla_suite
 from mla_suite.core import arch as archs
@@ -71,23 +73,22 @@ def limits(arch: Arch, kind: tuple[str, str], rows: int, batch: int) -> Iterator
 
 def lines(commit: str, date: str) -> Iterator[str]:
     arch = archs.get("gfx950")
-    for kind in KINDS:
-        for rows in ROWS:
-            for batch in BATCHES:
-                for context, tile in limits(arch, kind, rows, batch):
-                    cells = dict(
-                        policy="default",
-                        shape="any",
-                        query=kind[0],
-                        cache=kind[1],
-                        rows=rows,
-                        batch=batch,
-                        context=context,
-                    )
-                    yield FORMAT.line(
-                        {**cells, "use": f"rows{tile}", "kind": "counted", "commit": commit, "date": date}
-                    )
+    pairs = [(kind, rows) for kind in KINDS for rows in ROWS]
+    for kind, rows in track(pairs, "counting", console=Console(stderr=True)):
+        for batch in BATCHES:
+            for context, tile in limits(arch, kind, rows, batch):
+                shape = dict(query=kind[0], cache=kind[1], rows=rows, batch=batch, context=context)
+                provenance = dict(kind="counted", commit=commit, date=date)
+                yield FORMAT.line({"policy": "default", "shape": "any", **shape, "use": f"rows{tile}", **provenance})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", metavar="COMMIT", help="of the kernels that are counted, for the rows' provenance")
+    parser.add_argument("date", metavar="DATE", help="YYYY-MM-DD, likewise")
+    given = parser.parse_args()
+    print("\n".join(lines(given.commit, given.date)))
 
 
 if __name__ == "__main__":
-    print("\n".join(lines(*sys.argv[1:])))
+    main()
