@@ -88,12 +88,15 @@ def sparse_decode(
     An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
     """
-    indptrs, topk_lengths = _per_pool(kv_caches, indptrs), _per_pool(kv_caches, topk_lengths)
+    pools = len(kv_caches)
+    indptrs = [None] * pools if indptrs is None else indptrs
+    topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
     return faces.call(SPARSE_DECODE, tensors, (tuple(layouts), softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:
+    """As `sparse_decode` passes it on; that spells it out, since every call of it would pay for two frames."""
     return [None] * len(kv_caches) if given is None else given
 
 
