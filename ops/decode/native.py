@@ -170,9 +170,7 @@ def ready(
             addresses = partial_at, partial_lse_at, cuts_at, tokens_at, sink_at, out_at, lse_at
             merge(addresses, (batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch))
         if copies:
-            for given, made in zip(outputs, (out, lse), strict=True):
-                if made is not given:
-                    given.copy_(made)
+            give_back(outputs, (out, lse))
 
     return start
 
@@ -197,6 +195,13 @@ def reachable(outputs: tuple[torch.Tensor, ...], copies: tuple[bool, bool]) -> t
     """Results where the kernel can write: copies, where it cannot reach the rows of the given ones as they lie."""
     replaced = zip(outputs, copies, strict=True)
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) if copied else t for t, copied in replaced])
+
+
+def give_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]) -> None:
+    """Results that `reachable` had written elsewhere, into the given ones."""
+    for given, result in zip(outputs, made, strict=True):
+        if result is not given:
+            given.copy_(result)
 
 
 _INPUTS = POINTERS[: POINTERS.index("out")]

@@ -10,20 +10,19 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.space import Space
 from mla_suite.core.tuning import Value
 from mla_suite.ops.decode import tiles
+from mla_suite.ops.decode.tiles import Tile
 
 LANE_REGISTERS = 128  # for the accumulator: half of what a lane may name
 ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes in shared memory: fp8 is widened before the product
 STAGES = {"amd": (1, 2, 3), "nvidia": (1, 2, 3, 5)}
 
 
-def candidates(problem: Any, arch: Arch) -> Iterator[Any]:
+def candidates(problem: Any, arch: Arch) -> Iterator[Tile]:
     """Tiles whose rows are not mostly padding, whose accumulator fits the registers and whose keys fit the LDS.
 
     How many stages share it is Triton's affair: on an H200 five of 64 keys take 164 KiB, not 360. What does not fit
     after all is refused when it is launched.
     """
-    from mla_suite.ops.decode.triton import Tile  # triton is optional, and this module names no kernel otherwise
-
     rows = max(problem.heads * problem.q_len, 1)
     size = ELEMENT[tiles.DTYPES[problem.q_dtype]]
     sizes = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), STAGES[arch.vendor])
@@ -36,7 +35,7 @@ def candidates(problem: Any, arch: Arch) -> Iterator[Any]:
             yield Tile(tile_rows, keys, warps, stages)
 
 
-def cells(problem: Any, arch: Arch, tile: Any) -> Mapping[str, Value]:
+def cells(problem: Any, arch: Arch, tile: Tile) -> Mapping[str, Value]:
     return dict(tile_rows=tile.rows, tile_keys=tile.keys, warps=tile.warps, stages=tile.stages)
 
 

@@ -1,9 +1,9 @@
-"""Tuned tiles of decode in Triton: what their table holds, and which row decides a problem."""
+"""Tiles of attention in Triton, and those tuned for decode: what their table holds, and which row decides a problem."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,15 @@ from mla_suite.core.tuning import Match, Value
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 NEAR = 2  # a row decides shapes up to so many times as large or as small as its own
+
+
+class Tile(NamedTuple):
+    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
 
 
 def refuse(table: str, values: Mapping[str, Value]) -> str | None:

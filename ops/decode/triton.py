@@ -10,7 +10,7 @@ times that of FlashMLA: benchmarks/README.md has the table, its date and version
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.decode import tiles as tuned
+from mla_suite.ops.decode.tiles import Tile
 from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
 from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
@@ -34,15 +35,6 @@ ITEMS_AT = tl.constexpr(int(Word.ITEMS))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
 WORKERS_AT = tl.constexpr(int(Word.WORKERS))
 WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
-
-
-class Tile(NamedTuple):
-    """How much one program holds; its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 @triton.jit(do_not_specialize=["batch", "q_len", "num_splits", "split_size"])  # one binary for all of them

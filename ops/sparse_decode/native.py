@@ -12,7 +12,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
-from mla_suite.ops.decode.native import merged, reachable, written
+from mla_suite.ops.decode.native import MOST_ROW_TILES, give_back, merged, reachable, written
 from mla_suite.ops.plan.layout import HEADER_WORDS
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, RECORDS, SparseConfig, record_of, sparse_config
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig, hopper_sparse_config
@@ -21,7 +21,6 @@ from mla_suite.runtime import Buffer, bind, has_kernel, tensor_map
 from mla_suite.runtime.scratch import take
 
 ARCHS = ("gfx950", "sm_90")
-MOST_ROW_TILES = 65535  # of a grid's second dimension
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -141,9 +140,7 @@ def ready(
             addresses = partial_at, partial_lse_at, cuts_at, 0, sink_at, out_at, lse_at
             merge(addresses, (attn_sink, plan, (out, lse), scratch))
         if copied:
-            for given, made in zip(outputs, (out, lse), strict=True):
-                if made is not given:
-                    given.copy_(made)
+            give_back(outputs, (out, lse))
 
     return start
 

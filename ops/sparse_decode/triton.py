@@ -17,6 +17,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
 from mla_suite.core.layouts import layout as declared
 from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.decode.tiles import Tile
 from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
 from mla_suite.ops.plan.layout import splits_of
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
@@ -27,15 +28,6 @@ DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float
 GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts of a selection fall on its multiples
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
-
-
-class Tile(NamedTuple):
-    """How much one program holds. Its warps share a [rows, 512] fp32 accumulator: rows x 16 / warps registers each."""
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
 
 
 class Pool(NamedTuple):
