@@ -76,7 +76,8 @@ def mla_decode_fwd(
     q_scale, kv_scale  [1] fp32, multiply to dequantise; read with float8 tensors only
     causal             query token i of n sees keys up to kv_len - n + i
 
-    Not read: num_kv_splits_indptr, intra_batch_mode and the reduce_* tensors (splits merge inside).
+    Not read: num_kv_splits_indptr, intra_batch_mode, the reduce_* tensors (splits merge inside), and g_kv_indptr and
+    cp_rank, which say something about more than one rank only.
 
     After metadata with topk, passed on as it is: kv_indices [tokens x topk], of which query token t has
     kv_indices[t x topk :][: min(keys of its sequence, topk)] and sees all; pages of one token; bf16, fp16 or fp32.

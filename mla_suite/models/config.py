@@ -88,10 +88,6 @@ class MLAConfig:
                 f"MLAConfig: kv_lora_rank {self.kv_lora_rank} and qk_rope_head_dim {self.qk_rope_head_dim}; a cached "
                 f"token is {LATENT} + {ROPE} elements: only models with these sizes can use it"
             )
-        if self.num_heads > 128:
-            raise ValueError(
-                f"MLAConfig: num_heads {self.num_heads}; a rank holds 1 to 128: split the model with for_rank(tp_size)"
-            )
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             raise ValueError(
                 f"MLAConfig: q_lora_rank {self.q_lora_rank}; give a positive rank, or None for no low rank"

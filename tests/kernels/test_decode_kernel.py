@@ -103,6 +103,11 @@ def test_all_lengths_in_one_batch(heads):
     check(decode_sample(LENS, heads=heads, page=PAGES[at % len(PAGES)], sink=at % 2 == 0, num_splits=1))
 
 
+@pytest.mark.parametrize("heads", [144, 300])
+def test_more_heads_than_a_tile_has_rows(heads):
+    check(decode_sample((70, 200), heads=heads, sink=True, num_splits=1))
+
+
 def test_the_cover_is_pairwise():
     """With heads and lengths, whose pairs meet above in one batch, any two of the five."""
     assert_pairwise(MODES)

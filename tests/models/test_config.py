@@ -45,7 +45,6 @@ def test_heads_that_do_not_split_are_refused():
     [
         ({"kv_lora_rank": 256}, "kv_lora_rank 256 and qk_rope_head_dim 64; a cached token is 512"),
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim 32; a cached token is"),
-        ({"num_heads": 256}, "num_heads 256; a rank holds 1 to 128"),
         ({"num_heads": 0}, "num_heads 0; it must be 1 or more"),
         ({"q_lora_rank": 0}, "q_lora_rank 0; give a positive rank"),
         ({"cache_rotated": False}, "set rope_interleaved=False"),
