@@ -12,14 +12,12 @@
 #pragma once
 
 #include "mla/division.hpp"
+#include "mla/logarithm.hpp"
 #include "mla/narrow.hpp"
 #include "mla/params/combine.hpp"
 
 namespace mla {
 
-constexpr float LOG2_E = 1.44269504f;
-constexpr float LOG2_E_REST = 1.92596299e-8f;  // log2(e) - LOG2_E
-constexpr float LN_2 = 0.693147181f;
 constexpr int INFINITY_BITS = 0x7f800000;
 
 // An int that orders as the float does, with every NaN above +inf.

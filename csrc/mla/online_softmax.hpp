@@ -1,17 +1,16 @@
 // Softmax of a row whose keys arrive tile by tile, in base 2.
 //
-// A row keeps a reference `max` and the sum of 2^(t - max) over its keys, t = score * softmax_scale * log2(e), softmax_scale > 0. The
-// reference is renewed only when a key exceeds it by more than LAG: until then the weights stay below 2^LAG, which a
-// float sum and a 16-bit weight hold without loss, and the accumulated output needs no rescaling. A row's result
-// depends on its own sequence alone, so it stays bitwise reproducible.
+// A row keeps a reference `max` and the sum of 2^(t - max) over its keys, t = score * softmax_scale * log2(e) with
+// softmax_scale > 0. The reference is renewed only when a key exceeds it by more than LAG: until then the weights stay
+// below 2^LAG, which a float sum and a 16-bit weight hold without loss, and the accumulated output needs no rescaling.
+// A row's result depends on its own sequence alone, so it stays bitwise reproducible.
 #pragma once
 
 #include "mla/device.hpp"
+#include "mla/logarithm.hpp"
 
 namespace mla {
 
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float LN_2 = 0.6931471805599453f;
 constexpr float MINUS_INFINITY = -__builtin_huge_valf();
 
 struct RowSoftmax {

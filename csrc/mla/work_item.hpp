@@ -1,9 +1,6 @@
 // Which keys of which sequence a workgroup attends to, and where its result goes.
 #pragma once
 
-#include "mla/device.hpp"
-#include "mla/params/decode.hpp"
-
 namespace mla {
 
 struct WorkItem {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mla_suite.core import arch as archs
 from mla_suite.runtime.driver import LaunchError
 from mla_suite.runtime.emulator import core
 from mla_suite.runtime.emulator.program import Program, decode
@@ -19,7 +20,6 @@ from mla_suite.runtime.emulator.report import Finding, Report, explain
 
 _ACCESS = {"r": 1, "w": 2, "rw": 3, "all": 6}
 _COMPLETE = 4
-_LDS_BYTES = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 SPIN_LIMIT = 4096
 INSTRUCTION_LIMIT = 50_000_000
 THREADS = min(2, os.cpu_count() or 1)
@@ -120,8 +120,8 @@ class Emulator:
         arguments = _kernel_arguments(program, params, grid, size)
         lds = program.kernel.descriptor.get("group_segment_fixed_size", 0)
         lds = ((lds + 15) & ~15) + dynamic_lds if dynamic_lds else lds
-        if lds > _LDS_BYTES[self.arch]:
-            raise LaunchError(f"{lds} bytes of LDS; {self.arch} has {_LDS_BYTES[self.arch]}")
+        if lds > archs.get(self.arch).lds_bytes:
+            raise LaunchError(f"{lds} bytes of LDS; {self.arch} has {archs.get(self.arch).lds_bytes}")
         packet = _dispatch_packet(grid, size)
         own = [Memory.of("kernel arguments", arguments, "r"), Memory.of("dispatch packet", packet, "r")]
         own += [Memory.of(f"constant {name}", data, "r") for name, data in program.constants.items() if data.size]
