@@ -1,4 +1,7 @@
-"""Scratch for split partials: one buffer per (device, stream), grown outside capture, never shared by streams."""
+"""Scratch for split partials: one buffer per thread, device and stream, grown outside capture, never shared.
+
+Between two threads that use one stream a call's merge may come behind the other's partials, so each has its own.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-_local = threading.local()
-_buffers: dict[tuple[int, int], torch.Tensor] = {}
-_lock = threading.Lock()
+
+class _Kept(threading.local):
+    """A thread's buffers: of GPUs by (device, stream), and of the CPU."""
+
+    def __init__(self) -> None:
+        self.gpu: dict[tuple[int, int], torch.Tensor] = {}
+        self.cpu: torch.Tensor | None = None
+
+
+_kept = _Kept()
 _GRANULE = 1 << 20  # growth in whole MiB, so that slowly rising lengths do not reallocate at every call
 
 
 def take(device: torch.device, elements: int) -> torch.Tensor:
-    """fp32 scratch of at least `elements`, uninitialised, valid until the next `take` on the same device and stream.
+    """fp32 scratch of at least `elements`, uninitialised, valid until this thread's next `take` on device and stream.
 
     While the current stream is captured the memory is a plain allocation, which comes from the graph's own pool.
     """
@@ -23,18 +33,16 @@ def take(device: torch.device, elements: int) -> torch.Tensor:
             return torch.empty(elements, dtype=torch.float32, device=device)
         index = torch.cuda.current_device() if device.index is None else device.index
         key = index, torch._C._cuda_getCurrentRawStream(index)
-        buffer = _buffers.get(key)
+        buffer = _kept.gpu.get(key)
         if buffer is None or buffer.numel() < elements:
-            with _lock:
-                # The old buffer goes back to torch's allocator, which hands it out again in this stream's order.
-                buffer = _buffers[key] = _grown_aside(device, elements)
+            # The old buffer goes back to torch's allocator, which hands it out again in this stream's order.
+            buffer = _kept.gpu[key] = _grown_aside(device, elements)
         return buffer
     if device.type != "cpu":
         raise ValueError(f"scratch: device {device} is neither cpu nor cuda")
-    buffer = getattr(_local, "buffer", None)  # a CPU thread runs its kernels one after the other
-    if buffer is None or buffer.numel() < elements:
-        buffer = _local.buffer = _grown(device, elements)
-    return buffer
+    if _kept.cpu is None or _kept.cpu.numel() < elements:
+        _kept.cpu = _grown(device, elements)
+    return _kept.cpu
 
 
 def partials(device: torch.device, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +57,9 @@ def shaped(buffer: torch.Tensor, splits: int, rows: int, dim_v: int) -> tuple[to
 
 
 def release() -> None:
-    """Gives every GPU buffer, and this thread's CPU buffer, back to torch."""
-    with _lock:
-        _buffers.clear()
-    _local.buffer = None
+    """Gives this thread's buffers back to torch."""
+    _kept.gpu.clear()
+    _kept.cpu = None
 
 
 def _grown(device: torch.device, elements: int) -> torch.Tensor:

@@ -56,7 +56,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state["stream"], raising=False)
-    monkeypatch.setattr(scratch, "_buffers", {})
+    monkeypatch.setattr(scratch, "_kept", scratch._Kept())
     return state
 
 
@@ -71,6 +71,17 @@ def test_one_buffer_per_stream_and_device(gpu):
     gpu["stream"] = 7
     assert scratch.take(device, 500) is first
     assert len(gpu["threads"]) == 3
+
+
+def test_threads_on_one_stream_do_not_share(gpu):
+    """Two launches of one call may have another thread's between them."""
+    device = torch.device("cuda", 0)
+    mine, other = scratch.take(device, 1000), []
+    thread = threading.Thread(target=lambda: other.extend(scratch.take(device, size) for size in (1000, 500)))
+    thread.start()
+    thread.join()
+    assert other[0] is other[1] is not mine
+    assert scratch.take(device, 1000) is mine
 
 
 def test_growth_is_allocated_by_another_thread(gpu):
