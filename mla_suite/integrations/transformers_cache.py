@@ -17,7 +17,8 @@ class LatentCache(Cache):
 
     With `max_len`, pages for `batch` sequences of that many tokens are taken at once and nothing moves afterwards, so
     a compiled decode step runs at any length. Without it the cache grows as it fills, in eager mode only.
-    Beam search is refused; `crop` and `reset` work.
+    Tokens past max_len are refused, but for those of compiled steps on a GPU, which nobody waits to count: end there in
+    time. Beam search is refused; `crop` and `reset` work.
     """
 
     def __init__(self, model: nn.Module, batch: int, max_len: int | None = None, *, page_size: int = 64) -> None:
@@ -30,6 +31,7 @@ class LatentCache(Cache):
         self.block_table = self._table()
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        self._eager = 0  # of the tokens seen, those of eager calls
         self.has_prefix = False
         super().__init__(layers=[_CacheLayer(batch, not self.growable) for _ in range(layers)])
         for tensor in (*self.paged.layers, self.block_table, self.seq_lens, self.seen):
@@ -80,10 +82,12 @@ class LatentCache(Cache):
         """Forget the newest `tokens_to_remove` tokens, as after a rejected draft: as many of every sequence."""
         self.seq_lens.sub_(tokens_to_remove).clamp_(min=0)
         self.seen.sub_(tokens_to_remove).clamp_(min=0)
+        self._eager = max(self._eager - tokens_to_remove, 0)
 
     def reset(self) -> None:
         self.seq_lens.zero_()
         self.seen.zero_()
+        self._eager = 0
         self.has_prefix = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -99,15 +103,15 @@ class LatentCache(Cache):
         raise NotImplementedError("LatentCache: a beam search copies sequences, this cache does not; use num_beams=1")
 
     def _make_room(self, q_len: int) -> None:
-        if self.seen.is_cuda and not self.growable:
-            return  # a fixed cache never waits for the device; its gather checks the bound there
-        needed = int(self.seen) + q_len
-        if needed <= self.max_len:
-            return
-        if not self.growable:
+        waits = self.growable or not self.seen.is_cuda  # a fixed cache never waits for the device
+        needed = (int(self.seen) if waits else self._eager) + q_len
+        if needed > self.max_len and not self.growable:
             raise RuntimeError(
                 f"LatentCache: {needed} tokens per sequence for a cache of max_len {self.max_len}; make it longer"
             )
+        self._eager += q_len
+        if needed <= self.max_len:
+            return
         width = max(-(-needed // self.paged.page_size), 2 * self.block_table.shape[1])
         self.paged.grow(len(self.sequences) * (width - self.block_table.shape[1]))
         for sequence in self.sequences:

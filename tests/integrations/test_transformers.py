@@ -1,6 +1,7 @@
 """Hugging Face DeepSeek models with random weights: patched against unpatched."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +311,15 @@ def test_a_full_cache_is_refused_before_anything_is_written():
         model(input_ids=ids, past_key_values=cache)
     assert cache.seq_lens.tolist() == [0, 0, 0]
     assert not any(layer.any() for layer in cache.paged.layers)
+
+
+def test_a_full_cache_is_refused_without_asking_a_gpu():
+    cache = LatentCache(make_model("v3"), 1, 8, page_size=4)
+    cache.seen = SimpleNamespace(is_cuda=True)  # it has no value to read
+    cache._make_room(5)
+    cache._make_room(3)
+    with pytest.raises(RuntimeError, match="9 tokens per sequence for a cache of max_len 8"):
+        cache._make_room(1)
 
 
 def test_crop_forgets_the_newest_tokens():
