@@ -135,7 +135,10 @@ def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
 def _device(args: argparse.Namespace) -> torch.device:
     import torch
 
-    return args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device: torch.device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are those of the current device
+    return device
 
 
 def _measure(args: argparse.Namespace, effort: Effort) -> Report:

@@ -71,7 +71,10 @@ def readied(name: str, offer: Callable[[Any, Arch | None], Offer | Refusal], rea
 
 
 def portable(module: str) -> Backend:
-    """The Triton backend in `module`, which has `offer` and `run`; imported at first use, since triton is optional."""
+    """The Triton backend in `module`, which has `offer` and `run`; imported at first use, since triton is optional.
+
+    Triton launches on the current device, so that is made the tensors'.
+    """
 
     def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
         if find_spec("triton") is None:
@@ -79,8 +82,9 @@ def portable(module: str) -> Backend:
         answer: Offer | Refusal = import_module(module).offer(problem, arch)
         return answer
 
-    def run(*args: Any, **kwargs: Any) -> None:
-        import_module(module).run(*args, **kwargs)
+    def run(config: Any, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
+        with torch.cuda.device_of(first_tensor(args)):
+            import_module(module).run(config, outputs, *args, **kwargs)
 
     return Backend("portable", offer, run, devices=("cuda",))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.models.operators import TAGS, have_kernels, is_hopper, library
+from mla_suite.models.operators import TAGS, have_kernels, is_hopper, library, on_its_device
 from mla_suite.models.rope import rotate
 
 MOST_ROWS = 128  # tokens of a program
@@ -170,7 +170,7 @@ def _empty_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     return latents.new_empty(*latents.shape[:-1], w_uv.shape[1])
 
 
-library.impl("absorb", _absorb, "CUDA")
-library.impl("head_values", _head_values, "CUDA")
+library.impl("absorb", on_its_device(_absorb), "CUDA")
+library.impl("head_values", on_its_device(_head_values), "CUDA")
 torch.library.register_fake("mla_suite_layers::absorb", _empty_absorb, lib=library)
 torch.library.register_fake("mla_suite_layers::head_values", _empty_values, lib=library)

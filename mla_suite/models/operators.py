@@ -5,6 +5,9 @@ A program exported on such a GPU names these operators, so whatever runs it impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -22,6 +25,16 @@ def have_kernels(*operands: torch.Tensor) -> bool:
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         return False
     return all(operand.dtype == first.dtype and operand.stride(-1) == 1 for operand in operands)
+
+
+def on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """The implementation with its first tensor's device as the current one, on which Triton launches."""
+
+    def run(first: torch.Tensor, *others: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return implementation(first, *others)
+
+    return run
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -230,3 +232,23 @@ def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
     for size in range(1, 9):
         assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
         assert len(dispatch._known) <= 3
+
+
+def test_triton_launches_on_the_tensors_device(monkeypatch):
+    """Which need not be the current one; Triton asks for that."""
+    entered, ran = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.pop()
+
+    def run(config, outputs, *args, **kwargs):
+        ran.append((config, args, kwargs, list(entered)))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setitem(sys.modules, "mla_suite_test_portable", SimpleNamespace(run=run))
+    tensor = torch.zeros(1)
+    dispatch.portable("mla_suite_test_portable").run("tile", (), tensor, None, causal=True)
+    assert ran == [("tile", (tensor, None), {"causal": True}, [tensor])]
