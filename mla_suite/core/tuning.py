@@ -190,8 +190,11 @@ def user_directory() -> Path:
     named = os.environ.get("MLA_SUITE_TUNED_DIR")
     if named:
         return Path(named)
-    config = os.environ.get("XDG_CONFIG_HOME")
-    return (Path(config) if config else Path.home() / ".config") / "mla_suite" / "tuned"
+    # The XDG base directory specification has relative values ignored. expanduser leaves an unknown home as "~"; then
+    # there are no tables of a user's, since nothing is read from the working directory.
+    named = os.environ.get("XDG_CONFIG_HOME", "")
+    base = named if os.path.isabs(named) else os.path.expanduser("~/.config")
+    return Path(base if os.path.isabs(base) else os.devnull) / "mla_suite" / "tuned"
 
 
 def load(form: Format, arch: str, path: Path) -> tuple[Row, ...]:

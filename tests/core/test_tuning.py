@@ -6,6 +6,7 @@ import pytest
 
 from mla_suite.core import tuning
 from mla_suite.core.tuning import Choice, Format, Integer
+from mla_suite.ops.combine.config import FORMAT
 
 FORM = Format(
     op="sum",
@@ -94,6 +95,17 @@ def test_user_directory(monkeypatch, tmp_path):
     assert tuning.user_directory() == tmp_path / "mla_suite" / "tuned"
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", "/elsewhere")
     assert str(tuning.user_directory()) == "/elsewhere"
+
+
+def test_a_user_without_a_home_has_no_tables(monkeypatch):
+    """As in a container that is run under a number of no account."""
+    for name in ("MLA_SUITE_TUNED_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    assert tuning.user_directory().is_absolute()
+    assert not (tuning.user_directory() / "combine" / "sm_90.csv").is_file()
+    assert tuning.rows(FORMAT, "sm_90")
 
 
 @pytest.mark.parametrize(
