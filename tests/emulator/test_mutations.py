@@ -1,12 +1,12 @@
 """A kernel with one instruction deleted gives a finding of the sanitizer, or the same bytes as before.
 
 Every executed barrier, wait, write-back, invalidate, atomic and store of the kernels in kernels/mutated.hip is deleted
-in turn, then those of combine's, decode's and sparse_decode's own machine code; outputs are shrunk, and memory is left
+in turn, then barriers, waits and stores of our own kernels' machine code; outputs are shrunk, and memory is left
 uninitialised.
 
-Two exceptions, and no other: a wait changes nothing where the text waits for the same again on every way from there
-(`why_redundant` finds that, or the test fails); and what a kernel leaves in memory for the next launch, as the reset of
-an arrival counter, is noticed in the next launch.
+Two exceptions, and three barriers of plan that its test counts: a wait changes nothing where the text waits for the
+same again on every way from there (`why_redundant` finds that, or the test fails); and what a kernel leaves in memory
+for the next launch, as the reset of an arrival counter, is noticed in the next launch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mutations import KINDS, Launch, deletions, instruction, mutate, table, why_
 import mla_suite
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
+from mla_suite.ops.append_kv import native as append_kv_native
 from mla_suite.ops.combine import config as combine_config
 from mla_suite.ops.combine import native as combine_native
 from mla_suite.ops.decode.samples import decode_sample
@@ -156,14 +157,14 @@ def test_memory_that_is_not_there(launch, how):
 
 
 @contextmanager
-def first_launch() -> Iterator[list[Launch]]:
-    """Fills the list with the first launch done inside, to be done again."""
+def first_launch(most: int = 1) -> Iterator[list[Launch]]:
+    """Fills the list with the first launches done inside, to be done again."""
     found: list[Launch] = []
     usual = EmulatorDriver.launch
 
     def recorded(self, kernel, grid, block, dynamic_lds, params, buffers, overlap=False):
         usual(self, kernel, grid, block, dynamic_lds, params, buffers, overlap)
-        if not found:
+        if len(found) < most:
             owners = list(buffers())
             memory = [Memory.of(*buffer) for buffer in owners]
             text, symbol = kernel.entry.read_text(), kernel.entry.symbol
@@ -187,6 +188,51 @@ def test_combine(arch):
     assert reported["barrier"] == 2
     assert reported["wait"] >= 10
     assert reported["store"] >= 2
+
+
+# Lengths and workers: few sequences that are cut, or more than a workgroup has threads.
+LONG_ONES = [5000, 3, 0, 900, 7000], 64, {}
+MANY = [17 * i % 700 for i in range(600)], 100, {}
+IN_THREE = [17 * i % 700 for i in range(300)], 100, {"num_splits": 3}
+
+
+def test_plan(arch):
+    """Every barrier, over problems that together take every path.
+
+    In three places one barrier follows another with nothing between: behind the largest length, where the line has its
+    own, and behind the line (on either of its paths), where the choice of the cheapest has one.
+    """
+    if not has_kernel(arch, "plan_step-search_waves-4"):
+        pytest.skip(f"plan is not built for {arch}; run `python -m mla_suite build`")
+    outcomes: dict[tuple[str, int], set[str]] = {}
+    for lengths, workers, options in (LONG_ONES, MANY, IN_THREE):
+        lens = torch.tensor(lengths, dtype=torch.int32)
+        with mla_suite.emulate(arch), first_launch(2) as found:
+            mla_suite.plan(lens, rows=16, workers=workers, max_kv_len=8192, **options)
+        for launch in found:
+            for mutation in mutate(launch, ("barrier",)):
+                outcomes.setdefault((launch.kernel, mutation.line), set()).add(mutation.outcome)
+    needless: dict[str, int] = {}
+    for (kernel, _), seen in outcomes.items():
+        assert "missed" not in seen, kernel
+        step = kernel.split("_")[2]
+        needless[step] = needless.get(step, 0) + ("reported" not in seen)
+    assert needless == {"search": 1, "balanced": 2, "uniform": 0}
+
+
+def test_append_kv(arch):
+    """The barriers of a workgroup with many tokens, some of which have the same slot; 20 of the waits."""
+    config = append_kv_native.Config(archs.get(arch), append_kv_native.MOST_TOKENS)
+    if not has_kernel(arch, config.instance):
+        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build`")
+    tokens = 700
+    cache, slots = torch.zeros(12, 64, 576, dtype=torch.bfloat16), torch.arange(tokens) * 3 % 701 % 650
+    rows = torch.randn(tokens, 512).bfloat16(), torch.randn(tokens, 64).bfloat16()
+    with mla_suite.emulate(arch), first_launch() as found:
+        append_kv_native.run(config, (), *rows, cache, slots, layout="bf16")
+    reported = judge(found[0], ("barrier", "wait"), 20)
+    assert reported["barrier"] == 3
+    assert reported["wait"] >= 10
 
 
 # Lengths after which the next item's copies go where the last tile of the one before it was read.
