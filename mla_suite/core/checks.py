@@ -34,6 +34,8 @@ def tensor(
     last_contiguous: bool = True,
 ) -> None:
     """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided."""
+    if value is None:  # torch takes it for a tensor that has no value
+        fail(op, argument, "is None", "it takes a tensor", TypeError)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
     if value.dim() not in ranks:
         fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {' or '.join(map(str, ranks))} dimensions")

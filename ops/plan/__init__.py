@@ -92,11 +92,11 @@ def specify(
 
 
 def check_splits(op: str, num_splits: int, split_size: int) -> None:
-    """Refuse negative split arguments, and both at once."""
-    if num_splits < 0:
-        checks.fail(op, "num_splits", f"is {num_splits}", "it takes a count, or 0 to leave it open")
-    if split_size < 0:
-        checks.fail(op, "split_size", f"is {split_size}", "it takes a number of keys, or 0 for none")
+    """Refuse split arguments that are negative or no int32, and both at once."""
+    if num_splits < 0 or num_splits > layout.OPEN:
+        checks.fail(op, "num_splits", f"is {num_splits}", f"it takes 1..{layout.OPEN}, or 0 to leave it open")
+    if split_size < 0 or split_size > layout.OPEN:
+        checks.fail(op, "split_size", f"is {split_size}", f"it takes 1..{layout.OPEN} keys, or 0 for none")
     if num_splits > 0 and split_size > 0:
         given = f"is {num_splits} with split_size={split_size}"
         checks.fail(op, "num_splits", given, "pass one of the two: splits are counted or sized")

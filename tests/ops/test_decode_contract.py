@@ -183,6 +183,8 @@ BAD = [
     ({"max_kv_len": -1}, "max_kv_len is -1"),
     ({"max_q_len": 3}, "max_q_len is 3; q has 1 query tokens"),
     ({"num_splits": -2}, "num_splits is -2"),
+    ({"split_size": 2**31}, "split_size is 2147483648; it takes 1..2147483647 keys, or 0"),
+    ({CACHE: None}, "kv_cache is None; it takes a tensor"),
     ({"num_splits": 2, "split_size": 64}, "pass one of the two: splits are counted or sized"),
 ]
 
@@ -238,6 +240,12 @@ def test_an_unaligned_cache_is_refused():
     q, table = torch.zeros(1, 1, 4, 512).bfloat16(), torch.zeros(1, 1).int()
     with pytest.raises(ValueError, match="decode: kv_cache begins 4 bytes past a multiple of 8; .* slice whole pages"):
         mla_suite.decode(q, cache, ints(5), table, softmax_scale=1.0, layout="dsv4")
+
+
+def test_more_splits_than_keys():
+    args, kwargs = problem()
+    many = mla_suite.decode(*args, **kwargs | {"num_splits": 2**31 - 1})  # empty ones cost nothing
+    assert_close(*many, exact_decode(*args, **kwargs))
 
 
 # Nothing to do
