@@ -223,6 +223,13 @@ def get_mla_metadata_v1(
         _refuse(name, f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     if is_cp_round_robin:
         _refuse(name, "is_cp_round_robin is True", "round-robin context parallel is not supported: pass False")
+    wide = dict(work_info_set=(work_info_set, len(plans.AiterColumn)), reduce_final_map=(reduce_final_map, 2))
+    for argument, (buffer, width) in wide.items():
+        if buffer.dim() != 2 or buffer.shape[1] != width:
+            _refuse(name, f"{argument} has shape {tuple(buffer.shape)}", f"it takes rows of {width}: see *_info_v1")
+    if work_metadata_ptrs.nbytes != 16:
+        given = f"work_metadata_ptrs is {work_metadata_ptrs.dtype} {tuple(work_metadata_ptrs.shape)}"
+        _refuse(name, given, "it takes two addresses, uint64 [2]")
     seq_lens, queries = _seq_lens(seqlens_kv_indptr, kv_last_page_lens, page_size), seqlens_qo_indptr
     q_len, spans = max(max_seqlen_qo, uni_seqlen_qo, 1), None
     if topk >= 0:

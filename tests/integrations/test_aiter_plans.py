@@ -43,6 +43,32 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     grown.check(lse, grown.expected())
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("work_info_set", (40, 7), r"work_info_set has shape \(40, 7\); it takes rows of 8"),
+        ("reduce_final_map", (3, 1), r"reduce_final_map has shape \(3, 1\); it takes rows of 2"),
+        ("work_meta_data", (2,), r"work_metadata_ptrs is torch.int32 \(2,\); it takes two addresses"),
+    ],
+)
+def test_buffers_of_another_kind_are_refused_before_any_is_written(name, shape, message):
+    step = Step([700, 2, 130], [1] * 3)
+    made = {key: torch.full_like(buffer, 7) for key, buffer in step.metadata().items()}
+    made[name] = torch.full(shape, 7, dtype=torch.int32)
+    order = (
+        "work_meta_data",
+        "work_info_set",
+        "work_indptr",
+        "reduce_indptr",
+        "reduce_final_map",
+        "reduce_partial_map",
+    )
+    buffers = [made[key] for key in order]
+    with pytest.raises(ValueError, match=message):
+        aiter.get_mla_metadata_v1(step.qo_indptr, step.kv_indptr, step.kv_last_page_lens, 16, 1, True, *buffers)
+    assert all(set(buffer.flatten().tolist()) == {7} for buffer in buffers)
+
+
 def test_two_stages_by_hand():
     """The works of a plan done one by one, then `mla_reduce_v1`, as a caller of AITER's low level does."""
     step = Step([700, 0, 130, 64], [2] * 4, page_size=4)
