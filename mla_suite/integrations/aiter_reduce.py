@@ -42,6 +42,9 @@ def mla_reduce_v1(
     tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
     if max_seqlen_q < 1:
         refuse("mla_reduce_v1", f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
+    if final_lse is not None and final_lse.shape != final_output.shape[:-1]:
+        possible = f"it takes [tokens, heads] = {tuple(final_output.shape[:-1])}"
+        refuse("mla_reduce_v1", f"final_lse has shape {tuple(final_lse.shape)}", possible)
     if tiles == 0 or tokens == 0:
         return
     step = torch.arange(max_seqlen_q, device=device)

@@ -178,3 +178,9 @@ def test_refused_plans_and_reductions():
     ):
         with pytest.raises(ValueError, match=message):
             aiter.mla_decode_reduce(outs, outs[..., 0], reduced, indptr, *arguments)
+    final, final_lse = torch.full((2, 4, 512), 7.0), torch.full((4, 2), 7.0)
+    partials = outs.flatten(0, 1), outs[..., 0].flatten(0, 1)
+    spread, places = torch.tensor([0, 3, 6], dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"final_lse has shape \(4, 2\); it takes \[tokens, heads\] = \(2, 4\)"):
+        aiter.mla_reduce_v1(*partials, spread, None, places, 1, 3, final, final_lse)
+    assert bool((final == 7.0).all()), "written although refused"
