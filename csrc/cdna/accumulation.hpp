@@ -5,9 +5,10 @@
 
 namespace cdna {
 
-// Compilers before LLVM 22 give every product an accumulation register as its result and, where two paths meet, choose an
-// ordinary one if either path uses the value otherwise: they then move all of the output at every turn of the loop. Seen
-// from the loop, this value is only ever in an accumulation register. LLVM 22 decides by itself, and worse if told.
+// Compilers before LLVM 22 give every product an accumulation register as its result and, where two paths meet, choose
+// an ordinary one if either path uses the value otherwise: they then move all of the output at every turn of the loop.
+// Seen from the loop, this value is only ever in an accumulation register. LLVM 22 decides by itself, and worse if
+// told.
 MLA_DEVICE void keep_accumulated(f32x4& x) {
 #if __clang_major__ < 22
   asm volatile("" : "+a"(x));

@@ -1,8 +1,8 @@
 // One 16-row tile of queries against 16 keys: scores, softmax, values.
 //
-// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane owns
-// one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right operand
-// of the second product: P never leaves its lane.
+// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane
+// owns one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right
+// operand of the second product: P never leaves its lane.
 #pragma once
 
 #include "cdna/accumulation.hpp"
@@ -14,7 +14,7 @@
 
 namespace cdna {
 
-constexpr int BLOCK_COLUMNS = 128;                                 // output columns that one transposed read brings
+constexpr int BLOCK_COLUMNS = 128;  // output columns that one transposed read brings
 constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
 constexpr int BLOCK_TILES = 8;
 
@@ -23,7 +23,7 @@ struct OutputTile {
   f32x4 tile[OUTPUT_BLOCKS][BLOCK_TILES];
 
   MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rederived(0));   // a constant would be kept in registers between items
+    const float zero = mla::bit_cast<float>(rederived(0));  // a constant would be kept in registers between items
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b)
 #pragma unroll
@@ -39,7 +39,7 @@ struct OutputTile {
       if (accumulated) keep_accumulated(x);
       x *= factor;
       if (accumulated) keep_accumulated(x);
-      if (n % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all tiles pass through ordinary registers at once
+      if (n % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
     }
   }
 };

@@ -22,7 +22,8 @@ MLA_DEVICE float roundable(float factor) {
 
 // Ties away from zero, one addition per value: the bound (half a unit) is that of round_to_bf16.
 MLA_DEVICE uint32_t pack_weights_bf16(float low, float high) {
-  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high) + 0x8000, mla::bit_cast<uint32_t>(low) + 0x8000, 0x07060302);
+  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high) + 0x8000, mla::bit_cast<uint32_t>(low) + 0x8000,
+                               0x07060302);
 }
 
 MLA_DEVICE uint32_t pack_fp16(float low, float high) {
@@ -38,7 +39,9 @@ MLA_DEVICE uint32_t fp8_pair_to_bf16(uint32_t four, bool upper) {
   const float low = pair[0], high = pair[1];
   return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high), mla::bit_cast<uint32_t>(low), 0x07060302);
 }
-MLA_DEVICE u32x2 fp8_to_bf16(uint32_t four) { return u32x2{fp8_pair_to_bf16(four, false), fp8_pair_to_bf16(four, true)}; }
+MLA_DEVICE u32x2 fp8_to_bf16(uint32_t four) {
+  return u32x2{fp8_pair_to_bf16(four, false), fp8_pair_to_bf16(four, true)};
+}
 MLA_DEVICE u32x4 fp8_to_bf16(u32x2 eight) {
   const u32x2 low = fp8_to_bf16(eight[0]), high = fp8_to_bf16(eight[1]);
   return u32x4{low[0], low[1], high[0], high[1]};

@@ -1,5 +1,5 @@
-// Stages for a cache in fp8: rows are copied as they are stored, and each wave converts the four keys that it copied into
-// a StagedTile of bf16 before the barrier, so each value is converted once per workgroup.
+// Stages for a cache in fp8: rows are copied as they are stored, and each wave converts the four keys that it copied
+// into a StagedTile of bf16 before the barrier, so each value is converted once per workgroup.
 //
 // Two raw slots per wave are filled ahead and read by their own wave alone; two converted stages are shared.
 #pragma once
@@ -24,12 +24,15 @@ class ConvertedStages {
   static constexpr int raw = stages * stage_bytes;
   static constexpr int pages = raw + waves * raw_slots * FourShortRows::bytes;
   static constexpr int bytes = pages + waves * Addresses::bytes;
-  static constexpr int copies = FourShortRows::instructions;   // of a wave per tile
+  static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
 
-  MLA_DEVICE ConvertedStages(const mla::KvSource& source, const mla::WorkItem& item, const float*, int tiles, LdsBytes lds,
-                             const Lane& lane, int wave)
-      : addresses_(source, item.first_key, item.end_key, lane, wave, lds + pages + wave * Addresses::bytes), lane_(lane),
-        lds_(lds), wave_(wave), tiles_(tiles) {
+  MLA_DEVICE ConvertedStages(const mla::KvSource& source, const mla::WorkItem& item, const float*, int tiles,
+                             LdsBytes lds, const Lane& lane, int wave)
+      : addresses_(source, item.first_key, item.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
+        lane_(lane),
+        lds_(lds),
+        wave_(wave),
+        tiles_(tiles) {
     addresses_.fetch(0);
   }
 
@@ -65,9 +68,7 @@ class ConvertedStages {
   MLA_DEVICE static int stage_after(int stage_at) { return stage_bytes - stage_at; }
 
  private:
-  MLA_DEVICE LdsBytes raw_slot(int tile) const {
-    return lds_ + own(wave_) + tile % raw_slots * FourShortRows::bytes;
-  }
+  MLA_DEVICE LdsBytes raw_slot(int tile) const { return lds_ + own(wave_) + tile % raw_slots * FourShortRows::bytes; }
 
   // A lane takes key 4 * wave + group: eight columns of each 128, and four of the rope part.
   MLA_DEVICE void convert(LdsBytes from, LdsBytes stage) const {
@@ -80,7 +81,8 @@ class ConvertedStages {
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) lds_write16(to + b * BLOCK_COLUMNS * 2, fp8_to_bf16(eight[b]));
     const int slot = lane_.column % 8 / 2 ^ (4 * wave_ + lane_.group) / 2 % 4;
-    lds_write8(stage + StagedTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 + lane_.column % 2 * 8,
+    lds_write8(stage + StagedTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
+                   lane_.column % 2 * 8,
                fp8_to_bf16(four));
   }
 

@@ -59,8 +59,8 @@ struct FourRows {
   }
 };
 
-// Four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j, the word at
-// word + 2048: see FourRows.
+// Four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j, the
+// word at word + 2048: see FourRows.
 struct FourShortRows {
   static constexpr int instructions = 9;
   static constexpr int pitch = 512;
@@ -103,7 +103,8 @@ struct TwoWords {
 struct FourWords {
   static constexpr int instructions = 4;
 
-  MLA_DEVICE static void copy(const void* first, const void* second, const void* third, const void* fourth, uint32_t lds) {
+  MLA_DEVICE static void copy(const void* first, const void* second, const void* third, const void* fourth,
+                              uint32_t lds) {
     asm volatile(
         "s_nop 0\n\t"
         "global_load_lds_dword %0, off\n\t"

@@ -26,8 +26,8 @@ class KeySplitDecode {
   static constexpr int tile_keys = 16;
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int latent_chunks = mla::LATENT / 32;
-  static constexpr int pieces = Problem::row_bytes / 64;   // 16-byte loads of a lane per tile
-  static constexpr int together = chunks / pieces;         // chunks in a piece: 1, or 2 where the cache is fp8
+  static constexpr int pieces = Problem::row_bytes / 64;  // 16-byte loads of a lane per tile
+  static constexpr int together = chunks / pieces;        // chunks in a piece: 1, or 2 where the cache is fp8
   using Query = QueryTile<Problem, 8 * together>;
   using Places = typename KeyPlacesOf<together>::Places;
 
@@ -41,7 +41,7 @@ class KeySplitDecode {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
       mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-      if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
+      if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
       KeySplitDecode decode(p, item, rows, first_row, lds);
       decode.attend(p);
       decode.merge_and_store(reread_params<mla::DecodeParams>());
@@ -50,14 +50,22 @@ class KeySplitDecode {
 
  private:
   struct Keys {
-    u32x4 piece[pieces];   // bytes 64 n + 16 * lane.group + 0..15 of the row of key lane.column
+    u32x4 piece[pieces];  // bytes 64 n + 16 * lane.group + 0..15 of the row of key lane.column
   };
 
-  MLA_DEVICE KeySplitDecode(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
-                            LdsBytes lds)
-      : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
-        latent_(lds + wave_ * LatentTile::bytes), key_places_(lane_), column_places_(lane_),
-        scale_(score_scale<typename Problem::Format>(p)), softmax_(mla::RowSoftmax::empty()) {}
+  MLA_DEVICE KeySplitDecode(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows,
+                            int first_row, LdsBytes lds)
+      : item_(item),
+        rows_(rows),
+        first_row_(first_row),
+        lane_(Lane::current()),
+        wave_(wave_id()),
+        lds_(lds),
+        latent_(lds + wave_ * LatentTile::bytes),
+        key_places_(lane_),
+        column_places_(lane_),
+        scale_(score_scale<typename Problem::Format>(p)),
+        softmax_(mla::RowSoftmax::empty()) {}
 
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
     output_.clear();
@@ -66,7 +74,8 @@ class KeySplitDecode {
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
     visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
-    visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+    visible_to_all_ =
+        smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t key = key_at(first);
@@ -199,7 +208,8 @@ class KeySplitDecode {
     const mla::RowResult<Policy> result = sink.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
-    for (int w = 0; w < waves; ++w) weight[w] = roundable(weight[w] * (result.weight * value_scale<typename Problem::Format>(p)));
+    for (int w = 0; w < waves; ++w)
+      weight[w] = roundable(weight[w] * (result.weight * value_scale<typename Problem::Format>(p)));
 
     constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;
@@ -241,16 +251,16 @@ class KeySplitDecode {
   const int first_row_;
   const Lane lane_;
   const int wave_;
-  const LdsBytes lds_;      // the workgroup's
-  const LdsBytes latent_;   // the wave's quarter
+  const LdsBytes lds_;     // the workgroup's
+  const LdsBytes latent_;  // the wave's quarter
   const Places key_places_;
   const ColumnPlaces column_places_;
   const float scale_;
-  int visible_;          // to the lane's row
-  int visible_to_all_;   // rows of the tile
+  int visible_;         // to the lane's row
+  int visible_to_all_;  // rows of the tile
   Query query_;
   Keys keys_;
-  ChunkTurns turns_;   // of the rope part of keys_
+  ChunkTurns turns_;  // of the rope part of keys_
   mla::RowSoftmax softmax_;
   OutputTile output_;
 };

@@ -1,10 +1,10 @@
-// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, a wave taking one or two 16-row
-// tiles. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
+// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, a wave taking one or two
+// 16-row tiles. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
 // before it.
 //
-// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token is then half the bytes
-// but as many LDS reads as ever, which would lead; with two row tiles per wave each read serves twice the products. Two
-// tiles are consumed at once, while the next two are on their way as they are stored.
+// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token is then half the
+// bytes but as many LDS reads as ever, which would lead; with two row tiles per wave each read serves twice the
+// products. Two tiles are consumed at once, while the next two are on their way as they are stored.
 #pragma once
 
 #include "cdna/attention_tile.hpp"
@@ -28,15 +28,16 @@ struct StagesOf<Policy, Problem, true> {
   using Stages = ConvertedStages<Policy, Problem>;
 };
 
-// How the waves share the row tiles: as many waves as needed get `most` tiles, so that the keys are read by as few waves
-// as the busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
+// How the waves share the row tiles: as many waves as needed get `most` tiles, so that the keys are read by as few
+// waves as the busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
 template <class Policy, class Problem>
 struct RowShares {
   static constexpr int key_groups = Problem::Format::bytes == 1 && Problem::row_tiles <= Policy::waves ? 2 : 1;
-  static constexpr int waves = Policy::waves / key_groups;   // of a key group
+  static constexpr int waves = Policy::waves / key_groups;  // of a key group
   static constexpr int most = (Problem::row_tiles + waves - 1) / waves;
-  static constexpr int busy = (Problem::row_tiles + most - 1) / most;       // waves with tiles: w, w + busy
-  static constexpr int full = Problem::row_tiles - (most - 1) * busy;       // waves with `most`; other busy ones have one less
+  static constexpr int busy = (Problem::row_tiles + most - 1) / most;  // waves with tiles: w, w + busy
+  static constexpr int full =
+      Problem::row_tiles - (most - 1) * busy;  // waves with `most`; other busy ones have one less
   static_assert(key_groups == 1 || busy == waves, "row split: all waves take part in merging key groups");
 };
 
@@ -80,12 +81,18 @@ class RowSplitWave {
   static constexpr int array = tiles > 0 ? tiles : 1;
   using Shares = RowShares<Policy, Problem>;
   static constexpr int key_groups = Shares::key_groups;
-  static constexpr int ordinary = 2;   // of the second tile's accumulators, which make room for two of scores
+  static constexpr int ordinary = 2;  // of the second tile's accumulators, which make room for two of scores
 
  public:
-  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
-                          LdsBytes lds, int wave)
-      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(lds), key_group_(wave / Shares::waves), places_(lane_),
+  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows,
+                          int first_row, LdsBytes lds, int wave)
+      : item_(item),
+        rows_(rows),
+        lane_(Lane::current()),
+        wave_(wave),
+        lds_(lds),
+        key_group_(wave / Shares::waves),
+        places_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
@@ -108,7 +115,8 @@ class RowSplitWave {
       visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
     }
     if (tiles > 0) {
-      visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+      visible_to_all_ =
+          smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
     wait_loads();
 
@@ -140,7 +148,7 @@ class RowSplitWave {
       const float weight = roundable(result.weight * value_scale<typename Problem::Format>(p));
       sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
-        __builtin_amdgcn_sched_barrier(0);   // or all pieces are scaled before the first is stored
+        __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
         if (e == 0) {
 #pragma unroll
           for (int t = 0; t < BLOCK_TILES; ++t) keep_accumulated(output_[r].tile[b][t]);
@@ -154,7 +162,7 @@ class RowSplitWave {
 
  private:
   MLA_DEVICE void walk(Stages& stages, int count) {
-    int filled = 0, used = 0;   // stages that the next tile is copied to and read from
+    int filled = 0, used = 0;  // stages that the next tile is copied to and read from
     for (int n = 0; n < smaller(Stages::ahead, count); ++n) {
       stages.copy(n, filled);
       filled = Stages::stage_after(filled);
@@ -171,8 +179,8 @@ class RowSplitWave {
     }
   }
 
-  // Two tiles at a time, one for each group. What lands is the wave's own, so no wave waits for another's copies, only for
-  // the stages to be free and then filled.
+  // Two tiles at a time, one for each group. What lands is the wave's own, so no wave waits for another's copies, only
+  // for the stages to be free and then filled.
   MLA_DEVICE void walk_pairs(Stages& stages, int count) {
     for (int n = 0; n < smaller(2, count); ++n) stages.copy(n, 0);
     int first = item_.first_key;
@@ -209,7 +217,7 @@ class RowSplitWave {
   // Keys are read a group ahead of the products that use them.
   MLA_DEVICE void scores(LdsBytes tile, f32x4 (&t)[array]) {
     constexpr int rope_chunks = mla::ROPE / 32;
-    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);   // with the rests of turned rope parts
+    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the rests of turned rope parts
     constexpr int group = products % 3 == 0 ? 3 : 4;
     constexpr int groups = products / group;
 #pragma unroll
@@ -322,12 +330,12 @@ MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
     mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-    if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
+    if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
     part.attend(p);
     part.finish();
     part.store(reread_params<mla::DecodeParams>());
-    if (Shares::key_groups == 1) mla::block_sync();   // key groups begin with one, before anything shared is written
+    if (Shares::key_groups == 1) mla::block_sync();  // key groups begin with one, before anything shared is written
   }
 }
 

@@ -8,11 +8,11 @@ namespace cdna {
 
 // Each wave and the wave `distance` apart hold `tiles` tiles of the same rows. Afterwards the wave of group 0 holds the
 // merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
-// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and meet once more
-// before any of them writes there again.
+// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and meet once
+// more before any of them writes there again.
 template <class Policy, int tiles>
-MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane, mla::RowSoftmax (&softmax)[tiles],
-                             OutputTile (&output)[tiles]) {
+MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
+                             mla::RowSoftmax (&softmax)[tiles], OutputTile (&output)[tiles]) {
   constexpr int tile_bytes = WAVE * 16;
   constexpr int block_bytes = BLOCK_TILES * tile_bytes;
   constexpr int statistics = Policy::waves * block_bytes;

@@ -29,8 +29,8 @@ MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<ML
 // would wait before each first use; one wait for a group of reads is one instruction instead of one per read.
 template <int outstanding>
 MLA_DEVICE void wait_lds() {
-  constexpr int no_other_wait = 0xc07f;   // vmcnt 63, expcnt 7
-  __builtin_amdgcn_sched_barrier(0);   // or reads drift behind the wait that counts on them being issued
+  constexpr int no_other_wait = 0xc07f;  // vmcnt 63, expcnt 7
+  __builtin_amdgcn_sched_barrier(0);     // or reads drift behind the wait that counts on them being issued
   __builtin_amdgcn_s_waitcnt(no_other_wait | outstanding << 8);
   __builtin_amdgcn_sched_barrier(0);
 }
@@ -54,10 +54,11 @@ struct LatentTile {
 
 // A lane's places in a LatentTile when it holds one key: 32-column chunk c of key lane.column, columns 8 * lane.group.
 struct KeyPlaces {
-  int even, odd;   // chunks 2n and 2n + 1 lie 128 n bytes further
+  int even, odd;  // chunks 2n and 2n + 1 lie 128 n bytes further
 
   MLA_DEVICE explicit KeyPlaces(const Lane& lane)
-      : even(LatentTile::slot_offset(lane.column, lane.group)), odd(LatentTile::slot_offset(lane.column, 4 + lane.group)) {}
+      : even(LatentTile::slot_offset(lane.column, lane.group)),
+        odd(LatentTile::slot_offset(lane.column, 4 + lane.group)) {}
   MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? odd : even) + (chunk >> 1) * 128; }
 };
 
@@ -66,7 +67,8 @@ struct WideKeyPlaces {
   int first, second;
 
   MLA_DEVICE explicit WideKeyPlaces(const Lane& lane)
-      : first(LatentTile::slot_offset(lane.column, 2 * lane.group)), second(LatentTile::slot_offset(lane.column, 2 * lane.group + 1)) {}
+      : first(LatentTile::slot_offset(lane.column, 2 * lane.group)),
+        second(LatentTile::slot_offset(lane.column, 2 * lane.group + 1)) {}
   MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? second : first) + (chunk >> 1) * 128; }
 };
 
@@ -81,7 +83,7 @@ struct KeyPlacesOf<2> {
 
 // A lane's places when it holds columns: keys 4 * lane.group + 0..3, columns 8 * lane.column of 128-column block b.
 struct ColumnPlaces {
-  int first[4];   // block b lies 256 b bytes further
+  int first[4];  // block b lies 256 b bytes further
 
   MLA_DEVICE explicit ColumnPlaces(const Lane& lane) {
 #pragma unroll

@@ -8,8 +8,8 @@
 
 namespace cdna {
 
-constexpr int TURN_FLOATS = mla::ROPE;   // per position
-constexpr int SINES = mla::ROPE / 2;     // first of them
+constexpr int TURN_FLOATS = mla::ROPE;  // per position
+constexpr int SINES = mla::ROPE / 2;    // first of them
 
 template <class Element>
 struct Halves;
@@ -37,9 +37,10 @@ MLA_DEVICE TurnedWords turn_words(uint32_t first, uint32_t second, float cos0, f
   TurnedWords turned;
   turned.first = Policy::template pack<Element>(x0, x1);
   turned.second = Policy::template pack<Element>(y0, y1);
-  turned.first_rest = Policy::template pack<Element>(x0 - Halves<Element>::low(turned.first), x1 - Halves<Element>::high(turned.first));
-  turned.second_rest =
-      Policy::template pack<Element>(y0 - Halves<Element>::low(turned.second), y1 - Halves<Element>::high(turned.second));
+  turned.first_rest =
+      Policy::template pack<Element>(x0 - Halves<Element>::low(turned.first), x1 - Halves<Element>::high(turned.first));
+  turned.second_rest = Policy::template pack<Element>(y0 - Halves<Element>::low(turned.second),
+                                                      y1 - Halves<Element>::high(turned.second));
   return turned;
 }
 

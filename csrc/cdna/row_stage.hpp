@@ -21,26 +21,29 @@ struct StagedTile {
   static constexpr int pitch = FourRows::pitch;
   static constexpr int rope = keys * pitch;
   static constexpr int rope_bytes = keys * mla::ROPE * 2;
-  static constexpr int rest = rope + rope_bytes;   // of turned rope parts, laid out like them
-  static constexpr int turns_bytes = keys * TURN_FLOATS * 4;   // cosines and sines, [wave][4][64 lanes], if keys come un-rotated
+  static constexpr int rest = rope + rope_bytes;  // of turned rope parts, laid out like them
+  static constexpr int turns_bytes =
+      keys * TURN_FLOATS * 4;  // cosines and sines, [wave][4][64 lanes], if keys come un-rotated
 };
 
 // Row addresses of the keys that one wave copies, found for 16 tiles at a time: lane l knows key l % 4 (of the wave's
-// four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead. Row j comes lowered by pitch * j, as the
-// copies of copy.hpp want it.
+// four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead. Row j comes lowered by pitch * j, as
+// the copies of copy.hpp want it.
 template <int pitch>
 class RowAddresses {
  public:
   static constexpr int block_tiles = 16;
-  static constexpr int bytes = 2 * WAVE * 4;   // page numbers of two blocks, of a wave
+  static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
 
-  MLA_DEVICE RowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave, LdsBytes lds)
+  MLA_DEVICE RowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
+                          LdsBytes lds)
       : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const {
     const int lane = rederived(lane_);
-    copy_words(source_.page_entry(key(block, lane)), static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
+    copy_words(source_.page_entry(key(block, lane)),
+               static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
   }
 
   // Page numbers of the block have arrived: the addresses.
@@ -70,8 +73,8 @@ class RowAddresses {
   }
 
   const mla::KvSource& source_;
-  int first_key_;   // the wave's first of the item
-  int last_key_;    // of the item
+  int first_key_;  // the wave's first of the item
+  int last_key_;   // of the item
   int lane_;
   const char* row_;
   LdsBytes lds_;
@@ -84,20 +87,24 @@ class RowStages {
   static constexpr int turns = StagedTile::rest + StagedTile::rope_bytes;
 
  public:
-  static constexpr int stages = Problem::rotate ? 2 : 3;   // a third with cosines and sines would not fit
-  static constexpr int ahead = stages - 1;                 // tiles in flight while one is multiplied
+  static constexpr int stages = Problem::rotate ? 2 : 3;  // a third with cosines and sines would not fit
+  static constexpr int ahead = stages - 1;                // tiles in flight while one is multiplied
   static constexpr int waves = Policy::waves;
   static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0) +
                                      (Problem::rotate ? StagedTile::rope_bytes + StagedTile::turns_bytes : 0);
   static constexpr int bytes = stages * stage_bytes + waves * Addresses::bytes;
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
-                                (Problem::rotate ? FourWords::instructions : 0);   // of a wave per tile
+                                (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
 
   MLA_DEVICE RowStages(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
                        LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, item.first_key, item.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * Addresses::bytes),
-        lane_(lane), lds_(lds), wave_(wave), tiles_(tiles), rope_cos_sin_(rope_cos_sin),
+        lane_(lane),
+        lds_(lds),
+        wave_(wave),
+        tiles_(tiles),
+        rope_cos_sin_(rope_cos_sin),
         latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * StagedTile::pitch),
         rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + StagedTile::rope + wave * 512) {
     rope_offset_ = lane.group * StagedTile::pitch + mla::LATENT * 2 + rope_word() * 4;
@@ -118,7 +125,8 @@ class RowStages {
     FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_at));
     if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_at));
     if constexpr (Problem::rotate) {
-      const float* cos = rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * TURN_FLOATS + rope_word() * 2;
+      const float* cos =
+          rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * TURN_FLOATS + rope_word() * 2;
       FourWords::copy(cos, cos + 1, cos + SINES, cos + SINES + 1, turns_at(stage_at));
     }
   }
@@ -177,11 +185,12 @@ struct StagedPlaces {
 
   MLA_DEVICE explicit StagedPlaces(const Lane& lane)
       : key(lane.column * StagedTile::pitch + lane.group * 16),
-        rope(StagedTile::rope + lane.column / 4 * 512 + lane.column % 4 * 64 + (lane.group ^ (lane.column / 2 % 4)) * 16),
+        rope(StagedTile::rope + lane.column / 4 * 512 + lane.column % 4 * 64 +
+             (lane.group ^ (lane.column / 2 % 4)) * 16),
         columns(4 * lane.group * StagedTile::pitch + lane.column * 16) {}
   MLA_DEVICE int of_chunk(int c) const {
     constexpr int latent_chunks = mla::LATENT / 32;
-    constexpr int rope_chunks = mla::ROPE / 32;   // a third and fourth are the rests
+    constexpr int rope_chunks = mla::ROPE / 32;  // a third and fourth are the rests
     if (c < latent_chunks) return key + c * 64;
     const int n = c - latent_chunks;
     return rope + n / rope_chunks * StagedTile::rope_bytes + n % rope_chunks * 256;

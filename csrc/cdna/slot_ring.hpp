@@ -15,7 +15,10 @@ namespace cdna {
 // sides. As assembly for the reasons that copy.hpp gives; the wait state is for M0.
 template <int offset>
 MLA_DEVICE void copy_slots(const char* from, uint32_t lds) {
-  asm volatile("s_nop 0\n\tglobal_load_lds_dwordx4 %0, off offset:%2" : : "v"(from), "{m0}"(lds - offset), "n"(offset) : "memory");
+  asm volatile("s_nop 0\n\tglobal_load_lds_dwordx4 %0, off offset:%2"
+               :
+               : "v"(from), "{m0}"(lds - offset), "n"(offset)
+               : "memory");
 }
 template <int n, int blocks>
 MLA_DEVICE void copy_blocks(const char* from, uint32_t lds) {
@@ -29,32 +32,38 @@ template <class Policy, class Problem, int keys>
 class SlotRing {
   using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, keys>;
   static constexpr int wave_keys = keys / Policy::waves;
-  static constexpr int groups = wave_keys / 8;                     // of a wave
+  static constexpr int groups = wave_keys / 8;  // of a wave
   static constexpr int tails = Tile::has_tail ? wave_keys / 16 : 0;
-  static constexpr int block_tiles = WAVE / wave_keys;             // whose page numbers are fetched at once
-  static constexpr int page_bytes = 2 * WAVE * 4;                  // of a wave
-  static constexpr int rope_block = Tile::blocks - 1;              // where 16-bit rows of 576 have their rope part
+  static constexpr int block_tiles = WAVE / wave_keys;  // whose page numbers are fetched at once
+  static constexpr int page_bytes = 2 * WAVE * 4;       // of a wave
+  static constexpr int rope_block = Tile::blocks - 1;   // where 16-bit rows of 576 have their rope part
 
  public:
-  // In a stage behind the tile, for un-rotated keys: the rests of turned rope parts as 1,024-byte blocks of 8 keys, then
-  // cosines and sines, 2,048 bytes of a wave.
+  // In a stage behind the tile, for un-rotated keys: the rests of turned rope parts as 1,024-byte blocks of 8 keys,
+  // then cosines and sines, 2,048 bytes of a wave.
   static constexpr int rests = Tile::bytes;
   static constexpr int rest_bytes = Problem::rotate ? keys * mla::ROPE * 2 : 0;
   static constexpr int turns = rests + rest_bytes;
   static constexpr int stage_bytes = turns + (Problem::rotate ? Policy::waves * 2048 : 0);
   static constexpr int room = (Policy::lds_bytes - Policy::waves * page_bytes) / stage_bytes;
   static constexpr int stages = room < 4 ? room : 4;
-  static constexpr int ahead = stages - 1;   // tiles in flight while one is multiplied
+  static constexpr int ahead = stages - 1;  // tiles in flight while one is multiplied
   static constexpr int bytes = stages * stage_bytes + Policy::waves * page_bytes;
-  static constexpr int copies = groups * Tile::blocks + tails + (Problem::rotate ? 2 : 0);   // of a wave per tile
+  static constexpr int copies = groups * Tile::blocks + tails + (Problem::rotate ? 2 : 0);  // of a wave per tile
   static_assert(!Problem::rotate || wave_keys == 8, "slot ring: rope parts are turned eight keys to a wave");
   static_assert(ahead >= 1 && ahead <= block_tiles, "slot ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * ahead < 63, "slot ring: more copies in flight than can be counted");
 
-  MLA_DEVICE SlotRing(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles, uint32_t lds,
-                      const Lane& lane, int wave)
-      : source_(source), first_key_(item.first_key + wave * wave_keys), last_key_(item.end_key - 1), lane_(lane.index),
-        wave_(wave), tiles_(tiles), rope_cos_sin_(rope_cos_sin), lds_(lds),
+  MLA_DEVICE SlotRing(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
+                      uint32_t lds, const Lane& lane, int wave)
+      : source_(source),
+        first_key_(item.first_key + wave * wave_keys),
+        last_key_(item.end_key - 1),
+        lane_(lane.index),
+        wave_(wave),
+        tiles_(tiles),
+        rope_cos_sin_(rope_cos_sin),
+        lds_(lds),
         pages_(lds + stages * stage_bytes + wave * page_bytes) {
     fetch_pages(0);
   }
@@ -63,7 +72,8 @@ class SlotRing {
   // must have arrived.
   MLA_DEVICE void copy(int tile, uint32_t stage_at) {
     const uint32_t lane = lane_index();
-    if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false)) fetch_pages(tile / block_tiles + 1);
+    if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false))
+      fetch_pages(tile / block_tiles + 1);
     const uint32_t stage = lds_ + stage_at;
     const uint32_t page_numbers = pages_ + tile / block_tiles % 2 * (WAVE * 4) + tile % block_tiles * wave_keys * 4;
 #pragma unroll
@@ -77,11 +87,13 @@ class SlotRing {
     for (int j = 0; j < tails; ++j) {
       const uint32_t in_wave = 16 * j + lane / 4;
       const uint32_t slot = lane % 4 ^ Tile::tail_swizzle(in_wave);
-      copy_slots<Tile::blocks * 128>(row_of(tile, in_wave, page_numbers) + slot * 16, stage + Tile::tail + (wave_ * tails + j) * 1024);
+      copy_slots<Tile::blocks * 128>(row_of(tile, in_wave, page_numbers) + slot * 16,
+                                     stage + Tile::tail + (wave_ * tails + j) * 1024);
     }
     if constexpr (Problem::rotate) {
       const int key = first_key_ + tile * keys + static_cast<int>(lane / 8);
-      const float* from = rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * TURN_FLOATS + first_turned(lane);
+      const float* from =
+          rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * TURN_FLOATS + first_turned(lane);
       copy_slots<0>(reinterpret_cast<const char*>(from), turns_at(stage_at));
       copy_slots<SINES * 4>(reinterpret_cast<const char*>(from), turns_at(stage_at) + 1024);
     }
@@ -121,7 +133,8 @@ class SlotRing {
     return source_.row(lds_read_word(lds_place(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
-  // A lane turns four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4) on.
+  // A lane turns four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4)
+  // on.
   MLA_DEVICE uint32_t rope_slot(uint32_t lane) const { return lane % 8 ^ Tile::swizzle(wave_ * wave_keys + lane / 8); }
   MLA_DEVICE uint32_t first_turned(uint32_t lane) const {
     const uint32_t slot = rope_slot(lane);
@@ -140,8 +153,10 @@ class SlotRing {
     const f32x4 sin = lds_read_f32x4(lds_place(turns_at(stage_at) + 1024 + lane * 16));
     const u32x2 first = lds_read8(lds_place(block + own));
     const u32x2 second = lds_read8(lds_place(block + (own ^ 64)));
-    const TurnedWords low = turn_words<Policy, typename Problem::Element>(first[0], second[0], cos[0], cos[1], sin[0], sin[1]);
-    const TurnedWords high = turn_words<Policy, typename Problem::Element>(first[1], second[1], cos[2], cos[3], sin[2], sin[3]);
+    const TurnedWords low =
+        turn_words<Policy, typename Problem::Element>(first[0], second[0], cos[0], cos[1], sin[0], sin[1]);
+    const TurnedWords high =
+        turn_words<Policy, typename Problem::Element>(first[1], second[1], cos[2], cos[3], sin[2], sin[3]);
     lds_write8(lds_place(block + own), u32x2{low.first, high.first});
     lds_write8(lds_place(block + (own ^ 64)), u32x2{low.second, high.second});
     lds_write8(lds_place(rest + own), u32x2{low.first_rest, high.first_rest});
@@ -149,8 +164,8 @@ class SlotRing {
   }
 
   const mla::KvSource& source_;
-  int first_key_;   // the wave's first of the item
-  int last_key_;    // of the item
+  int first_key_;  // the wave's first of the item
+  int last_key_;   // of the item
   int lane_;
   int wave_;
   int tiles_;

@@ -1,7 +1,8 @@
 // Keys in LDS for an arch with transposed LDS reads and 16-byte copies to LDS.
 //
-// A copy brings 16 bytes per lane to consecutive places, so a tile is built of blocks of 1,024 bytes: 8 keys x 128 bytes
-// of their rows. Only which lane fetches which 16-byte slot is free: slot s of key k stands at place s ^ swizzle(k), with
+// A copy brings 16 bytes per lane to consecutive places, so a tile is built of blocks of 1,024 bytes: 8 keys x 128
+// bytes of their rows. Only which lane fetches which 16-byte slot is free: slot s of key k stands at place s ^
+// swizzle(k), with
 //   swizzle(k) = 2 * (k % 4 ^ k / 4 % 2) + (k / 4 + k / 8) % 2          (fp8 also adds k / 16)
 // Then every access meets all banks evenly, whether the LDS serves 128 or 256 bytes a clock:
 //   ds_read_b128, one slot of 8 or 16 keys                       all places of a 128 or 256 byte line
@@ -20,9 +21,9 @@ template <int value_bytes_, int row_bytes_, int keys_>
 struct SlottedTile {
   static constexpr int value_bytes = value_bytes_;
   static constexpr int keys = keys_;
-  static constexpr int blocks = row_bytes_ / 128;           // of 8 keys
-  static constexpr bool has_tail = row_bytes_ % 128 != 0;   // 64 bytes
-  static constexpr int group_bytes = blocks * 1024;         // of 8 keys
+  static constexpr int blocks = row_bytes_ / 128;          // of 8 keys
+  static constexpr bool has_tail = row_bytes_ % 128 != 0;  // 64 bytes
+  static constexpr int group_bytes = blocks * 1024;        // of 8 keys
   static constexpr int tail = keys / 8 * group_bytes;
   static constexpr int bytes = tail + (has_tail ? keys * 64 : 0);
   static_assert(row_bytes_ % 128 == 0 || row_bytes_ % 128 == 64, "slotted tile: rows of whole 64-byte pieces");

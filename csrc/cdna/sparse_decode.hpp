@@ -1,4 +1,5 @@
-// Attention of one query token's heads over selected tokens, in one launch: gather, dequantise, scores, softmax, values.
+// Attention of one query token's heads over selected tokens, in one launch: gather, dequantise, scores, softmax,
+// values.
 //
 // Each selected token is dequantised once per workgroup, by the wave that loaded it, into a tile of bf16 rows in LDS.
 // Scores are split over waves by rows and keys, values by columns: wave w owns columns 128 w + 0..127 of every row's
@@ -7,8 +8,8 @@
 // in the very lane number that computed it.
 //
 // All waves must subtract the same number in the exponent. A wave whose scores exceed its row's reference by more than
-// 2^LAG raises a flag instead of writing weights; behind the tile's barrier all waves see it, agree on new references and
-// rescale. One barrier per tile otherwise.
+// 2^LAG raises a flag instead of writing weights; behind the tile's barrier all waves see it, agree on new references
+// and rescale. One barrier per tile otherwise.
 #pragma once
 
 #include "cdna/accumulation.hpp"
@@ -31,7 +32,7 @@ class SparseDecode {
   static constexpr int wave_rows = Shape::wave_row_tiles;
   static constexpr int key_tiles = Shape::wave_key_tiles;
   static constexpr int chunks = Record::qk_dim / 32;
-  static constexpr int key_steps = keys / 32;   // of the second product
+  static constexpr int key_steps = keys / 32;  // of the second product
   using Gather = SparseGather<Record, keys, waves>;
   using Tile = typename Gather::Tile;
   using Query = SparseQuery<Record::qk_dim>;
@@ -39,14 +40,14 @@ class SparseDecode {
   using Matrix = Matrix16x16x32<mla::bf16>;
 
   static constexpr int weights_bytes = row_tiles * key_steps * 1024;
-  static constexpr int row_bytes = row_tiles * 16 * 4;   // a float of every row
+  static constexpr int row_bytes = row_tiles * 16 * 4;  // a float of every row
   static constexpr int weights = Shape::stages * Tile::bytes;
   static constexpr int places = weights + 2 * weights_bytes;
-  static constexpr int maxima = places + waves * Gather::lds_bytes;      // [key group][row]
-  static constexpr int sums = maxima + Shape::key_groups * row_bytes;    // [key group][row]
-  static constexpr int factors = sums + Shape::key_groups * row_bytes;   // [row], of a rescale
-  static constexpr int masks = factors + row_bytes;                      // [stage] a bit per key
-  static constexpr int flags = masks + 16;                               // [2]
+  static constexpr int maxima = places + waves * Gather::lds_bytes;     // [key group][row]
+  static constexpr int sums = maxima + Shape::key_groups * row_bytes;   // [key group][row]
+  static constexpr int factors = sums + Shape::key_groups * row_bytes;  // [row], of a rescale
+  static constexpr int masks = factors + row_bytes;                     // [stage] a bit per key
+  static constexpr int flags = masks + 16;                              // [2]
   static constexpr int pools = flags + 16;
 
  public:
@@ -69,9 +70,15 @@ class SparseDecode {
   }
 
  private:
-  MLA_DEVICE SparseDecode(const mla::SparseDecodeParams& p, const mla::WorkItem& item, int first_row, uint32_t lds, int wave)
-      : item_(item), first_row_(first_row), lds_(lds), wave_(wave), row_group_(wave / Shape::key_groups),
-        key_group_(wave % Shape::key_groups), scale_(p.softmax_scale * mla::LOG2_E) {
+  MLA_DEVICE SparseDecode(const mla::SparseDecodeParams& p, const mla::WorkItem& item, int first_row, uint32_t lds,
+                          int wave)
+      : item_(item),
+        first_row_(first_row),
+        lds_(lds),
+        wave_(wave),
+        row_group_(wave / Shape::key_groups),
+        key_group_(wave % Shape::key_groups),
+        scale_(p.softmax_scale * mla::LOG2_E) {
     const Lane lane = Lane::current();
     const int key = 4 * lane.group + lane.column / 4;
     own_ = static_cast<uint32_t>(lane.index * 16);
@@ -92,12 +99,13 @@ class SparseDecode {
     Gather gather(selection, item_, lds_ + places + wave_ * Gather::lds_bytes, wave_);
     gather.load(0);
 #pragma unroll
-    for (int r = 0; r < wave_rows; ++r) query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
-    wait_loads();   // else the loop would wait for the queries, and so for all loads in flight, in every turn
+    for (int r = 0; r < wave_rows; ++r)
+      query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+    wait_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every turn
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
-    uint32_t stage = 0;        // of the tile whose scores come next
-    uint32_t bits = masks;     // and which of its keys are there
+    uint32_t stage = 0;     // of the tile whose scores come next
+    uint32_t bits = masks;  // and which of its keys are there
     if (!Shape::own_keys) {
 #pragma unroll
       for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_);
@@ -155,14 +163,16 @@ class SparseDecode {
   }
   // Which of the wave's keys that were loaded last are there, for the waves that score them.
   MLA_DEVICE void mark(const Gather& gather, uint32_t at) const {
-    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
+    if (own_ == 0)
+      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
   }
 
-  // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row lane.column.
+  // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row
+  // lane.column.
   static constexpr int step_chunks = row_tiles >= 6 ? 1 : 2;
   static constexpr int steps = chunks / step_chunks;
   static constexpr int step_reads = step_chunks * key_tiles;
-  static constexpr int ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;   // steps of keys read ahead of the products
+  static constexpr int ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;  // steps of keys read ahead of the products
 
   // The step beside which the next load begins: as soon as the loaded pieces are stored, or, where they are many
   // registers, behind the softmax.
@@ -236,8 +246,8 @@ class SparseDecode {
     for (int r = 0; r < wave_rows; ++r) exceeded |= softmax_[r].exceeded_by(largest(t[r]) * scale_);
     if (__builtin_expect(any_lane(exceeded), false)) {
       // Atomic, because several waves may say so.
-      __hip_atomic_fetch_max(reinterpret_cast<MLA_LDS uint32_t*>(lds_place(lds_ + flags + n % 2 * 4)), static_cast<uint32_t>(n + 1),
-                             __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+      __hip_atomic_fetch_max(reinterpret_cast<MLA_LDS uint32_t*>(lds_place(lds_ + flags + n % 2 * 4)),
+                             static_cast<uint32_t>(n + 1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
     } else {
       write_weights(n, t, sum);
     }
@@ -270,7 +280,7 @@ class SparseDecode {
         packed[T][0] = Policy::template pack_weights<mla::bf16>(p[0], p[1]);
         packed[T][1] = Policy::template pack_weights<mla::bf16>(p[2], p[3]);
       }
-      const int first = key_group_ * key_tiles;   // of the 16-key tiles of the tile
+      const int first = key_group_ * key_tiles;  // of the 16-key tiles of the tile
       const uint32_t at = lds_ + weights + n % 2 * weights_bytes +
                           ((row_group_ * wave_rows + r) * key_steps + first / 2) * 1024 + own_ + first % 2 * 8;
       if constexpr (key_tiles == 2) {
@@ -299,7 +309,8 @@ class SparseDecode {
     for (int r = 0; r < wave_rows; ++r) {
       float max = softmax_[r].max;
 #pragma unroll
-      for (int k = 0; k < Shape::key_groups; ++k) max = __builtin_fmaxf(max, lds_read_float(lds_place(row + k * row_bytes + r * 64)));
+      for (int k = 0; k < Shape::key_groups; ++k)
+        max = __builtin_fmaxf(max, lds_read_float(lds_place(row + k * row_bytes + r * 64)));
       const float factor = Policy::exp2(softmax_[r].max - max);
       softmax_[r].max = max;
       softmax_[r].sum *= factor;
@@ -338,7 +349,8 @@ class SparseDecode {
       const uint32_t at = lds_ + maxima + (16 * r + lane.column) * 4;
       float sum = 0.0f;
 #pragma unroll
-      for (int k = 0; k < Shape::key_groups; ++k) sum += lds_read_float(lds_place(at + (sums - maxima) + k * row_bytes));
+      for (int k = 0; k < Shape::key_groups; ++k)
+        sum += lds_read_float(lds_place(at + (sums - maxima) + k * row_bytes));
       const SparseRow<Policy> to(p, item_, first_row_ + 16 * r + lane.column, lds_read_float(lds_place(at)), sum);
       if (wave_ == 0 && lane.group == 0) to.store_lse();
       to.template store<Values::column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
@@ -352,9 +364,9 @@ class SparseDecode {
   const int row_group_;
   const int key_group_;
   const float scale_;
-  uint32_t own_;      // 16 bytes for each lane
-  uint32_t piece_;    // the lane's first place in a tile as left operand of the scores
-  uint32_t column_;   // and of the values
+  uint32_t own_;     // 16 bytes for each lane
+  uint32_t piece_;   // the lane's first place in a tile as left operand of the scores
+  uint32_t column_;  // and of the values
   mla::RowSoftmax softmax_[wave_rows];
   Query query_[wave_rows];
   typename Values::Output output_;

@@ -1,5 +1,5 @@
-// A wave's part of gathering selected tokens: indices a block of tiles ahead, addresses for a block at once, rows a tile
-// ahead, and the step that leaves them dequantised in LDS, once for the whole workgroup.
+// A wave's part of gathering selected tokens: indices a block of tiles ahead, addresses for a block at once, rows a
+// tile ahead, and the step that leaves them dequantised in LDS, once for the whole workgroup.
 #pragma once
 
 #include "cdna/cross_lane.hpp"
@@ -15,13 +15,17 @@ class SparseGather {
   using Tile = SlottedTile<2, Record::qk_dim * 2, keys>;
   static constexpr int wave_keys = keys / waves;
   static constexpr int groups = wave_keys / 8;
-  static constexpr int block_tiles = WAVE / wave_keys;              // whose addresses are found at once
+  static constexpr int block_tiles = WAVE / wave_keys;  // whose addresses are found at once
   static constexpr int place_bytes = Record::apart ? 16 : 8;
-  static constexpr int lds_bytes = WAVE * place_bytes;              // of a wave: addresses of a block
+  static constexpr int lds_bytes = WAVE * place_bytes;  // of a wave: addresses of a block
   static_assert(wave_keys == 8 || wave_keys == 16, "sparse gather: eight or sixteen keys to a wave");
 
   MLA_DEVICE SparseGather(const SparseSelection& selection, const mla::WorkItem& item, uint32_t lds, int wave)
-      : selection_(selection), first_key_(item.first_key + wave * wave_keys), end_key_(item.end_key), wave_(wave), lds_(lds),
+      : selection_(selection),
+        first_key_(item.first_key + wave * wave_keys),
+        end_key_(item.end_key),
+        wave_(wave),
+        lds_(lds),
         places_(GatherPlaces::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
     fetch(0);
     enter(0);
@@ -61,7 +65,8 @@ class SparseGather {
   static constexpr int pieces = groups * Record::pieces;
   MLA_DEVICE void store(int piece, uint32_t at) const {
     const int g = piece / Record::pieces, eight = wave_ * groups + g;
-    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes, places_.turned(static_cast<uint32_t>(eight) % 2));
+    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes,
+                  places_.turned(static_cast<uint32_t>(eight) % 2));
   }
 
   // Bit k: whether the wave's key k of the tile that was loaded last is there.
@@ -103,13 +108,13 @@ class SparseGather {
   }
 
   const SparseSelection selection_;
-  int first_key_;   // the wave's first of the item
+  int first_key_;  // the wave's first of the item
   int end_key_;
   int wave_;
   uint32_t lds_;
   const GatherPlaces places_;
-  int index_;              // of the lane's key of the next block
-  uint64_t block_valid_;   // bit l: the key of lane l of this block
+  int index_;             // of the lane's key of the next block
+  uint64_t block_valid_;  // bit l: the key of lane l of this block
   uint32_t valid_;
   typename Record::Raw raw_[groups];
 };

@@ -1,8 +1,8 @@
 // How a selected token is stored in each layout, and how a wave turns eight of them into bf16 rows of a SlottedTile.
 //
-// A load brings 16 bytes per lane: 128 bytes of each of eight tokens, four neighbouring lanes to a token's 64 bytes. 16 fp8
-// values become two slots of a tile. Which lanes take which token is chosen so that eight neighbouring lanes write four
-// even slots of one token and four odd places of another, and so meet all banks once; see GatherLane.
+// A load brings 16 bytes per lane: 128 bytes of each of eight tokens, four neighbouring lanes to a token's 64 bytes. 16
+// fp8 values become two slots of a tile. Which lanes take which token is chosen so that eight neighbouring lanes write
+// four even slots of one token and four odd places of another, and so meet all banks once; see GatherLane.
 #pragma once
 
 #include "cdna/slotted_tile.hpp"
@@ -24,20 +24,21 @@ MLA_DEVICE T load_global(uint64_t at) {
 
 // A lane's share of eight tokens.
 struct GatherLane {
-  uint32_t token;   // 0..7
-  uint32_t half;    // of 128 bytes: which 64
-  uint32_t part;    // of 64 bytes: which 16
+  uint32_t token;  // 0..7
+  uint32_t half;   // of 128 bytes: which 64
+  uint32_t part;   // of 64 bytes: which 16
 
-  MLA_DEVICE explicit GatherLane(uint32_t lane) : token((lane >> 3 & 3) | (lane & 4)), half(lane >> 5), part(lane & 3) {}
-  MLA_DEVICE uint32_t piece() const { return half << 2 | part; }                // of 16 fp8 values among 128
-  MLA_DEVICE uint32_t slot() const { return piece() ^ (token & 4); }            // of 8 bf16 values among 64
+  MLA_DEVICE explicit GatherLane(uint32_t lane)
+      : token((lane >> 3 & 3) | (lane & 4)), half(lane >> 5), part(lane & 3) {}
+  MLA_DEVICE uint32_t piece() const { return half << 2 | part; }      // of 16 fp8 values among 128
+  MLA_DEVICE uint32_t slot() const { return piece() ^ (token & 4); }  // of 8 bf16 values among 64
 };
 
-// Where a lane writes the eight tokens 8 n + 0..7 of a tile, relative to their first place, for even n; for odd n all places
-// are 16 bytes the other way.
+// Where a lane writes the eight tokens 8 n + 0..7 of a tile, relative to their first place, for even n; for odd n all
+// places are 16 bytes the other way.
 struct GatherPlaces {
-  uint32_t first;   // of a piece of fp8 values, which fills two slots; the second lies 16 bytes the other way
-  uint32_t whole;   // of a slot of bf16 values
+  uint32_t first;  // of a piece of fp8 values, which fills two slots; the second lies 16 bytes the other way
+  uint32_t whole;  // of a slot of bf16 values
 
   template <class Tile>
   MLA_DEVICE static GatherPlaces of(const GatherLane& lane) {
@@ -59,8 +60,9 @@ template <class Convert>
 MLA_DEVICE void store_piece(u32x4 raw, const Convert& convert, uint32_t at, const GatherPlaces& places) {
   const uint32_t a = raw[0], b = raw[1], c = raw[2], d = raw[3];
   lds_write16(lds_place(at + places.first), u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)});
-  lds_write16(lds_place(at + (places.first ^ 16)), u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
-  __builtin_amdgcn_sched_barrier(0);   // or all pieces are converted at once, in registers that are not there
+  lds_write16(lds_place(at + (places.first ^ 16)),
+              u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
+  __builtin_amdgcn_sched_barrier(0);  // or all pieces are converted at once, in registers that are not there
 }
 
 template <class Policy>
@@ -81,21 +83,24 @@ struct ByFactor {
 template <class Policy>
 struct Dsv4Record {
   static constexpr int qk_dim = 512;
-  static constexpr bool apart = true;   // scales have an address of their own
+  static constexpr bool apart = true;  // scales have an address of their own
   static constexpr int raw_registers = 21;
 
   struct Raw {
-    u32x4 latent[4];   // of the last, half the lanes have none
+    u32x4 latent[4];  // of the last, half the lanes have none
     u32x4 rope;
-    uint32_t scale;    // byte 2 * part + half
+    uint32_t scale;  // byte 2 * part + half
   };
 
-  MLA_DEVICE static uint64_t row_at(const SelectedToken& token) { return token.page_at + token.in_page * static_cast<uint64_t>(576); }
+  MLA_DEVICE static uint64_t row_at(const SelectedToken& token) {
+    return token.page_at + token.in_page * static_cast<uint64_t>(576);
+  }
   MLA_DEVICE static uint64_t scales_at(const SelectedToken& token) {
     return token.page_at + static_cast<uint64_t>(token.page) * 576 + token.in_page * static_cast<uint64_t>(8);
   }
 
-  // What half the lanes load; before everything else, or a scale is widened behind the branch, by an instruction that waits.
+  // What half the lanes load; before everything else, or a scale is widened behind the branch, by an instruction that
+  // waits.
   MLA_DEVICE static void load_half(Raw& raw, uint64_t row, const GatherLane& lane) {
     if (lane.half == 0) raw.latent[3] = load_global<u32x4>(row + lane.piece() * 16 + 3 * 128);
   }
@@ -134,10 +139,12 @@ struct V32Record {
   struct Raw {
     u32x4 latent[4];
     u32x4 rope;
-    uint32_t scale;    // number `part`
+    uint32_t scale;  // number `part`
   };
 
-  MLA_DEVICE static uint64_t row_at(const SelectedToken& token) { return token.page_at + token.in_page * static_cast<uint64_t>(656); }
+  MLA_DEVICE static uint64_t row_at(const SelectedToken& token) {
+    return token.page_at + token.in_page * static_cast<uint64_t>(656);
+  }
 
   MLA_DEVICE static void load_half(Raw&, uint64_t, const GatherLane&) {}
   MLA_DEVICE static void load(Raw& raw, uint64_t row, uint64_t, const GatherLane& lane) {

@@ -27,7 +27,8 @@ struct SparseQuery {
   // Rows past the last head repeat it; they are never stored.
   MLA_DEVICE void load(const mla::SparseDecodeParams& p, int token, int first_row, const Lane& lane) {
     const int row = first_row + lane.column < p.heads ? first_row + lane.column : p.heads - 1;
-    const uint16_t* q = static_cast<const uint16_t*>(p.q) + token * p.q_token_stride + row * p.q_head_stride + lane.group * 8;
+    const uint16_t* q =
+        static_cast<const uint16_t*>(p.q) + token * p.q_token_stride + row * p.q_head_stride + lane.group * 8;
 #pragma unroll
     for (int c = 0; c < chunks; ++c) chunk[c] = *reinterpret_cast<const u32x4*>(q + c * 32);
   }
@@ -50,7 +51,8 @@ class SparseRow {
     if (final_) {
       out_ = static_cast<char*>(p.out) + (item.sequence * p.out_token_stride + head * p.out_head_stride) * 2;
       lse_at_ = p.lse + static_cast<int64_t>(item.sequence) * p.heads + head;
-      if (p.attn_sink && weight > 0.0f) weight *= Policy::reciprocal(1.0f + Policy::exp2((p.attn_sink[head] - lse_) * mla::LOG2_E));
+      if (p.attn_sink && weight > 0.0f)
+        weight *= Policy::reciprocal(1.0f + Policy::exp2((p.attn_sink[head] - lse_) * mla::LOG2_E));
     } else {
       const int64_t at = static_cast<int64_t>(item.partial_row) * p.heads + head;
       out_ = reinterpret_cast<char*>(p.partial_out + at * mla::VALUE_DIM);
@@ -76,7 +78,8 @@ class SparseRow {
       }
     } else {
 #pragma unroll
-      for (int t = 0; t < count; ++t) *reinterpret_cast<f32x4*>(out_ + (first_column + 16 * t) * 4) = values(t) * weight;
+      for (int t = 0; t < count; ++t)
+        *reinterpret_cast<f32x4*>(out_ + (first_column + 16 * t) * 4) = values(t) * weight;
     }
   }
 

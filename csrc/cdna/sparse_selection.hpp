@@ -1,6 +1,8 @@
-// The pools of one query token as a table in LDS: where each list of indices begins and ends, and how its cache is paged.
+// The pools of one query token as a table in LDS: where each list of indices begins and ends, and how its cache is
+// paged.
 //
-// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the main loop has left.
+// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the main loop has
+// left.
 #pragma once
 
 #include "cdna/cross_lane.hpp"
@@ -13,22 +15,22 @@ namespace cdna {
 
 // A token that an index names: where its page begins, and its number in the page.
 struct SelectedToken {
-  uint64_t page_at;    // address
+  uint64_t page_at;  // address
   uint32_t in_page;
-  uint32_t page;       // tokens of the page
-  bool valid;          // the index lies in the pool
+  uint32_t page;  // tokens of the page
+  bool valid;     // the index lies in the pool
 };
 
 class SparseSelection {
   // Bytes of a pool's entry.
-  static constexpr int list = 0;          // address of the token's first index, less the keys of the pools before
+  static constexpr int list = 0;  // address of the token's first index, less the keys of the pools before
   static constexpr int cache = 8;
   static constexpr int page_bytes = 16;
   static constexpr int slots = 24;
   static constexpr int page = 28;
   static constexpr int page_magic = 32;
   static constexpr int page_shift = 36;
-  static constexpr int end = 40;          // keys up to and including the pool's
+  static constexpr int end = 40;  // keys up to and including the pool's
   static constexpr int entry_bytes = 48;
 
  public:
@@ -47,10 +49,13 @@ class SparseSelection {
       before += lane > i ? count : 0;
     }
     const LdsBytes at = lds_place(lds + lane * entry_bytes);
-    lds_write16(at + list, u32x4_of(reinterpret_cast<uint64_t>(found.first - before), reinterpret_cast<uint64_t>(pool.cache)));
+    lds_write16(at + list,
+                u32x4_of(reinterpret_cast<uint64_t>(found.first - before), reinterpret_cast<uint64_t>(pool.cache)));
     lds_write16(at + page_bytes, u32x4_of(static_cast<uint64_t>(pool.page_bytes),
-                                          static_cast<uint64_t>(static_cast<uint32_t>(pool.page)) << 32 | static_cast<uint32_t>(pool.slots)));
-    lds_write16(at + page_magic, u32x4{pool.page_magic, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
+                                          static_cast<uint64_t>(static_cast<uint32_t>(pool.page)) << 32 |
+                                              static_cast<uint32_t>(pool.slots)));
+    lds_write16(at + page_magic,
+                u32x4{pool.page_magic, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
   }
 
   MLA_DEVICE explicit SparseSelection(uint32_t lds) : lds_(lds) {}
@@ -61,7 +66,8 @@ class SparseSelection {
   // The index of a key; `key` must be below keys().
   MLA_DEVICE int index_of(int key) const {
     const u32x2 at = lds_read8(lds_place(lds_ + pool_of(key) * entry_bytes + list));
-    return *reinterpret_cast<const __attribute__((address_space(1))) int*>(join(at) + key * static_cast<int64_t>(sizeof(int32_t)));
+    return *reinterpret_cast<const __attribute__((address_space(1))) int*>(join(at) +
+                                                                           key * static_cast<int64_t>(sizeof(int32_t)));
   }
 
   // The token that `index` names in the pool of `key`.
@@ -74,12 +80,14 @@ class SparseSelection {
     const uint32_t factor = magic[0], shift = magic[1];
     const uint32_t slot = static_cast<uint32_t>(index);
     const uint32_t number = mla::divided(slot, factor, shift);
-    return SelectedToken{join(cache_at) + number * (static_cast<uint64_t>(high) << 32 | low), slot - number * tokens, tokens,
-                         slot < number_of_slots};
+    return SelectedToken{join(cache_at) + number * (static_cast<uint64_t>(high) << 32 | low), slot - number * tokens,
+                         tokens, slot < number_of_slots};
   }
 
  private:
-  MLA_DEVICE uint32_t word(int pool, int field) const { return lds_read_word(lds_place(lds_ + pool * entry_bytes + field)); }
+  MLA_DEVICE uint32_t word(int pool, int field) const {
+    return lds_read_word(lds_place(lds_ + pool * entry_bytes + field));
+  }
   MLA_DEVICE int pool_of(int key) const {
     int pool = 0;
 #pragma unroll

@@ -19,8 +19,8 @@ class SparseValues {
   // Tile [r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
   using Output = f32x4[row_tiles][column_tiles];
 
-  // O^T += V^T P^T. A lane's places in LDS: `weights` of its weights, `first_column` of its values within a tile; that by
-  // reference: by value LLVM 22 orders the reads of one kernel otherwise.
+  // O^T += V^T P^T. A lane's places in LDS: `weights` of its weights, `first_column` of its values within a tile; that
+  // by reference: by value LLVM 22 orders the reads of one kernel otherwise.
   MLA_DEVICE static void add(Output& output, uint32_t weights, uint32_t tile, const uint32_t& first_column) {
 #pragma unroll
     for (int part = 0; part < parts; ++part) add_part(output, part, weights, tile, first_column);
@@ -33,24 +33,27 @@ class SparseValues {
       if (!ordinary(r, i)) keep_accumulated(x);
       x *= factor;
       if (!ordinary(r, i)) keep_accumulated(x);
-      if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all pass through ordinary registers at once
+      if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through ordinary registers at once
     }
   }
 
  private:
-  static constexpr int pairs = key_steps * column_tiles;   // of a 32-key step and 16 columns
-  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;   // pairs read at once
+  static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns
+  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;  // pairs read at once
   static constexpr int groups = pairs / group;
-  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read twice.
+  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read
+  // twice.
   static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;
   static constexpr int part_tiles = row_tiles / parts;
 
-  MLA_DEVICE static void add_part(Output& output, int part, uint32_t weights, uint32_t tile, const uint32_t& first_column) {
+  MLA_DEVICE static void add_part(Output& output, int part, uint32_t weights, uint32_t tile,
+                                  const uint32_t& first_column) {
     u32x4 weight[part_tiles][key_steps];
 #pragma unroll
     for (int r = 0; r < part_tiles; ++r)
 #pragma unroll
-      for (int k = 0; k < key_steps; ++k) weight[r][k] = lds_read16(lds_place(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
+      for (int k = 0; k < key_steps; ++k)
+        weight[r][k] = lds_read16(lds_place(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
     u32x4 values[2][group];
     read_values(tile, first_column, 0, values[0]);
 #pragma unroll

@@ -16,9 +16,9 @@ constexpr int WAVE = 64;
 // The lane map of a 16x16 matrix operand: `column` 0..15 is its row or column, `group` 0..3 its four-element slice of
 // the contracted dimension (operands) or its four rows (accumulator).
 struct Lane {
-  int index;    // 0..63
-  int column;   // index % 16
-  int group;    // index / 16
+  int index;   // 0..63
+  int column;  // index % 16
+  int group;   // index / 16
 
   MLA_DEVICE static Lane current();
   MLA_DEVICE static Lane of(int index) { return Lane{index, index & 15, index >> 4}; }

@@ -19,7 +19,9 @@ struct Wave {
 
   // The kernel's parameters, read again: those that only a later part needs do not stay in scalar registers until then.
   template <class Params>
-  MLA_DEVICE static const Params& again(const Params&) { return reread_params<Params>(); }
+  MLA_DEVICE static const Params& again(const Params&) {
+    return reread_params<Params>();
+  }
 
   // Parameters are read when they are wanted: nothing is waited for that they could be read before.
   template <class... Words>
@@ -84,9 +86,7 @@ struct Wave {
   MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
   // In how many lanes it holds, and in how many before this one.
-  MLA_DEVICE static int count(bool condition) {
-    return __builtin_popcountll(__builtin_amdgcn_ballot_w64(condition));
-  }
+  MLA_DEVICE static int count(bool condition) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(condition)); }
   MLA_DEVICE static int count_before(bool condition, int, int& all) {
     const uint64_t lanes_with = __builtin_amdgcn_ballot_w64(condition);
     all = __builtin_popcountll(lanes_with);

@@ -6,8 +6,8 @@
 
 namespace cdna {
 
-// What a tile holds: `shared_keys` where the waves share it, `private_keys` where each has its own. `splits_keys`: few rows
-// are worth splitting the waves over keys as well.
+// What a tile holds: `shared_keys` where the waves share it, `private_keys` where each has its own. `splits_keys`: few
+// rows are worth splitting the waves over keys as well.
 
 // 16-bit caches: everything in the type of the cache.
 template <class Policy, class Problem>

@@ -25,14 +25,14 @@ class WideKeySplit {
   static constexpr int waves = Policy::waves;
   static constexpr int tile_keys = Arithmetic::private_keys;
   static constexpr int score_tiles = tile_keys / 16;
-  static constexpr int pieces = Problem::row_bytes / 64;   // 16-byte loads of a lane per 16 keys
+  static constexpr int pieces = Problem::row_bytes / 64;  // 16-byte loads of a lane per 16 keys
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
   using Tile = SlottedTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, tile_keys>;
   using Softmax = WideSoftmax<Policy, Values, score_tiles>;
 
-  static constexpr int output_bytes = WideOutput::tiles * WAVE * 16;   // of a wave
+  static constexpr int output_bytes = WideOutput::tiles * WAVE * 16;  // of a wave
   static constexpr int wave_bytes = Tile::bytes > output_bytes ? Tile::bytes : output_bytes;
-  static constexpr int statistics = waves * wave_bytes;                // [2, or 3 with divisors][wave][16 rows]
+  static constexpr int statistics = waves * wave_bytes;  // [2, or 3 with divisors][wave][16 rows]
   static constexpr int row_floats = waves * 16 * 4;
 
  public:
@@ -45,7 +45,7 @@ class WideKeySplit {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
       mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-      if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
+      if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
       WideKeySplit decode(p, item, rows, first_row, lds);
       decode.attend(p);
       decode.merge_and_store(reread_params<mla::DecodeParams>());
@@ -54,16 +54,23 @@ class WideKeySplit {
 
  private:
   struct Keys {
-    u32x4 piece[score_tiles][pieces];   // of key 16 T + lane.column
+    u32x4 piece[score_tiles][pieces];  // of key 16 T + lane.column
   };
   struct Rows {
     const char* of[score_tiles];
   };
 
-  MLA_DEVICE WideKeySplit(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
-                          LdsBytes lds)
-      : item_(item), rows_(rows), first_row_(first_row), lane_(Lane::current()), wave_(wave_id()), lds_(lds),
-        latent_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave_ * wave_bytes), places_(lane_), columns_(lane_),
+  MLA_DEVICE WideKeySplit(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows,
+                          int first_row, LdsBytes lds)
+      : item_(item),
+        rows_(rows),
+        first_row_(first_row),
+        lane_(Lane::current()),
+        wave_(wave_id()),
+        lds_(lds),
+        latent_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave_ * wave_bytes),
+        places_(lane_),
+        columns_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
     softmax_.clear();
   }
@@ -75,7 +82,8 @@ class WideKeySplit {
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
     visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
-    visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+    visible_to_all_ =
+        smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t page[score_tiles];
@@ -124,7 +132,8 @@ class WideKeySplit {
     if constexpr (Problem::rotate) {
 #pragma unroll
       for (int T = 0; T < score_tiles; ++T) {
-        turns_[T] = ChunkTurns::load(p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * TURN_FLOATS + lane_.group * 8);
+        turns_[T] =
+            ChunkTurns::load(p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * TURN_FLOATS + lane_.group * 8);
       }
     }
   }
@@ -180,7 +189,7 @@ class WideKeySplit {
     wave_lds_fence();
   }
 
-  static constexpr int reads = Softmax::products * Values::reads;   // per column tile
+  static constexpr int reads = Softmax::products * Values::reads;  // per column tile
   static constexpr int column_group = 8 / reads;                   // column tiles that are read at once
   static constexpr int column_groups = WideOutput::tiles / column_group;
   static constexpr int pair = column_group > 1 ? 2 : 1;
@@ -216,7 +225,8 @@ class WideKeySplit {
           for (int k = 0; k < Values::reads; ++k) read[k] = now[c + i % pair][i / pair * Values::reads + k];
           columns[i % pair][i / pair] = Values::columns(read);
         }
-        if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
+        if (Values::converted)
+          __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
           f32x4& sum = output_.tile[g * column_group + c + i % pair];
@@ -261,7 +271,8 @@ class WideKeySplit {
     if (wave_ == 0 && lane_.group == 0) sink.store_lse(result.lse);
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
-      weight[w] *= Softmax::output_weight(result.weight, total, total_divisor) * value_scale<typename Problem::Format>(p);
+      weight[w] *=
+          Softmax::output_weight(result.weight, total, total_divisor) * value_scale<typename Problem::Format>(p);
     }
 
     constexpr int share = WideOutput::tiles / waves;
@@ -271,7 +282,8 @@ class WideKeySplit {
       merged[n] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
       for (int w = 0; w < waves; ++w) {
-        merged[n] += weight[w] * lds_read_f32x4(lds_ + w * wave_bytes + (wave_ * share + n) * (WAVE * 16) + lane_.index * 16);
+        merged[n] +=
+            weight[w] * lds_read_f32x4(lds_ + w * wave_bytes + (wave_ * share + n) * (WAVE * 16) + lane_.index * 16);
       }
     }
     sink.template store<4, share>([&](int n, mla::Vec<float, 4>& values) {
@@ -291,16 +303,16 @@ class WideKeySplit {
   const int first_row_;
   const Lane lane_;
   const int wave_;
-  const LdsBytes lds_;      // the workgroup's
-  const uint32_t latent_;   // the wave's quarter
+  const LdsBytes lds_;     // the workgroup's
+  const uint32_t latent_;  // the wave's quarter
   const PiecePlaces<Tile> places_;
   const ColumnPieces<Tile> columns_;
   const float scale_;
-  int visible_;          // to the lane's row
-  int visible_to_all_;   // rows of the tile
+  int visible_;         // to the lane's row
+  int visible_to_all_;  // rows of the tile
   Query query_;
   Keys keys_;
-  ChunkTurns turns_[score_tiles];   // of the rope part of keys_
+  ChunkTurns turns_[score_tiles];  // of the rope part of keys_
   typename Softmax::Row softmax_;
   WideOutput output_;
 };

@@ -37,7 +37,7 @@ struct Matrix16x16x32<mla::fp16> {
   }
 };
 template <>
-struct Matrix16x16x32<mla::fp8> {   // half the rate of the next
+struct Matrix16x16x32<mla::fp8> {  // half the rate of the next
   MLA_DEVICE static f32x4 multiply(u32x2 left, u32x2 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(__builtin_bit_cast(long, left), __builtin_bit_cast(long, right),
                                                       accumulator, 0, 0, 0);
@@ -46,8 +46,9 @@ struct Matrix16x16x32<mla::fp8> {   // half the rate of the next
 
 MLA_DEVICE f32x4 multiply_fp8x128(u32x8 left, u32x8 right, f32x4 accumulator) {
   constexpr int e4m3 = 0;
-  return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(__builtin_bit_cast(i32x8, left), __builtin_bit_cast(i32x8, right),
-                                                          accumulator, e4m3, e4m3, 0, 0, 0, 0);   // scales 0: unscaled
+  return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(__builtin_bit_cast(i32x8, left),
+                                                          __builtin_bit_cast(i32x8, right), accumulator, e4m3, e4m3, 0,
+                                                          0, 0, 0);  // scales 0: unscaled
 }
 
 }  // namespace cdna

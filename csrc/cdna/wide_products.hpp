@@ -13,8 +13,8 @@
 
 namespace cdna {
 
-// How scores are made: `Keys` is what two neighbouring pieces of a key become, once for all rows they meet; where rows have
-// an odd number of pieces, `Tail` is the last one.
+// How scores are made: `Keys` is what two neighbouring pieces of a key become, once for all rows they meet; where rows
+// have an odd number of pieces, `Tail` is the last one.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
@@ -68,7 +68,8 @@ struct NarrowScores {
     static constexpr int pieces = Problem::row_bytes / 64;
     u32x4 piece[pieces];
 
-    MLA_DEVICE static Query load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row, const Lane& lane) {
+    MLA_DEVICE static Query load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
+                                 const Lane& lane) {
       const char* from = query_row<mla::fp8>(p, rows, first_row, lane) + lane.group * 16;
       Query query;
 #pragma unroll
@@ -79,7 +80,9 @@ struct NarrowScores {
   using Keys = u32x8;
   using Tail = u32x4;
 
-  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7); }
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) {
+    return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
+  }
   MLA_DEVICE static Tail tail(u32x4 piece) { return piece; }
   MLA_DEVICE static f32x4 multiply(Keys left, const Query& query, int n, f32x4 sum) {
     return multiply_fp8x128(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
@@ -91,10 +94,10 @@ struct NarrowScores {
   }
 };
 
-// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnPieces, and what a lane's weights
-// for them become. `headroom`: the largest weight is 2 to this power (a row's reference lies as far below its largest score).
-// `converted`: values change their type on the way.
-// `coarse`: rounding shifts the sum of the weights so far that outputs are divided by that of the rounded ones.
+// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnPieces, and what a lane's
+// weights for them become. `headroom`: the largest weight is 2 to this power (a row's reference lies as far below its
+// largest score). `converted`: values change their type on the way. `coarse`: rounding shifts the sum of the weights so
+// far that outputs are divided by that of the rounded ones.
 
 // Weights and values in a 16-bit type.
 template <class Policy, class Element>
@@ -107,14 +110,18 @@ struct WideValues {
   using Columns = u32x4;
   using Rows = u32x4;
 
-  MLA_DEVICE static Columns columns(const u32x2 (&read)[reads]) { return u32x4{read[0][0], read[0][1], read[1][0], read[1][1]}; }
+  MLA_DEVICE static Columns columns(const u32x2 (&read)[reads]) {
+    return u32x4{read[0][0], read[0][1], read[1][0], read[1][1]};
+  }
   MLA_DEVICE static f32x4 multiply(Columns columns, Rows rows, f32x4 sum) {
     return Matrix16x16x32<Element>::multiply(columns, rows, sum);
   }
   // Weights of 32 keys: both 16-key tiles of scores, four keys each.
   MLA_DEVICE static Rows pack(const f32x4* p) {
-    return u32x4{Policy::template pack_weights<Element>(p[0][0], p[0][1]), Policy::template pack_weights<Element>(p[0][2], p[0][3]),
-                 Policy::template pack_weights<Element>(p[1][0], p[1][1]), Policy::template pack_weights<Element>(p[1][2], p[1][3])};
+    return u32x4{Policy::template pack_weights<Element>(p[0][0], p[0][1]),
+                 Policy::template pack_weights<Element>(p[0][2], p[0][3]),
+                 Policy::template pack_weights<Element>(p[1][0], p[1][1]),
+                 Policy::template pack_weights<Element>(p[1][2], p[1][3])};
   }
 };
 
@@ -127,14 +134,15 @@ struct ConvertedValues : WideValues<Policy, mla::bf16> {
   MLA_DEVICE static u32x4 columns(const u32x2 (&read)[reads]) { return Policy::fp8_to_bf16(read[0]); }
 };
 
-// fp8 weights and values, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The reference is the row's largest
-// score itself, so that the largest weight is a power of two and exact, as far up in the type's range as one can be.
+// fp8 weights and values, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The reference is the row's
+// largest score itself, so that the largest weight is a power of two and exact, as far up in the type's range as one
+// can be.
 template <class Policy, int keys_>
 struct NarrowValues {
   static constexpr int keys = keys_;
   static constexpr int reads = keys / 32;
   static constexpr int words = keys / 16;
-  static constexpr float headroom = mla::RowSoftmax::LAG;   // so that any score above the reference renews it
+  static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the reference renews it
   static constexpr bool coarse = true;
   static constexpr bool converted = false;
   static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");
@@ -161,7 +169,8 @@ struct NarrowValues {
     Rows rows;
 #pragma unroll
     for (int T = 0; T < words; ++T) {
-      rows[T] = Policy::template pack_fp8<true>(p[T][2], p[T][3], Policy::template pack_fp8<false>(p[T][0], p[T][1], 0));
+      rows[T] =
+          Policy::template pack_fp8<true>(p[T][2], p[T][3], Policy::template pack_fp8<false>(p[T][0], p[T][1], 0));
     }
     return rows;
   }
@@ -179,7 +188,7 @@ struct WideOutput {
   f32x4 tile[tiles];
 
   MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rederived(0));   // a constant would be kept in registers between items
+    const float zero = mla::bit_cast<float>(rederived(0));  // a constant would be kept in registers between items
 #pragma unroll
     for (int t = 0; t < tiles; ++t) tile[t] = f32x4{zero, zero, zero, zero};
   }
@@ -191,7 +200,7 @@ struct WideOutput {
       if (t < tiles - ordinary) keep_accumulated(tile[t]);
       tile[t] *= factor;
       if (t < tiles - ordinary) keep_accumulated(tile[t]);
-      if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);   // or all tiles pass through ordinary registers at once
+      if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
     }
   }
 };
@@ -234,7 +243,7 @@ struct WideRow<true> : mla::RowSoftmax {
 // 16 T + 4 * lane.group + r.
 template <class Policy, class Values, int score_tiles>
 struct WideSoftmax {
-  static constexpr int products = score_tiles * 16 / Values::keys;   // of the values, per column tile
+  static constexpr int products = score_tiles * 16 / Values::keys;  // of the values, per column tile
   using Scores = f32x4[score_tiles];
   using Weights = typename Values::Rows[products];
   using Row = WideRow<Values::coarse>;

@@ -1,9 +1,10 @@
-// Decode of 32 to 128 rows with transposed LDS reads: the waves share tiles of keys in LDS and split the query rows, wave
-// w taking the 16-row tiles w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage
-// over and frees the one before it.
+// Decode of 32 to 128 rows with transposed LDS reads: the waves share tiles of keys in LDS and split the query rows,
+// wave w taking the 16-row tiles w and w + 4. Nothing of the softmax crosses a wave; one barrier per tile hands a
+// landed stage over and frees the one before it.
 //
-// Where keys or values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over the
-// keys of a tile. Each conversion and each LDS read then serves two row tiles; the results are merged when the item ends.
+// Where keys or values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over
+// the keys of a tile. Each conversion and each LDS read then serves two row tiles; the results are merged when the item
+// ends.
 #pragma once
 
 #include "cdna/kernel_params.hpp"
@@ -28,7 +29,8 @@ class WideRowSplit {
   MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
     constexpr int most = (Problem::row_tiles + row_waves - 1) / row_waves;
-    constexpr int full_waves = Problem::row_tiles - (most - 1) * row_waves;   // with `most` tiles; the others have one less
+    constexpr int full_waves =
+        Problem::row_tiles - (most - 1) * row_waves;  // with `most` tiles; the others have one less
     if (full_waves == row_waves || wave % row_waves < full_waves) {
       run_wave<most>(lds, wave);
     } else {
@@ -51,19 +53,26 @@ class WideRowSplitWave {
   using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
   using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::shared_keys>;
   static constexpr int shared_keys = Arithmetic::shared_keys;
-  static constexpr int tile_keys = shared_keys / key_groups;   // of a shared tile, that the wave multiplies
+  static constexpr int tile_keys = shared_keys / key_groups;  // of a shared tile, that the wave multiplies
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int row_waves = Policy::waves / key_groups;
   static constexpr int array = tiles > 0 ? tiles : 1;
-  static constexpr int ordinary = 4;   // of the second row tile's accumulators, which make room for those of scores
+  static constexpr int ordinary = 4;  // of the second row tile's accumulators, which make room for those of scores
   using Softmax = WideSoftmax<Policy, Values, score_tiles>;
   static constexpr int products = Softmax::products;
 
  public:
-  MLA_DEVICE WideRowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows, int first_row,
-                              LdsBytes lds, int wave)
-      : item_(item), rows_(rows), lane_(Lane::current()), wave_(wave), lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
-        key_group_(wave / row_waves), pieces_(lane_), columns_(lane_), scale_(score_scale<typename Problem::Format>(p)) {
+  MLA_DEVICE WideRowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows,
+                              int first_row, LdsBytes lds, int wave)
+      : item_(item),
+        rows_(rows),
+        lane_(Lane::current()),
+        wave_(wave),
+        lds_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds))),
+        key_group_(wave / row_waves),
+        pieces_(lane_),
+        columns_(lane_),
+        scale_(score_scale<typename Problem::Format>(p)) {
     pieces_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
     pieces_.tail += key_group_ * (tile_keys * 64);
     columns_.first += key_group_ * (tile_keys / 8 * Tile::group_bytes);
@@ -86,11 +95,12 @@ class WideRowSplitWave {
       visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
     }
     if (tiles > 0) {
-      visible_to_all_ = smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+      visible_to_all_ =
+          smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
     wait_loads();
 
-    uint32_t filled = 0, used = 0;   // stages that the next tile is copied to and read from
+    uint32_t filled = 0, used = 0;  // stages that the next tile is copied to and read from
     for (int n = 0; n < smaller(Ring::ahead, count); ++n) {
       ring.copy(n, filled);
       filled = Ring::stage_after(filled);
@@ -125,7 +135,8 @@ class WideRowSplitWave {
       const float divisor = softmax_[r].divisor();
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum);
       if (lane.group == 0) sink.store_lse(result.lse);
-      const float weight = Softmax::output_weight(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
+      const float weight =
+          Softmax::output_weight(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
       sink.template store<4, WideOutput::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * weight;
@@ -135,12 +146,12 @@ class WideRowSplitWave {
   }
 
  private:
-  // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and gives
-  // the other away through LDS, which no stage needs any more.
+  // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and
+  // gives the other away through LDS, which no stage needs any more.
   MLA_DEVICE void merge_groups(const Lane& lane) {
     static_assert(key_groups == 2 && tiles <= 2 && !Values::coarse, "merging: two groups, a row tile for each");
     constexpr int output_bytes = WideOutput::tiles * WAVE * 16;
-    constexpr int statistics = Policy::waves * output_bytes;   // [wave][row tile][max, sum][16 rows]
+    constexpr int statistics = Policy::waves * output_bytes;  // [wave][row tile][max, sum][16 rows]
     static_assert(statistics + Policy::waves * 256 <= Ring::bytes, "merging: outputs of four waves fit the stages");
     const uint32_t mine = lds_ + statistics + wave_ * 256 + lane.column * 4;
     const uint32_t other = lds_ + statistics + (wave_ ^ row_waves) * 256 + lane.column * 4;
@@ -155,7 +166,8 @@ class WideRowSplitWave {
 #pragma unroll
         for (int t = 0; t < WideOutput::tiles; ++t) {
           keep(r, t);
-          lds_write_f32x4(lds_place(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16), output_[r].tile[t]);
+          lds_write_f32x4(lds_place(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16),
+                          output_[r].tile[t]);
           if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);
         }
       }
@@ -213,7 +225,7 @@ class WideRowSplitWave {
     for (int r = 0; r < tiles; ++r)
 #pragma unroll
       for (int T = 0; T < score_tiles; ++T) t[r][T] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
-    u32x4 keys[2][2][2];   // [step][key tile][piece]
+    u32x4 keys[2][2][2];  // [step][key tile][piece]
     read_keys(tile, 0, keys[0]);
     multiply_steps<0>(tile, keys, t);
   }
@@ -237,7 +249,7 @@ class WideRowSplitWave {
 #pragma unroll
           for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply_tail(left, query_[r], t[r][T]);
         } else {
-          constexpr int block = n < Tile::blocks ? n : Tile::blocks - 1;   // the rests meet the query's rope part again
+          constexpr int block = n < Tile::blocks ? n : Tile::blocks - 1;  // the rests meet the query's rope part again
           const auto left = Scores::keys(now[0], now[1]);
 #pragma unroll
           for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply(left, query_[r], block, t[r][T]);
@@ -289,8 +301,8 @@ class WideRowSplitWave {
     }
   }
 
-  static constexpr int reads = products * Values::reads;   // per column tile
-  static constexpr int column_group = 8 / reads;       // column tiles that are read at once
+  static constexpr int reads = products * Values::reads;  // per column tile
+  static constexpr int column_group = 8 / reads;          // column tiles that are read at once
   static constexpr int column_groups = WideOutput::tiles / column_group;
   static constexpr int pair = tiles == 1 && column_group > 1 ? 2 : 1;
 
@@ -302,7 +314,8 @@ class WideRowSplitWave {
   }
 
   // `values` holds, or will, the first group of columns; each group is read while the one before is multiplied.
-  MLA_DEVICE void add_values(uint32_t tile, u32x2 (&values)[column_group][reads], const typename Softmax::Weights (&weights)[array]) {
+  MLA_DEVICE void add_values(uint32_t tile, u32x2 (&values)[column_group][reads],
+                             const typename Softmax::Weights (&weights)[array]) {
     u32x2 next[column_group][reads];
 #pragma unroll
     for (int g = 0; g < column_groups; ++g) {
@@ -324,7 +337,8 @@ class WideRowSplitWave {
           for (int k = 0; k < Values::reads; ++k) read[k] = now[c + i % pair][i / pair * Values::reads + k];
           columns[i % pair][i / pair] = Values::columns(read);
         }
-        if (Values::converted) __builtin_amdgcn_sched_barrier(0);   // or a product follows each conversion, and waits for it
+        if (Values::converted)
+          __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
 #pragma unroll
@@ -366,8 +380,8 @@ MLA_DEVICE void WideRowSplit<Policy, Problem, Arithmetic>::run_wave(LdsBytes lds
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
     mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-    if (first_row >= rows.rows) item.end_key = item.first_key;   // no query row: nothing to read
-    item.partial_row = uniform(item.partial_row);   // or LLVM 20 keeps it, from a plan, in four registers of every lane
+    if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
+    item.partial_row = uniform(item.partial_row);  // or LLVM 20 keeps it, from a plan, in four registers of every lane
     WideRowSplitWave<Policy, Problem, Arithmetic, tiles, key_groups> part(p, item, rows, first_row, lds, wave);
     part.attend(p);
     part.finish();

@@ -9,8 +9,8 @@
 
 namespace cdna {
 
-// Whose items a list has. `word` is what becomes of a word of the plan, which is the same in all lanes. decode leaves it
-// where the compiler likes: in scalar registers it takes 5 to 20 instructions more (LLVM 22; gfx942 with 16 rows of
+// Whose items a list has. `word` is what becomes of a word of the plan, which is the same in all lanes. decode leaves
+// it where the compiler likes: in scalar registers it takes 5 to 20 instructions more (LLVM 22; gfx942 with 16 rows of
 // 16-bit values takes 12 fewer). sparse_decode says so: else it is kept in vector registers, up to 5 more of them.
 struct DecodeSequences {
   using Params = mla::DecodeParams;
@@ -53,7 +53,8 @@ class WorkList {
     mla::WorkItem item;
     if (p.plan) {
       const int32_t* words = item_words(p);
-      item = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]), Sequences::word(words[3])};
+      item = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
+                           Sequences::word(words[3])};
       if (++next_ == end_) {
         worker_ += p.workers;
         open_worker(p);
@@ -74,7 +75,7 @@ class WorkList {
 
  private:
   static constexpr int OPEN = 0x7fffffff;
-  static constexpr uint32_t CUT_STEP = 64;   // keys; the granule of equal cuts
+  static constexpr uint32_t CUT_STEP = 64;  // keys; the granule of equal cuts
 
   MLA_DEVICE static int equal_cut(const Params& p, int keys) {
     const uint32_t splits = static_cast<uint32_t>(p.num_splits);
@@ -90,7 +91,8 @@ class WorkList {
   // The first worker with items from worker_ on, in steps of the launch's workgroups.
   MLA_DEVICE void open_worker(const Params& p) {
     const int32_t* bounds = p.plan + Sequences::word(p.plan[mla::PlanHeader::work_indptr]);
-    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); worker_ < workers; worker_ += p.workers) {
+    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); worker_ < workers;
+         worker_ += p.workers) {
       next_ = Sequences::word(bounds[worker_]);
       end_ = Sequences::word(bounds[worker_ + 1]);
       if (next_ < end_) return;

@@ -7,7 +7,7 @@
 namespace gfx942 {
 
 struct Policy {
-  static constexpr int waves = 4;         // one per SIMD: a wave may use all 512 registers of its lanes
+  static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 65536;
 
   MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
@@ -23,12 +23,20 @@ struct Policy {
 };
 
 template <>
-MLA_DEVICE uint32_t Policy::pack<mla::bf16>(float low, float high) { return cdna::pack_bf16(low, high); }
+MLA_DEVICE uint32_t Policy::pack<mla::bf16>(float low, float high) {
+  return cdna::pack_bf16(low, high);
+}
 template <>
-MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) { return cdna::pack_fp16(low, high); }
+MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
+  return cdna::pack_fp16(low, high);
+}
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) { return cdna::pack_weights_bf16(low, high); }
+MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) {
+  return cdna::pack_weights_bf16(low, high);
+}
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) { return cdna::pack_fp16(low, high); }
+MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) {
+  return cdna::pack_fp16(low, high);
+}
 
 }  // namespace gfx942

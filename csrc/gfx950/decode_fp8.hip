@@ -4,7 +4,8 @@
 #include "gfx950/policy.hpp"
 
 using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::QUERY>, ROWS, mla::LATENT + mla::ROPE, false>;
-using Decode = cdna::WideDecode<gfx950::Policy, Problem, cdna::Fp8Arithmetic<gfx950::Policy, Problem, mla::QUERY, mla::WEIGHT>>;
+using Decode =
+    cdna::WideDecode<gfx950::Policy, Problem, cdna::Fp8Arithmetic<gfx950::Policy, Problem, mla::QUERY, mla::WEIGHT>>;
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];

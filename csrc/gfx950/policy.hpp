@@ -7,7 +7,7 @@
 namespace gfx950 {
 
 struct Policy {
-  static constexpr int waves = 4;          // one per SIMD: a wave may use all 512 registers of its lanes
+  static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 163840;
 
   MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
@@ -29,8 +29,8 @@ struct Policy {
   }
 
   MLA_DEVICE static cdna::u32x4 fp8_to_bf16(cdna::u32x2 eight) {
-    return cdna::u32x4{fp8_pair_to_bf16<false>(eight[0]), fp8_pair_to_bf16<true>(eight[0]), fp8_pair_to_bf16<false>(eight[1]),
-                       fp8_pair_to_bf16<true>(eight[1])};
+    return cdna::u32x4{fp8_pair_to_bf16<false>(eight[0]), fp8_pair_to_bf16<true>(eight[0]),
+                       fp8_pair_to_bf16<false>(eight[1]), fp8_pair_to_bf16<true>(eight[1])};
   }
 
   // Two values rounded to fp8, nearest even, into one half of `four`.

@@ -41,8 +41,8 @@ class RowSink {
     if (stored_ || absent_) *lse_ = stored_ ? lse : MINUS_INFINITY;
   }
 
-  // `count` pieces of the row: piece(i, values) fills N consecutive values and returns their first column, a multiple of
-  // N; N is 4 or 8. One branch for all of them: a branch per piece costs scalar registers the kernels do not have.
+  // `count` pieces of the row: piece(i, values) fills N consecutive values and returns their first column, a multiple
+  // of N; N is 4 or 8. One branch for all of them: a branch per piece costs scalar registers the kernels do not have.
   template <int N, int count, class Piece>
   MLA_DEVICE void store(const Piece& piece) const {
     if (!stored_) return;

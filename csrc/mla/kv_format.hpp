@@ -12,15 +12,15 @@ struct bf16 {
 struct fp16 {
   static constexpr int bytes = 2;
 };
-struct fp8 {   // e4m3 in the flavour of the arch's instructions
+struct fp8 {  // e4m3 in the flavour of the arch's instructions
   static constexpr int bytes = 1;
 };
 
 // The cache holds the type the products are made in, and so does the query: a row is read as it is multiplied.
 template <class Element>
 struct SameAsQuery {
-  using Query = Element;         // of the products
-  using StoredQuery = Element;   // in memory
+  using Query = Element;        // of the products
+  using StoredQuery = Element;  // in memory
   static constexpr int bytes = Element::bytes;
   static constexpr bool descaled = false;
 };

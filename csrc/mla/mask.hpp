@@ -9,9 +9,9 @@ namespace mla {
 // The query rows of one sequence: q_len tokens from `first_token`, all heads of each.
 struct SequenceRows {
   int sequence;
-  int64_t first_token;   // in q (or in the packed q) and in out
+  int64_t first_token;  // in q (or in the packed q) and in out
   int q_len;
-  int rows;              // q_len * heads
+  int rows;  // q_len * heads
   int kv_len;
 
   MLA_DEVICE static SequenceRows of(const DecodeParams& p, int sequence) {

@@ -5,8 +5,8 @@
 
 namespace mla {
 
-constexpr int LATENT = 512;   // values of a cached row that are both key and value
-constexpr int ROPE = 64;      // values of a cached row that are key only
+constexpr int LATENT = 512;  // values of a cached row that are both key and value
+constexpr int ROPE = 64;     // values of a cached row that are key only
 constexpr int VALUE_DIM = LATENT;
 
 // One workgroup attends with `rows_` packed query rows (row = query token * heads + head) to one range of keys.
