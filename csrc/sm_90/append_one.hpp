@@ -12,18 +12,18 @@ struct AppendOne {
   static constexpr int threads = 256;
   static constexpr int ahead = 2;  // slots that a thread asks for together
 
-  MLA_DEVICE static void run(const Params& p) {
+  template <class Row>
+  MLA_DEVICE static void run(const Params& p, Row row) {
     const int token = mla::block_id_x(), thread = mla::thread_id(), lane = thread % 32;
     const int wave = Wave::uniform(thread / 32);
     Wave::wait_for_producer();
     Wave::release_consumer();
     RawIndex own, position;
-    AppendRow row;
     own.load(p.slot_mapping, p.wide_slots, token);
-    if (wave == 0) row.load_latent(p, AppendRow::inputs(p, token), lane);
+    if (wave == 0) row.load_latent(p, token, lane);
     if (wave == 1) {
-      if (p.cos_sin != nullptr) position.load(p.positions, p.wide_positions, token);
-      row.load_rope(p, AppendRow::inputs(p, token), lane);
+      if constexpr (Row::rotated) position.load(p.positions, p.wide_positions, token);
+      row.load_rope(p, token, lane);
     }
     bool later = false;
 #pragma unroll 1
@@ -37,8 +37,8 @@ struct AppendOne {
     const int slot = own.slot(p);
     if (wave == 1 && slot >= 0) row.load_angle(p, position.low, lane);
     if (__syncthreads_or(later) != 0 || slot < 0) return;
-    if (wave == 0) row.store_latent(p, slot, lane);
-    if (wave == 1) row.store_rope(p, slot, lane);
+    if (wave == 0) row.store_latent(p, Row::offset(p, slot), lane);
+    if (wave == 1) row.store_rope(p, Row::offset(p, slot), lane);
   }
 };
 

@@ -16,101 +16,35 @@ struct RawIndex {
     high = wide != 0 ? words[1] : 0;
   }
 
+  MLA_DEVICE static RawIndex at(const void* array, int wide, int64_t at) {
+    RawIndex index;
+    index.load(array, wide, at);
+    return index;
+  }
+
   // The slot, or -1 where nothing is to be written.
   MLA_DEVICE int slot(const mla::AppendKvParams& p) const {
     return high == 0 && low < static_cast<uint32_t>(p.slots) ? static_cast<int>(low) : -1;
   }
 };
 
-// Where a row begins in the inputs.
-struct RowPlaces {
-  const uint8_t* latent;
-  const uint8_t* rope;
-};
-
-// A bf16 row as its warp holds it: 16 bytes of latents twice and a pair of rope values with its angle to a lane.
-struct AppendRow {
-  using Any = mla::AppendRow<Wave>;
-  using Octet = mla::Vec<uint32_t, 4>;
+// Whether a call's rows are such: bf16 in and out, on whole 16 bytes, less than 2 GB apart. Of addresses only the last
+// bits count.
+struct AppendRowFits {
   using Params = mla::AppendKvParams;
 
-  Octet latent[2];
-  uint32_t low, high;  // a pair of rope values; neighbours are both in `low`
-  uint32_t cos, sin;
-
-  // Whether this call's rows are such. Of addresses only the last bits count.
-  MLA_DEVICE static bool fits(const Params& p) {
+  MLA_DEVICE static bool all(const Params& p) {
     static_assert(mla::ENCODED_BF16 == 0, "append_kv: what is not bf16 has a bit set");
     const int kind = p.in_type | p.latent_encoding | p.rope_encoding | p.tile | p.pad;
+    const int apart = (p.latent_stride ^ p.rope_stride) | (p.latent_per_block ^ p.rope_per_block);
     const uint32_t octets = bits(p.kv_c) | bits(p.kv_c_stride) * 2 | bits(p.kv_cache) | bits(p.block_bytes) |
                             p.latent_offset | p.latent_stride | p.latent_per_block | p.latent * 2;
-    const uint32_t pairs =
-        bits(p.k_pe) | bits(p.k_pe_stride) * 2 | p.rope_offset | p.rope_stride | p.rope_per_block | p.rope * 2;
-    return kind == 0 && p.kv_descale == nullptr && (octets & 15) == 0 && (pairs & 3) == 0 && p.latent <= 512 &&
-           p.rope <= 64;
-  }
-
-  MLA_DEVICE static RowPlaces inputs(const Params& p, int token) {
-    return {static_cast<const uint8_t*>(p.kv_c) + token * p.kv_c_stride * 2,
-            static_cast<const uint8_t*>(p.k_pe) + token * p.k_pe_stride * 2};
-  }
-
-  MLA_DEVICE void load(const Params& p, const RowPlaces& from, int lane) {
-    load_latent(p, from, lane);
-    load_rope(p, from, lane);
-  }
-  MLA_DEVICE void load_latent(const Params& p, const RowPlaces& from, int lane) {
-    for (int i = 0; i < 2; ++i)
-      if (lane * 8 + 256 * i < p.latent) latent[i] = reinterpret_cast<const Octet*>(from.latent)[lane + 32 * i];
-  }
-  MLA_DEVICE void load_rope(const Params& p, const RowPlaces& from, int lane) {
-    if (2 * lane >= p.rope) return;
-    if (Any::neighbours(p)) {
-      low = reinterpret_cast<const uint32_t*>(from.rope)[lane];
-    } else {
-      low = reinterpret_cast<const uint16_t*>(from.rope)[lane];
-      high = reinterpret_cast<const uint16_t*>(from.rope)[lane + p.rope / 2];
-    }
-  }
-
-  // Apart from the rest, for it needs the token's position; only of a token with a slot, others may have any.
-  MLA_DEVICE void load_angle(const Params& p, uint32_t position, int lane) {
-    if (p.cos_sin == nullptr || 2 * lane >= p.rope) return;
-    const int64_t at = static_cast<int64_t>(position) * p.cos_sin_stride + lane;
-    cos = mla::load_bits(p.cos_sin, p.angle_type, at);
-    sin = mla::load_bits(p.cos_sin, p.angle_type, at + p.rope / 2);
-  }
-
-  MLA_DEVICE void store(const Params& p, int slot, int lane) {
-    store_latent(p, slot, lane);
-    store_rope(p, slot, lane);
-  }
-
-  MLA_DEVICE void store_latent(const Params& p, int slot, int lane) {
-    auto* latents =
-        reinterpret_cast<Octet*>(field(p, slot, p.latent_per_block, p.latent_stride, p.latent_offset)) + lane;
-    for (int i = 0; i < 2; ++i) {
-      if (holds_nan(latent[i])) make_quiet(latent[i]);
-      if (lane * 8 + 256 * i < p.latent) latents[32 * i] = latent[i];
-    }
-  }
-
-  MLA_DEVICE void store_rope(const Params& p, int slot, int lane) {
-    if (2 * lane >= p.rope) return;
-    asm volatile("" : "+r"(low), "+r"(high));  // taken apart any earlier they would be waited for there
-    float a = mla::bit_cast<float>(low << 16);
-    float b = mla::bit_cast<float>(Any::neighbours(p) ? low & 0xffff0000 : high << 16);
-    if (p.cos_sin != nullptr)
-      mla::rotate<Wave>(a, b, mla::value_of<Wave>(cos, p.angle_type), mla::value_of<Wave>(sin, p.angle_type));
-    const uint32_t a_bits = mla::encode_bf16(mla::bit_cast<uint32_t>(a));
-    const uint32_t b_bits = mla::encode_bf16(mla::bit_cast<uint32_t>(b));
-    uint8_t* ropes = field(p, slot, p.rope_per_block, p.rope_stride, p.rope_offset);
-    if (Any::neighbours(p)) {
-      reinterpret_cast<uint32_t*>(ropes)[lane] = a_bits | b_bits << 16;
-    } else {
-      reinterpret_cast<uint16_t*>(ropes)[lane] = static_cast<uint16_t>(a_bits);
-      reinterpret_cast<uint16_t*>(ropes)[lane + p.rope / 2] = static_cast<uint16_t>(b_bits);
-    }
+    const uint32_t pairs = bits(p.k_pe) | bits(p.k_pe_stride) * 2 | p.rope_offset | p.rope * 2;
+    const int angle_bytes = p.angle_type == mla::ENCODED_FP32 ? 4 : 2;
+    const int64_t longest = p.kv_c_stride | p.k_pe_stride | p.cos_sin_stride;
+    const uint32_t angles = bits(p.cos_sin) | bits(p.cos_sin_stride) * angle_bytes;
+    return (kind | apart) == 0 && p.kv_descale == nullptr && (octets & 15) == 0 && (pairs & 3) == 0 &&
+           (angles & (2 * angle_bytes - 1)) == 0 && longest < 1 << 29 && p.latent <= 512 && p.rope <= 64;
   }
 
  private:
@@ -119,25 +53,142 @@ struct AppendRow {
     return static_cast<uint32_t>(reinterpret_cast<uint64_t>(address));
   }
   MLA_DEVICE static uint32_t bits(int64_t size) { return static_cast<uint32_t>(size); }
+};
 
-  MLA_DEVICE static uint8_t* field(const Params& p, int slot, int per_block, int stride, int offset) {
-    return mla::AppendKv<Wave, 1>::record_of(p, slot).field(per_block, stride, offset);
+// Which two rope values a lane has, in bytes from the first: neighbours, or one of each half. Any without rotation.
+struct RopePair {
+  bool neighbours;
+  int first, apart;
+
+  MLA_DEVICE RopePair(const mla::AppendKvParams& p, int lane)
+      : neighbours(p.cos_sin == nullptr || p.interleaved != 0),
+        first(lane * (neighbours ? 4 : 2)),
+        apart(neighbours ? 2 : p.rope) {}
+};
+
+// A bf16 row as its warp holds it: 16 bytes of latents twice and a pair of rope values with its angle to a lane.
+// `bytes_of_angle`: of a cosine, 0 without rotation.
+template <int bytes_of_angle>
+struct AppendRow {
+  using Octet = mla::Vec<uint32_t, 4>;
+  using Params = mla::AppendKvParams;
+  static constexpr int angle_bytes = bytes_of_angle;
+  static constexpr bool rotated = angle_bytes != 0;
+
+  Octet latent[2];
+  uint32_t low, high;
+  uint32_t cos, sin;
+
+  MLA_DEVICE void load_latent(const Params& p, int token, int lane) {
+    const auto* from = static_cast<const uint8_t*>(p.kv_c) + token * p.kv_c_stride * 2 + lane * 16;
+    for (int i = 0; i < 2; ++i)
+      if (lane * 8 + 256 * i < p.latent) latent[i] = *reinterpret_cast<const Octet*>(from + 512 * i);
+  }
+  MLA_DEVICE void load_rope(const Params& p, int token, int lane) {
+    if (2 * lane >= p.rope) return;
+    const RopePair pair(p, lane);
+    const auto* from = static_cast<const uint8_t*>(p.k_pe) + token * p.k_pe_stride * 2 + pair.first;
+    low = *reinterpret_cast<const uint16_t*>(from);
+    high = *reinterpret_cast<const uint16_t*>(from + pair.apart);
   }
 
-  // In either half of a word NaN is what is past infinity.
-  MLA_DEVICE static bool holds_nan(const Octet& words) {
-    uint32_t past = 0;
-    for (int i = 0; i < 4; ++i) past |= (words[i] & 0x7fff7fff) + 0x007f007f;
-    return (past & 0x80008000) != 0;
+  // Apart from the rest, for it needs the token's position; only of a token with a slot, others may have any.
+  MLA_DEVICE void load_angle(const Params& p, uint32_t position, int lane) {
+    if (!rotated || 2 * lane >= p.rope) return;
+    const int64_t at = static_cast<int64_t>(position) * p.cos_sin_stride + lane;
+    cos = mla::load_bits(p.cos_sin, angle_type(p), at);
+    sin = mla::load_bits(p.cos_sin, angle_type(p), at + p.rope / 2);
   }
 
-  // NaN becomes the positive quiet NaN, as everywhere.
-  MLA_DEVICE static void make_quiet(Octet& words) {
-    for (int i = 0; i < 4; ++i) {
-      if ((words[i] & 0x7fff) > 0x7f80) words[i] = (words[i] & 0xffff0000) | 0x7fc0;
-      if ((words[i] & 0x7fffffff) >= 0x7f810000) words[i] = (words[i] & 0xffff) | 0x7fc00000;
+  // How far behind the cache's begin a token's latents lie.
+  MLA_DEVICE static int64_t offset(const Params& p, int slot) {
+    const mla::Record record = mla::AppendKv<Wave, 1>::record_of(p, slot);
+    return record.field(p.latent_per_block, p.latent_stride, p.latent_offset) - p.kv_cache;
+  }
+
+  MLA_DEVICE void store(const Params& p, int64_t to, int lane) {
+    uint32_t pair = rope(p);
+    Nans nans;
+    nans.see(latent[0]);
+    nans.see(latent[1]);
+    nans.see(0, pair);
+    if (nans.any()) {
+      make_quiet(latent[0]);
+      make_quiet(latent[1]);
+      pair = quiet(pair);
+    }
+    put_latent(p, to, lane);
+    put_rope(p, to, pair, lane);
+  }
+  MLA_DEVICE void store_latent(const Params& p, int64_t to, int lane) {
+    make_quiet(latent[0]);
+    make_quiet(latent[1]);
+    put_latent(p, to, lane);
+  }
+  MLA_DEVICE void store_rope(const Params& p, int64_t to, int lane) { put_rope(p, to, quiet(rope(p)), lane); }
+
+ private:
+  MLA_DEVICE static int angle_type(const Params& p) { return angle_bytes == 4 ? mla::ENCODED_FP32 : p.angle_type; }
+
+  // The pair as it is stored, but for what its NaN look like.
+  MLA_DEVICE uint32_t rope(const Params& p) {
+    if constexpr (!rotated) return high << 16 | low;
+    asm volatile("" : "+r"(low), "+r"(high));  // taken apart any earlier they would be waited for there
+    float a = mla::bit_cast<float>(low << 16), b = mla::bit_cast<float>(high << 16);
+    mla::rotate<Wave>(a, b, mla::value_of<Wave>(cos, angle_type(p)), mla::value_of<Wave>(sin, angle_type(p)));
+    return Wave::pack_bf16(a, b);
+  }
+
+  MLA_DEVICE void put_latent(const Params& p, int64_t to, int lane) const {
+    uint8_t* latents = p.kv_cache + to + static_cast<uint32_t>(lane) * 16;
+    for (int i = 0; i < 2; ++i)
+      if (lane * 8 + 256 * i < p.latent) *reinterpret_cast<Octet*>(latents + 512 * i) = latent[i];
+  }
+  MLA_DEVICE static void put_rope(const Params& p, int64_t to, uint32_t pair, int lane) {
+    if (2 * lane >= p.rope) return;
+    const RopePair place(p, lane);
+    uint8_t* ropes = p.kv_cache + to + (p.rope_offset - p.latent_offset + place.first);
+    if (place.neighbours) {
+      *reinterpret_cast<uint32_t*>(ropes) = pair;
+    } else {
+      *reinterpret_cast<uint16_t*>(ropes) = static_cast<uint16_t>(pair);
+      *reinterpret_cast<uint16_t*>(ropes + place.apart) = static_cast<uint16_t>(pair >> 16);
     }
   }
+
+  // Whether there may be a NaN in what was seen: times zero it stays one, and so does infinity, all else becomes zero.
+  struct Nans {
+    uint32_t sums[4] = {};  // so that none waits for another
+
+    MLA_DEVICE void see(int i, uint32_t pair) {
+      asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sums[i]) : "r"(pair), "r"(0));
+    }
+    MLA_DEVICE void see(const Octet& words) {
+      for (int i = 0; i < 4; ++i) see(i, words[i]);
+    }
+    MLA_DEVICE bool any() const { return ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fff) != 0; }
+  };
+
+  // NaN becomes the positive quiet NaN, as everywhere.
+  MLA_DEVICE static uint32_t quiet(uint32_t pair) {
+    if ((pair & 0x7fff) > 0x7f80) pair = (pair & 0xffff0000) | 0x7fc0;
+    if ((pair & 0x7fffffff) >= 0x7f810000) pair = (pair & 0xffff) | 0x7fc00000;
+    return pair;
+  }
+  MLA_DEVICE static void make_quiet(Octet& words) {
+    for (int i = 0; i < 4; ++i) words[i] = quiet(words[i]);
+  }
 };
+
+// Calls `body` with a row as this call's rows are.
+template <class Body>
+MLA_DEVICE void with_append_row(const mla::AppendKvParams& p, Body body) {
+  if (p.cos_sin == nullptr)
+    body(AppendRow<0>());
+  else if (p.angle_type == mla::ENCODED_FP32)
+    body(AppendRow<4>());
+  else
+    body(AppendRow<2>());
+}
 
 }  // namespace sm_90

@@ -19,6 +19,7 @@ from mla_suite.toolchain.params import load, reciprocal
 WAVES = 8  # of a workgroup of one token
 THREADS = 1024  # of one of several tokens
 MOST_TOKENS = 512  # of a workgroup
+ROWS_UNDER_WAY = 90_112  # bytes of dynamic shared memory of such a one on NVIDIA, as csrc/sm_90/append_rows.hpp has it
 SEVERAL = 8  # tokens for each compute unit: up to so many a workgroup has one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
@@ -40,6 +41,11 @@ class Config:
     @property
     def threads(self) -> int:
         return WAVES * self.arch.wavefront if self.tokens == 1 else THREADS
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return ROWS_UNDER_WAY if self.arch.vendor == "nvidia" and self.tokens > 1 else 0
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
@@ -155,7 +161,8 @@ def ready(
         interleaved,
     )
     grid = (-(-tokens // config.tokens), 1, 1)
-    launch = bind("append_kv", config.instance, kv_c, grid, config.threads, 0, _buffers, overlap=True)
+    shape = grid, config.threads, config.shared
+    launch = bind("append_kv", config.instance, kv_c, *shape, _buffers, overlap=True)
 
     def start(
         outputs: tuple[torch.Tensor, ...],

@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
+from mla_suite.core import arch as archs
 from mla_suite.core.layouts import LAYOUTS, layout
 from mla_suite.core.layouts import cache as caches
+from mla_suite.ops.append_kv import native
+from mla_suite.toolchain.instances import instances
 
 NAMES = tuple(LAYOUTS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -299,3 +302,10 @@ def test_bad_input_is_refused_before_a_byte_is_written(case):
         mla_suite.append_kv(**given)
     assert "\n" not in str(caught.value)
     assert before is None or torch.equal(raw(cache), before)
+
+
+def test_rows_under_way_have_the_memory_that_the_kernel_lays_out():
+    declared = {entry.constants["TOKENS"]: entry for entry in instances("sm_90") if entry.kernel == "append_kv"}
+    assert declared[native.MOST_TOKENS].dynamic_lds == native.Config(archs.get("sm_90"), native.MOST_TOKENS).shared
+    assert native.Config(archs.get("sm_90"), 1).shared == 0
+    assert native.Config(archs.get("gfx950"), native.MOST_TOKENS).shared == 0
