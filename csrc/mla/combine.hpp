@@ -321,8 +321,8 @@ struct Combine {
     Place at;
     const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
     Wave::want(p.partial_out, p.partial_row_stride);
+    Wave::release_consumer();   // while decode runs: who follows waits for this launch, and so for decode
     Wave::wait_for_producer();  // what follows from numbers alone is found while decode runs
-    Wave::release_consumer();
     locate(p, sequence, at);
     if (parts > 1 || at.wanted) merge(p, at);  // several parts meet at barriers, wanted or not
   }

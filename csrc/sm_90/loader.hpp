@@ -1,6 +1,7 @@
 // Keys on their way to shared memory, run ahead of their use by the stages of the ring.
 #pragma once
 
+#include "sm_90/ahead.hpp"
 #include "sm_90/mbarrier.hpp"
 #include "sm_90/policy.hpp"
 #include "sm_90/work.hpp"
@@ -27,6 +28,7 @@ class Loader {
   static constexpr bool TMA = Policy::SOURCE == Source::tma;
   static constexpr int Q_WARP = TMA ? 1 : 0;
   static constexpr int ITEM_WARP = TMA ? 2 : 0;
+  static constexpr int AHEAD_WARP = 3;  // brings nothing by TMA
 
  public:
   MLA_DEVICE Loader(const Params& params, uint32_t shared)
@@ -34,7 +36,15 @@ class Loader {
 
   MLA_DEVICE void run() {
     const int warp = uniform(group_thread() / 32);
-    if (TMA && warp > ITEM_WARP) return;
+    if (warp == AHEAD_WARP) {
+      const Ahead<Policy> ahead(params_);
+      ahead.ask();
+      if (params_.plan != nullptr) {
+        take_turn();
+        ahead.load();
+      }
+      if (TMA) return;
+    }
     // Which sequence comes first follows from numbers alone, unless a plan or ragged queries say it.
     const bool told = params_.plan != nullptr || params_.cu_seqlens_q != nullptr;
     if (told) take_turn();
@@ -131,8 +141,8 @@ class Loader {
   MLA_DEVICE const int32_t* pages_of(const WorkList& work) const {
     if (!work.more()) return nullptr;
     const int sequence = work.item().sequence;
-    return params_.page_ids +
-           (params_.kv_indptr != nullptr ? __ldg(params_.kv_indptr + sequence) : sequence * params_.page_ids_stride);
+    return params_.page_ids + (params_.kv_indptr != nullptr ? load_word(params_.kv_indptr + sequence)
+                                                            : sequence * params_.page_ids_stride);
   }
 
   // Tells the scores warpgroup the next item, and what it is: they have no registers to walk the list themselves.

@@ -98,6 +98,13 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, int 
       : "memory");
 }
 
+// Such a box on its way to L2. Where coordinates lie outside the tensor there is nothing to bring.
+MLA_DEVICE void prefetch_box(const void* map, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+
 // How long L2 keeps what comes: as the instruction `createpolicy` encodes it for a whole access.
 constexpr uint64_t EVICT_NORMAL = 0x1000000000000000;
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
@@ -108,6 +115,22 @@ MLA_DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.glob
 // Likewise to L1, for which there is no prefetch: a load that nobody waits for.
 MLA_DEVICE void load_line(const void* address) {
   asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
+}
+
+// What the kernel before may have written, at an address that is known before take_turn: not by `__ldg` nor
+// `ld.global.nc`, for what they read is taken to be the same at all times, and the assembler has moved them before the
+// wait. Where an address follows from such a word, they are as good.
+MLA_DEVICE int load_word(const int32_t* address) {
+  int value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// A word that others may be writing, as it is in L2; L1 is passed by, so that it keeps nothing that will be old.
+MLA_DEVICE int load_past_l1(const int32_t* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
 }
 
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

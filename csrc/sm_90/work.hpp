@@ -36,9 +36,9 @@ struct Queries {
   int count;
   MLA_DEVICE Queries(const Params& params, int sequence) {
     if (params.cu_seqlens_q != nullptr) {
-      const int begin = uniform(__ldg(params.cu_seqlens_q + sequence));
+      const int begin = uniform(load_word(params.cu_seqlens_q + sequence));
       first_token = begin;
-      count = uniform(__ldg(params.cu_seqlens_q + sequence + 1)) - begin;
+      count = uniform(load_word(params.cu_seqlens_q + sequence + 1)) - begin;
     } else {
       first_token = static_cast<int64_t>(sequence) * params.q_len;
       count = params.q_len;
@@ -46,6 +46,26 @@ struct Queries {
   }
   // Of sparse decode, where every query token is a sequence.
   MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
+};
+
+// Keys of cut `number` of a sequence without a plan. Cuts are multiples of `block`, so that only the last has unused
+// keys.
+struct EqualCut {
+  int first;
+  int end;
+  MLA_DEVICE EqualCut(const Params& params, int number, int length, int block) {
+    const int splits = params.num_splits;
+    int size = params.split_size;
+    if (size == 0) {
+      const uint32_t blocks = (length + block - 1) / block;
+      size = divided(blocks + splits - 1, params.splits_magic, params.splits_shift) * block;
+    }
+    const int64_t begin = static_cast<int64_t>(number) * size;
+    first = begin < length ? static_cast<int>(begin) : length;
+    // The last cut is open: with split_size a sequence longer than num_splits * split_size is still whole.
+    const bool open = number + 1 == splits || first + static_cast<int64_t>(size) > length;
+    end = open ? length : first + size;
+  }
 };
 
 // A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits. An item is looked up
@@ -59,11 +79,10 @@ class WorkList {
   MLA_DEVICE WorkList(const Params& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
-      // The lengths' lines, and the header beside this worker's bounds: no address here needs another's value. Past the
-      // plan's workers a bound is some other word of it, for it has as many items as the launch has workers.
-      const int line = thread_id() % 32 * 32;
-      if (line < params.batch) prefetch_line(params.seq_lens + line);
-      const int workers = __ldg(params.plan + PlanHeader::workers), items = __ldg(params.plan + PlanHeader::items);
+      // The header beside this worker's bounds: no address here needs another's value. Past the plan's workers a bound
+      // is some other word of it, for it has as many items as the launch has workers.
+      const int workers = load_word(params.plan + PlanHeader::workers),
+                items = load_word(params.plan + PlanHeader::items);
       load_worker();
       plan_workers_ = uniform(workers);
       items_ = uniform(items);
@@ -89,29 +108,21 @@ class WorkList {
 
   MLA_DEVICE void measure() {
     if (!more_) return;
-    item_.length = uniform(__ldg(params_.seq_lens + item_.sequence));
+    item_.length = uniform(load_word(params_.seq_lens + item_.sequence));
     if (params_.plan != nullptr) {
       item_.first = item_.first / granule_ * granule_;
       const int cut = item_.end == 0x7FFFFFFF ? item_.end : item_.end / granule_ * granule_;
       item_.end = cut < item_.length ? cut : item_.length;
       return;
     }
-    const int splits = params_.num_splits, cut = item_.first;
-    int size = params_.split_size;
-    if (size == 0) {
-      const uint32_t blocks = (item_.length + block_ - 1) / block_;
-      size = divided(blocks + splits - 1, params_.splits_magic, params_.splits_shift) * block_;
-    }
-    const int64_t first = static_cast<int64_t>(cut) * size;
-    item_.first = first < item_.length ? static_cast<int>(first) : item_.length;
-    // The last cut is open: with split_size a sequence longer than num_splits * split_size is still whole.
-    const bool open = cut + 1 == splits || item_.first + static_cast<int64_t>(size) > item_.length;
-    item_.end = open ? item_.length : item_.first + size;
+    const EqualCut cut(params_, item_.first, item_.length, block_);
+    item_.first = cut.first;
+    item_.end = cut.end;
   }
 
   // The first page numbers of the item's sequence are on their way to L1; what is measured then says which are wanted.
   MLA_DEVICE void load_pages() const {
-    const int64_t line = thread_id() % 32 * 32;
+    const int line = thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
       load_line(params_.page_ids + item_.sequence * params_.page_ids_stride + line);
   }
@@ -140,8 +151,8 @@ class WorkList {
   }
 
   MLA_DEVICE void load_worker() {
-    const int32_t* bounds = params_.plan + PlanHeader::words + params_.batch + 1 + worker_;
-    const int begin = __ldg(bounds), end = __ldg(bounds + 1);
+    const int32_t* bounds = params_.plan + PlanHeader::work_of(params_.batch) + worker_;
+    const int begin = load_word(bounds), end = load_word(bounds + 1);
     cursor_ = uniform(begin);
     limit_ = uniform(end);
   }

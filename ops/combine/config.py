@@ -134,11 +134,15 @@ def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
 
     Measured on an H200 over 16 to 16384 rows and 1 to 132 splits; for other archs it is that result, by rows per
     compute unit. Many rows keep the device busy with a wave per row; fewer need their splits, then their columns,
-    spread over more waves.
+    spread over more waves. On NVIDIA a merge is placed beside decode, on the units that it leaves free: workgroups that
+    find no room there cost more than waves that a row does not have.
     """
+    beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
         return Config(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
+        return Config(arch, head_dim_v, rows=1, vec=4, waves=4 if beside and splits < 32 else 8, slices=1)
+    if beside and 4 * rows > arch.compute_units:
         return Config(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
     return Config(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
 

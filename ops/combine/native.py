@@ -199,6 +199,8 @@ def config_for(
     of_plan = configs.planned(arch, head_dim_v, rows, batch) if planned else None
     if of_plan is not None:
         return of_plan
+    if planned and arch.vendor == "nvidia":
+        splits *= 2  # the longest sequence is in more pieces than the mean, and who merges it ends last
     return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
 
 

@@ -27,17 +27,17 @@ SOURCES = ("tma", "gather")
 MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 bytes
 MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
-# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 370 times of 40 shapes
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 469 times of 44 shapes
 # on an H200 (csrc/sm_90/README.md), which the sum meets within 5 % on average.
-STAGE_US = 0.66
-BUSY_STAGE_US = 0.16  # more where every unit is busy, and in proportion: power holds the clock down
-ITEM_US = 4.2  # of each item of a block beside its stages
+STAGE_US = 0.72
+BUSY_STAGE_US = 0.12  # more where every unit is busy, and in proportion: power holds the clock down
+ITEM_US = 4.5  # of each item of a block beside its stages
 READ_BYTES_PER_US = 4.6e6
 MOST_ROUNDS = 8  # of a block through equal cuts; more even out the last round by little and cost scratch
-WRITTEN_BYTES_PER_US = 7.6e6  # of partials, by all units
-MERGE_US = 1.9  # of combine, however little it merges
-MERGED_BYTES_PER_US = 143e3  # of partials, by a unit
-LATE_MERGE_US = 5.2  # more of combine where some of its workgroups found no unit before decode ended
+MERGE_US = 2.6  # of combine, however little it merges
+MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
+LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
+SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def workers(arch: Arch, items: int, tiles: int) -> int:
 def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
-    A cut shortens the way of each block through the keys and costs a merge, whose partials are written and read once.
-    Merges are placed while decode runs, on the units that it leaves free, and read with those.
+    A cut shortens the way of each block through the keys and costs a merge. Merges are placed while decode runs, on the
+    units that it leaves free, and read with those.
     """
     tiles, units = -(-rows // ROWS), arch.compute_units
     read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
@@ -165,7 +165,7 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
         merge = early * partials / (max(free, 1) * MERGED_BYTES_PER_US)
         if early < 1:
             merge = max(merge, LATE_MERGE_US + (1 - early) * partials / (units * MERGED_BYTES_PER_US))
-        return spent + partials / WRITTEN_BYTES_PER_US + MERGE_US + merge
+        return spent + MERGE_US + merge + (SHARED_WAY_US if free < units // 2 else 0.0)
 
     return least(arch, batch * tiles, stages, microseconds)
 

@@ -146,6 +146,7 @@ def prepare(
             heads_reciprocal=(2**32 - 1) // heads + 1,
             page_ids_stride=table_stride,
             page_ids_width=0 if table is None else table[0][1],
+            plan_words=words,
             splits_magic=splits_magic,
             splits_shift=splits_shift,
             workers=workers,

@@ -203,6 +203,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "splits_magic": -(-(2**33) // 3),
         "splits_shift": 2,
         "split_size": 0,
+        "plan_words": 0,
         "workers": 9,
         "causal": 1,
     }
@@ -228,7 +229,7 @@ def test_ragged_queries_and_pages(monkeypatch):
 def test_a_plan(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=128, planned=True)
     (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert fields["plan"] == args[11].data_ptr()
+    assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
     assert grid == (2, fields["workers"], 1)
     assert grid[0] * grid[1] <= 132

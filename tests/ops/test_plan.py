@@ -320,7 +320,7 @@ def test_sizes_follow_from_arguments():
 @pytest.mark.parametrize("batch", range(6))
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 132])
 def test_where_kernels_find_the_words(batch, workers):
-    """What kernels take for granted: their words of the header, where bounds lie, aligned items."""
+    """What kernels take for granted: their words of the header, where bounds and items lie, aligned items."""
     source = arch.CSRC / "mla" / "plan_header.hpp"
     named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
     place = layout_for(batch, workers, max_kv_len=100, num_splits=0, split_size=0)
@@ -331,6 +331,7 @@ def test_where_kernels_find_the_words(batch, workers):
     assert header[named["work_indptr"]] == place.work_indptr == named["words"] + batch + 1
     assert header[Word.ITEM_WORDS] == named["item_words"]
     assert named["partial_rows"] == Word.PARTIAL_ROWS
+    assert place.items == (place.work_indptr + workers + 1 + named["counters"] * batch + 3) // 4 * 4
     # A launch's workers are no more than the plan's items, so a bound past the plan's own is still a word of it.
     slots = most_items(place.words, batch)
     assert place.work_indptr + slots + 1 <= place.words

@@ -56,7 +56,6 @@ struct DecodeTmaParams {
   uint64_t heads_reciprocal;     // 2^32 / heads, rounded up: row / heads by one multiplication
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
-  int64_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
   int32_t batch;
@@ -70,6 +69,8 @@ struct DecodeTmaParams {
   uint32_t splits_magic;
   uint32_t splits_shift;
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
+  int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
+  int32_t plan_words;            // 0 without a plan
   int32_t workers;               // rows of the grid, each of which walks the work list
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;           // positive
