@@ -1,8 +1,8 @@
-// What a block wants first, on its way while the kernel before still runs: the numbers that say where to read next, of
-// which each needs the one before, and the first keys.
+// Prefetches what a block reads first while the previous kernel still runs: the numbers that say where to read next,
+// each of which depends on the one before, and the first keys.
 //
-// The kernel before may be writing these numbers. So they only say what L2 is asked for: they are read past L1, which
-// would keep them, and whatever they are, no address outside the tensors follows.
+// The previous kernel may still be writing these numbers. So they decide only what is prefetched into L2, they are read
+// past L1, which would keep stale values, and whatever they are, no address outside the tensors follows from them.
 #pragma once
 
 #include "sm_90/policy.hpp"
@@ -10,26 +10,26 @@
 
 namespace mla::sm90 {
 
-// One warp's work, beside those that bring something.
+// The work of one warp, beside the warps that bring keys, queries and items.
 template <class Policy>
 class Ahead {
  public:
   MLA_DEVICE explicit Ahead(const Params& params) : params_(params), worker_(blockIdx.y), lane_(thread_id() % 32) {}
 
-  // Before the block's turn.
+  // Before take_turn.
   MLA_DEVICE void ask() const {
     lines([](const int32_t* at) { prefetch_line(at); });
     if (Policy::SOURCE == Source::tma && params_.plan == nullptr && lane_ == 0) first_keys();
   }
 
-  // With a plan, in its turn: all of its lines at once to L1, where each is found as soon as it is known to be wanted.
+  // With a plan, after take_turn: all its lines to L1 at once, so that each is there when it turns out to be needed.
   MLA_DEVICE void load() const {
     lines([](const int32_t* at) { load_line(at); });
   }
 
  private:
-  // Calls `take` for the lines of a plan, of a length and of page numbers. A plan's item and sequence are guessed, as
-  // if each worker had as many.
+  // Calls `take` for the lines of the plan, of a length and of page numbers. With a plan, the first item and sequence
+  // are guessed as if all workers had equally many.
   template <class Take>
   MLA_DEVICE void lines(const Take& take) const {
     if (params_.plan != nullptr) {

@@ -7,7 +7,7 @@
 
 namespace mla::sm90 {
 
-// Barriers, then every warpgroup its role. What a role needs is the policy's; who brings keys is `KeyLoader`.
+// Makes the barriers, then runs each warpgroup in its role. The policy says what a role needs; `KeyLoader` brings keys.
 template <class Policy, class KeyLoader>
 MLA_DEVICE void run_block(const typename Policy::Params& params) {
   static_assert(Policy::LOADER_REGISTERS + Policy::SCORES_REGISTERS + 2 * Policy::VALUES_REGISTERS <= 512,
@@ -15,13 +15,13 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
   const Barriers<Policy> barriers(shared);
-  // A warpgroup's number from one lane, so that the compiler knows the branch below is the same for a whole warp.
+  // The warpgroup's number, taken from one lane so that the compiler knows the branch below is uniform within a warp.
   const int group = __shfl_sync(~0u, thread_id() / 128, 0);
-  if (thread_id() == 96) {  // of a warp that asks for nothing
+  if (thread_id() == 96) {  // in a warp that does not ask for boxes
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
       barrier_init(barriers.kv_empty(stage),
-                   Policy::PAIRED ? 256 + 8 : 256);  // the values, the warps of the other block's
+                   Policy::PAIRED ? 256 + 8 : 256);  // the values, and the warps of the other block's
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 128);   // the scores
@@ -36,7 +36,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if constexpr (Policy::SOURCE == Source::tma)
     if (thread_id() == 32) prefetch_map(&params.kv_map_0);
   if (thread_id() == 64) prefetch_map(&params.q_map_0);
-  // Nobody but the loader reads or writes memory before it has something from it, so it waits for all of them.
+  // No other role touches global memory before the loader has given it something, so the loader waits for all of them.
   if constexpr (Policy::SOURCE == Source::selected) take_turn();
   blocks_meet<Policy>();  // the barriers are there
   if (group & 2) {

@@ -1,4 +1,4 @@
-// Keys on their way to shared memory, run ahead of their use by the stages of the ring.
+// Brings keys to shared memory, ahead of their use by up to the stages of the ring.
 #pragma once
 
 #include "sm_90/ahead.hpp"
@@ -8,7 +8,7 @@
 
 namespace mla::sm90 {
 
-// The first of this block's rows of a sequence, and its work: the grid is [workers][row tiles of 64].
+// This block's first row within a sequence, and its work list: the grid is [workers][row tiles of 64].
 MLA_DEVICE int first_row() { return blockIdx.x * ROWS; }
 
 template <class Policy>
@@ -16,7 +16,7 @@ MLA_DEVICE WorkList work_list(const Params& params) {
   return WorkList(params, blockIdx.y, first_row(), Policy::GRANULE, Policy::KEYS);
 }
 
-// What is told of an item: nothing more, that its queries come even if it has no keys, or that it is none.
+// What is told of an item besides itself: nothing, that its queries come even without keys, or that the list is over.
 enum Told : int { WITH_QUERIES = 1, OVER = 2 };
 
 // Walks the work list block of keys by block of keys, as far ahead as the ring of stages allows.
@@ -24,7 +24,8 @@ template <class Policy>
 class Loader {
  protected:
   using Params = typename Policy::Params;
-  // With TMA a warp for each of these, so that none waits for another; else the first one, beside copying keys.
+  // With TMA each of these has its own warp, so that none waits for another; else the first warp does
+  // both besides copying keys.
   static constexpr bool TMA = Policy::SOURCE == Source::tma;
   static constexpr int Q_WARP = TMA ? 1 : 0;
   static constexpr int ITEM_WARP = TMA ? 2 : 0;
@@ -45,7 +46,7 @@ class Loader {
       }
       if (TMA) return;
     }
-    // Which sequence comes first follows from numbers alone, unless a plan or ragged queries say it.
+    // Which sequence comes first follows from parameters alone, unless a plan or ragged queries decide it.
     const bool told = params_.plan != nullptr || params_.cu_seqlens_q != nullptr;
     if (told) take_turn();
     WorkList work = work_list<Policy>(params_);
@@ -83,7 +84,7 @@ class Loader {
     }
   }
 
-  // A block's first ones do not wait until the sequence's length is known, so they come even if it has no keys.
+  // A block's first queries do not wait for the sequence's length, so they come even if it has no keys.
   MLA_DEVICE void ask_for_queries(WorkList& work) {
     if (!work.more()) return;
     Ring<Policy::STAGES> ring;
@@ -98,8 +99,8 @@ class Loader {
     }
   }
 
-  // The two that ask for boxes, at every item but the first: neither may be a whole turn of the ring ahead, because a
-  // barrier tells two phases apart, not three.
+  // Called by both warps that ask for boxes, at every item but the first: neither may get a whole turn of the ring
+  // ahead, because a barrier distinguishes two phases, not three.
   MLA_DEVICE void meet() { asm volatile("bar.sync %0, 64;" ::"n"(LOADER_BARRIER) : "memory"); }
 
   MLA_DEVICE void tell_items(WorkList& work) {
@@ -145,7 +146,7 @@ class Loader {
                                                             : sequence * params_.page_ids_stride);
   }
 
-  // Tells the scores warpgroup the next item, and what it is: they have no registers to walk the list themselves.
+  // Tells the scores warpgroup the next item, and `what` of it: it has no registers to walk the list itself.
   MLA_DEVICE void publish(const Item& item, int what, Ring<Policy::ITEMS>& items) {
     if (group_thread() == ITEM_WARP * 32) {
       barrier_wait(barriers_.item_empty(items.stage), items.parity ^ 1);
@@ -160,7 +161,7 @@ class Loader {
     __syncwarp();
   }
 
-  // One half of the rows' queries, from `row` of all on, to the ring's stage; one thread asks.
+  // One half of the queries of a block's rows, which begin at `row` of all, to the ring's stage; called by one thread.
   MLA_DEVICE void ask_for_half(int row, int half, const Ring<Policy::STAGES>& ring) const {
     const uint32_t full = barriers_.kv_full(ring.stage);
     barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(params_));
@@ -171,16 +172,16 @@ class Loader {
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
   }
 
-  // For whoever asks the copy engine: results may have lain in the stage, by ordinary stores. Who stored them does not
-  // fence, for it would wait for results on their way to memory.
+  // For whoever asks the copy engine: the stage may have held results, written by ordinary stores. The warps that
+  // stored them do not fence, because the fence would wait for results on their way to memory.
   MLA_DEVICE void wait_for_stage(const Ring<Policy::STAGES>& ring) const {
     wait_for_empty(ring);
     fence_async();
   }
 
-  // An item's queries take two stages ahead of its keys, so that they too are there before they are needed: the first
-  // half of every row, then the second. Rows past the sequence's last are the next one's, or zeros past the last of
-  // all: their result is never stored.
+  // An item's queries take the two stages before its keys, so that they too arrive before they are needed: first one
+  // half of every row, then the other. Rows past the sequence's last belong to the next sequence, or are zeros past the
+  // very last; their results are never stored.
   MLA_DEVICE void bring_q(int sequence, Ring<Policy::STAGES>& ring) {
     const Queries queries(params_, sequence);
     const int row = static_cast<int>(queries.first_token * params_.heads) + first_row();
@@ -197,8 +198,8 @@ class Loader {
     __syncwarp();
   }
 
-  // Any page size: every thread copies 16-byte pieces. A warp takes four keys of 128 contiguous bytes each, so memory
-  // is read in whole lines, and the swizzle spreads its writes over all banks.
+  // For any page size: every thread copies 16-byte pieces. A warp copies 128 contiguous bytes of each of four keys, so
+  // memory is read in whole lines, and the swizzle spreads its writes over all banks.
   MLA_DEVICE void gather(const int32_t* pages, int first, int end, const Ring<Policy::STAGES>& ring) {
     const int piece = group_thread() % 8;
     const int slot = group_thread() / 8;  // this thread's keys are slot, slot + 16, ...
@@ -228,9 +229,9 @@ class Loader {
     copies_arrive(barriers_.kv_full(ring.stage));
   }
 
-  // Pages that are multiples of KEYS, and items that begin at multiples of KEYS: a stage is rows of one page, [column
-  // blocks][KEYS][64] in one box. Keys past the item's end come along and are made harmless by the scores warpgroup.
-  // Partial results are to stay in L2, not keys: they are read next, the keys are not until the next step.
+  // For pages that are multiples of KEYS, and items that begin at multiples of KEYS: a stage is rows of one page,
+  // [column blocks][KEYS][64] in one box. Keys past the item's end come along; the scores warpgroup makes them
+  // harmless. L2 is to keep partial results rather than keys: those are read next, the keys not before the next step.
   MLA_DEVICE void boxes(const int32_t* pages, int first, const Ring<Policy::STAGES>& ring) {
     const uint64_t keep = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
     const int in_table = page_of(first);

@@ -9,9 +9,9 @@ MLA_DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// This thread within its warpgroup, read anew at every use: kept in a register, it would be one that the roles lack.
+// This thread's number in its warpgroup, read anew at every use: the roles have no register to keep it in.
 MLA_DEVICE int group_thread() {
-  uint32_t thread;  // not int: its remainders and quotients by powers of two are single instructions
+  uint32_t thread;  // unsigned: remainders and quotients by powers of two are then single instructions
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return static_cast<int>(thread % 128);
 }
@@ -20,11 +20,11 @@ MLA_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Barriers just initialised are visible to the copy engine.
+// Makes barriers that were just initialised visible to the copy engine.
 MLA_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// Where warps are done with what a barrier guards, each lane arrives for itself: one for its warp would do, but
-// racecheck does not see what the others did before, and 32 take no longer.
+// When a warp is done with what a barrier guards, each lane arrives for itself. One lane for its warp would do, but
+// racecheck would not see what the others did before, and 32 arrivals take no longer.
 MLA_DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -42,7 +42,7 @@ MLA_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// Whether the phase is over already.
+// Whether the phase is already complete.
 MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -53,14 +53,14 @@ MLA_DEVICE bool barrier_test(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Shared memory that this thread wrote, or saw written, by ordinary stores is visible to wgmma and the copy engine.
+// Makes ordinary stores to shared memory, by this thread or visible to it, visible to wgmma and the copy engine.
 MLA_DEVICE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Barrier of one warpgroup; 0 is the block's own.
 MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
-// Under programmatic dependent launch: nothing that the kernel before wrote may be read before this; blocks of the
-// kernel after may be scheduled once every block has passed it. Without such a launch it does nothing.
+// For programmatic dependent launch: nothing that the previous kernel wrote may be read before this, and blocks of the
+// next kernel may be scheduled once every block has passed it. Without such a launch it does nothing.
 MLA_DEVICE void take_turn() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -98,35 +98,35 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, int 
       : "memory");
 }
 
-// Such a box on its way to L2. Where coordinates lie outside the tensor there is nothing to bring.
+// Prefetches such a box into L2. Coordinates outside the tensor bring nothing.
 MLA_DEVICE void prefetch_box(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),
                "r"(z), "r"(w)
                : "memory");
 }
 
-// How long L2 keeps what comes: as the instruction `createpolicy` encodes it for a whole access.
+// How long L2 keeps what is copied, encoded as `createpolicy` does it for a whole access.
 constexpr uint64_t EVICT_NORMAL = 0x1000000000000000;
 constexpr uint64_t EVICT_FIRST = 0x12F0000000000000;
 
-// The line of 128 bytes that holds an address, on its way from memory to L2.
+// Prefetches the 128-byte line that holds an address from memory into L2.
 MLA_DEVICE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// Likewise to L1, for which there is no prefetch: a load that nobody waits for.
+// The same into L1, for which there is no prefetch instruction: a load that nobody waits for.
 MLA_DEVICE void load_line(const void* address) {
   asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
 }
 
-// What the kernel before may have written, at an address that is known before take_turn: not by `__ldg` nor
-// `ld.global.nc`, for what they read is taken to be the same at all times, and the assembler has moved them before the
-// wait. Where an address follows from such a word, they are as good.
+// Loads a word that the previous kernel may have written, at an address that is known before take_turn. `__ldg` and
+// `ld.global.nc` will not do: they read data taken to be constant, and the assembler has moved them up before the wait.
+// Where the address itself depends on a word loaded this way, they are fine.
 MLA_DEVICE int load_word(const int32_t* address) {
   int value;
   asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
 
-// A word that others may be writing, as it is in L2; L1 is passed by, so that it keeps nothing that will be old.
+// Loads from L2 a word that others may be writing, bypassing L1 so that no stale copy stays there.
 MLA_DEVICE int load_past_l1(const int32_t* address) {
   int value;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -135,8 +135,8 @@ MLA_DEVICE int load_past_l1(const int32_t* address) {
 
 MLA_DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-// This thread arrives on the barrier once all its copies so far have landed. Ordinary (generic) writes: whoever waits
-// calls fence_async() before wgmma reads them.
+// This thread arrives on the barrier once all its copies so far have landed. They are generic-proxy writes: whoever
+// waits calls fence_async() before wgmma reads them.
 MLA_DEVICE void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -58,13 +58,13 @@ struct DecodePolicy {
   static constexpr int HAND_OVER_STEP = SOURCE == Source::selected ? 16 : Q_STEPS - 8;
   // An item's queries come through two stages of the ring, half of every row in each, under the 64-byte swizzle:
   static constexpr int Q_BOXES = DEPTH / 64;     // [Q_BOXES][rows][64 B], with the rows of `q_box_bytes`
-  static constexpr int Q_BOX_BYTES = ROWS * 64;  // where Q K^T reads them, and at most
+  static constexpr int Q_BOX_BYTES = ROWS * 64;  // where Q K^T reads them, and the most a box can have
   static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
 
   static constexpr int KV_OFFSET = 0;
   static constexpr int Q_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;
-  // What the scores hand to the values, twice, so that a P V is queued behind the last one. From the start of a slot:
+  // What the scores hand to the values, in two slots, so that a P V can queue behind the last one. Within a slot:
   static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
   static constexpr int FACTOR = P_BYTES;        // float[64]: rescale of the rows before this P, if ordered
@@ -101,11 +101,11 @@ struct Barriers {
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
 };
 
-// What a values warp is to do with a slot: RESCALE, then MULTIPLY, of which the item's LAST; FINISH the item by its
-// slot's reciprocals, and QUERIES with it: two stages of queries went by that nothing is multiplied with.
+// What a values warp is to do with a slot: RESCALE, then MULTIPLY; LAST marks the item's last product; FINISH the item
+// with the slot's reciprocals; QUERIES goes with FINISH: two stages of queries passed that nothing is multiplied with.
 enum Order : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, FINISH = 8, QUERIES = 16, STOP = 32 };
 
-// Where a lane stores or loads its row of the four 8 x 8 pieces of its warp's rows of P, from the start of 16 keys.
+// Where a lane stores or loads its row of the four 8 x 8 matrices of its warp's 16 rows of P, from where 16 keys begin.
 MLA_DEVICE uint32_t p_fragment(int thread) {
   const int matrix = thread % 32 / 8;
   return (thread / 32 * 2 + matrix % 2) * 256 + matrix / 2 * 128 + thread % 8 * 16;

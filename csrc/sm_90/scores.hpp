@@ -1,12 +1,12 @@
 // The warpgroup that makes scores and probabilities: S = Q K^T, online softmax, P to shared memory.
 //
 // The tensor cores take instructions of all warpgroups in turn, and those of P V are four times as long as those of Q
-// K^T. So P V is to run while this warpgroup computes probabilities, and not while it multiplies: a P is handed over
-// when the next block's Q K^T is nearly done.
+// K^T. So P V should run while this warpgroup computes probabilities, not while it multiplies: a P is handed over when
+// the next stage's Q K^T is nearly done.
 //
-// What a row's scores are taken off, its reference, moves only when probabilities of a block sum to more than 2^8 in a
-// thread; until then they may exceed 1, which costs nothing in a floating format, and neither is a maximum looked for
-// nor the 64 x 512 result rescaled.
+// The reference that is subtracted from a row's scores moves only when a thread's probabilities of a stage sum to more
+// than 2^8. Until then they may exceed 1, which costs nothing in a floating-point format, and no maximum is computed
+// and the 64 x 512 result is not rescaled.
 #pragma once
 
 #include "sm_90/cluster.hpp"
@@ -62,13 +62,13 @@ class Scores {
     return told_ != OVER;
   }
 
-  // This item's queries from their two stages: the first steps of Q K^T read them from shared memory, swizzled as they
-  // came, the others from registers.
+  // Takes this item's queries from their two stages: the first steps of Q K^T read them from shared memory, swizzled as
+  // they came, the others from registers.
   MLA_DEVICE void load_q() {
     const int lane = group_thread() % 32;
     const int warp = group_thread() / 32;
     const int row = warp * 16 + lane % 16;
-    const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts a lane's 16 bytes of an even step
+    const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts the lane's 16 bytes of an even step
     const int box = Policy::q_box_bytes(params_);
     constexpr int HALF = Policy::Q_STEPS / 2;
     find_limits();
@@ -80,7 +80,7 @@ class Scores {
 #pragma unroll
       for (int k = half * HALF; k < half * HALF + HALF; ++k) {
         const uint32_t from = stage + k % HALF / 2 * box;
-        // Two steps are a box. It is copied in two pieces of 2 KiB, whatever of it has rows.
+        // Two steps make a box. It is copied in two pieces of 2 KiB, however much of it has rows.
         if (k < Policy::Q_SHARED_STEPS)
           copy_q(k * 2048 + group_thread() * 16, from + k % 2 * 2048 + group_thread() * 16);
         else
@@ -100,7 +100,7 @@ class Scores {
     for (int half = 0; half < 2; ++half) {
       const Row row(heads, queries, first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8);
       if constexpr (!SELECTED) row_limit_[half] = row.limit(params_, queries, item_);
-      // What lies where a row has no query may not move the references of rows that have one.
+      // Data in rows without a query may not move the references of rows that have one.
       if (!row.valid) reference_[half] = INFINITE;
     }
     if constexpr (!SELECTED) all_see_ = Row(heads, queries, 0).limit(params_, queries, item_);
@@ -122,7 +122,7 @@ class Scores {
                  : "memory");
   }
 
-  // A stage of queries was read; in place of the eight values warps, which do not read it.
+  // Gives back a stage of queries: its four warps arrive twice, for the eight values warps, which do not read it.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
     warp_release<Policy>(barriers_.kv_empty(ring_.stage));
@@ -135,7 +135,7 @@ class Scores {
     release_q_stage();
   }
 
-  // S = Q K^T for the ring's next stage; `between(k)` is done after step k was issued.
+  // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
   template <class Between>
   MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
     if (!stage_ready_) barrier_wait(barriers_.kv_full(ring_.stage), ring_.parity);
@@ -143,7 +143,7 @@ class Scores {
     if constexpr (SELECTED) present_ = Policy::present(shared_, ring_.stage);
     const uint32_t stage = uniform(shared_ + Policy::KV_OFFSET + ring_.stage * Policy::STAGE_BYTES);
     const uint64_t keys = operand(stage, 0, Policy::GROUP_BYTES, Swizzle::bytes128);
-    // Opaque, or the compiler keeps the sixteen descriptors in registers that it does not have.
+    // Opaque: else the compiler would keep the descriptors in registers that it does not have.
     uint32_t q_address = shared_ + Policy::Q_OFFSET;
     asm volatile("" : "+r"(q_address));
     const uint64_t q = operand(uniform(q_address), 0, 512, Swizzle::bytes64);
@@ -164,8 +164,8 @@ class Scores {
     pin(s);
   }
 
-  // Softmax of the block whose scores are in `s`: P, and what the values need with it, to the next slot. The item's
-  // last P is handed over at once, and while it is multiplied, what its rows are divided by in the slot after.
+  // Softmax of the stage whose scores are in `s`: P, and what the values need with it, goes to the next slot. The
+  // item's last P is handed over at once; while it is multiplied, the reciprocal denominators go to the slot after.
   template <bool LAST_BLOCK>
   MLA_DEVICE void step(float (&s)[REGS], int first) {
     const int lane = group_thread() % 32;
@@ -256,7 +256,8 @@ class Scores {
     }
   }
 
-  // The references of this warp's rows move to their largest scores so far; `factor` is what that is worth.
+  // Moves the references of this warp's rows to their largest scores so far; earlier results are then to
+  // be multiplied by `factor`.
   MLA_DEVICE void move_references(const float (&s)[REGS], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -282,14 +283,14 @@ class Scores {
     }
   }
 
-  // The slot is the values warpgroups' from here on.
+  // Hands the slot to the values warpgroups.
   MLA_DEVICE void hand_over() {
     __syncwarp();
     barrier_arrive(barriers_.p_full(slots_.stage));
     slots_.next();
   }
 
-  // An order without P. An item without keys has out 0 and lse -inf.
+  // Gives an order without P. An item without keys has out 0 and lse -inf.
   MLA_DEVICE void order_only(int order) {
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     if (group_thread() < ROWS) {
@@ -303,8 +304,8 @@ class Scores {
 
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
 
-  // Zeros for the values of keys past the item's end in the last stage: their probabilities are 0, but what the copy
-  // engine found there may be NaN. The keys' scores were masked, so a warp still reading them does no harm.
+  // Zeros the values of keys past the item's end in the last stage: their probabilities are 0, but what the copy engine
+  // found there may be NaN. These keys' scores are masked, so a warp that still reads them as keys does no harm.
   MLA_DEVICE void clear_from(int used) {
     const int stage = (ring_.stage == 0 ? Policy::STAGES : ring_.stage) - 1;
     const uint32_t base = shared_ + Policy::KV_OFFSET + stage * Policy::STAGE_BYTES;
@@ -315,7 +316,7 @@ class Scores {
     fence_async();
   }
 
-  // 1 / denominator of this thread's rows; `lse` is theirs without the sink.
+  // 1 / denominator of this thread's rows, and their `lse` without the sink.
   MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -349,7 +350,7 @@ class Scores {
     int first = item_.first;
     mask(s, first);
     float factor[2];
-    move_references(s, factor);  // there is no result yet that it would have to be applied to
+    move_references(s, factor);  // there is no result yet that `factor` would apply to
     for (; first + Policy::KEYS < item_.end; first += Policy::KEYS) {
       step<false>(s, first);
       multiply(s, [&](int k) {
@@ -378,8 +379,8 @@ class Scores {
   int told_;
   int row_limit_[2];    // keys that this thread's rows see; like the next, unused where keys are selected
   int all_see_;         // keys that every row of the sequence sees
-  uint32_t present_;    // only there: a bit for each key of the stage whose scores come next
-  float reference_[2];  // of this thread's rows, what their scores are taken off, in powers of two
+  uint32_t present_;    // used only there: a bit for each key of the stage whose scores come next
+  float reference_[2];  // subtracted from the scores of this thread's rows, as exponents of two
   float sum_[2];
   uint32_t q_[Policy::Q_REGISTER_STEPS * 4];
 };

@@ -22,7 +22,7 @@ class Values {
     for (;;) {
       int order = next_order();
       if (order & STOP) return;
-      // Said for both cases: otherwise the registers count as in use since the last item.
+      // Written for both cases: otherwise the compiler takes the registers to be live since the last item.
 #pragma unroll
       for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
       if (order & (MULTIPLY | QUERIES)) {
@@ -71,10 +71,10 @@ class Values {
     slots_.next();
   }
 
-  // O = O * factor + P V, on its way.
+  // Starts O = O * factor + P V.
   MLA_DEVICE void begin_product(bool rescale) {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
-    fence_async();  // P, and keys that ordinary copies brought; here and not where P is made, whose time is scarcer
+    fence_async();  // for P, and for keys brought by ordinary copies; here, because the scores' time is scarcer
     if (__builtin_expect(rescale, 0)) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + row() * 4 + 32)};
@@ -100,7 +100,7 @@ class Values {
     wgmma_commit();
   }
 
-  // It has been computed, so its stage may be filled again.
+  // Waits for the product; then its stage may be filled again.
   MLA_DEVICE void end_product() {
     wait_for_product();
     give_back_stage();
@@ -118,20 +118,20 @@ class Values {
     stages_.next();
   }
 
-  // Where rows of this warp go, of which a lane stores 16 bytes at a time of every fourth; and what its rows of O are
-  // divided by, which are others.
+  // Where this warp's rows go: a lane stores 16 bytes at a time, of every fourth row. And the reciprocal denominators
+  // of the lane's rows of O, which are other rows.
   struct Ending {
     bool partial;
     float* lse;          // of the block's rows
     char* begin;         // of the sequence's rows
-    uint32_t offset[4];  // from there, in 16 bytes; NO_ROW where there is none
+    uint32_t offset[4];  // from `begin`, in units of 16 bytes; NO_ROW where there is no row
     float inverse[2];
   };
   static constexpr uint32_t NO_ROW = ~0u;
 
   MLA_DEVICE int stored_row(int i) const { return group_thread() / 32 * 16 + i * 4 + group_thread() % 32 / 8; }
 
-  // Of the item that the slot names; done while the last product is computed.
+  // For the item that the slot names; called while the last product is computed.
   MLA_DEVICE Ending find_rows() const {
     Ending ending;
     const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
@@ -158,7 +158,7 @@ class Values {
     return ending;
   }
 
-  // By the slot that finishes the item; the rows' lse go where they belong.
+  // Takes the reciprocals from the slot that finishes the item, and writes the rows' lse to memory.
   MLA_DEVICE void finish_rows(Ending& ending) {
     ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
     ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
@@ -170,8 +170,8 @@ class Values {
     give_back_slot();
   }
 
-  // A store takes as many clocks as it reaches lines of memory, and a quad holds no more than 32 bytes of a row side by
-  // side. So a warp's 16 rows go through shared memory, 128 bytes of each at a time, and leave in whole lines: through
+  // A store takes one clock for each line of memory it touches, and a quad holds at most 32 contiguous bytes of a row.
+  // So a warp's 16 rows go through shared memory, 128 bytes of each at a time, and leave in whole lines. The room is
   // the stage that was read last, once both warpgroups are done with it.
   MLA_DEVICE void store(const Ending& ending) {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
@@ -185,7 +185,8 @@ class Values {
                                             [&](int piece, uint32_t to) { put_result(piece, to, ending); });
   }
 
-  // One piece is put while the one before is carried. `PAIRS` is 2 where places move by twice the row, else 1.
+  // Each piece is put to shared memory while the one before is carried to memory. `PAIRS` is 2 where the swizzle moves
+  // places by twice the row, else 1.
   template <int PIECES, int PAIRS, class Put>
   MLA_DEVICE void by_pieces(uint32_t at, const Ending& ending, const Put& put) const {
     put(0, at);
@@ -199,7 +200,7 @@ class Values {
   static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; one is written while another is read
   static_assert(8 * 2 * PIECE_BYTES <= Policy::STAGE_BYTES, "all warps' pieces lie in a stage");
 
-  // 64 columns in 16 bits; 16 bytes number i of row r lie at place i ^ r % 8, so that all banks are written and read.
+  // 64 columns in 16 bits. The i-th 16 bytes of row r lie at place i ^ r % 8, so that writes and reads use all banks.
   MLA_DEVICE void put_result(int piece, uint32_t to, const Ending& ending) const {
     const int lane = group_thread() % 32;
 #pragma unroll
@@ -218,7 +219,7 @@ class Values {
     }
   }
 
-  // 32 columns in fp32; 16 bytes number i of row r at place i ^ r % 4 * 2.
+  // 32 columns in fp32. The i-th 16 bytes of row r lie at place i ^ r % 4 * 2.
   MLA_DEVICE void put_partial(int piece, uint32_t to, const Ending& ending) const {
     const int lane = group_thread() % 32;
 #pragma unroll
@@ -235,7 +236,7 @@ class Values {
     }
   }
 
-  // From there to memory, four rows at a time; `meanwhile` is done while they are read, or afterwards.
+  // A piece from shared memory to memory, four rows at a time; `meanwhile` runs while they are read, or afterwards.
   template <int PAIRS, class Meanwhile>
   MLA_DEVICE void carry(int piece, uint32_t from, const Ending& ending, const Meanwhile& meanwhile) const {
     const int lane = group_thread() % 32;
@@ -255,10 +256,10 @@ class Values {
     for (int i = 0; i < 4; ++i)
       if (ending.offset[i] != NO_ROW)
         reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns[i];
-    if constexpr (Policy::PAIRED) meanwhile();  // which has fewer registers
+    if constexpr (Policy::PAIRED) meanwhile();  // earlier would take registers that pairs lack
   }
 
-  // Of an item without keys.
+  // The result of an item without keys.
   MLA_DEVICE void store_zeros(const Ending& ending) const {
     const int pieces = VALUE_COLUMNS * (ending.partial ? 4 : 2) / 16;
 #pragma unroll

@@ -20,8 +20,8 @@ struct Item {
   MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
 };
 
-// What every lane of a warp has loaded alike, said to the compiler: it keeps such values, and all that follows from
-// them, in uniform registers. Without it every wgmma of the loop waits for two moves of its descriptor.
+// Tells the compiler that a value is the same in every lane of a warp, so that it keeps it, and all that follows from
+// it, in uniform registers. Without this every wgmma of the loop waits for two moves of its descriptor.
 MLA_DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 // Four words of a plan. Its items begin at multiples of 16 bytes from its start, which a caller may have put anywhere.
@@ -44,12 +44,12 @@ struct Queries {
       count = params.q_len;
     }
   }
-  // Of sparse decode, where every query token is a sequence.
+  // For sparse decode, where every query token is a sequence.
   MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
 };
 
-// Keys of cut `number` of a sequence without a plan. Cuts are multiples of `block`, so that only the last has unused
-// keys.
+// The keys of cut `number` of a sequence, without a plan. Cuts are multiples of `block`, so that only the last one has
+// unused keys.
 struct EqualCut {
   int first;
   int end;
@@ -69,9 +69,9 @@ struct EqualCut {
 };
 
 // A plan's items in order of worker, or equal cuts: sequence i / num_splits, cut i % num_splits. An item is looked up
-// in two steps, `find` and `measure`: of which sequence it is, which is all that its queries ask for, and which of its
-// keys, for which the sequence's length must have come from memory. Both are of loads that depend on each other, so
-// whoever walks the list looks the next item up where there is something to wait for anyway.
+// in two steps: `find` gives its sequence, which is all that its queries need; `measure` gives its keys, which takes
+// the sequence's length from memory. Both are chains of dependent loads, so whoever walks the list looks up the next
+// item where there is something to wait for anyway.
 class WorkList {
  public:
   // `granule`: a plan's cuts are moved down to multiples of it, so that a copy never straddles a page.
@@ -79,8 +79,8 @@ class WorkList {
   MLA_DEVICE WorkList(const Params& params, int worker, int first_row, int granule, int block)
       : params_(params), first_row_(first_row), granule_(granule), block_(block), worker_(worker) {
     if (params.plan != nullptr) {
-      // The header beside this worker's bounds: no address here needs another's value. Past the plan's workers a bound
-      // is some other word of it, for it has as many items as the launch has workers.
+      // The header is loaded beside this worker's bounds: no address here depends on a loaded value. Past the plan's
+      // workers a bound reads some other word of the plan, which has room for as many items as the launch has workers.
       const int workers = load_word(params.plan + PlanHeader::workers),
                 items = load_word(params.plan + PlanHeader::items);
       load_worker();
@@ -96,7 +96,7 @@ class WorkList {
   // Whether there is an item; false at the end of the list.
   MLA_DEVICE bool more() const { return more_; }
 
-  // The item that was found last; before `measure` of its members only the sequence and the partial row are its own.
+  // The item found last; until `measure`, only its sequence and partial row are valid.
   MLA_DEVICE const Item& item() const { return item_; }
 
   // Goes on to the next item that has rows for this block.
@@ -120,7 +120,7 @@ class WorkList {
     item_.end = cut.end;
   }
 
-  // The first page numbers of the item's sequence are on their way to L1; what is measured then says which are wanted.
+  // Starts bringing the first page numbers of the item's sequence to L1, before `measure` tells which are wanted.
   MLA_DEVICE void load_pages() const {
     const int line = thread_id() % 32 * 32;
     if (more_ && line < params_.page_ids_width)
@@ -170,7 +170,7 @@ class WorkList {
   bool more_;
 };
 
-// Rows to tokens and heads: row / heads by one multiplication, exact below 2^32 / heads.
+// From rows to tokens and heads: row / heads by one multiplication, exact for rows below 2^32 / heads.
 class Heads {
  public:
   MLA_DEVICE explicit Heads(const Params& params)
