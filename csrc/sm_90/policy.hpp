@@ -42,17 +42,14 @@ struct DecodePolicy {
   static constexpr int STAGES = STAGES_;
   // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for
   // ever. One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also
-  // dequantise, the more so if they store what they make twice.
-  static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : PAIRED ? 64 : 56;
-  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma      ? 160
-                                          : SOURCE == Source::gather ? 144
-                                          : PAIRED                   ? 128
-                                                                     : 136;
+  // dequantise.
+  static constexpr int LOADER_REGISTERS = SOURCE == Source::tma ? 32 : SOURCE == Source::gather ? 48 : 56;
+  static constexpr int SCORES_REGISTERS = SOURCE == Source::tma ? 160 : SOURCE == Source::gather ? 144 : 136;
   static constexpr int VALUES_REGISTERS = 160;
   static constexpr int FULL_ARRIVALS = SOURCE == Source::tma ? 1 : 128;  // on a stage: one asks TMA, or all copy
   static constexpr int Q_STEPS = DEPTH / 16;                             // 16-deep steps of Q K^T
   // Q operands read from registers, not shared memory: what keeps shared-memory reads under the matrix time.
-  static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : PAIRED ? 20 : 22;
+  static constexpr int Q_REGISTER_STEPS = SOURCE == Source::tma ? 28 : SOURCE == Source::gather ? 24 : 22;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   // Of a Q K^T, at which the P before it is handed over: where keys are what is waited for, earlier.
   static constexpr int HAND_OVER_STEP = SOURCE == Source::selected ? 16 : Q_STEPS - 8;

@@ -51,5 +51,12 @@ MLA_DEVICE void load8(uint32_t from, uint32_t* to) {
 MLA_DEVICE void store16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+// By lanes that have any.
+MLA_DEVICE void store16(bool any, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "{\n.reg .pred any;\nsetp.ne.b32 any, %5, 0;\n@any st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"r"(to),
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<int>(any))
+      : "memory");
+}
 
 }  // namespace mla::sm90

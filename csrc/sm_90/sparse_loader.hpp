@@ -1,12 +1,12 @@
 // Selected keys on their way to shared memory: looked up, copied as they are stored, dequantised into a stage of the
 // ring.
 //
-// A warp brings eight keys of every stage, two at a time, and shares nothing with the others but the barriers. What it
-// has copied lies in memory of its own, PAIRS deep; indices are read a batch of 32 keys ahead of the copies.
+// A warp brings eight keys of every stage, four a turn, and shares nothing with the others but the barriers. What it
+// has copied lies in memory of its own, a slot a turn; indices are read a batch of 32 keys ahead of the copies.
 //
-// Of a cluster of two blocks each brings half of every stage, four of a warp's eight keys, and stores them twice: in
-// its own memory and in the other's, whose barrier counts their bytes. So the rings of both go in step: a stage is
-// empty when the readers of both blocks are done with it.
+// Of a cluster of two blocks each brings half of every stage, four of a warp's eight keys, and sends what it has made
+// to the other, whose barrier counts the bytes. So the rings of both go in step: a stage is empty when the readers of
+// both blocks are done with it.
 #pragma once
 
 #include "sm_90/cluster.hpp"
@@ -21,20 +21,21 @@ class SparseLoader : Loader<Policy> {
   using Params = typename Policy::Params;
   using Base = Loader<Policy>;
   using Places = SparsePlaces<Policy>;
-  using Half = SparseHalf<Policy>;
+  using Unit = SparseUnit<Policy>;
   static constexpr bool PAIRED = Policy::PAIRED;
-  static constexpr uint32_t STAGE_PAIRS = Policy::OWN_KEYS / 2;
   static constexpr uint32_t BATCH_STAGES = 32 / Policy::OWN_KEYS;  // whose tokens are looked up at once: one to a lane
-  static constexpr uint32_t BATCH_PAIRS = 16;
-  static constexpr uint32_t AHEAD = Policy::PAIRS - 1;  // pairs of keys, that are copied before they are wanted
-  static constexpr int SENT_BARRIER = 4;                // and the next: of two warps, whose keys lie in one piece
+  static constexpr uint32_t STAGE_TURNS = Policy::OWN_KEYS / 4;
+  static constexpr uint32_t BATCH_TURNS = 8;
+  static constexpr int SENT_BARRIER = 4;  // and the next: of two warps, whose keys lie in one piece
 
  public:
   MLA_DEVICE SparseLoader(const Params& params, uint32_t shared)
       : Base(params, shared),
         lane_(thread_id_now() % 32),
-        raw_(shared + Policy::RAW_OFFSET + warp() * Policy::RAW_BYTES),
-        to_peer_(PAIRED ? at_peer(shared) - shared : 0) {}
+        warp_(uniform(thread_id_now() / 32)),
+        warp_of_all_((PAIRED ? cluster_rank() * Policy::LOADER_WARPS : 0) + warp_),
+        raw_(shared + Policy::RAW_OFFSET + warp_ * Policy::RAW_BYTES),
+        to_peer_(PAIRED ? uniform(at_peer(shared) - shared) : 0) {}
 
   MLA_DEVICE void run() {
     SparseWork work(this->params_, notes() + Lists::BYTES);
@@ -63,18 +64,15 @@ class SparseLoader : Loader<Policy> {
   }
 
  private:
-  // Read anew where it is wanted, like the place of the warp's notes: registers are scarce.
+  // Read anew where it is wanted: registers are scarce.
   MLA_DEVICE static uint32_t thread_id_now() {
     uint32_t thread;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     return thread;
   }
-  MLA_DEVICE static uint32_t warp() { return thread_id_now() / 32; }  // the loader's are a block's first
-  // Its number among those that bring as many keys of a stage each, in order: of both blocks.
-  MLA_DEVICE static uint32_t warp_of_all() { return (PAIRED ? cluster_rank() * Policy::LOADER_WARPS : 0) + warp(); }
-  MLA_DEVICE static uint32_t first_key() { return warp_of_all() * Policy::OWN_KEYS; }
+  MLA_DEVICE uint32_t first_key() const { return warp_of_all_ * Policy::OWN_KEYS; }
   MLA_DEVICE uint32_t notes() const {
-    return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp() * Policy::NOTES_BYTES;
+    return this->shared_ - Policy::KV_OFFSET + Policy::NOTES_OFFSET + warp_ * Policy::NOTES_BYTES;
   }
   MLA_DEVICE Lists lists() const { return Lists(notes()); }
 
@@ -97,7 +95,7 @@ class SparseLoader : Loader<Policy> {
     for (int half = 0; half < 2; ++half) {
       this->wait_for_stage(ring_);
       if (lane_ == 0) {
-        if (warp() != 0)
+        if (warp_ != 0)
           barrier_arrive(this->barriers_.kv_full(ring_.stage));
         else
           this->ask_for_half(token * this->params_.heads + first_row(), half, ring_);
@@ -108,7 +106,7 @@ class SparseLoader : Loader<Policy> {
   }
 
   // A lane's key of a batch, by its number within the item.
-  MLA_DEVICE static int key_of(uint32_t batch, uint32_t lane) {
+  MLA_DEVICE int key_of(uint32_t batch, uint32_t lane) const {
     return first_key() + batch * (BATCH_STAGES * Policy::KEYS) + lane / Policy::OWN_KEYS * Policy::KEYS +
            lane % Policy::OWN_KEYS;
   }
@@ -169,27 +167,20 @@ class SparseLoader : Loader<Policy> {
     return row;
   }
 
-  // The other block's barrier of the stage that is being brought.
-  MLA_DEVICE uint32_t peer_full() const { return this->barriers_.kv_full(ring_.stage) + to_peer_; }
-
   // The stage is complete as far as this warp goes; the scores are told which of its keys are there. Who waits for it
-  // fences before wgmma reads it: a fence here might wait for the copies in flight. Of two blocks, what two warps have
-  // stored is sent to the other block in one piece.
+  // fences before wgmma reads it: a fence here might wait for the copies in flight. Only who sends it does so here.
   MLA_DEVICE void complete(uint32_t present) {
-    if constexpr (PAIRED) fence_async();
+    const uint32_t full = this->barriers_.kv_full(ring_.stage);
+    const uint32_t word = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET +
+                          ring_.stage * Policy::PRESENT_BYTES + warp_of_all_ * 4;
     __syncwarp();
-    if constexpr (PAIRED) asm volatile("bar.sync %0, 64;" ::"r"(SENT_BARRIER + warp() / 2) : "memory");
+    if constexpr (PAIRED) asm volatile("bar.sync %0, 64;" ::"r"(SENT_BARRIER + warp_ / 2) : "memory");
     if (lane_ == 0) {
-      const uint32_t word = this->shared_ - Policy::KV_OFFSET + Policy::PRESENT_OFFSET +
-                            ring_.stage * Policy::PRESENT_BYTES + warp_of_all() * 4;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present) : "memory");
-      const uint32_t full = this->barriers_.kv_full(ring_.stage);
       if constexpr (PAIRED) {
-        const uint32_t bytes = warp() % 2 == 0 ? Policy::GROUP_BYTES : 0;
-        barrier_expect(full, bytes + 4);
-        peer_store4(word + to_peer_, present, peer_full());
-        const uint32_t from = this->shared_ + ring_.stage * Policy::STAGE_BYTES + first_key() / 8 * Policy::GROUP_BYTES;
-        if (bytes != 0) peer_copy(from + to_peer_, from, bytes, peer_full());
+        barrier_expect(full, Policy::GROUP_BYTES / 2 + 4);
+        peer_store4(word + to_peer_, present, full + to_peer_);
+        if (((ring_.stage ^ warp_) & 1) == 0) send(full + to_peer_);
       } else {
         barrier_arrive(full);
       }
@@ -197,127 +188,128 @@ class SparseLoader : Loader<Policy> {
     ring_.next();
   }
 
-  // Stored values, by pairs of keys, copied AHEAD of their use. A turn of the loop is a stage.
+  // Eight keys of the stage, of two warps that have met, to the other block. They take turns, stage by stage.
+  MLA_DEVICE void send(uint32_t peer_full) const {
+    fence_async();
+    const uint32_t from = this->shared_ + ring_.stage * Policy::STAGE_BYTES + first_key() / 8 * Policy::GROUP_BYTES;
+    peer_copy(from + to_peer_, from, Policy::GROUP_BYTES, peer_full);
+  }
+
+  // Stored values, four keys a turn, copied as many turns ahead of their use as there are slots. What is read from
+  // shared memory is read long before it is wanted: with wgmma reading at full rate, it answers late.
   MLA_DEVICE void bring_stored(int token, uint32_t stages) {
-    const uint32_t pairs = stages * STAGE_PAIRS;
+    constexpr uint32_t SLOTS = Policy::SLOTS;
+    const uint32_t turns = stages * STAGE_TURNS;
     look_up(0);
 #pragma unroll 1
-    for (uint32_t i = 0; i < AHEAD; ++i)
-      issue(i < pairs, token_of(i, places_now()), raw_ + i * Policy::PAIR_BYTES, places_now());
+    for (uint32_t i = 0; i < SLOTS; ++i)
+      issue(i < turns, tokens_of(i, places_now()), raw_ + i * Policy::SLOT_BYTES, places_now());
     bring_q(token);
     Places places = places_now();
-    if constexpr (PAIRED) places.keep();
-    copies_wait<AHEAD - 1>();
+    places.keep();
+    copies_wait<SLOTS - 1>();
     __syncwarp();
-    Half first, last;
-    first.template load<0>(raw_, places);
-    last.template load<1>(raw_, places);
+    Unit first, second;  // loaded a turn ahead
+    first.load(0, raw_, places);
+    second.load(1, raw_, places);
     uint32_t slot = raw_;
-    uint32_t before = raw_ + AHEAD * Policy::PAIR_BYTES;
+    bool empty = false;  // the stage was seen to be
 #pragma unroll 1
-    for (uint32_t stage = 0, left = pairs; left != 0; ++stage, left -= STAGE_PAIRS) {
-      if constexpr (!PAIRED) places = places_now();
+    for (uint32_t turn = 0; turn < turns; ++turn) {
+      const uint32_t next = turn + SLOTS;
+      if (next % BATCH_TURNS == 0 && next < turns) look_up(next / BATCH_TURNS);
+      uint32_t rope[4];
+      load16(slot + places.rope, rope);
+      Unit third, fourth;
+      third.load(2, slot, places);
+      const uint32_t in_stage = turn % STAGE_TURNS;
       const uint32_t keys = this->shared_ + ring_.stage * Policy::STAGE_BYTES;
-      const uint32_t present = present_of(stage);
-      this->wait_for_empty(ring_);
-#pragma unroll
-      for (uint32_t pair = 0; pair < STAGE_PAIRS; ++pair) {
-        const uint32_t after = slot_after(slot, pair);
-        const uint32_t next = stage * STAGE_PAIRS + pair + AHEAD;
-        if (pair == AHEAD % 2 && next % BATCH_PAIRS == 0 && pair + AHEAD < left) look_up(next / BATCH_PAIRS);
-        // Read well before `issue`: with wgmma reading at full rate, shared memory answers late.
-        const Token token_ahead = token_of(next % BATCH_PAIRS, places);
-        uint32_t rope[4];
-        const uint32_t row = ((keys + places.row) ^ pair * 32) + pair * 256;
-        // The next pair is loaded as soon as this one's registers are free.
-        if (__builtin_expect(__any_sync(~0u, first.large() || last.large()), 0)) {
-          store_half<true, 0>(keys, pair, places, first);
-          store_half<true, 1>(keys, pair, places, last);
-          load16(slot + places.rope, rope);
-          copies_wait<AHEAD - 2>();
-          __syncwarp();
-          first.template load<0>(after, places);
-          last.template load<1>(after, places);
-        } else {
-          store_half<false, 0>(keys, pair, places, first);
-          load16(slot + places.rope, rope);
-          copies_wait<AHEAD - 2>();
-          __syncwarp();  // every lane's copies are there
-          first.template load<0>(after, places);
-          store_half<false, 1>(keys, pair, places, last);
-          last.template load<1>(after, places);
-        }
-        if (lane_ < 16) store16(row, rope[0], rope[1], rope[2], rope[3]);
-        // Into the slot before this one: every lane was done with it before the last __syncwarp.
-        issue(pair + AHEAD < left, token_ahead, before, places);
-        before = slot;
-        slot = after;
-      }
-      complete(present);
+      const uint32_t to = (keys + places.to) ^ in_stage * Places::on(4);
+      const uint32_t row = (keys + places.row) ^ in_stage * Places::on(4);
+      if (in_stage == 0 && !empty) this->wait_for_empty(ring_);
+      store_unit(0, to, first, places);
+      store16(row, rope[0], rope[1], rope[2], rope[3]);
+      fourth.load(3, slot, places);
+      const Tokens ahead = tokens_of(next % BATCH_TURNS, places);
+      store_unit(1, to, second, places);
+      copies_wait<SLOTS - 2>();
+      __syncwarp();  // every lane's copies are there, and every lane is done with this slot
+      issue(next < turns, ahead, slot, places);
+      slot = slot_after(slot);
+      first.load(0, slot, places);
+      second.load(1, slot, places);
+      const uint32_t present = present_of(turn / STAGE_TURNS);
+      store_unit(2, to, third, places);
+      if (in_stage + 1 == STAGE_TURNS) empty = next_is_empty();
+      store_unit(3, to, fourth, places);
+      if (in_stage + 1 == STAGE_TURNS) complete(present);
     }
+  }
+
+  // Whether the stage after this one was seen to be empty.
+  MLA_DEVICE bool next_is_empty() const {
+    Ring<Policy::STAGES> following = ring_;
+    following.next();
+    return barrier_test(this->barriers_.kv_empty(following.stage), following.parity ^ 1);
   }
 
   MLA_DEVICE Places places_now() const { return Places(lane_anew(), first_key(), notes()); }
 
-  // Where the pair after the one in `slot`, a stage's number `pair`, lies as it came.
-  MLA_DEVICE uint32_t slot_after(uint32_t slot, uint32_t pair) const {
-    const uint32_t after = slot + Policy::PAIR_BYTES;
-    if (Policy::PAIRS % STAGE_PAIRS == 0 && pair + 1 < STAGE_PAIRS) return after;
+  // Where the keys of the turn after the one in `slot` lie as they came.
+  MLA_DEVICE uint32_t slot_after(uint32_t slot) const {
+    const uint32_t after = slot + Policy::SLOT_BYTES;
     return after == raw_ + Policy::RAW_BYTES ? raw_ : after;
   }
 
-  // Dequantises a pair's half to where it is multiplied.
-  template <bool LARGE, int NUMBER>
-  MLA_DEVICE static void store_half(uint32_t keys, uint32_t pair, const Places& places, const Half& half) {
+  // Dequantises a unit to where it is multiplied.
+  MLA_DEVICE static void store_unit(uint32_t number, uint32_t to, const Unit& unit, const Places& places) {
     uint32_t values[8];
-    half.template dequantised<LARGE>(values);
-    if (Record::LATENT < 512 && NUMBER == 1 && places.seventh == places.scale + 3) return;  // there is no eighth line
-    const uint32_t to = ((keys + places.to) ^ pair * 32) + pair * 256;
-    constexpr uint32_t ON = NUMBER * 4 * Policy::BLOCK_BYTES;
-    store16(to + ON, values[0], values[1], values[2], values[3]);
-    store16((to ^ 16) + ON, values[4], values[5], values[6], values[7]);
+    unit.dequantised(values);
+    const uint32_t place = to ^ number / 2 * Places::on(2);
+    const uint32_t more = number % 2 * (4 * Policy::BLOCK_BYTES);
+    const bool any = number % 2 == 0 || places.has_last();
+    store16(any, place + more, values[0], values[1], values[2], values[3]);
+    store16(any, (place ^ 16) + more, values[4], values[5], values[6], values[7]);
   }
 
-  // Where a lane's key of a pair lies.
-  struct Token {
-    uint64_t row;   // address, or 0
-    int to_scales;  // from there to the scales, where they lie apart
+  // Where a lane's two keys of a turn lie.
+  struct Tokens {
+    uint64_t rows[2];  // addresses, or 0
+    int to_scales[2];  // from there to the scales, where they lie apart
   };
 
-  // Lanes 0..15 of a pair of the batch that was looked up last take its first key, the others its second.
-  MLA_DEVICE Token token_of(uint32_t pair, const Places& places) const {
-    Token token{0, 0};
-    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(token.row) : "r"(places.token + pair * 16) : "memory");
+  // Of a turn of the batch that was looked up last.
+  MLA_DEVICE static Tokens tokens_of(uint32_t turn, const Places& places) {
+    Tokens tokens{{0, 0}, {0, 0}};
+    asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];"
+                 : "=l"(tokens.rows[0]), "=l"(tokens.rows[1])
+                 : "r"(places.token + turn * 32)
+                 : "memory");
     if constexpr (Record::SCALES_APART)
-      asm volatile("ld.shared.b32 %0, [%1];"
-                   : "=r"(token.to_scales)
-                   : "r"(notes() + Policy::NOTES_SCALES + (pair * 2 + lane_ / 16) * 4)
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                   : "=r"(tokens.to_scales[0]), "=r"(tokens.to_scales[1])
+                   : "r"(places.scales + turn * 16)
                    : "memory");
-    return token;
+    return tokens;
   }
 
-  // Begins to copy a pair, 16 lanes a key, to `slot`. There is a group for it even when no such pair is left: groups
-  // are counted.
-  MLA_DEVICE static void issue(bool any, const Token& token, uint32_t slot, const Places& places) {
-    const bool present = token.row != 0;
-    const uint32_t part = places.copied % 256;
-    const uint64_t from = token.row + part;
+  // Begins to copy a turn's keys, 16 lanes a key, to `slot`. There is a group for it even when no such turn is left:
+  // groups are counted.
+  MLA_DEVICE static void issue(bool any, const Tokens& tokens, uint32_t slot, const Places& places) {
+    const uint32_t part = places.copied % 1024;
     const uint32_t to = slot + places.copied;
-    const uint32_t tail = slot + places.tail;
+    const uint32_t tail = slot + Policy::TAILS + places.copied / 1024 * (2 * Record::TAIL) + part;
     const bool in_tail = part < Record::TAIL_PIECES * 16;
-    // A version with a branch around the copies by some lanes took 4 % longer for v32 (there all lanes arrived on
-    // kv_full, too); predicates for all of dsv4's cost it a spill.
-    if constexpr (Record::SCALES_APART) {
-      if (any) {
-        copy_present<16>(true, to, from, present);
-        copy_present<16>(true, to + 256, from + 256, present);
-        copy_present<16>(in_tail, tail + part, from + 512, present);
-        copy_present<8>(part == 0, tail + Record::TAIL_SCALES, token.row + token.to_scales, present);
-      }
-    } else {
-      copy_present<16>(any, to, from, present);
-      copy_present<16>(any, to + 256, from + 256, present);
-      copy_present<16>(any && in_tail, tail + part, from + 512, present);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool present = tokens.rows[i] != 0;
+      const uint64_t from = tokens.rows[i] + part;
+      copy_present<16>(any, to + i * 512, from, present);
+      copy_present<16>(any, to + i * 512 + 256, from + 256, present);
+      copy_present<16>(any && in_tail, tail + i * Record::TAIL, from + 512, present);
+      if constexpr (Record::SCALES_APART)
+        copy_present<8>(any && part == 0, tail + i * Record::TAIL + Record::TAIL_SCALES,
+                        tokens.rows[i] + tokens.to_scales[i], present);
     }
     copies_commit();
   }
@@ -336,7 +328,7 @@ class SparseLoader : Loader<Policy> {
         if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
         this->wait_for_empty(filled);
         const uint32_t to =
-            this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp() * Policy::WARP_KEYS + slot) * 128;
+            this->shared_ + filled.stage * Policy::STAGE_BYTES + (warp_ * Policy::WARP_KEYS + slot) * 128;
 #pragma unroll
         for (int i = 0; i < Policy::WARP_KEYS / 4; ++i) {
           const uint32_t source = stage % BATCH_STAGES * Policy::WARP_KEYS + slot + 4 * i;
@@ -358,6 +350,8 @@ class SparseLoader : Loader<Policy> {
   }
 
   const uint32_t lane_;
+  const uint32_t warp_;         // the loader's are a block's first. Like the next, the same for all lanes, and told so:
+  const uint32_t warp_of_all_;  // its number among those that bring as many keys of a stage each: of both blocks
   const uint32_t raw_;
   const uint32_t to_peer_;  // from an address of this block to the other's
   Ring<Policy::STAGES> ring_;

@@ -8,9 +8,8 @@
 
 namespace mla::sm90 {
 
-// How a selected token is stored, and how two of them lie in shared memory as they came: [2][512] bytes, then their
-// tails of TAIL bytes each. A warp has room for PAIRS of two (of two blocks in a cluster PEER_PAIRS), of which one is
-// being read.
+// How a selected token is stored, and how four of them lie in a slot of shared memory as they came: [4][512] bytes,
+// then their tails of TAIL bytes each. A warp has SLOTS.
 
 // 656 bytes: 512 e4m3 values, four fp32 scales of 128 values each, 64 bf16 values.
 struct v32 {
@@ -23,8 +22,7 @@ struct v32 {
   static constexpr bool SCALES_APART = false;
   static constexpr bool SPLIT = true;  // a scale is any number
   static constexpr int STAGES = 4;
-  static constexpr int PAIRS = 8;
-  static constexpr int PEER_PAIRS = 7;
+  static constexpr int SLOTS = 4;
 };
 
 // 576 bytes: 448 e4m3 values, 64 bf16 values; and behind all tokens of a page 8 bytes each: seven E8M0 scales of 64
@@ -40,8 +38,7 @@ struct dsv4 {
   static constexpr bool SCALES_APART = true;
   static constexpr bool SPLIT = false;
   static constexpr int STAGES = 4;
-  static constexpr int PAIRS = 8;
-  static constexpr int PEER_PAIRS = 8;
+  static constexpr int SLOTS = 4;
 };
 
 // Rows of bf16 as they are multiplied.
@@ -53,8 +50,7 @@ struct Bf16Record {
   static constexpr int TAIL = 0;
   static constexpr bool SCALES_APART = false;
   static constexpr int STAGES = 5;
-  static constexpr int PAIRS = 0;
-  static constexpr int PEER_PAIRS = 0;
+  static constexpr int SLOTS = 0;
 };
 using bf16x576 = Bf16Record<576>;
 using bf16x512 = Bf16Record<512>;
@@ -70,7 +66,7 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   static constexpr int FULL_ARRIVALS = LOADER_WARPS;
   static constexpr int WARP_KEYS = Base::KEYS / LOADER_WARPS;  // of a stage, that are one warp's (of both blocks)
   static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_;        // that a block's warp brings
-  static constexpr int PAIRS = Base::PAIRED ? Record::PEER_PAIRS : Record::PAIRS;
+  static constexpr int SLOTS = Record::SLOTS;
 
   // uint32[STAGES][blocks][warps]: a bit for each key of the stage, 1: selected, in the word of the warp that brings
   // it.
@@ -84,8 +80,9 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   static constexpr int NOTES_SCALES = NOTES_ROWS + 256;   // int32[32]: from there to the scales, where they lie apart
   static constexpr int NOTES_BYTES = NOTES_SCALES + (Record::SCALES_APART ? 128 : 0);
   static constexpr int RAW_OFFSET = NOTES_OFFSET + LOADER_WARPS * NOTES_BYTES;
-  static constexpr int PAIR_BYTES = 1024 + 2 * Record::TAIL;
-  static constexpr int RAW_BYTES = PAIRS * PAIR_BYTES;  // of a warp
+  static constexpr int TAILS = 4 * 512;
+  static constexpr int SLOT_BYTES = TAILS + 4 * Record::TAIL;  // of four keys
+  static constexpr int RAW_BYTES = SLOTS * SLOT_BYTES;         // of a warp
   static constexpr int SHARED_BYTES = RAW_OFFSET + LOADER_WARPS * RAW_BYTES;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
 

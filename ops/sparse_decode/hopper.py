@@ -14,17 +14,14 @@ from mla_suite.runtime import tensor_map
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
 STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
-PAIRS = {"dsv4": (8, 8, 1184), "v32": (8, 7, 1312)}
-"""Record that is not stored as it is multiplied -> pairs of tokens that a warp has room for, alone and where two blocks
-bring keys together, and bytes of a pair."""
-REGISTER_STEPS = {1: hopper.REGISTER_STEPS["selected"], 2: 20}
-"""Blocks that bring keys together -> 16-value steps of Q K^T whose queries lie in registers."""
+SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624)}
+"""Record that is not stored as it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
 # an H200 (csrc/sm_90/README.md), which the sum meets within 7 % on average.
-STAGE_US = {1: 1.45, 2: 1.15}
+STAGE_US = {1: 1.23, 2: 1.0}
 """Blocks that bring keys together -> 32 keys on one SM, with every SM busy."""
 ITEM_US = (
     7.5  # of each further item of a block: its first keys are looked up, copied and dequantised before any product
@@ -49,8 +46,8 @@ class HopperSparseConfig:
             self._refuse(f"{self.arch.name} is not sm_90")
         if self.record not in WIDTHS:
             self._refuse(f"records are {', '.join(WIDTHS)}")
-        if self.cluster != 1 and (self.cluster != 2 or self.record not in PAIRS):
-            self._refuse(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(PAIRS)}")
+        if self.cluster != 1 and (self.cluster != 2 or self.record not in SLOTS):
+            self._refuse(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
         if self.lds > self.arch.lds_bytes:
             self._refuse(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -65,11 +62,12 @@ class HopperSparseConfig:
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
-        *pairs, pair_bytes = PAIRS.get(self.record, (0, 0, 0))
+        slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
         present = 16 * self.cluster * stages  # bits of the keys that are there
-        selected = present + LOADER_WARPS * (notes + pairs[self.cluster - 1] * pair_bytes)
-        return -(-hopper.block_bytes(width, stages, REGISTER_STEPS[self.cluster]) // 16) * 16 + selected
+        selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
+        block = hopper.block_bytes(width, stages, hopper.REGISTER_STEPS["selected"])
+        return -(-block // 16) * 16 + selected
 
     @property
     def rows(self) -> int:
@@ -89,7 +87,7 @@ def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
     """The instance for a problem; it depends on heads and layouts alone, so a batch-invariant call may use it."""
     found = record_of([pool.layout for pool in problem.pools], problem.head_dim)
     record = "v32" if found == "v32pow2" else found or "none"
-    in_pairs = record in PAIRS and -(-problem.heads // hopper.ROWS) % 2 == 0
+    in_pairs = record in SLOTS and -(-problem.heads // hopper.ROWS) % 2 == 0
     return HopperSparseConfig(arch, record, 2 if in_pairs else 1)
 
 

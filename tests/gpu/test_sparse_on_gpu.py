@@ -15,7 +15,7 @@ from mla_suite.core import dispatch
 from mla_suite.core.layouts import cache as caches
 from mla_suite.core.layouts import layout
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.ops.sparse_decode.hopper import PAIRS, WIDTHS
+from mla_suite.ops.sparse_decode.hopper import SLOTS, WIDTHS
 from mla_suite.runtime import current_arch, has_kernel
 from mla_suite.testing import poison
 
@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 import decode_grid
 import sparse_runs
-from hopper_rows import hopper_rows
 from sparse_problems import MODES, POOLS, in_mode, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
@@ -59,7 +58,7 @@ def attend(args, kwargs):
     return out.cpu(), lse.cpu()
 
 
-ON_GPU = sparse_runs.Machine(attend, hopper_rows)
+ON_GPU = sparse_runs.Machine(attend)
 check, exact = ON_GPU.check, ON_GPU.exact
 
 
@@ -80,7 +79,7 @@ def test_one_key_is_returned_as_it_is(name, heads):
     q = torch.zeros(512, heads, kind.head_dim, dtype=torch.bfloat16)
     args = [q, [cache], [slots[:, None]], [None], [None], None, None]
     out, lse = attend(args, {"layouts": [name], "softmax_scale": 0.1, "num_splits": 1})
-    expected = hopper_rows(name, cache, slots.long())[:, :512].bfloat16()
+    expected = caches.gather(kind, cache, slots.long())[:, :512].bfloat16()
     wrong = (out != expected[:, None]).any(dim=1)
     assert not bool(wrong.any()), f"{int(wrong.sum())} values, columns {wrong.any(0).nonzero().flatten().tolist()[:20]}"
     assert torch.equal(lse, torch.zeros_like(lse))
@@ -137,7 +136,7 @@ def test_random_problems():
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    assert len(met) == len(WIDTHS) + len(PAIRS), met
+    assert len(met) == len(WIDTHS) + len(SLOTS), met
 
 
 @pytest.mark.parametrize("splits", [1, 3])

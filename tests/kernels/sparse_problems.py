@@ -63,13 +63,9 @@ def exact(
     layouts,
     softmax_scale,
     rounded=True,
-    read=None,
     **choices,
 ):
-    """fp64, each query token over its keys; `rounded`: those of arbitrary scales as the bf16 that they become.
-
-    read  (layout, cache, slots) -> rows as an arch's kernels make them, where that is not the nearest bf16
-    """
+    """fp64, each query token over its keys; `rounded`: those of arbitrary scales as the bf16 that they become."""
     q_len = q.shape[1] if q.dim() == 4 else 1
     heads = q.shape[-2]
     sinks = torch.full((heads,), -torch.inf) if sink is None else sink
@@ -83,7 +79,7 @@ def exact(
                     : int(length[t // q_len]) if q.dim() == 4 and length.dim() == 1 else length.flatten()[t]
                 ]
             valid = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
-            rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid) if read is None else read(name, cache, valid)
+            rows = caches.gather(kind_of(name, q.shape[-1]), cache, valid)
             keys.append(rows.bfloat16().float() if rounded else rows)
         every = torch.cat(keys)
         found.append(attention(query, every, torch.full((heads,), len(every)), softmax_scale, 512, sinks))

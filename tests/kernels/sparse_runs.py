@@ -28,14 +28,12 @@ class Machine(NamedTuple):
     """Where kernels run.
 
     attend  (args, kwargs) on the CPU -> out and lse on the CPU, by native kernels and nothing else
-    read    rows as these kernels make them, where that is not the nearest bf16: see `sparse_problems.exact`
     """
 
     attend: Callable[[Any, Any], Result]
-    read: Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def exact(self, args: Any, kwargs: Any) -> Exact:
-        return exact(*args, **kwargs, read=self.read)
+        return exact(*args, **kwargs)
 
     def check(self, args: Any, kwargs: Any) -> Result:
         out, lse = self.attend(args, kwargs)
