@@ -141,8 +141,7 @@ def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
     if rows >= 3 * arch.compute_units:
         return Config(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
-        few = beside and (splits < 32 or rows <= arch.compute_units)
-        return Config(arch, head_dim_v, rows=1, vec=4, waves=4 if few else 8, slices=1)
+        return Config(arch, head_dim_v, rows=1, vec=4, waves=4 if beside and splits < 32 else 8, slices=1)
     if beside and 4 * rows > arch.compute_units:
         return Config(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
     return Config(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
