@@ -12,6 +12,8 @@ or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers. `python -m ml
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mla_suite.cli.arguments import positive
@@ -26,16 +28,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
 
 
+@contextmanager
+def steps() -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal, from the first object that is compiled on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    task = bar.add_task("", total=None)
+
+    def step(number: int, of: int) -> None:
+        bar.start()
+        bar.update(task, completed=number, total=of)
+
+    try:
+        yield step
+    finally:
+        bar.stop()
+
+
 def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
-        manifest = build(
-            arguments.arch.split(",") if arguments.arch else None,
-            out=arguments.out,
-            rocm=arguments.rocm,
-            jobs=arguments.jobs,
-            kernels=arguments.kernel.split(",") if arguments.kernel else None,
-        )
+        with steps() as step:
+            manifest = build(
+                arguments.arch.split(",") if arguments.arch else None,
+                out=arguments.out,
+                rocm=arguments.rocm,
+                jobs=arguments.jobs,
+                kernels=arguments.kernel.split(",") if arguments.kernel else None,
+                progress=step,
+            )
     except (BuildError, ObjectError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

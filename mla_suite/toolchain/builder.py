@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,13 +27,15 @@ def build(
     jobs: int | None = None,
     kernels: Sequence[str] | None = None,
     emulator: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
 
     `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
     the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
     without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
-    Compilers' warnings, and what is left out, go to stderr. Two processes may build at once.
+    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its number,
+    and how many there are. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, or a folder that
     cannot be written; nothing is published then. ValueError: an unknown arch or a declaration in `arch.toml` that
@@ -68,7 +70,7 @@ def build(
         for item in wanted:
             (work / item.arch.name).mkdir(parents=True, exist_ok=True)
         if wanted:
-            said = ninja_plan.run(work, jobs)
+            said = ninja_plan.run(work, jobs, progress)
             if said:
                 print(said, file=sys.stderr)
         made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mla_suite.toolchain import params
@@ -113,23 +113,28 @@ def ninja_program() -> str:
     return found
 
 
-def run(folder: Path, jobs: int | None) -> str:
-    """Runs ninja in `folder`; returns the compilers' warnings.
+def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | None = None) -> str:
+    """Runs ninja in `folder`; returns the compilers' warnings. `progress` is told of each step: its number, how many.
 
     BuildError begins with the compiler's own message when a step fails.
     """
     command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     message: list[str] = []
     failed: list[str] = []
-    lines = iter(done.stdout.splitlines())
-    for line in lines:
-        if line.startswith("FAILED: "):
-            failed.append(line.split()[-1])
-            next(lines, None)  # the command
-        elif not re.match(r"\[\d+/\d+\] |ninja: (Entering|build stopped|no work)", line):
-            message.append(line)
-    if done.returncode == 0:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ninja:
+        assert ninja.stdout is not None
+        lines = (line.rstrip("\n") for line in ninja.stdout)
+        for line in lines:
+            step = re.match(r"\[(\d+)/(\d+)\] ", line)
+            if line.startswith("FAILED: "):
+                failed.append(line.split()[-1])
+                next(lines, None)  # the command
+            elif step:
+                if progress:
+                    progress(int(step[1]), int(step[2]))
+            elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
+                message.append(line)
+    if ninja.returncode == 0:
         return "\n".join(message)
     what = f"building {', '.join(failed)} failed" if failed else "ninja failed"
     raise BuildError("\n".join([*message, f"{what} in {folder}"]))

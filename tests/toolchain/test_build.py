@@ -70,10 +70,15 @@ def test_the_same_bytes_from_any_directory(built, tmp_path, monkeypatch):
 
 def test_only_what_changed_is_rebuilt(csrc, tmp_path):
     out = tmp_path / "objects"
-    build(ARCHS, csrc=csrc, out=out)
+    steps: list[tuple[int, int]] = []
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert len(steps) >= len(ARCHS)
+    assert steps == [(number, len(steps)) for number in range(1, len(steps) + 1)]
+    steps.clear()
     first = stamps(out)
-    build(ARCHS, csrc=csrc, out=out)
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
     assert stamps(out) == first
+    assert not steps
     edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
     build(ARCHS, csrc=csrc, out=out)
     changed = {path for path, stamp in stamps(out).items() if first[path] != stamp}
