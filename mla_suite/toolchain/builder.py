@@ -34,8 +34,8 @@ def build(
     `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
     the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
     without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
-    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its number,
-    and how many there are. Two processes may build at once.
+    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its
+    number, and how many there are. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, or a folder that
     cannot be written; nothing is published then. ValueError: an unknown arch or a declaration in `arch.toml` that
