@@ -45,9 +45,6 @@ MLA_DEVICE void load16(uint32_t from, uint32_t (&to)[4]) {
                : "r"(from)
                : "memory");
 }
-MLA_DEVICE void load8(uint32_t from, uint32_t* to) {
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
-}
 MLA_DEVICE void store16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
