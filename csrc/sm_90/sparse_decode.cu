@@ -1,5 +1,5 @@
 // Sparse decode on sm_90: the entry. LAYOUT is a record of sparse_policy.hpp, CLUSTER how many blocks bring keys
-// together. Roles and reasons are in README.md.
+// together. Roles and reasons are in sparse_decode.md.
 #include "sm_90/block.hpp"
 #include "sm_90/sparse_loader.hpp"
 

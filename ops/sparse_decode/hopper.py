@@ -20,7 +20,7 @@ LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
-# an H200 (csrc/sm_90/README.md), which the sum meets within 7 % on average.
+# an H200 (csrc/sm_90/sparse_decode.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """Blocks that bring keys together -> 32 keys on one SM, with every SM busy."""
 ITEM_US = (
