@@ -94,7 +94,7 @@ def prepare(
     softmax_scale, max_kv_len, head_dim_v, causal, num_splits, split_size = options
     q, out = Rows(*queries), Rows(result[0], (*queries[1][:-1], head_dim_v), *result[1:])
     ragged = longest > 0
-    heads, q_len, (pages, page, _) = q.shape[-2], longest if ragged else q.shape[1], cache[0]
+    heads, q_len, page = q.shape[-2], longest if ragged else q.shape[1], cache[0][1]
     rows = heads * q_len
     tiles = config.tiles(rows)
     on_hopper = isinstance(config, HopperConfig)
@@ -162,9 +162,7 @@ def prepare(
             q_head_stride=q.strides[-2],
             kv_token_stride=cache[1][1],
             block_table_stride=table_stride,
-            pages=pages,
             workers=items,
-            max_kv_len=max_kv_len,
             **numbers,
         )
     merge = None

@@ -83,7 +83,7 @@ def prepare(
         kernel, shared, groups = "sparse_decode_tma", config.lds, workers(config.arch, items, tiles)
         grid = tiles, groups, 1
         boxes = query_boxes(queries.shape, queries.strides, queries.dtype, 1)
-        own = {"row_tiles": tiles}
+        own: dict[str, int] = {}
     else:
         kernel, shared, groups = "sparse_decode", 0, items if plan is None else min(items, config.arch.compute_units)
         grid = groups, tiles, 1

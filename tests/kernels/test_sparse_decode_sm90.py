@@ -171,7 +171,7 @@ def test_a_launch(monkeypatch, pools, mode):
     assert grid == (2, read["workers"], 1)
     assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
-    assert (read["tokens"], read["heads"], read["row_tiles"], read["pools"]) == (6, 100, 2, len(POOLS[pools]))
+    assert (read["tokens"], read["heads"], read["pools"]) == (6, 100, len(POOLS[pools]))
     assert read["out"] == outputs[0].data_ptr()
     assert (read["plan"] != 0) == (mode == "planned")
     assert read["split_size"] == (64 if mode == "invariant" else 0)

@@ -36,8 +36,6 @@ struct DecodeParams {
   int32_t heads;
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
-  int32_t max_kv_len;            // no sequence is longer, or 0 when that is not known
-  int32_t pages;                 // in kv_cache
   int32_t page;                  // keys per page
   uint32_t page_magic;           // ceil(2^(31 + page_shift) / page): key / page by one multiplication
   uint32_t page_shift;           // ceil(log2(page))

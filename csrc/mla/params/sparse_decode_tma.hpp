@@ -1,5 +1,5 @@
 // What a sparse_decode launch of sm_90 is given. TMA reads its map where it lies in the launch parameters, on 64 bytes:
-// so the map comes first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// so the map comes first and the size is a multiple of 64 (of which the compiler pads the last four bytes).
 #pragma once
 
 #include "mla/device.hpp"
@@ -83,11 +83,10 @@ struct SparseDecodeTmaParams {
   int32_t tokens_per_length_3;
   int32_t tokens;                // query tokens
   int32_t heads;
-  int32_t row_tiles;             // blocks that share the keys of a query token: the grid's width, which kernels read
   int32_t pools;                 // 1 to 4
   int32_t num_splits;            // cuts per query token when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // groups of row_tiles blocks that walk the work list: the grid's height
+  int32_t workers;               // groups of blocks, as wide as the grid, that walk the work list: the grid's height
   float softmax_scale;           // positive
 };
 
