@@ -44,7 +44,7 @@ def tensor(
         fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
-    if last_contiguous and value.dim() and value.shape[-1] > 1 and value.stride(-1) != 1:
+    if last_contiguous and value.dim() and value.stride(-1) != 1 and value.shape[-1] > 1:
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
 
 
@@ -52,6 +52,18 @@ def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | 
     """Refuse a tensor whose sizes differ from `expected`; `names` spells the shape in words, as in `[batch, heads]`."""
     if value.dim() != len(expected) or any(given != want for given, want in zip(value.shape, expected, strict=True)):
         fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {names} = {tuple(expected)}")
+
+
+def certain(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes holds; False while sizes that follow from data are not known.
+
+    For refusals that a trace may leave to the call itself, which checks again with the sizes it has.
+    """
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # sympy, which only a trace has loaded already
+
+    return guard_or_false(condition)
 
 
 def written_whole(op: str, argument: str, value: torch.Tensor) -> None:

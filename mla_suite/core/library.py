@@ -268,7 +268,7 @@ def _check_outputs(op: Op) -> Callable[..., None]:
                     f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
                     f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
                 )
-            if given.dim() > 1 and given.shape[-1] > 1 and given.stride(-1) != 1:
+            if given.dim() > 1 and given.stride(-1) != 1 and given.shape[-1] > 1:
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
                 )

@@ -268,7 +268,10 @@ def remember(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
     """Keep the plan that another library's tensor `key` was written from, as long as that tensor lives.
 
     A second plan of the same size is copied over the first, so a captured graph that reads it sees the new one.
+    Traced code has no tensors to remember, and reads the lists back.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return
     known = recall(key, batch)
     if known is not None and known.shape == plan.shape:
         known.copy_(plan)
@@ -277,6 +280,8 @@ def remember(key: torch.Tensor, plan: torch.Tensor, batch: int) -> None:
 
 
 def recall(key: torch.Tensor, batch: int) -> torch.Tensor | None:
-    """The plan that `remember` kept for this very tensor and batch, if any."""
+    """The plan that `remember` kept for this very tensor and batch, if any; none in traced code."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
     kept: tuple[int, torch.Tensor] | None = _remembered.get(key)
     return kept[1] if kept is not None and kept[0] == batch else None

@@ -20,11 +20,18 @@ def workers(tensor: torch.Tensor, rows: int) -> int:
 
     -> compute units over tiles of rows, at least 1; ValueError for rows below 1.
     More workers than that are right too, but their pieces wait for each other and cost a merge.
+    In compiled code the device is looked at once, when it is traced.
     """
     if rows < 1:
         raise ValueError(f"workers: rows is {rows}; give q_len x heads, 1 or more")
-    arch = runtime.current_arch(tensor)
-    tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
-    emulated = None if tensor.is_cuda else arch
-    units = emulated.compute_units if emulated is not None else compute_units(tensor.device)
+    units, tile = _units_and_tile(tensor.device)
     return max(1, units // -(-rows // tile))
+
+
+@torch.compiler.assume_constant_result
+def _units_and_tile(device: torch.device) -> tuple[int, int]:
+    """Compute units of a device, and the query rows that a workgroup holds there."""
+    arch = runtime.current_arch(torch.empty(0, device=device))
+    tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
+    emulated = None if device.type == "cuda" else arch
+    return emulated.compute_units if emulated is not None else compute_units(device), tile

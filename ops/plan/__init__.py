@@ -85,7 +85,7 @@ def specify(
     if split_size > 0 and max_kv_len < 1:
         checks.fail("plan", "max_kv_len", f"is {max_kv_len} with split_size={split_size}", "pass the longest length")
     place = layout.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
-    if place.words * 4 > layout.BYTE_LIMIT:
+    if checks.certain(place.words * 4 > layout.BYTE_LIMIT):
         given = f"would have {place.item_capacity} items in {place.words * 4} bytes"
         checks.fail("plan", "the plan", given, f"at most {layout.BYTE_LIMIT} bytes: use fewer or larger splits")
     return (Output((place.words,), torch.int32),)
@@ -144,7 +144,7 @@ def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: to
     """Refuse a tensor that is no plan for `batch` sequences by its dtype, device or size."""
     checks.tensor(op, "plan", plan, rank=1, dtypes=checks.INDEX, like=like)
     least = layout.smallest_words(batch)
-    if plan.shape[0] < least:
+    if checks.certain(plan.shape[0] < least):
         checks.fail(op, "plan", f"has {plan.shape[0]} words", f"one for {batch} sequences has at least {least}")
 
 

@@ -364,3 +364,18 @@ def test_what_is_absent_says_so():
         flash_attn_varlen_func(1, causal=True)
     with pytest.raises(AttributeError, match="has no attribute 'flash_mla'"):
         flash_mla.flash_mla  # noqa: B018  the look-up is what is tested
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["holder", "older"])
+def test_dense_decode_compiles_in_one_graph(older):
+    lengths = [70, 0, 130]
+    cache, table, lens = paged(lengths, 64)
+
+    def decode(q, lens):
+        metadata = get_mla_metadata(lens, q.shape[1] * q.shape[2], 1) if older else get_mla_metadata()
+        return flash_mla_with_kvcache(q, cache, table, lens, 512, *metadata, causal=True)
+
+    torch._dynamo.reset()
+    q = torch.randn(3, 2, 8, 576).bfloat16()
+    out, lse = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lens)
+    check(out, lse, dense_expected(q, cache.squeeze(2), table, lengths, 576**-0.5, causal=True))

@@ -30,3 +30,15 @@ def test_a_cpu_shares_nothing_out() -> None:
 def test_no_rows_are_refused() -> None:
     with pytest.raises(ValueError, match="rows is 0; give q_len x heads"):
         mla_suite.workers(torch.empty(0), 0)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_step_may_ask_and_plan(dynamic: bool) -> None:
+    def step(seq_lens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        rows = q.shape[1] * q.shape[2]
+        return mla_suite.plan(seq_lens, rows=rows, workers=mla_suite.workers(q, rows), max_kv_len=0)
+
+    torch._dynamo.reset()
+    inputs = torch.tensor([300, 7, 0], dtype=torch.int32), torch.empty(3, 2, 16, 576)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    assert torch.equal(compiled(*inputs), step(*inputs))

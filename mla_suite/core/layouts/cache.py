@@ -44,7 +44,7 @@ def check(layout: Layout, cache: torch.Tensor, head_dim: int, *, op: str, argume
     if page < 1:
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", "a page holds 1 token or more")
     strides = cache.stride()
-    if page > 1 and strides[1] != width:
+    if strides[1] != width and page > 1:
         possible = f"tokens of layout {layout.name!r} lie exactly {width} elements apart"
         checks.fail(op, argument, f"has strides {strides}", possible)
     if pages > 1 and strides[0] < page * width:
