@@ -67,7 +67,7 @@ struct QueryTile {
 };
 
 // What turns a score into an exponent of 2: softmax_scale and, where the format has them, both descales. softmax_scale
-// is positive, but a descale may be 0 (of a tensor of zeros), and 0 times a masked score of -inf would be NaN.
+// is positive and no descale negative, but one may be 0 (of a tensor of zeros): 0 times a masked score of -inf is NaN.
 template <class Format>
 MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
   constexpr float as_good_as_zero = 1e-30f;

@@ -86,7 +86,8 @@ def decode(
     block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most max_q_len
-    q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches
+    q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches: finite, 0 or more. Others are
+                  refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
                   paired i with i + 32) and row j is turned to position j as it is read; q comes rotated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
@@ -37,6 +38,8 @@ def validate(
 ) -> None:
     caches.check_base(declared(layout), kv_cache, op="decode", argument="kv_cache")
     check_lengths("decode", seq_lens, max_kv_len)
+    _check_descale("q_descale", q_descale)
+    _check_descale("kv_descale", kv_descale)
     if cu_seqlens_q is not None:
         _check_queries(cu_seqlens_q, q.shape[0], max_q_len)
     pages, page, _ = kv_cache.shape
@@ -50,6 +53,13 @@ def validate(
         checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(seq_lens.max())} keys")
     if plan is not None:
         check_plan("decode", plan, seq_lens.shape[0], "seq_lens has", num_splits, split_size)
+
+
+def _check_descale(name: str, factor: torch.Tensor | None) -> None:
+    """Kernels look for the largest score before they multiply, and mask scores with -inf."""
+    value = 0.0 if factor is None else float(factor)
+    if not 0.0 <= value < math.inf:
+        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more: quantise with such a one")
 
 
 def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_q_len: int) -> None:

@@ -133,6 +133,7 @@ def ints(*values):
 
 
 TWO_PAGES = ints(0, 1, 1, 0).view(2, 2)
+FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "layout": "fp8"}
 BAD = [
     ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions"),
     ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16 or float16 or float32"),
@@ -166,6 +167,12 @@ BAD = [
     ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 1)}, r"cu_seqlens_q is \[0, 2, 1\]; it must rise"),
     ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)}, "max_q_len is 1; a sequence has 2 query tokens"),
     ({Q_DESCALE: torch.ones(4)}, r"q_descale has shape \(4,\); it takes one value"),
+    ({Q_DESCALE: torch.tensor(-0.5)}, "q_descale is -0.5; it takes a finite number, 0 or more"),
+    ({Q_DESCALE: torch.tensor([torch.inf])}, "q_descale is inf; it takes a finite number"),
+    ({Q_DESCALE: torch.tensor([torch.nan])}, "q_descale is nan; it takes a finite number"),
+    (FP8_CACHE | {KV_DESCALE: torch.tensor([-1e-30])}, "kv_descale is -1e-30; it takes a finite number, 0 or more"),
+    (FP8_CACHE | {KV_DESCALE: torch.tensor(-torch.inf)}, "kv_descale is -inf; it takes a finite number"),
+    (FP8_CACHE | {KV_DESCALE: torch.tensor(torch.nan)}, "kv_descale is nan; it takes a finite number"),
     ({KV_DESCALE: torch.ones(1)}, "kv_descale was given with layout 'bf16'; only fp8, fp8_fnuz read one"),
     ({SINK: torch.zeros(5)}, r"attn_sink has shape \(5,\); it takes \[heads\]"),
     ({SINK: torch.zeros(4).double()}, "attn_sink is float64; it takes float32"),
