@@ -65,6 +65,15 @@ def test_out_equals_functional(op, sample):
     assert same(tuple(outputs.values()), packet(op)(*args, **kwargs))
 
 
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_whose_rows_share_memory_are_refused(op, sample):
+    args, kwargs = sample.make(CPU)
+    for name, good in outputs_for(op, args, kwargs).items():
+        expanded = {name: good[:1].expand_as(good)}
+        with pytest.raises(ValueError, match=f"{name} has strides .*; rows that share memory cannot be written"):
+            packet(op).out(*args, **kwargs, **outputs_for(op, args, kwargs) | expanded)
+
+
 @each(SAMPLES)
 def test_compiled_equals_eager(op, sample):
     args, kwargs = sample.make(CPU)

@@ -44,8 +44,14 @@ def tensor(
         fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
-    if last_contiguous and value.dim() and value.stride(-1) != 1 and value.shape[-1] > 1:
+    if last_contiguous and strided(value):
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
+
+
+def strided(value: torch.Tensor) -> bool:
+    """Whether neighbours in the last dimension lie apart. A tensor without values has none, whatever its strides, which
+    torch's contiguous() leaves as they are."""
+    return value.dim() > 0 and value.stride(-1) != 1 and value.shape[-1] > 1 and not certain(value.numel() == 0)
 
 
 def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | torch.SymInt], names: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from mla_suite.core import dispatch, library
@@ -58,6 +59,10 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
       context 128 keys per sequence, from block_table width x page
     """
     record = library.get(op)
+    try:
+        signature(record.specify).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain: {op}: {error}; give the arguments of mla_suite.{op}") from None
     record.specify(*args, **kwargs)
     problem = record.problem(*args, **kwargs)
     first = dispatch.first_tensor(args or (kwargs[record.arguments[0]],))

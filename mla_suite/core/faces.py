@@ -10,7 +10,8 @@ others registered over ours. `torch.ops.mla_suite` is for both.
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NoReturn
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -42,7 +43,39 @@ def call(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         known = repeats.find(op.name, args, options) or _looked_up(op.name, args, options)
         if known is not None:
             return library.complete(op, known, args, options)
-    return getattr(torch.ops.mla_suite, op.name)(*args, **dict(zip(op.options, options, strict=True)))
+    overload, given = getattr(torch.ops.mla_suite, op.name).default, dict(zip(op.options, options, strict=True))
+    if is_dynamo_compiling():
+        return overload(*args, **given)
+    for name, value in given.items():
+        if value is None and name not in op.may_be_none:  # torch takes None for False
+            raise TypeError(f"{op.name}: {name} is None; it takes a value")
+    try:
+        return overload(*args, **given)
+    except RuntimeError as error:
+        mismatch = _MISMATCH.match(str(error))
+        if mismatch is None:
+            raise
+        _refuse(op, mismatch["argument"], mismatch["kind"], dict(zip(op.arguments, (*args, *options), strict=True)))
+
+
+_MISMATCH = re.compile(
+    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
+)
+_KINDS = {
+    **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
+    **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
+    **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
+}
+
+
+def _refuse(op: Op, argument: str, kind: str, given: dict[str, Any]) -> NoReturn:
+    """One sentence for what torch says in eight lines."""
+    value = given[argument]
+    if isinstance(value, (list, tuple)):
+        found = f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+    else:
+        found = repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
+    raise TypeError(f"{op.name}: {argument} is {found}; it takes {_KINDS.get(kind, kind)}") from None
 
 
 def _looked_up(name: str, args: tuple[Any, ...], options: tuple[Any, ...]) -> Known | None:

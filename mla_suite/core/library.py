@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.core import debug, dispatch, repeats
+from mla_suite.core import checks, debug, dispatch, repeats
 from mla_suite.core.allocation import Output as Output
 from mla_suite.core.allocation import allocator, empty
 from mla_suite.core.dispatch import Backend, Known
@@ -86,6 +86,11 @@ class Op:
     def options(self) -> dict[str, Any]:
         """The keyword arguments and their defaults, None where there is none."""
         return {a.name: a.default_value for a in self._arguments(self.schema) if a.kwarg_only}
+
+    @cached_property
+    def may_be_none(self) -> frozenset[str]:
+        """Names of the arguments that may be left out by giving None."""
+        return frozenset(a.name for a in self._arguments(self.schema) if isinstance(a.type, torch._C.OptionalType))
 
     @cached_property
     def out_options(self) -> dict[str, Any]:
@@ -268,9 +273,17 @@ def _check_outputs(op: Op) -> Callable[..., None]:
                     f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
                     f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
                 )
-            if given.dim() > 1 and given.stride(-1) != 1 and given.shape[-1] > 1:
+            if given.dim() > 1 and checks.strided(given):
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
+                )
+            if any(
+                checks.certain(s == 0) and checks.certain(n > 1)
+                for n, s in zip(given.shape, given.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"{op.name}.out: {name} has strides {given.stride()} for {tuple(given.shape)}; rows that share "
+                    "memory cannot be written: give a tensor that was not expanded"
                 )
 
     return check

@@ -142,6 +142,10 @@ def test_explain_refuses_what_the_operator_refuses():
     args, kwargs = arguments()
     with pytest.raises(TypeError, match="decode: seq_lens is int64; it takes int32"):
         mla_suite.explain("decode", *args[:2], args[2].long(), *args[3:], **kwargs)
+    with pytest.raises(
+        TypeError, match="explain: decode: missing a required argument: 'seq_lens'; give the arguments of"
+    ):
+        mla_suite.explain("decode", *args[:2], **kwargs)
     with pytest.raises(ValueError, match="no operator 'prefill'"):
         mla_suite.explain("prefill")
 

@@ -234,6 +234,24 @@ def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wron
         call(*partials, num_splits=wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"causal": None}, "decode: causal is None; it takes a value"),
+        ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a value"),
+        ({"max_q_len": 1.0}, "decode: max_q_len is 1.0; it takes an int of 64 bits"),
+        ({"layout": ["bf16"]}, "decode: layout is a list of str; it takes a string"),
+        ({"seq_lens": [3, 5]}, "decode: seq_lens is a list of int; it takes a tensor"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
+    args, kwargs = library.get("decode").samples()[0].make(torch.device("cpu"))
+    given = dict(zip(library.get("decode").arguments, args, strict=False), **kwargs)
+    with pytest.raises(TypeError) as refused:
+        mla_suite.decode(**{**given, **wrong})
+    assert str(refused.value) == sentence
+
+
 def test_a_tensor_that_is_none_is_refused(partials):
     with pytest.raises(TypeError, match="first argument must be a tensor, not NoneType"):
         call(None, partials[1])
