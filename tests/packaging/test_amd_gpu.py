@@ -61,19 +61,24 @@ def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", [[], ["support"]])
-def test_all_steps_run_and_failures_are_named(machine, capsys, failing):
-    ran = machine((0, "2.9.1+rocm6.4 6.4.43484 gfx942"), failing)
-    assert amd_gpu.main("gfx942") == len(failing)
-    last = capsys.readouterr().out.splitlines()[-len(amd_gpu.steps("gfx942")) :]
-    assert sum(line.startswith("ran: ") for line in last) == 5 - len(failing)
+@pytest.mark.parametrize(("arch", "steps"), [("gfx942", 6), ("gfx950", 5)])
+def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, steps):
+    ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), failing)
+    assert amd_gpu.main(arch) == len(failing)
+    last = capsys.readouterr().out.splitlines()[-steps:]
+    assert sum(line.startswith("ran: ") for line in last) == steps - 1 - len(failing)
     assert [line for line in last if line.startswith("FAILED")] == ["FAILED with 1: python -m mla_suite support"] * len(
         failing
     )
     assert last[-1].startswith("left out, rocprofv3 is not on PATH")
-    assert len(ran) == 5
+    assert len(ran) == steps - 1
 
 
-def test_the_notes_list_the_steps():
-    notes = (ROOT / "csrc" / "gfx942" / "README.md").read_text()
-    for step in amd_gpu.steps("gfx942"):
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_the_notes_list_the_steps(arch):
+    notes = (ROOT / "csrc" / arch / "README.md").read_text()
+    for step in amd_gpu.steps(arch):
         assert step.shown in notes
+    for page in (notes, (ROOT / "docs" / "ci_owner.md").read_text()):
+        assert f"`tox run -e {arch}`" in page
+    assert f"    {arch}: python tests/packaging/amd_gpu.py {arch}\n" in (ROOT / "tox.ini").read_text()
