@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,9 +37,9 @@ def build(
     Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its
     number, and how many there are. Two processes may build at once.
 
-    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, or a folder that
-    cannot be written; nothing is published then. ValueError: an unknown arch or a declaration in `arch.toml` that
-    cannot be built.
+    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, a source edited
+    meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a
+    declaration in `arch.toml` that cannot be built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -69,11 +69,13 @@ def build(
         ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
         for item in wanted:
             (work / item.arch.name).mkdir(parents=True, exist_ok=True)
+        compiled = locations.file_hashes(csrc)
         if wanted:
             said = ninja_plan.run(work, jobs, progress)
             if said:
                 print(said, file=sys.stderr)
         made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
+        _need_unchanged(csrc, compiled, [entry for entry, _ in made])
         libraries = {}
         if emulator and (csrc / "emulator").is_dir():
             omitted = _without_emulator()
@@ -82,6 +84,14 @@ def build(
             else:
                 libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
         return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+
+
+def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
+    """BuildError when a source was edited while it was compiled: its object would pass for one of the new text."""
+    now = locations.file_hashes(csrc)
+    edited = sorted({name for entry in made for name in entry.sources if now.get(name) != compiled.get(name)})
+    if edited:
+        raise BuildError(f"{', '.join(edited)} changed while it was compiled; run `python -m mla_suite build` again")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,12 @@ MANIFEST = "manifest.json"
 
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def file_hashes(csrc: Path = CSRC) -> dict[str, str]:
+    """sha256 of every file under `csrc`, by its name relative to it."""
+    files = (path for path in csrc.rglob("*") if path.is_file())
+    return {path.relative_to(csrc).as_posix(): sha256(path.read_bytes()) for path in files}
 
 
 def tree_hash(csrc: Path = CSRC) -> str:
@@ -149,8 +156,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds the folder's build lock: a second builder waits for the first."""
+    """Holds the folder's build lock: a second builder waits for the first, and says so on stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another build in {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -121,19 +121,28 @@ def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | N
     command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
     message: list[str] = []
     failed: list[str] = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ninja:
+    # A compiler may quote bytes that are no text.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as ninja:
         assert ninja.stdout is not None
         lines = (line.rstrip("\n") for line in ninja.stdout)
-        for line in lines:
-            step = re.match(r"\[(\d+)/(\d+)\] ", line)
-            if line.startswith("FAILED: "):
-                failed.append(line.split()[-1])
-                next(lines, None)  # the command
-            elif step:
-                if progress:
-                    progress(int(step[1]), int(step[2]))
-            elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
-                message.append(line)
+        try:
+            for line in lines:
+                step = re.match(r"\[(\d+)/(\d+)\] ", line)
+                if line.startswith("FAILED: "):
+                    failed.append(line.split()[-1])
+                    next(lines, None)  # the command
+                elif step:
+                    if progress:
+                        progress(int(step[1]), int(step[2]))
+                elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
+                    message.append(line)
+        except BaseException:
+            # It would go on writing after the folder's lock is given up; asked to end, it removes half-made outputs.
+            ninja.terminate()
+            ninja.wait()
+            raise
     if ninja.returncode == 0:
         return "\n".join(message)
     what = f"building {', '.join(failed)} failed" if failed else "ninja failed"

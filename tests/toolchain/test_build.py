@@ -3,12 +3,14 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from sample_tree import IDS, edit, make
 
-from mla_suite.toolchain import BuildError, ObjectError, build, builder, compilers, locations, manifest
+from mla_suite.toolchain import BuildError, ObjectError, build, builder, compilers, locations, manifest, ninja_plan
 
 ARCHS = ["gfx942", "gfx950"]
 
@@ -159,6 +161,67 @@ def test_two_processes_at_once(csrc, tmp_path):
     assert printed[0] == printed[1] == (out / "manifest.json").read_text().strip()
     for entry in manifest.read(out, csrc).kernels.values():
         entry.read_object()
+
+
+def test_a_second_build_says_that_it_waits(tmp_path, capsys):
+    with locations.locked(tmp_path):
+        second = threading.Thread(target=lambda: locations.locked(tmp_path).__enter__(), daemon=True)
+        second.start()
+        said = ""
+        for _ in range(500):
+            said += capsys.readouterr().err
+            if said:
+                break
+            second.join(0.01)
+        assert second.is_alive()
+    second.join(10)
+    assert not second.is_alive()
+    assert said == f"waiting for another build in {tmp_path}\n"
+
+
+def test_a_build_that_is_interrupted_leaves_no_compiler_behind(csrc, tmp_path):
+    """The second compiler sleeps until it is ended, and the interrupt comes while it does."""
+    zig = Path(compilers.packaged().clang[0])
+    first, running = tmp_path / "first", tmp_path / "running"
+    sleeps = f'case "$*" in *" -S "*) mkdir {first} 2> /dev/null || {{ echo $$ > {running}; sleep 20; }};; esac'
+    shell(tmp_path / "sdk/llvm/bin/amdclang++", f'{sleeps}; exec {zig} clang "$@"')
+    shell(tmp_path / "sdk/llvm/bin/ld.lld", f'exec {zig} ld.lld "$@"')
+
+    def interrupt(number, of):
+        for _ in range(1000):
+            if running.is_file() and running.read_text().strip():
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+
+    out = tmp_path / "objects"
+    with pytest.raises(KeyboardInterrupt):
+        build(["gfx942"], csrc=csrc, out=out, rocm=tmp_path / "sdk", jobs=2, progress=interrupt)
+    compiler = Path("/proc", running.read_text().strip(), "stat")
+    for _ in range(300):
+        if not compiler.exists() or compiler.read_text().rpartition(") ")[2].startswith("Z"):
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the compiler goes on after the build was interrupted")
+    assert not (out / "manifest.json").exists()
+    build(["gfx942"], csrc=csrc, out=out).find("gfx942", IDS[0]).read_object()
+
+
+def test_a_source_edited_while_it_is_compiled(csrc, tmp_path, monkeypatch):
+    """The object of the old text must not pass for one of the new."""
+    honest = ninja_plan.run
+
+    def edited_meanwhile(*arguments):
+        said = honest(*arguments)
+        edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+        return said
+
+    out = tmp_path / "objects"
+    with monkeypatch.context() as patch:
+        patch.setattr(ninja_plan, "run", edited_meanwhile)
+        with pytest.raises(BuildError, match=r"^gfx942/scale.hip changed while it was compiled; run .* again$"):
+            build(["gfx942"], csrc=csrc, out=out)
+    assert not (out / "manifest.json").exists()
 
 
 def test_unknown_arch(sources, tmp_path):
