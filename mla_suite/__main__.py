@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 
-from mla_suite.cli import COMMANDS
+from mla_suite.cli import COMMANDS, INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{command}: stopped", file=sys.stderr)
+        return INTERRUPTED
     return result
 
 

@@ -7,7 +7,7 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from mla_suite.bench import plots, table
+from mla_suite.bench import plots, record, saving, table
 from mla_suite.bench.record import Comparison, Report
 from mla_suite.bench.table import Table
 
@@ -53,7 +53,8 @@ def need_matplotlib() -> None:
 
 
 def write(path: Path, report: Report, comparisons: Sequence[Comparison] = (), old: Report | None = None) -> None:
-    path.write_text(html(report, comparisons, old), encoding="utf-8")
+    """Write the page, whole or not at all. ValueError when it cannot be written."""
+    saving.write_whole(path, html(report, comparisons, old))
 
 
 def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | None = None) -> str:
@@ -70,7 +71,7 @@ def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | N
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_lead(report))}</p>',
         *_facts(report),
-        *_verdict(comparisons, old),
+        *_verdict(comparisons, old, report),
         "<h2>Plots</h2>",
         '<div class="plots">',
         *(
@@ -120,12 +121,14 @@ def _facts(report: Report) -> Iterator[str]:
     yield f'<div class="wide"><dt>command</dt><dd><code>{escape(report.command)}</code></dd></div></dl>'
 
 
-def _verdict(comparisons: Sequence[Comparison], old: Report | None) -> Iterator[str]:
+def _verdict(comparisons: Sequence[Comparison], old: Report | None, new: Report) -> Iterator[str]:
     if old is None:
         return
     slow = [entry for entry in comparisons if entry.verdict.word == "slower"]
     fast = sum(entry.verdict.word == "faster" for entry in comparisons)
-    kind, words = ("bad", f"{len(slow)} slower") if slow else ("good", "none slower")
+    lost = len(list(record.missing(old, new)))
+    kind = "bad" if slow or lost else "good"
+    words = (f"{len(slow)} slower" if slow else "none slower") + (f", {lost} not timed any more," if lost else "")
     commit = str(old.environment.get("commit", ""))[:12] or "unknown commit"
     yield (
         f"<p>Against the run of {escape(str(old.environment['date']))} ({escape(commit)}): "

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from mla_suite.bench import floors, noise
+from mla_suite.bench import floors, noise, saving
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.noise import Verdict
 
 FORMAT = 1
+ENVIRONMENT = ("arch", "device", "compute_units", "date")
+"""What every run says about where it was measured; the rest of its environment may be absent."""
 
 
 @dataclass
@@ -101,8 +103,8 @@ class Report:
         return self.environment["arch"] != "cpu"
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        """Write the run as JSON, whole or not at all. ValueError when it cannot be written."""
+        saving.write_whole(path, json.dumps(self.as_json(), indent=1) + "\n")
 
     def as_json(self) -> dict[str, Any]:
         """Numbers as measured, and those derived from them for readers that do not want to compute."""
@@ -129,6 +131,8 @@ def load(path: Path) -> Report:
         raise ValueError(f"{path} is not a run in format {FORMAT} (it says {given!r}); save one with bench --save")
     known = {entry.name for entry in fields(Result)}
     try:
+        for name in ENVIRONMENT:
+            found["environment"][name]
         results = [Result(**{name: row[name] for name in known if name in row}) for row in found["results"]]
         ceilings = floors.from_json(found["floors"]) if found["floors"] else None
         report = Report(dict(found["environment"]), str(found["command"]), list(found["sets"]), results, ceilings)
@@ -159,13 +163,7 @@ def compare(old: Report, new: Report) -> list[Comparison]:
 
     Where the ceilings of the new run are lower than those of the old, the card itself was slower: so much is allowed.
     """
-    for name in ("arch", "device"):
-        before, now = old.environment.get(name), new.environment.get(name)
-        if before != now:
-            raise ValueError(
-                f"the old run was on {name} {before!r}, this one on {now!r}: times of two machines are not compared; "
-                "compare each with its floors"
-            )
+    need_same_machine(old, new.environment)
     earlier = {result.key: result for result in old.results if result.rounds}
     return [
         Comparison(
@@ -176,6 +174,17 @@ def compare(old: Report, new: Report) -> list[Comparison]:
         for new_ in new.results
         if new_.rounds and new_.key in earlier
     ]
+
+
+def need_same_machine(old: Report, environment: Mapping[str, Any]) -> None:
+    """ValueError when a run's times and those measured in `environment` say nothing about each other."""
+    for name in ("arch", "device"):
+        before, now = old.environment[name], environment[name]
+        if before != now:
+            raise ValueError(
+                f"the old run was on {name} {before!r}, this one on {now!r}: times of two machines are not compared; "
+                "compare each with its floors"
+            )
 
 
 MOST_DRIFT = 0.03

@@ -20,6 +20,14 @@ Progress = Callable[[str, int], None]
 """Told what is being measured, and the steps done so far."""
 
 
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C before the end. `results` are those with a time, as far as they came."""
+
+    def __init__(self, results: list[Result]) -> None:
+        super().__init__()
+        self.results = results
+
+
 def run(
     cases: Sequence[Case],
     device: torch.device,
@@ -35,8 +43,28 @@ def run(
 
     backends   names to run; empty: native and portable on a GPU, the reference on a CPU
     emulated   AMD archs whose bounds are counted in the emulator; on a CPU only
+
+    Stopped, a KeyboardInterrupt, has what was measured when Ctrl-C came.
     """
     found: dict[tuple[str, str, str], Result] = {}
+    try:
+        _passes(cases, device, effort, backends, with_peers, emulated, progress, found)
+    except KeyboardInterrupt:
+        raise Stopped([result for result in _with_floors(found, floors) if result.rounds]) from None
+    return _with_floors(found, floors)
+
+
+def _passes(
+    cases: Sequence[Case],
+    device: torch.device,
+    effort: Effort,
+    backends: Sequence[str],
+    with_peers: bool,
+    emulated: Sequence[str],
+    progress: Progress,
+    found: dict[tuple[str, str, str], Result],
+) -> None:
+    """Measure into `found`."""
     steps = 0
     for number in range(effort.passes + noise.MOST_EXTRA):
         extra = number >= effort.passes
@@ -53,6 +81,9 @@ def run(
                     found[counted.key] = counted
             steps += not extra
     progress("done", steps)
+
+
+def _with_floors(found: dict[tuple[str, str, str], Result], floors: Floors | None) -> list[Result]:
     for result in found.values():
         if floors is not None:
             result.floor_us, result.bound = floors.of(result.bytes, result.flops)

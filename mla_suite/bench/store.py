@@ -35,8 +35,20 @@ def merged(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, obj
 
 
 def write(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Merge the rows into the table and check the result before it replaces the file; then forget what was read."""
+    """Merge the rows into the table and check the result before it replaces the file; then forget what was read.
+
+    ValueError, and the file as it was, for unsound rows and where it cannot be written.
+    """
     text = merged(form, table, path, rows)
+    try:
+        _replace(form, table, path, text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+    tuning.forget()
+    dispatch.forget()
+
+
+def _replace(form: Format, table: str, path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{table}.", suffix=".csv")
     made = Path(name)
@@ -52,8 +64,6 @@ def write(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, obje
         made.replace(path)
     finally:
         made.unlink(missing_ok=True)
-    tuning.forget()
-    dispatch.forget()
 
 
 def line(form: Format, row: Mapping[str, object]) -> str:

@@ -1,9 +1,11 @@
 """Floor 5: `python -m mla_suite <command>`, one file per command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
-as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2. Modules are imported only
-when their command is asked for, so `build` works where torch is not installed.
+as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
+Modules are imported only when their command is asked for, so `build` works where torch is not installed.
 """
+
+INTERRUPTED = 130
 
 COMMANDS = {
     "demo": "decode a small DeepSeek-style model through torch.compile and compare it with the eager reference",

@@ -9,7 +9,7 @@
 On a GPU: device time by CUDA graph replay with cold caches, after a rest and at the end of 0.7 s without one, host time
 of an eager call, and the ceilings of the card in the same run. Every result is compared with the reference, or with
 fp64, before it is timed. Without a GPU: the reference's time on the CPU and, where AMD kernels are built, their bounds
-counted in the emulator.
+counted in the emulator. Ctrl-C ends a run early; what was measured by then is printed and saved.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from mla_suite.cli import INTERRUPTED
 from mla_suite.cli.arguments import torch_device
 
 if TYPE_CHECKING:
@@ -82,7 +83,18 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.sustained <= 60:
         raise ValueError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
     effort = Effort(args.rounds, args.passes, sustained_s=args.sustained)
-    report = record.load(args.load) if args.load else _measure(args, effort)
+    if args.load:
+        report, stopped = record.load(args.load), False
+    else:
+        if old is not None:
+            _need_comparable(old, args)
+        report, stopped = _measure(args, effort)
+    _save(report, args.save)  # before anything that can refuse
+    if stopped:
+        _show(console, report, [], args.json)
+        where = f", and saved in {args.save}" if args.save else ""
+        print(f"bench: stopped before the end; what was measured is above{where}", file=sys.stderr)
+        return INTERRUPTED
     comparisons: list[Comparison] = []
     if old is not None:
         comparisons = record.compare(old, report)
@@ -90,21 +102,41 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.compare} shares no timed shape with this run ({', '.join(report.sets)})")
         if not args.load:
             comparisons = _again(old, report, comparisons, args, effort)
-    if args.save is not None:
-        report.save(args.save)
+            _save(report, args.save)
     if args.html is not None:
         page.write(args.html, report, comparisons, old)
     lost = list(record.missing(old, report)) if old is not None else []
     slower = record.slower(comparisons)
-    if args.json:
-        print(json.dumps(_as_json(report, comparisons), indent=1))
-    else:
-        _print(console, report, comparisons)
+    _show(console, report, comparisons, args.json)
+    if not args.json:
         for result, why in lost:
-            console.print(f"lost: {result.op} {result.shape} {result.backend} was timed before: {why}", style="red")
+            said = f"lost: {result.op} {result.shape} {result.backend} was timed before: {why}"
+            console.print(said, style="red", markup=False)  # a reason's brackets are no markup
         if old is not None:
             console.print(_summary(comparisons, len(lost)), highlight=False)
     return 1 if slower or lost or any(result.wrong for result in report.results) else 0
+
+
+def _need_comparable(old: Report, args: argparse.Namespace) -> None:
+    """ValueError, before minutes are spent, when the run that is asked for could not be judged against `old`."""
+    from mla_suite.bench import environment, noise, record
+
+    record.need_same_machine(old, environment.describe(_device(args)))
+    if args.rounds * args.passes < noise.FEWEST_ROUNDS:
+        raise ValueError(
+            f"--rounds {args.rounds} --passes {args.passes}: a comparison needs {noise.FEWEST_ROUNDS} rounds in all"
+        )
+
+
+def _save(report: Report, path: Path | None) -> None:
+    """Write the run, if asked to. Where that fails its JSON goes to stdout, and the ValueError on."""
+    if path is None:
+        return
+    try:
+        report.save(path)
+    except ValueError:
+        print(json.dumps(report.as_json(), indent=1))
+        raise
 
 
 def _make_room(path: Path) -> None:
@@ -141,7 +173,8 @@ def _device(args: argparse.Namespace) -> torch.device:
     return device
 
 
-def _measure(args: argparse.Namespace, effort: Effort) -> Report:
+def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
+    """A new run, and whether Ctrl-C ended it early."""
     from mla_suite.bench import environment, floors
     from mla_suite.bench import run as runner
     from mla_suite.bench.record import Report
@@ -150,23 +183,29 @@ def _measure(args: argparse.Namespace, effort: Effort) -> Report:
     names = args.set or ["flashmla" if device.type == "cuda" else "quick"]
     cases = _cases(args, names)
     emulated = [] if device.type == "cuda" or args.no_emulator else _built()
-    ceilings = None
+    ceilings, stopped = None, False
     with _progress("ceilings of this card", len(cases) * effort.passes) as told:
         if device.type == "cuda":
             ceilings = floors.measure(device)
-        results = runner.run(
-            cases,
-            device,
-            effort,
-            backends=args.backend or (),
-            with_peers=not args.no_peers,
-            floors=ceilings,
-            emulated=emulated,
-            progress=told,
-        )
+        try:
+            results = runner.run(
+                cases,
+                device,
+                effort,
+                backends=args.backend or (),
+                with_peers=not args.no_peers,
+                floors=ceilings,
+                emulated=emulated,
+                progress=told,
+            )
+        except runner.Stopped as stop:
+            if not stop.results:
+                raise
+            results, stopped = stop.results, True
     command = f"python -m mla_suite bench {shlex.join(sys.argv[2:])}".strip()
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
-    return Report(facts, command, list(names), results, ceilings)
+    facts |= {"note": "Stopped before its end: not every shape was measured, or not in every pass."} if stopped else {}
+    return Report(facts, command, list(names), results, ceilings), stopped
 
 
 @contextmanager
@@ -219,6 +258,13 @@ def _again(
     return record.compare(old, report)
 
 
+def _show(console: Console, report: Report, comparisons: Sequence[Comparison], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(_as_json(report, comparisons), indent=1))
+    else:
+        _print(console, report, comparisons)
+
+
 def _as_json(report: Report, comparisons: Sequence[Comparison]) -> dict[str, object]:
     verdicts = [
         {"op": c.new.op, "shape": c.new.shape, "backend": c.new.backend, "old_us": c.old.us, "new_us": c.new.us,
@@ -261,6 +307,7 @@ def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) 
 
 def _print_table(console: Console, shown: Table) -> None:
     from rich.table import Table as Drawn
+    from rich.text import Text
 
     drawn = Drawn(title=shown.title, title_justify="left")
     for index, name in enumerate(shown.header):
@@ -268,5 +315,5 @@ def _print_table(console: Console, shown: Table) -> None:
         drawn.add_column(name, justify=justify, overflow="fold", no_wrap=name not in ("reason", "shape"))
     styles = {"slower": "red", "failed": "red", "faster": "green", "": None}
     for row, mark in zip(shown.rows, shown.marks, strict=True):
-        drawn.add_row(*row, style=styles[mark])
+        drawn.add_row(*map(Text, row), style=styles[mark])  # a reason's brackets are no markup
     console.print(drawn)

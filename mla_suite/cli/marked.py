@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mla_suite.bench import saving
+
 
 def section(text: str, name: str) -> str | None:
     """What lies between the lines `<!-- name:begin ... -->` and `<!-- name:end -->`; None where they are not there."""
@@ -13,7 +15,7 @@ def section(text: str, name: str) -> str | None:
 
 
 def write(path: Path, name: str, made: str) -> None:
-    """Replace the section of a file. ValueError when the file cannot be read, or has no such section."""
+    """Replace the section of a file. ValueError when the file cannot be read or written, or has no such section."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -21,7 +23,7 @@ def write(path: Path, name: str, made: str) -> None:
     written, replaced = _pattern(name).subn(lambda found: f"{found[1]}{made}\n{found[3]}", text)
     if not replaced:
         raise ValueError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")
-    path.write_text(written)
+    saving.write_whole(path, written)
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -6,7 +6,8 @@
   python -m mla_suite tune --lint                                  check every table there is
 
 Each configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the
-present choice by more than the noise of both, and no other backend is faster. Rows go to the package's tables, or
+present choice by more than the noise of both, and no other backend is faster. Ctrl-C ends a search early and keeps what
+it found. Rows go to the package's tables, or
 to the user's directory where the package is read-only or with --user; a user's rows come before shipped ones.
 """
 
@@ -17,6 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mla_suite.cli import INTERRUPTED
 
 if TYPE_CHECKING:
     from mla_suite.bench.search import Outcome
@@ -97,7 +100,7 @@ def _tune(args: argparse.Namespace) -> int:
     if not facts["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     rows: list[dict[str, object]] = []
-    refused = 0
+    refused, stopped = 0, False
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(TextColumn("{task.description:60}"), *columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=len(cases))
@@ -108,11 +111,15 @@ def _tune(args: argparse.Namespace) -> int:
 
             try:
                 outcome = search.search(case, backend, space, arch, device, progress=told)
-            except ValueError as error:  # it cannot be searched; what was found about others is kept
+            except KeyboardInterrupt:
+                stopped = True
+                break
+            # It cannot be searched, or the device refuses all after a kernel's fault; what others gave is kept.
+            except (ValueError, RuntimeError) as error:
                 refused += 1
                 console.print(f"{case.id}: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
             else:
-                console.print(_line(outcome), highlight=False, soft_wrap=True)
+                console.print(_line(outcome), highlight=False, soft_wrap=True, markup=False)
                 if outcome.kept is None:
                     rows.append(search.cells(outcome, space, arch, facts))
             bar.advance(task)
@@ -129,6 +136,9 @@ def _tune(args: argparse.Namespace) -> int:
         print("nothing to store: no configuration beats its present choice by more than noise")
     if refused:
         print(f"{refused} of {len(cases)} shapes could not be searched, see above", file=sys.stderr)
+    if stopped:
+        print(f"tune: stopped before the end, at {case.id}; what was found before is above", file=sys.stderr)
+        return INTERRUPTED
     return 1 if refused else 0
 
 

@@ -73,6 +73,14 @@ def full_page() -> str:
     return page.html(new, record.compare(old, new), old)
 
 
+def test_a_shape_that_is_timed_no_more_is_no_good_verdict() -> None:
+    old, new = runs.report(0), runs.report(1)
+    assert '"verdict good">none slower</span>' in "".join(page._verdict(record.compare(old, new), old, new))
+    new.results[0].rounds, new.results[0].failure = [], "off"
+    said = "".join(page._verdict(record.compare(old, new), old, new))
+    assert '"verdict bad">none slower, 1 not timed any more,</span>' in said
+
+
 @cache
 def cpu_page() -> str:
     report = runs.report(3, backends=("reference",))

@@ -42,6 +42,15 @@ def test_what_is_no_run_is_refused(text: str, sentence: str, tmp_path: Path) -> 
     assert str(path) in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["arch", "device", "compute_units", "date"])
+def test_a_run_that_does_not_say_where_it_was_measured_is_refused(name: str, tmp_path: Path) -> None:
+    report = runs.report(0)
+    del report.environment[name]
+    report.save(tmp_path / "run.json")
+    with pytest.raises(ValueError, match=f"run.json lacks a part of a run, .*{name}"):
+        record.load(tmp_path / "run.json")
+
+
 def test_a_time_that_cannot_be_is_refused(tmp_path: Path) -> None:
     report = runs.report(0)
     report.results[0].rounds[0] = -1.0

@@ -225,6 +225,57 @@ def test_a_shape_that_cannot_be_searched_costs_no_other_its_row(
 
 
 @pytest.mark.parametrize(
+    ("trouble", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "tune: stopped before the end, at combine"),
+        (RuntimeError("CUDA error: an illegal [memory] access"), 1, "1 of 2 shapes could not be searched"),
+    ],
+    ids=["Ctrl-C", "a fault of the device"],
+)
+def test_what_was_found_before_trouble_is_stored(
+    trouble: BaseException,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes = iter([searched({0: 40.0, 2: 30.0}), trouble])
+
+    def one(*arguments: Any, **options: Any) -> Outcome:
+        outcome = next(outcomes)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
+    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
+    monkeypatch.setattr(search, "search", one)
+    arguments = ["--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user", "--write"]
+    assert main(["tune", "--op", "combine", *arguments]) == code
+    assert len(tuning.load(FORM, "sm_90", tmp_path / "user" / "combine" / "sm_90.csv")) == 1
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert str(trouble) in printed.out
+
+
+def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    row = search.cells(searched({0: 40.0, 2: 30.0}), SPACE, ARCH, runs.GPU)
+    path = tmp_path / "sm_90.csv"
+    store.write(FORM, "sm_90", path, [row])
+    before = path.read_bytes()
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ValueError, match=r"^.*sm_90.csv cannot be written: No space left on device$"):
+        store.write(FORM, "sm_90", path, [row | {"batch": 9}])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are told apart by timing them")],
 )
