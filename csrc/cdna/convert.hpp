@@ -14,6 +14,11 @@ MLA_DEVICE uint32_t pack_bf16(float low, float high) {
   return __builtin_amdgcn_perm(round_to_bf16(high), round_to_bf16(low), 0x07060302);
 }
 
+// Towards zero. A NaN that arithmetic made, quiet by its upper half, stays one.
+MLA_DEVICE uint32_t truncate_to_bf16(float low, float high) {
+  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high), mla::bit_cast<uint32_t>(low), 0x07060302);
+}
+
 // A factor of results, such that a NaN stays one when they are rounded.
 MLA_DEVICE float roundable(float factor) {
   const uint32_t bits = mla::bit_cast<uint32_t>(opaque(factor));
@@ -37,7 +42,7 @@ MLA_DEVICE uint32_t fp8_pair_to_bf16(uint32_t four, bool upper) {
   const auto pair = upper ? __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), true)
                           : __builtin_amdgcn_cvt_pk_f32_fp8(static_cast<int>(four), false);
   const float low = pair[0], high = pair[1];
-  return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high), mla::bit_cast<uint32_t>(low), 0x07060302);
+  return truncate_to_bf16(low, high);
 }
 MLA_DEVICE u32x2 fp8_to_bf16(uint32_t four) {
   return u32x2{fp8_pair_to_bf16(four, false), fp8_pair_to_bf16(four, true)};

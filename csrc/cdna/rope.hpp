@@ -20,8 +20,9 @@ struct Halves<mla::bf16> {
   MLA_DEVICE static float high(uint32_t word) { return mla::bit_cast<float>(word & 0xffff0000u); }
 };
 
-// A turned pair of words: rounded to Element, and what the rounding left, rounded as well. The scores add both
+// A turned pair of words: rounded to Element, and what the rounding left, in Element as well. The scores add both
 // products: rounding the turned key alone would shift a score by up to 2^-9 of its rope part, which lse would show.
+// A NaN is at least in the second: pack may lose it (cdna/convert.hpp), pack_rest does not.
 struct TurnedWords {
   uint32_t first, second;
   uint32_t first_rest, second_rest;
@@ -37,10 +38,10 @@ MLA_DEVICE TurnedWords turn_words(uint32_t first, uint32_t second, float cos0, f
   TurnedWords turned;
   turned.first = Policy::template pack<Element>(x0, x1);
   turned.second = Policy::template pack<Element>(y0, y1);
-  turned.first_rest =
-      Policy::template pack<Element>(x0 - Halves<Element>::low(turned.first), x1 - Halves<Element>::high(turned.first));
-  turned.second_rest = Policy::template pack<Element>(y0 - Halves<Element>::low(turned.second),
-                                                      y1 - Halves<Element>::high(turned.second));
+  turned.first_rest = Policy::template pack_rest<Element>(x0 - Halves<Element>::low(turned.first),
+                                                          x1 - Halves<Element>::high(turned.first));
+  turned.second_rest = Policy::template pack_rest<Element>(y0 - Halves<Element>::low(turned.second),
+                                                           y1 - Halves<Element>::high(turned.second));
   return turned;
 }
 

@@ -20,6 +20,10 @@ struct Policy {
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
   MLA_DEVICE static uint32_t pack_weights(float low, float high);
+
+  // What rounding left of two values: truncated, which is 2^-16 of them and keeps every NaN.
+  template <class Element>
+  MLA_DEVICE static uint32_t pack_rest(float low, float high);
 };
 
 template <>
@@ -33,6 +37,10 @@ MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
 template <>
 MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) {
   return cdna::pack_weights_bf16(low, high);
+}
+template <>
+MLA_DEVICE uint32_t Policy::pack_rest<mla::bf16>(float low, float high) {
+  return cdna::truncate_to_bf16(low, high);
 }
 template <>
 MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) {

@@ -22,6 +22,12 @@ struct Policy {
     return pack<Element>(low, high);
   }
 
+  // What rounding left of two values.
+  template <class Element>
+  MLA_DEVICE static uint32_t pack_rest(float low, float high) {
+    return pack<Element>(low, high);
+  }
+
   // Two of four fp8 values (OCP e4m3) as bf16, exactly.
   template <bool upper>
   MLA_DEVICE static uint32_t fp8_pair_to_bf16(uint32_t four) {

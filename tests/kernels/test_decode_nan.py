@@ -61,6 +61,17 @@ def test_nan_in_a_key(arch, heads, splits, column):
         assert_first_is_nan(*grid.decode(arch, args, kwargs))
 
 
+@pytest.mark.parametrize("column", [5, 40], ids=["cosine", "sine"])
+@pytest.mark.parametrize("heads", [16, 48, 128])
+@pytest.mark.parametrize("nan", NANS)
+def test_nan_in_rope_cos_sin(arch, nan, heads, column):
+    """Position 50 is behind the last key of sequence 1."""
+    args, kwargs = problem(heads, 1, rotate=True)
+    args[10] = args[10].clone()
+    args[10][50, column] = nan
+    assert_first_is_nan(*grid.decode(arch, args, kwargs))
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [16, 48])
 def test_nan_in_a_query_row(arch, heads, splits):
