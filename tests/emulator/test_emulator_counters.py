@@ -70,6 +70,12 @@ def test_bytes_by_buffer(arch):
     assert state.report.memory_bytes() == 192
 
 
+def test_a_workgroup_of_three_dimensions_has_all_its_waves(launch):
+    arrays = {name: (np.zeros(4, np.float32), "rw") for name in ("a", "b", "out")}
+    for block, waves in (((64, 1, 3), 3), ((32, 4, 2), 4), ((10, 3, 5), 3), (65, 2)):
+        assert launch("add", 1, block, arrays, 0).times[0] == waves
+
+
 def test_transcendental_clocks(arch):
     report = run_snippet(arch, ["v_exp_f32_e32 v0, v0", "v_add_f32_e32 v0, v0, v0"]).report
     assert report.valu_clocks() == 16 + 4

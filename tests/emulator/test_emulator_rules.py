@@ -98,6 +98,12 @@ def test_global_misaligned(arch, line, offset, expected):
         "ds_write_b32 v51, v0",
         "ds_add_u32 v51, v0",
         "scratch_load_dword v50, v51, off",
+        # What is loaded is written, its neighbour is not.
+        "global_load_dword v50, v0, s[0:1]\n\tds_write_b32 v51, v0",
+        "global_load_dword v50, v0, s[0:1] sc1\n\tds_write_b32 v51, v0",
+        "buffer_load_dword v50, v0, s[0:3], 0 offen\n\tds_write_b32 v51, v0",
+        "ds_read_b32 v50, v0\n\tds_write_b32 v51, v0",
+        "global_atomic_add v50, v0, v0, s[0:1] sc0\n\tds_write_b32 v51, v0",
     ],
 )
 def test_an_address_that_nobody_wrote(launch, line):

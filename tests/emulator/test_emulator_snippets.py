@@ -46,6 +46,8 @@ def test_denormals_follow_the_mode(arch):
     flushed = run_snippet(arch, "v_add_f32_e32 v1, v0, v0", {"v0": tiny}, mode=0)
     np.testing.assert_array_equal(as_f32(kept.v[1]), tiny + tiny)
     assert not as_f32(flushed.v[1]).any()
+    less = "v_cmp_lt_f32_e32 vcc, 0, v0"
+    assert [run_snippet(arch, less, {"v0": tiny}, mode=mode).s64(106) for mode in (0xF0, 0)] == [(1 << 64) - 1, 0]
     changed = run_snippet(
         arch, ["s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0", "v_add_f32_e32 v1, v0, v0"], {"v0": tiny}
     )
@@ -212,6 +214,8 @@ def test_malformed_operands_are_refused(arch):
     for line in (
         "global_load_dwordx4 v[0:1], v2, s[0:1]",
         "ds_write_b64 v0, v1",
+        "ds_read_b64 v1, v0",
+        "ds_read2_b32 v1, v0 offset1:1",
         "buffer_store_dword v[0:1], v2, s[4:7], 0 offen",
     ):
         with pytest.raises(AssemblyError, match="wrong number of registers for the data"):

@@ -138,6 +138,35 @@ def counters(arch: str) -> Iterable[Case]:
         yield Case([*mixed, wait, use], anything, {0: lanes}, base, lds=lds, memory=memory, findings=findings)
     scalar = ["s_load_dword s8, s[2:3], 0x0", "s_waitcnt vmcnt(0)", "s_mov_b32 s9, s8"]
     yield Case(scalar, anything, {}, base, memory=memory, findings=early)
+    # A load into a register that the same counter owes returns after the other, unless scalar loads are under way.
+    twice = ["ds_read_b32 v4, v0"] * 2
+    done = ["s_load_dword s8, s[2:3], 0x0", "ds_read_b32 v5, v0", "s_waitcnt lgkmcnt(0)"]
+    for lines, findings in (
+        (twice, frozenset()),
+        ([*done, *twice], frozenset()),
+        ([done[0], *twice], early),
+        ([loads[0], loads[0]], frozenset()),
+        ([loads[0], twice[0]], early),
+    ):
+        yield Case([*lines, "s_waitcnt vmcnt(0) lgkmcnt(0)"], anything, {0: lanes}, base, lds=lds, memory=memory,
+                   findings=findings)  # fmt: skip
+    # Copies to LDS arrive in the order of their issue, whether each is waited for or all at once.
+    values = ["ds_read_b32 v10, v0", "ds_read_b32 v11, v0 offset:256", "ds_read_b32 v12, v0 offset:512"]
+    copies = ["s_mov_b32 m0, 0", "s_nop 0", *(f"global_load_lds_dword v0, s[2:3] offset:{256 * i}" for i in range(3))]
+
+    def copied(state: State) -> None:
+        for i in range(3):
+            np.testing.assert_array_equal(state.v[10 + i], data[64 * i : 64 * i + 64])
+
+    each = [line for i, read in enumerate(values) for line in (f"s_waitcnt vmcnt({2 - i})", read)]
+    late = ["s_waitcnt vmcnt(1)", values[2], "s_waitcnt vmcnt(0)"]
+    for lines, check, findings in (
+        (each, copied, frozenset()),
+        (["s_waitcnt vmcnt(0)", *values], copied, frozenset()),
+        (late, anything, frozenset({"lds_in_flight"})),
+    ):
+        yield Case([*copies, *lines, "s_waitcnt lgkmcnt(0)"], check, {0: lanes}, base, lds=words(generator("lds"), 192),
+                   memory=memory, findings=findings)  # fmt: skip
     # A counter that is full stalls: of 64 loads the first has returned before the last is issued.
     many = [f"global_load_dword v{4 if i == 0 else 30 + i}, v0, s[2:3]" for i in range(64)]
     yield Case([*many, use], anything, {0: lanes}, base, memory=memory)
@@ -160,7 +189,13 @@ def clocks(op: str) -> Callable[[str], Iterable[Case]]:
         def anything(state: State) -> None:
             pass
 
-        yield Case([f"{op} s[4:5]", "s_mov_b32 s6, s4"], anything, findings=frozenset({"register_before_wait"}))
+        # An LDS access behind it may return first, so that one outstanding says nothing about the clock.
+        behind = ["ds_read_b32 v4, v0", "s_waitcnt lgkmcnt(1)"]
+        for later in ([], behind):
+            lines = [f"{op} s[4:5]", *later, "s_mov_b32 s6, s4"]
+            yield Case(
+                lines, anything, {0: 0}, lds=words(generator(op), 64), findings=frozenset({"register_before_wait"})
+            )
 
     return make
 
