@@ -87,6 +87,45 @@ def test_global_misaligned(arch, line, offset, expected):
 
 
 @pytest.mark.parametrize(
+    ("lines", "expected", "loaded", "stored"),
+    [
+        (["global_load_dword v2, v0, s[0:1] offset:4"], set(), {"left": 256}, {}),
+        (["global_store_dword v0, v1, s[0:1] offset:12"], set(), {}, {"right": 256}),
+        (["global_store_dword v0, v1, s[0:1] offset:4"], {"global_read_only"}, {}, {}),
+        (["global_load_dword v2, v0, s[0:1] offset:8"], {"global_uninitialised"}, {"right": 256}, {}),
+        (
+            ["global_store_dwordx2 v0, v[0:1], s[0:1] offset:8", "global_load_dword v2, v0, s[0:1] offset:8"],
+            set(),
+            {"right": 256},
+            {"right": 512},
+        ),
+        (["global_load_dword v2, v0, s[0:1] offset:16"], {"global_out_of_bounds"}, {"left": 252}, {}),
+    ],
+    ids=["read left", "write right", "write left", "read right", "write, then read right", "below"],
+)
+def test_buffers_that_lie_between_each_other(arch, lines, expected, loaded, stored):
+    """The left columns may be read, the right ones hold nothing yet; the row below the last is nobody's."""
+    rows = np.zeros((65, 4), np.uint32)[:64]
+    buffers = [Memory.of("left", rows[:, :2], "r"), Memory.of("right", rows[:, 2:], "w")]
+    state = run_snippet(
+        arch, [*lines, "s_waitcnt vmcnt(0)"], {"v0": LANE * 16, "v1": 7}, {"s0": rows.ctypes.data}, buffers=buffers
+    )
+    assert kinds(state) == expected
+    assert state.report.loaded == {"left": 0, "right": 0} | loaded
+    assert state.report.stored == {"left": 0, "right": 0} | stored
+
+
+def test_a_writable_part_of_a_buffer_that_may_be_read(arch):
+    data = WORDS.copy()
+    buffers = [Memory.of("all of it", data, "r"), Memory.of("part", data[64:128], "rw")]
+    for offset, expected in ((256, set()), (0, {"global_read_only"}), (512, {"global_read_only"})):
+        line = f"global_store_dword v0, v0, s[0:1] offset:{offset}"
+        state = run_snippet(arch, line, {"v0": LANE * 4}, {"s0": data.ctypes.data}, buffers=buffers)
+        assert kinds(state) == expected
+    np.testing.assert_array_equal(data, np.concatenate([WORDS[:64], LANE * 4, WORDS[128:]]))
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "global_load_dword v50, v51, s[0:1]",

@@ -85,6 +85,16 @@ def test_sdwa(arch):
     np.testing.assert_array_equal(state.v[1], 0x1234 | ((x >> 16 & 255) + (x & 0xFFFF) & 0xFFFF) << 16)
 
 
+def test_sdwa_keeps_the_rest_of_the_destination_unless_told_otherwise(arch):
+    """What the assembler encodes where `dst_unused` is not written."""
+    lines = [
+        "v_add_u32_sdwa v1, v0, v0 dst_sel:WORD_1",
+        "v_add_u32_sdwa v2, v0, v0 dst_sel:BYTE_0 dst_unused:UNUSED_PAD",
+    ]
+    state = run_snippet(arch, lines, {"v0": 3, "v1": 0xABCD1234, "v2": 0xABCD1234})
+    assert [hex(state.v[i][0]) for i in (1, 2)] == ["0x61234", "0x6"]
+
+
 def test_compare_and_branch(arch):
     lines = [
         "v_cmp_gt_f32_e32 vcc, 0, v0",
@@ -193,6 +203,9 @@ def test_swizzle(arch):
         ("s_branch .Lnowhere", "the branch target is not a label"),
         ("v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:8], 0", "wrong number of registers for B"),
         ("v_add_i32 v0, v1, v2 clamp", "clamp is modelled for f32"),
+        ("ds_read_b32 v0, v1 offset:far", "'offset:far' is neither an operand nor a modifier"),
+        ("v_mov_b32_dpp v0, v1 quad_perm:[0,1,x,3]", "neither an operand nor a modifier"),
+        ("s_getreg_b32 s0, hwreg(HW_REG_MODE, 0)", "neither an operand nor a modifier"),
     ],
 )
 def test_refusals(arch, line, sentence):

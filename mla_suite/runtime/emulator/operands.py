@@ -124,7 +124,14 @@ def _swizzle(text: str) -> int | None:
 
 
 def _modifier(token: str, out: dict[str, int]) -> bool:
-    """Reads one modifier into `out`; False if the token is none."""
+    """Reads one modifier into `out`; False if the token is none, or its value is not understood."""
+    try:
+        return _read_modifier(token, out)
+    except (ValueError, IndexError):
+        return False
+
+
+def _read_modifier(token: str, out: dict[str, int]) -> bool:
     name, colon, value = token.partition(":")
     if name in _FLAGS:
         out[name] = 1
@@ -209,6 +216,7 @@ def parse_instruction(text: str, labels: dict[str, int], symbols: dict[str, int]
     if modifiers.get("sdwa"):
         for select in ("dst_sel", "src0_sel", "src1_sel"):
             modifiers.setdefault(select, _SELECTS["DWORD"])
+        modifiers.setdefault("dst_unused", _UNUSED["UNUSED_PRESERVE"])  # as the assembler encodes it
     if name == "s_waitcnt" and operands:
         code = operands.pop().value
         modifiers["vmcnt"] = (code & 15 | code >> 10 & 48) + 1
