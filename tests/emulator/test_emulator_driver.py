@@ -58,6 +58,9 @@ def test_refusals(kernel):
         driver.launch(loaded, (1, 1, 1), 512, 0, params, buffers)
     with pytest.raises(LaunchError, match="27 bytes of parameters, the kernel takes 28"):
         driver.launch(loaded, (1, 1, 1), 256, 0, params[:-1], buffers)
+    for grid in ((0, 1, 1), (1, 0, 1), (1 << 24, 1, 1), (1, 65536, 1), (1, 1, 65536)):
+        with pytest.raises(LaunchError, match=r"grid .* x 256 threads; a GPU takes at least one workgroup, fewer than"):
+            driver.launch(loaded, grid, 256, 0, params, buffers)
     with pytest.raises(LaunchError, match="needs the buffers"):
         driver.launch(loaded, (1, 1, 1), 256, 0, params, None)
     with pytest.raises(LaunchError, match="buffer a is on meta"):
