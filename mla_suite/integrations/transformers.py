@@ -12,6 +12,7 @@ real tokens. What a mask hides must be hidden when the token arrives; tokens alr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
+from mla_suite.integrations.dense import WIDE
 from mla_suite.integrations.transformers_cache import LatentCache, layout_of
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig, Yarn
@@ -83,6 +85,11 @@ class LatentAttention(MLA):
         for name, module in original.named_children():
             setattr(self, name, module)
         self.train(original.training)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LatentAttention:
+        super()._apply(fn, recurse)  # .half() and its like: caches made from now on have the new dtype
+        self.layout = WIDE.get(cast(nn.Linear, self.kv_b_proj).weight.dtype, self.layout)
+        return self
 
     def forward(  # type: ignore[override]  # the signature is that of the module it stands in for
         self,

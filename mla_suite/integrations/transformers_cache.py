@@ -22,6 +22,9 @@ class LatentCache(Cache):
     """
 
     def __init__(self, model: nn.Module, batch: int, max_len: int | None = None, *, page_size: int = 64) -> None:
+        if batch < 1 or page_size < 1 or (max_len is not None and max_len < 1):
+            given = f"batch {batch}, max_len {max_len} and page_size {page_size}"
+            raise ValueError(f"LatentCache: {given}; each is 1 or more, and max_len None for a cache that grows")
         dtype, device = cast(torch.dtype, model.dtype), cast(torch.device, model.device)
         self.growable = max_len is None
         width = 1 if max_len is None else -(-max_len // page_size)
@@ -79,10 +82,16 @@ class LatentCache(Cache):
         return -1 if self.growable else self.max_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest `tokens_to_remove` tokens, as after a rejected draft: as many of every sequence."""
-        self.seq_lens.sub_(tokens_to_remove).clamp_(min=0)
-        self.seen.sub_(tokens_to_remove).clamp_(min=0)
-        self._eager = max(self._eager - tokens_to_remove, 0)
+        """Forget the newest -tokens_to_remove tokens, as after a rejected draft: as many of every sequence.
+
+        A negative number, as generate() passes one; ValueError for a positive one, which transformers refuses, too.
+        """
+        if tokens_to_remove > 0:
+            given = f"crop({tokens_to_remove})"
+            raise ValueError(f"LatentCache: {given}; give -{tokens_to_remove} to forget so many tokens")
+        self.seq_lens.add_(tokens_to_remove).clamp_(min=0)
+        self.seen.add_(tokens_to_remove).clamp_(min=0)
+        self._eager = max(self._eager + tokens_to_remove, 0)
 
     def reset(self) -> None:
         self.seq_lens.zero_()

@@ -1,76 +1,19 @@
 """Hugging Face DeepSeek models with random weights: patched against unpatched."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
+from deepseek_models import KINDS, PROMPT, SMALL, left_padded, make_model  # noqa: E402 - after importorskip
+
 from mla_suite.integrations.transformers import LatentCache, config_of, patch, unpatch  # noqa: E402 - after importorskip
 from mla_suite.models.mla import MLA  # noqa: E402 - after importorskip
 from mla_suite.models.rope import cos_sin_table, inverse_frequencies  # noqa: E402 - after importorskip
 
-PROMPT, STEPS, VOCAB = 11, 32, 96
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-}
-KINDS = {
-    "v3": ("V3", {"rope_parameters": YARN}),
-    "v3 half rope, direct q, bias": ("V3", {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True}),
-    "v2": ("V2", {}),
-    "v2 yarn": ("V2", {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
-}
-
-
-def make_model(kind, dtype=torch.float32, **changes):
-    family, own = KINDS[kind]
-    config = getattr(transformers, f"Deepseek{family}Config")(**(SMALL | own | changes))
-    torch.manual_seed(0)
-    model = getattr(transformers, f"Deepseek{family}ForCausalLM")(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "self_attn" in name and name.endswith(("bias", "norm.weight")):
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype).eval()
-
-
-def left_padded():
-    """Three prompts of different lengths in one batch."""
-    torch.manual_seed(1)
-    ids = torch.randint(3, VOCAB, (3, PROMPT))
-    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [4], [9]])).long()
-    return ids * mask, mask
+STEPS = 32
 
 
 @torch.no_grad()
@@ -302,38 +245,13 @@ def test_our_layer_loads_the_weights_of_an_attention(kind, tp_size):
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_full_cache_is_refused_before_anything_is_written():
-    model = make_model("v3")
-    ids, _ = left_padded()
+def test_a_patched_model_may_change_its_dtype():
+    model, fresh = make_model("v3", torch.bfloat16), make_model("v3", torch.bfloat16).float()
     patch(model)
-    cache = LatentCache(model, 3, 8, page_size=4)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="11 tokens per sequence for a cache of max_len 8"):
-        model(input_ids=ids, past_key_values=cache)
-    assert cache.seq_lens.tolist() == [0, 0, 0]
-    assert not any(layer.any() for layer in cache.paged.layers)
-
-
-def test_a_full_cache_is_refused_without_asking_a_gpu():
-    cache = LatentCache(make_model("v3"), 1, 8, page_size=4)
-    cache.seen = SimpleNamespace(is_cuda=True)  # it has no value to read
-    cache._make_room(5)
-    cache._make_room(3)
-    with pytest.raises(RuntimeError, match="9 tokens per sequence for a cache of max_len 8"):
-        cache._make_room(1)
-
-
-def test_crop_forgets_the_newest_tokens():
-    model = make_model("v3")
-    ids, _ = left_padded()
-    patch(model)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        cache = LatentCache(model, 3, 16)
-        model(input_ids=ids[:, :8], past_key_values=cache)
-        model(input_ids=ids[:, :3], past_key_values=cache)
-        cache.crop(3)
-        got = model(input_ids=ids[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(got, expected[:, 8:], rtol=1e-4, atol=1e-4)
+    model.float()
+    ids, mask = left_padded()
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), fresh.generate(ids, **options))
 
 
 def test_parameters_keep_their_names_and_unpatch_restores_the_model():
