@@ -88,7 +88,7 @@ class LatentAttention(MLA):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LatentAttention:
         super()._apply(fn, recurse)  # .half() and its like: caches made from now on have the new dtype
-        self.layout = WIDE.get(cast(nn.Linear, self.kv_b_proj).weight.dtype, self.layout)
+        self.layout = WIDE.get(self.kv_b_proj.weight.dtype, self.layout)
         return self
 
     def forward(  # type: ignore[override]  # the signature is that of the module it stands in for
