@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 
+from mla_suite.runtime.driver import DriverError
 from mla_suite.runtime.emulator import core
 from mla_suite.toolchain import emulator_library
 from mla_suite.toolchain.errors import BuildError
@@ -55,6 +56,16 @@ def test_another_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(emulator_library.platform, "machine", lambda: "aarch64")
     with pytest.raises(BuildError, match="x86-64 only, this machine is aarch64"):
         emulator_library.build_library(tmp_path / "out")
+
+
+def test_a_library_that_cannot_be_put_anywhere(monkeypatch):
+    def full(folder):
+        raise OSError(28, "No space left on device", str(folder))
+
+    monkeypatch.setattr(core, "_made_from", lambda path: "other sources")
+    monkeypatch.setattr(emulator_library, "build_library", full)
+    with pytest.raises(DriverError, match=r"library cannot be built \(.*No space left on device: .*\); run"):
+        core.load.__wrapped__()
 
 
 def test_a_library_of_another_version(tmp_path, sources):

@@ -165,3 +165,7 @@ def load() -> Core:
         return Core(emulator_library.build_library(locations.writable_objects() / ".build" / "emulator"))
     except BuildError as error:
         raise DriverError(str(error)) from error
+    except OSError as error:
+        raise DriverError(
+            f"the emulator's library cannot be built ({error}); run `python -m mla_suite build`"
+        ) from error
