@@ -102,17 +102,6 @@ def test_a_kernel_that_was_not_built(built):
         built.library("emulator")
 
 
-def test_where_nothing_was_built(monkeypatch):
-    monkeypatch.setattr(manifest, "locate", lambda: "no code objects were built; run `python -m mla_suite build`")
-    manifest.forget()
-    try:
-        assert not manifest.is_built("gfx942", NAME)
-        with pytest.raises(ObjectError, match=r"^no code objects were built; run"):
-            manifest.installed()
-    finally:
-        manifest.forget()
-
-
 @pytest.mark.parametrize("name", ["manifest.json", f"gfx942/{NAME}.hsaco"])
 def test_a_file_that_others_may_write(objects, name):
     (objects / name).chmod(0o666)

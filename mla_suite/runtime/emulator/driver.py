@@ -87,8 +87,8 @@ class EmulatorDriver:
         # HIP counts threads of the first axis in 32 bits; the limit of the others is its hipDeviceProp's, less one.
         if min(grid) < 1 or grid[0] * block >= 1 << 32 or max(grid[1:]) >= 1 << 16:
             raise LaunchError(
-                f"grid {tuple(grid)} x {block} threads; a GPU takes at least one workgroup, fewer than 2^32 threads along "
-                "x and at most 65535 workgroups along y and z"
+                f"grid {tuple(grid)} x {block} threads; a GPU takes at least one workgroup, fewer than 2^32 threads "
+                "along x and at most 65535 workgroups along y and z"
             )
         if buffers is None:
             raise LaunchError("the emulator needs the buffers a kernel may touch; pass `buffers` to launch")
