@@ -107,6 +107,7 @@ def test_peers_are_columns_beside_our_backends() -> None:
     shown = table.times(report)
     assert [row[2] for row in shown.rows] == ["native"] * len(runs.cases())
     at = shown.header.index("x flash_mla")
+    assert not {"flashinfer us", "x aiter"} & set(shown.header), "a peer that was not timed has no column"
     ours, theirs = report.results[0], report.results[1]
     assert shown.rows[0][at - 1 : at + 1] == (f"{theirs.us:.1f}", f"{ours.us / theirs.us:.2f}")
 

@@ -8,7 +8,7 @@ import pytest
 import runs
 
 from mla_suite.bench import record
-from mla_suite.bench.floors import Floors
+from mla_suite.bench.floors import Floors, _rising
 
 
 def test_a_run_survives_the_file(tmp_path: Path) -> None:
@@ -82,6 +82,13 @@ def test_what_is_no_longer_timed_is_missing() -> None:
     new.results[3] = dataclasses.replace(new.results[3], rounds=[], failure="tensor 0 is off")
     del new.results[5]  # not tried this time: another set, which is no regression
     assert [(result.key, why) for result, why in record.missing(old, new)] == [(old.results[3].key, "tensor 0 is off")]
+
+
+def test_a_curve_of_floors_never_falls() -> None:
+    noisy = [(1 << 18, 2.0), (1 << 20, 1.9), (1 << 22, 4.0), (1 << 24, 3.5), (1 << 26, 17.0)]
+    rising = _rising(noisy)
+    assert [size for size, _ in rising] == [size for size, _ in noisy]
+    assert [us for _, us in rising] == [1.9, 1.9, 3.5, 3.5, 17.0]
 
 
 def test_floors_lie_between_what_was_measured() -> None:

@@ -98,6 +98,18 @@ def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
     assert found.kept.startswith("portable takes 1")
 
 
+def test_the_rival_is_the_fastest_of_the_other_backends() -> None:
+    op = library.get("combine")
+    others = [Backend(name, lambda problem, arch, n=n: Offer(n, "rule"), op.backends[0].run)
+              for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
+    library._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
+    found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, rival_us=20.0)
+    assert found.rival is not None
+    assert found.rival[0] == "faster"
+    assert found.kept is not None
+    assert found.kept.startswith("faster takes ")
+
+
 def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
     with pytest.raises(ValueError, match="tensor 0 is off"):
         search.search(CASE, "native", replace_present(), ARCH, torch.device("cpu"), lambda *_: [1.0] * 4)
