@@ -120,7 +120,7 @@ def mla_decode_fwd(
     torch.ops.mla_suite.decode.out(
         q,
         kv_buffer.squeeze(2),
-        _seq_lens(kv_indptr, kv_last_page_lens, page_size),
+        _seq_lens(name, kv_indptr, kv_last_page_lens, page_size),
         None,
         kv_indptr,
         kv_indices,
@@ -230,7 +230,7 @@ def get_mla_metadata_v1(
     if work_metadata_ptrs.nbytes != 16:
         given = f"work_metadata_ptrs is {work_metadata_ptrs.dtype} {tuple(work_metadata_ptrs.shape)}"
         _refuse(name, given, "it takes two addresses, uint64 [2]")
-    seq_lens, queries = _seq_lens(seqlens_kv_indptr, kv_last_page_lens, page_size), seqlens_qo_indptr
+    seq_lens, queries = _seq_lens(name, seqlens_kv_indptr, kv_last_page_lens, page_size), seqlens_qo_indptr
     q_len, spans = max(max_seqlen_qo, uni_seqlen_qo, 1), None
     if topk >= 0:
         if page_size != 1:
@@ -328,8 +328,11 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     return absent
 
 
-def _seq_lens(kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:
+def _seq_lens(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:
     pages = kv_indptr.diff()
     if page_size == 1:
         return pages
+    if not isinstance(kv_last_page_lens, torch.Tensor):
+        given = f"kv_last_page_lens is {kv_last_page_lens!r} and page_size is {page_size}"
+        _refuse(name, given, "give the tokens in the last page of each sequence, a tensor [batch]")
     return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_lens, 0).int()

@@ -37,16 +37,23 @@ def mla_reduce_v1(
     scratch and is not read. The maps are general, so partials are gathered first; where splits are uniform
     `mla_decode_reduce` moves nothing.
     """
-    heads, head_dim_v = final_output.shape[-2:]
-    rows, lse_rows = partial_output.view(-1, heads, head_dim_v), partial_lse.view(-1, heads)
+    name, (heads, head_dim_v) = "mla_reduce_v1", final_output.shape[-2:]
     tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
     if max_seqlen_q < 1:
-        refuse("mla_reduce_v1", f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
-    if final_lse is not None and final_lse.shape != final_output.shape[:-1]:
-        possible = f"it takes [tokens, heads] = {tuple(final_output.shape[:-1])}"
-        refuse("mla_reduce_v1", f"final_lse has shape {tuple(final_lse.shape)}", possible)
-    if tiles == 0 or tokens == 0:
+        refuse(name, f"max_seqlen_q is {max_seqlen_q}", "pass the most query tokens of a tile")
+    parts = partial_output.squeeze(1) if partial_output.dim() == 4 else partial_output
+    if parts.shape[1:] != (heads, head_dim_v) or partial_lse.numel() != parts.shape[0] * heads:
+        given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
+        refuse(name, given, f"they take [rows, {heads}, {head_dim_v}] and [rows, {heads}], as final_output has them")
+    if final_lse is not None and (final_lse.shape != final_output.shape[:-1] or final_lse.dtype != torch.float32):
+        possible = f"it takes float32 [tokens, heads] = {tuple(final_output.shape[:-1])}"
+        refuse(name, f"final_lse is {final_lse.dtype} {tuple(final_lse.shape)}", possible)
+    if reduce_final_map is not None and (reduce_final_map.dim() != 2 or reduce_final_map.shape[0] < tiles):
+        given = f"reduce_final_map has shape {tuple(reduce_final_map.shape)}"
+        refuse(name, given, f"reduce_indptr has {tiles} tiles: it takes [{tiles}, 2]")
+    if tiles == 0 or tokens == 0 or parts.shape[0] == 0:
         return
+    rows, lse_rows = parts, partial_lse.reshape(-1, heads)
     step = torch.arange(max_seqlen_q, device=device)
     # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
     source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
@@ -102,6 +109,10 @@ def mla_decode_reduce(
     if tuple(partial_output.shape) != expected or partial_lse.numel() != math.prod(expected[:3]):
         given = f"partial_output has shape {tuple(partial_output.shape)}, partial_lse {tuple(partial_lse.shape)}"
         refuse(name, given, f"they take [T, num_splits, heads, head_dim_v] = {expected} and the same without the last")
+    if splits < 1:
+        refuse(name, f"num_splits is {splits}", "a query token has 1 or more")
+    if not partial_output.is_contiguous() or not partial_lse.is_contiguous():
+        refuse(name, f"partial_output has strides {partial_output.stride()}", "partials lie side by side, as written")
     if tuple(kv_indptr.shape) != (T + 1,):
         refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
     torch.ops.mla_suite.combine.out(

@@ -309,6 +309,9 @@ def _plan_of(
             return metadata.tile_scheduler_metadata
         workers = mla_suite.workers(cache_seqlens, rows)
         return mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
+    if not isinstance(metadata, torch.Tensor):
+        given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
+        _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)
     if metadata.dim() != 2 or metadata.shape[1] != plans.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
         given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
         _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")

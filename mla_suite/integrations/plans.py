@@ -208,8 +208,9 @@ def from_aiter(
     works = work_info_set.long()
     first = work_indptr[:-1].long()
     inside = (first < work_indptr[-1]) & (first < works.shape[0])
-    begins = works[first.clamp(max=works.shape[0] - 1)]
-    sequence = torch.where(inside, begins[:, AiterColumn.BATCH], 0)
+    begins = works[first.clamp(0, works.shape[0] - 1)]
+    # Clamped where it is used as an index: lists that nobody filled must not take a GPU down.
+    sequence = torch.where(inside, begins[:, AiterColumn.BATCH], 0).clamp(0, max(batch - 1, 0))
     pages = begins[:, AiterColumn.KV_START] - (kv_indptr[sequence] - kv_indptr[0])
     return _cut_at(torch.where(inside, sequence * _SPAN + pages * page_size, batch * _SPAN), batch)
 
@@ -251,6 +252,7 @@ def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
     if batch < 1:
         raise ValueError("a plan of 0 sequences has nothing to convert; pass plan=None")
     workers = places.shape[0]
+    places = places.clamp(0, batch * _SPAN)  # whatever the lists hold, a plan gives every key to somebody
     places = torch.cat((places, places.new_full((1,), batch * _SPAN)))
     places = places.flip(0).cummin(0).values.flip(0)  # who has no work begins where the next one does
     places[0].fill_(0)  # whatever precedes the first worker's place is still somebody's

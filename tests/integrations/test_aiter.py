@@ -193,6 +193,10 @@ def test_what_is_absent_says_so():
         (dict(cp_world_size=2, cp_rank=1), "context parallel is not supported"),
         (dict(return_logits=True), "leave no partial results"),
         (dict(page_size=16), "page_size is 16"),
+        (
+            dict(kv_buffer=torch.zeros(9, 2, 1, 576), page_size=2, kv_last_page_lens=None),
+            "kv_last_page_lens is None and",
+        ),
         (dict(work_meta_data=torch.zeros(2, dtype=torch.int64)), "all that get_mla_metadata_v1 filled"),
         (dict(kv_buffer=torch.zeros(9, 64, 1, 656, dtype=torch.uint8), page_size=64), "three-buffer and packed"),
         (dict(o=torch.zeros(2, 16, 512, dtype=torch.float16)), "decode.out: out is torch.float16"),

@@ -178,9 +178,41 @@ def test_refused_plans_and_reductions():
     ):
         with pytest.raises(ValueError, match=message):
             aiter.mla_decode_reduce(outs, outs[..., 0], reduced, indptr, *arguments)
-    final, final_lse = torch.full((2, 4, 512), 7.0), torch.full((4, 2), 7.0)
-    partials = outs.flatten(0, 1), outs[..., 0].flatten(0, 1)
-    spread, places = torch.tensor([0, 3, 6], dtype=torch.int32), torch.arange(6, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"final_lse has shape \(4, 2\); it takes \[tokens, heads\] = \(2, 4\)"):
-        aiter.mla_reduce_v1(*partials, spread, None, places, 1, 3, final, final_lse)
+    with pytest.raises(ValueError, match="num_splits is 0; a query token has 1 or more"):
+        aiter.mla_decode_reduce(outs[:, :0], outs[:, :0, :, 0], reduced, indptr, 2)
+    with pytest.raises(ValueError, match="partial_output has strides .* side by side"):
+        aiter.mla_decode_reduce(torch.zeros(3, 2, 4, 512).transpose(0, 1), outs[..., 0], reduced, indptr, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            dict(final_lse=torch.full((4, 2), 7.0)),
+            r"final_lse is torch.float32 \(4, 2\); it takes float32 .* = \(2, 4\)",
+        ),
+        (dict(final_lse=torch.full((2, 4), 7.0).bfloat16()), "final_lse is torch.bfloat16"),
+        (dict(partial_output=torch.zeros(6, 2, 1024)), r"they take \[rows, 4, 512\] and \[rows, 4\]"),
+        (dict(partial_lse=torch.zeros(5, 4)), r"they take \[rows, 4, 512\] and \[rows, 4\]"),
+        (dict(reduce_final_map=torch.tensor([[0, 1]])), r"reduce_indptr has 2 tiles: it takes \[2, 2\]"),
+    ],
+)
+def test_a_reduction_is_refused_before_it_writes(changes, message):
+    final = torch.full((2, 4, 512), 7.0)
+    given = dict(
+        partial_output=torch.zeros(6, 4, 512),
+        partial_lse=torch.zeros(6, 4),
+        reduce_indptr=torch.tensor([0, 3, 6], dtype=torch.int32),
+        reduce_final_map=None,
+        reduce_partial_map=torch.arange(6, dtype=torch.int32),
+    )
+    with pytest.raises(ValueError, match=message):
+        aiter.mla_reduce_v1(**{**dict(max_seqlen_q=1, num_kv_splits=3, final_output=final), **given, **changes})
     assert bool((final == 7.0).all()), "written although refused"
+
+
+def test_a_reduction_of_no_partials_leaves_everything():
+    final = torch.full((2, 4, 512), 7.0)
+    empty, places = torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    aiter.mla_reduce_v1(torch.zeros(0, 4, 512), torch.zeros(0, 4), empty, None, places, 1, 0, final)
+    assert bool((final == 7.0).all())

@@ -292,6 +292,7 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(indices=INDICES, extra_topk_length=torch.ones(2, dtype=torch.int32)), "without an extra pool"),
         (dict(num_splits=torch.zeros(3, dtype=torch.int32)), "the holder has the splits"),
         (dict(tile_scheduler_metadata=torch.zeros(4, 7, dtype=torch.int32)), r"int32 \[parts, 8\]"),
+        (dict(tile_scheduler_metadata=None), "tile_scheduler_metadata is a NoneType; it takes the first of the two"),
         (dict(q=torch.zeros(2, 4, 576)), r"\[batch, q_len, heads, head_dim\]"),
     ],
 )

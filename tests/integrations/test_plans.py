@@ -220,6 +220,23 @@ def test_several_query_tiles_per_sequence():
     torch.testing.assert_close(run_ours(plan, toy), toy.expected())
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_lists_that_nobody_filled_make_a_right_plan(seed):
+    """As an engine's warm-up passes them: anything may stand there, and every key is read once all the same."""
+    toy, draw = Toy([300, 0, 64]), torch.Generator().manual_seed(seed)
+
+    def anything(*shape):
+        return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=draw)
+
+    pages = torch.tensor([0, 300, 300, 364], dtype=torch.int32)
+    for plan in (
+        plans.from_aiter(anything(9), anything(12, 8), pages, page_size=1),
+        plans.from_aiter(torch.arange(9, dtype=torch.int32), anything(12, 8), pages, page_size=2**10),
+        plans.from_flash_mla(anything(6, 8), 3),
+    ):
+        torch.testing.assert_close(run_ours(plan, toy), toy.expected())
+
+
 def test_a_plan_of_another_size_is_refused():
     toy = Toy([100, 200])
     with pytest.raises(ValueError, match="give the batch and workers that mla_suite.plan was given"):
