@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -46,10 +47,13 @@ class PlatformDistribution(Distribution):
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python: nothing in it is linked to one; the emulator's library is x86-64 Linux."""
+    """One wheel for every Python: nothing in it is linked to one. The emulator's library, where it is in it, is of
+    x86-64 Linux with glibc 2.28; elsewhere the wheel is of the machine that made it."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", "manylinux_2_28_x86_64"
+        if sysconfig.get_platform() == "linux-x86_64":
+            return "py3", "none", "manylinux_2_28_x86_64"
+        return "py3", "none", super().get_tag()[2]
 
 
 setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildWithObjects, "bdist_wheel": PlatformWheel})
