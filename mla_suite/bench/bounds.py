@@ -18,7 +18,8 @@ MOST_FLOPS = 10**9
 def count(case: Case, arch: str) -> Result:
     """Run the native kernels of an AMD arch in the emulator, check the result, and read the counters.
 
-    The bounds are clocks of one compute unit when the work is spread evenly over all of the chip's.
+    The bounds are clocks of one compute unit when the work is spread evenly over all of the chip's. A wrong result, or
+    one that the sanitizer objects to, has none.
     """
     name = f"native on {arch}, emulated"
     found = Result(case.op, case.shape, name, dict(case.facts), case.sample.bytes, case.sample.flops)
@@ -50,6 +51,11 @@ def count(case: Case, arch: str) -> Result:
         except ValueError as error:
             found.failure, found.wrong = str(error), True
             return found
+    findings = [str(finding) for report in reports for finding in report.findings]
+    if findings:  # what breaks a rule of the machine has no bounds, whatever its numbers
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        found.failure, found.wrong = f"the emulator's sanitizer found {findings[0]}{more}", True
+        return found
     parts = [report.bound(record) for report in reports]
     totals = {
         "memory": sum(part.memory for part in parts),

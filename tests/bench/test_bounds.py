@@ -1,0 +1,58 @@
+"""Bounds that `bench` counts without a GPU: of kernels that are right and break no rule, and of no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mla_suite.bench import bounds, sets
+from mla_suite.core import arch as arch_records
+from mla_suite.runtime.emulator import Report, machine
+from mla_suite.runtime.emulator.report import Finding
+from mla_suite.toolchain import manifest
+
+CASE = sets.combine(4, 16, 8)
+BROKEN = Finding("lds_race", "combine", "ds_read_b32 v1, v0", "combine.hpp:9", 0, 1, 1, "0x0", 1, "made up")
+
+
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request: pytest.FixtureRequest) -> str:
+    if isinstance(manifest.locate(), str):
+        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    name: str = request.param
+    return name
+
+
+def test_bounds_are_clocks_of_one_compute_unit(arch: str) -> None:
+    found = bounds.count(CASE, arch)
+    assert (found.backend, found.failure, found.rounds) == (f"native on {arch}, emulated", "", [])
+    assert found.checked == "reference"
+    record = arch_records.get(arch)
+    least = CASE.sample.bytes * record.clock_mhz * 1e6 / record.memory_bytes_per_s
+    # Every lane's bytes are counted, and each lane of a row reads the row's lse.
+    assert least <= found.counted["memory"] < 1.5 * least
+    assert found.counted["vector"] > 0
+    assert found.counted["matrix"] == 0
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_the_sanitizer_objects_to_has_no_bounds(arch: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = machine.Emulator.launch
+
+    def found_out(*arguments: Any, **options: Any) -> Report:
+        return replace(honest(*arguments, **options), findings=(BROKEN,) * count)
+
+    monkeypatch.setattr(machine.Emulator, "launch", found_out)
+    result = bounds.count(CASE, arch)
+    assert result.wrong
+    assert result.failure.startswith("the emulator's sanitizer found lds_race: combine: `ds_read_b32 v1, v0`")
+    assert result.failure.endswith("(and 1 more)") == (count == 2)
+    assert result.counted == {}
+
+
+def test_a_case_that_would_take_minutes_is_not_emulated() -> None:
+    found = bounds.count(sets.decode(64, 128, 8192), "gfx942")
+    assert "operations are too many to emulate" in found.failure
+    assert not found.wrong
