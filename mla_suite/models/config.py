@@ -7,7 +7,6 @@ import math
 
 LATENT = 512
 ROPE = 64
-TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +108,8 @@ class MLAConfig:
         return self.qk_head_dim**-0.5 * mscale * mscale
 
     def for_rank(self, tp_size: int) -> MLAConfig:
-        """The same layer with the heads of one of `tp_size` tensor-parallel ranks (1, 2, 4 or 8)."""
-        if tp_size not in TENSOR_PARALLEL_SIZES:
-            raise ValueError(f"MLAConfig.for_rank: tp_size {tp_size}; possible are {TENSOR_PARALLEL_SIZES}")
-        if self.num_heads % tp_size:
+        """The same layer with the heads of one of `tp_size` tensor-parallel ranks."""
+        if tp_size < 1 or self.num_heads % tp_size:
             raise ValueError(
                 f"MLAConfig.for_rank: {self.num_heads} heads do not split over {tp_size} ranks: choose a tp_size that "
                 "divides them"

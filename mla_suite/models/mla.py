@@ -133,6 +133,11 @@ class MLA(nn.Module):
                 "MLA.decode: topk_indices with kv_descale or an un-rotated cache; sparse attention reads bf16, fp16, "
                 "fp32 and v32 caches with rotated keys: use one of those"
             )
+        if x.dim() != 3 or x.shape[0] != step.seq_lens.shape[0]:
+            raise ValueError(
+                f"MLA.decode: x has shape {tuple(x.shape)} for a step of {step.seq_lens.shape[0]} sequences; it takes "
+                "[batch, q_len, hidden_size]"
+            )
         q_nope, q_pe, kv_c, k_pe = self._projected(x)
         self._append(kv_c, k_pe, kv_cache, step, cos_sin, kv_descale)
         w_uk, w_uv = self._up_projections()
@@ -314,7 +319,7 @@ class MLA(nn.Module):
         if q_lens is not None:
             new = torch.tensor(list(q_lens), dtype=torch.int32).to(q.device)
             cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
-            longest = max(q_lens)
+            longest = max(*q_lens, 1)  # where no sequence has tokens, nothing is attended to
         else:
             new = torch.full_like(step.seq_lens, q.shape[1]) if valid is None else valid.sum(1, dtype=torch.int32)
             cu_seqlens_q, longest = None, q.shape[1]

@@ -107,12 +107,35 @@ def check(
             f"prefill: x has {x.dim()} dimensions and q_lens is {'given' if q_lens is not None else 'None'}; "
             "packed x [tokens, hidden_size] goes with q_lens, x [batch, tokens, hidden_size] without"
         )
+    if isinstance(q_lens, torch.Tensor):
+        raise TypeError("prefill: q_lens is a tensor; it takes the host's list of tokens per sequence")
     if q_lens is not None and not q_lens:
         raise ValueError("prefill: q_lens is empty; give the tokens of one sequence at least, 0 if it has none")
+    if q_lens is not None and min(q_lens) < 0:
+        raise ValueError(f"prefill: q_lens are {list(q_lens)}; a sequence has 0 tokens or more")
     if q_lens is not None and (sum(q_lens) != x.shape[0] or valid is not None):
         raise ValueError(
             f"prefill: q_lens sum to {sum(q_lens)} for {x.shape[0]} packed tokens; they must be equal, and valid "
             "belongs to padded batches only"
+        )
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != x.shape[:2]):
+        raise ValueError(
+            f"prefill: valid is {valid.dtype} {tuple(valid.shape)}; it takes bool [batch, tokens] = "
+            f"{tuple(x.shape[:2])}"
+        )
+    where = positions if step is None else step.positions
+    assert where is not None
+    sequences = x.shape[0] if q_lens is None else len(q_lens)
+    tokens = x.shape[0] * x.shape[1] if q_lens is None else x.shape[0]
+    if where.numel() != tokens:
+        raise ValueError(
+            f"prefill: {where.numel()} positions for {tokens} tokens of x; each token has one, in the step as append "
+            "made it for these tokens"
+        )
+    if step is not None and step.seq_lens.shape[0] != sequences:
+        raise ValueError(
+            f"prefill: x has tokens of {sequences} sequences, the step of {step.seq_lens.shape[0]}; append those that "
+            "the call is about"
         )
 
 

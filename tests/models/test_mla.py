@@ -224,7 +224,30 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
         layer.prefill(x, table, positions=torch.arange(4), q_lens=[4], prefix=True)
     with pytest.raises(ValueError, match="positions are in the step"):
         layer.prefill(x, table, kv_cache, step, positions=torch.arange(4), q_lens=[4])
+    with pytest.raises(TypeError, match="q_lens is a tensor; it takes the host's list"):
+        layer.prefill(x, table, kv_cache, step, q_lens=torch.tensor([4]))
+    with pytest.raises(ValueError, match=r"q_lens are \[5, -1\]; a sequence has 0 tokens or more"):
+        layer.prefill(x, table, kv_cache, step, q_lens=[5, -1])
+    with pytest.raises(ValueError, match="tokens of 2 sequences, the step of 1"):
+        layer.prefill(x, table, kv_cache, step, q_lens=[2, 2], prefix=True)
+    with pytest.raises(ValueError, match="4 positions for 3 tokens"):
+        layer.prefill(x[:3], table, kv_cache, step, q_lens=[3])
+    with pytest.raises(ValueError, match=r"valid is torch.int64 \(1, 4\); it takes bool \[batch, tokens\] = \(1, 4\)"):
+        layer.prefill(x[None], table, kv_cache, step, valid=torch.ones(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"MLA.decode: x has shape \(4, 128\) for a step of 1 sequences"):
+        layer.decode(x, kv_cache, step, table)
     assert kv_cache.isnan().all()
+
+
+def test_prefill_of_sequences_without_new_tokens():
+    cache = PagedLatentCache(1, 4, 8, layout="fp32")
+    sequences = [cache.allocate(), cache.allocate()]
+    cache.append(sequences, [3, 0])
+    layer, x, table = make_layer(TINY), torch.empty(0, TINY.hidden_size), cos_sin_table(TINY, 8)
+    for prefix in (False, True):
+        step = cache.append(sequences, [0, 0])
+        out = layer.prefill(x, table, cache.layers[0], step, q_lens=[0, 0], prefix=prefix)
+        assert out.shape == x.shape
 
 
 @pytest.mark.parametrize(
