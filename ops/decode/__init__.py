@@ -97,8 +97,8 @@ def decode(
     head_dim_v    values of V; a row has head_dim
     causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
     layout        a name of `python -m mla_suite layouts`
-    num_splits    > 0: so many equal splits per sequence; split_size > 0: a split every so many keys, batch-invariant.
-                  Beside a plan they repeat what the plan was made with
+    num_splits    > 0: so many equal splits per sequence; split_size > 0: a split every so many keys, batch-invariant
+                  for one max_q_len. Beside a plan they repeat what the plan was made with
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 

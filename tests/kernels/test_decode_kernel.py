@@ -195,6 +195,19 @@ def test_batch_invariant_bits(heads, layout):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+def test_batch_invariant_bits_of_packed_queries():
+    """For one max_q_len, whatever number of query tokens a sequence and its neighbours have."""
+    args, kwargs = decode_sample((130, 5, 200), heads=16, q_len=3, varlen=True, split_size=64).make(CPU)
+    q, cache, lens, table, _, _, bounds, *rest = args
+    kwargs["max_kv_len"] = 256
+    together = decode(args, kwargs)
+    for b, (first, end) in enumerate(itertools.pairwise(bounds.tolist())):
+        own = torch.tensor([0, end - first], dtype=torch.int32)
+        sequence = slice(b, b + 1)
+        alone = decode((q[first:end], cache, lens[sequence], table[sequence], None, None, own, *rest), kwargs)
+        assert all(torch.equal(a, t[first:end]) for a, t in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("heads", [16, 48])
 def test_batch_invariant_across_a_boundary_of_the_table(heads, tmp_path, monkeypatch):
     """Batches of 1, 5 and 64 for which a tuned table names other merges; a batch-invariant call does not ask it."""
