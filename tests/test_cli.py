@@ -203,6 +203,46 @@ def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFix
     assert launch["bytes_loaded"]["kv_cache"] >= 200 * 1152
 
 
+def test_emulate_fails_where_the_reference_served(capsys: pytest.CaptureFixture[str]) -> None:
+    """It differs by nothing from itself."""
+    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--layout", "v32"]) == 1
+    printed = capsys.readouterr()
+    assert "not native: layout v32" in printed.out
+    assert printed.err == "emulate: nothing ran on an emulated gfx942: decode chose another backend\n"
+
+
+@pytest.mark.parametrize(
+    ("op", "instruction", "sentence"),
+    [
+        ("combine", ("v_pk_add_f32", "v_pk_mul_f32"), "tensor 0 is off by "),
+        (
+            "append_kv",
+            ("global_store_dwordx4", "; global_store_dwordx4"),
+            "kv_cache has other bytes than the reference",
+        ),
+    ],
+)
+def test_emulate_fails_on_a_wrong_number(
+    op: str,
+    instruction: tuple[str, str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = KernelEntry.read_text
+    monkeypatch.setattr(KernelEntry, "read_text", lambda entry: whole(entry).replace(*instruction))
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    dispatch.forget()
+    try:
+        assert main(["emulate", op]) == 1
+    finally:
+        dispatch.forget()
+    printed = capsys.readouterr()
+    assert "sanitizer: no findings" in printed.out
+    assert printed.err.startswith(f"emulate: {sentence}")
+
+
 def test_emulate_prints_findings_with_their_source_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

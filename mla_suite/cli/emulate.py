@@ -9,6 +9,7 @@
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
 launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time.
+The exit status is 1 when a number is wrong, when the sanitizer found something, or when no kernel of that GPU ran.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli.arguments import positive
@@ -64,7 +66,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
     else:
         _print(record)
-    return 1 if any(launch["findings"] for launch in record["launches"]) else 0
+    if not record["launches"]:
+        print(f"emulate: nothing ran on an emulated {args.on}: {op.name} chose another backend", file=sys.stderr)
+    if record["wrong"]:
+        print(f"emulate: {record['wrong']}", file=sys.stderr)
+    found = any(launch["findings"] for launch in record["launches"])
+    return 1 if found or record["wrong"] or not record["launches"] else 0
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:
@@ -121,9 +128,26 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
         "arch": arch,
         "explanation": str(explanation),
         "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
+        "wrong": _wrong(op, expected, got),
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
     }
+
+
+def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any]) -> str:
+    """What is further off than `bench` allows, in a sentence; what was written into arguments has the same bytes."""
+    import torch
+
+    from mla_suite.bench import inputs
+
+    count = len(expected) - len(op.mutates)
+    try:
+        inputs.error(got[:count], expected[:count])
+    except ValueError as error:
+        return str(error)
+    written = zip(op.mutates, expected[count:], got[count:], strict=True)
+    other = [name for name, a, b in written if not torch.equal(a.view(torch.uint8), b.view(torch.uint8))]
+    return f"{', '.join(other)} has other bytes than the reference writes" if other else ""
 
 
 def _difference(expected: Any, got: Any) -> float:
