@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.core import arch as arch_records
 from mla_suite.runtime.driver import Buffer, LaunchError
-from mla_suite.runtime.emulator import EmulatorDriver, SanitizerError, configured
+from mla_suite.runtime.emulator import Emulator, EmulatorDriver, SanitizerError, configured
 
 
 @pytest.fixture
@@ -61,6 +61,15 @@ def test_refusals(kernel):
     for grid in ((0, 1, 1), (1, 0, 1), (1 << 24, 1, 1), (1, 65536, 1), (1, 1, 65536)):
         with pytest.raises(LaunchError, match=r"grid .* x 256 threads; a GPU takes at least one workgroup, fewer than"):
             driver.launch(loaded, grid, 256, 0, params, buffers)
+    room = arch_records.get(driver.arch.name).lds_bytes
+    driver.launch(loaded, (1, 1, 1), 256, room, params, buffers)
+    with pytest.raises(LaunchError, match=f"{room + 1} bytes of dynamic LDS, {driver.arch.name} leaves {room}"):
+        driver.launch(loaded, (1, 1, 1), 256, room + 1, params, buffers)
+    for block in ((1025, 1, 1), (32, 33, 1), (0, 1, 1)):
+        with pytest.raises(LaunchError, match="a workgroup has 1 to 1024 threads"):
+            Emulator(driver.arch.name).launch(loaded.handle, (1, 1, 1), block, 0, params, [])
+    with pytest.raises(LaunchError, match=f"{room + 16} bytes of LDS; {driver.arch.name} has {room}"):
+        Emulator(driver.arch.name).launch(loaded.handle, (1, 1, 1), 256, room + 16, params, [])
     with pytest.raises(LaunchError, match="needs the buffers"):
         driver.launch(loaded, (1, 1, 1), 256, 0, params, None)
     with pytest.raises(LaunchError, match="buffer a is on meta"):

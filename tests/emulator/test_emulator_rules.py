@@ -1,6 +1,7 @@
 """Rules of the sanitizer that a few lines break; the others are in test_emulator_sanitizer.py and instructions/."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from mla_suite.core.arch import CSRC
 from mla_suite.runtime.emulator import Memory, core, run_snippet
-from mla_suite.runtime.emulator.report import _EXPLANATIONS
+from mla_suite.runtime.emulator.report import _EXPLANATIONS, Finding
 
 LANE = np.arange(64, dtype=np.uint32)
 WORDS = np.arange(256, dtype=np.uint32)
@@ -27,6 +28,17 @@ def test_every_rule_has_a_name_a_sentence_a_line_in_the_readme_and_a_test():
     assert {name for row in rows for name in row.split(", ")} - {"rule"} == rules
     tests = "".join(path.read_text() for path in HERE.rglob("*.py"))
     assert {rule for rule in rules if f'"{rule}"' not in tests} == set()
+
+
+def test_a_finding_says_where_it_was_and_how_often():
+    every = Finding("lds_race", "k", "ds_read_b32 v1, v0", "k.hip:3", 5, 2, (1 << 64) - 1, "0x8", 7, "touched")
+    assert (
+        str(every) == "lds_race: k: `ds_read_b32 v1, v0` at k.hip:3: touched (workgroup 5, wave 2, all lanes, 7 times)"
+    )
+    once = replace(every, source="", lanes=0b101 << 61, count=1)
+    assert str(once) == "lds_race: k: `ds_read_b32 v1, v0`: touched (workgroup 5, wave 2, lanes 61,63)"
+    assert str(replace(every, lanes=0x1FF)).endswith("lanes 0,1,2,3,4,5,6,7,..., 7 times)")
+    assert str(replace(every, instruction="")) == "lds_race: k: touched", "of the launch as a whole"
 
 
 @pytest.mark.parametrize("line", ["ds_read_b32 v1, v0", "ds_write_b32 v0, v1", "ds_add_u32 v0, v1"])

@@ -236,6 +236,7 @@ def test_unknown_arch(sources, tmp_path):
         ('source = "scale.hip"', 'source = "scale.hip"\nwarp = 3', r"unknown keys \['warp'\]"),
         ("THREADS = \\[64, 256\\]", "THREADS = [64, 64]", "two instances are named scale_threads-64"),
         ("THREADS = \\[64, 256\\]", "threads = [64]", "names are UPPER_CASE"),
+        ("THREADS = \\[64, 256\\]", "THREADS = [true]", "constant THREADS = True; .* values letters and digits"),
         ("THREADS = \\[64, 256\\]", 'THREADS = ["64 -fplugin=x"]', "values letters and digits"),
         ("axes =", "instances = [{ THREADS = 64 }]\naxes =", "axes and instances exclude each other"),
         ("axes =", 'tokens_per_iteration = "KEYS"\naxes =', "'KEYS' is neither a number nor the name"),
