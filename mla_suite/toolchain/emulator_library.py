@@ -54,7 +54,11 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
         if library.is_file() and stamp.is_file() and stamp.read_text() == _stamp(wanted, library):
             return library
         temporary = folder / f".emulator.{os.getpid()}.so"
-        done = subprocess.run(library_command(temporary, sources), capture_output=True, text=True)
+        command = library_command(temporary, sources)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        except OSError as error:
+            raise BuildError(f"the compiler {command[0]} cannot be run: {error}") from error
         if done.returncode:
             temporary.unlink(missing_ok=True)
             raise BuildError(f"{done.stderr.strip()}\nthe emulator's library could not be compiled from {sources}")

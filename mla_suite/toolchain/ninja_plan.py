@@ -121,10 +121,14 @@ def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | N
     command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
     message: list[str] = []
     failed: list[str] = []
-    # A compiler may quote bytes that are no text.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as ninja:
+    try:
+        # A compiler may quote bytes that are no text.
+        started = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError as error:
+        raise BuildError(f"ninja cannot be run: {error}") from error
+    with started as ninja:
         assert ninja.stdout is not None
         lines = (line.rstrip("\n") for line in ninja.stdout)
         try:

@@ -1,6 +1,7 @@
 """The library's build: made once, again when a source changes, and a compiler's own words when it fails."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,6 +50,14 @@ def test_broken_source(tmp_path, sources):
 def test_no_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(emulator_library.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BuildError, match="needs zig as its C.. compiler; `pip install ziglang`"):
+        emulator_library.build_library(tmp_path / "out")
+
+
+def test_a_compiler_that_cannot_be_run(tmp_path, monkeypatch):
+    (tmp_path / "zig").write_text("not a program")
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(emulator_library.importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(BuildError, match=r"^the compiler .*zig cannot be run: .*Permission denied"):
         emulator_library.build_library(tmp_path / "out")
 
 

@@ -224,6 +224,13 @@ def test_a_source_edited_while_it_is_compiled(csrc, tmp_path, monkeypatch):
     assert not (out / "manifest.json").exists()
 
 
+def test_a_ninja_that_cannot_be_run(csrc, tmp_path, monkeypatch):
+    (tmp_path / "ninja").write_text("not a program")
+    monkeypatch.setattr(ninja_plan, "ninja_program", lambda: str(tmp_path / "ninja"))
+    with pytest.raises(BuildError, match=r"^ninja cannot be run: .*Permission denied"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
 def test_unknown_arch(sources, tmp_path):
     with pytest.raises(ValueError, match="unknown arch 'gfx90a': this tree has gfx942, gfx950, sm_90"):
         build(["gfx90a"], csrc=sources, out=tmp_path)
