@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from mla_suite.bench import floors
+from mla_suite.bench import floors, saving
 from mla_suite.bench.clock import SUSTAINED_S, Effort, Replay
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
@@ -122,7 +122,7 @@ def run(
         found.append(measure(row, op, prepare(row), ceilings, long(row), more(row)))
         if options.json:
             kept = [{name: None if value != value else value for name, value in e._asdict().items()} for e in found]
-            options.json.write_text(json.dumps({"floors": ceilings.as_json(), "rows": kept}, indent=1) + "\n")
+            saving.write_whole(options.json, json.dumps({"floors": ceilings.as_json(), "rows": kept}, indent=1) + "\n")
         return shown(found[-1], width)
 
     right = print_each(filter(wanted(options.rows), rows), line, width, deadline)
