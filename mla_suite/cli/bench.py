@@ -77,6 +77,9 @@ def run(args: argparse.Namespace) -> int:
         page.need_matplotlib()
     for path in filter(None, (args.save, args.html)):
         _make_room(path)
+    chosen = [name for name in ("set", "op", "shapes", "backend", "plan") if getattr(args, name)]
+    if args.load and chosen:
+        raise ValueError(f"--load shows a run as it was saved; leave out --{' --'.join(chosen)}")
     if args.rounds < 1 or args.passes < 1:
         raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
     old = record.load(args.compare) if args.compare else None

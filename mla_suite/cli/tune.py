@@ -6,9 +6,9 @@
   python -m mla_suite tune --lint                                  check every table there is
 
 Each configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the
-present choice by more than the noise of both, and no other backend is faster. Ctrl-C ends a search early and keeps what
-it found. Rows go to the package's tables, or
+present choice by more than the noise of both, and no other backend is faster. Rows go to the package's tables, or
 to the user's directory where the package is read-only or with --user; a user's rows come before shipped ones.
+Ctrl-C ends a search early and keeps what it found.
 """
 
 from __future__ import annotations
