@@ -44,6 +44,7 @@ def test_loop_and_bound(launch, arch):
         except ValueError:
             continue  # a label that is only jumped forward to
     loop = max(loops, key=lambda pcs: report.instructions(pcs))
+    assert "branch" in program.lines[loop[-1]].text, "the branch back is the loop's last instruction"
     step = 16 if arch == "gfx942" else 32
     assert report.by_class(loop)["matrix"] == report.by_class()["matrix"] == depth // step
     assert report.memory_bytes(loop) == a.nbytes + b.nbytes

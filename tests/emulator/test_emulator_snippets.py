@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mla_suite.runtime.emulator import AssemblyError, Memory, run_snippet
+from mla_suite.runtime.emulator import AssemblyError, Memory, assembly, run_snippet
 
 LANE = np.arange(64, dtype=np.uint32)
 rng = np.random.default_rng(13)
@@ -76,6 +76,39 @@ def test_dpp(arch, control, source, bound):
         enabled = 0xD >> lane // 16 & 1 and 0x7 >> lane // 4 % 4 & 1
         want = 1000 if not enabled or (taken < 0 and not bound) else 0 if taken < 0 else taken + 1
         assert state.v[1][lane] == want, lane
+
+
+def test_dpp_without_the_suffix(arch):
+    state = run_snippet(arch, "v_mov_b32 v1, v0 row_shl:1 row_mask:0xf bank_mask:0xf", {"v0": LANE, "v1": 100})
+    np.testing.assert_array_equal(state.v[1], np.where(LANE % 16 < 15, LANE + 1, 100))
+
+
+TABLE = """
+reader:
+\ts_getpc_b64 s[0:1]
+\ts_add_u32 s0, s0, table@rel32@lo+4
+\ts_endpgm
+.Lfunc_end0:
+\t.section\t.rodata
+\t.p2align\t2, 0x0
+table:
+\t.byte\t1, 255
+\t.short\t-2
+
+\t.long\t0x01020304 ; hexadecimal
+\t.zero\t3
+\t.quad\t-1
+\t.size\ttable, 19
+other:
+\t.long\t7
+"""
+
+
+def test_constants_that_the_code_addresses():
+    kernel = assembly.parse_body(TABLE, TABLE.index("reader:") + 7, "reader")
+    assert kernel.constants == {"table": b"\x01\xff\xfe\xff\x04\x03\x02\x01" + bytes(3) + b"\xff" * 8}
+    with pytest.raises(AssemblyError, match="the code addresses gone, which this file does not define"):
+        assembly.parse_body(TABLE.replace("table@", "gone@"), TABLE.index("reader:") + 7, "reader")
 
 
 def test_sdwa(arch):
