@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mla_suite.runtime.emulator import AssemblyError, Memory, assembly, run_snippet
+from mla_suite.runtime.emulator import AssemblyError, Emulator, Memory, assembly, run_snippet
 
 LANE = np.arange(64, dtype=np.uint32)
 rng = np.random.default_rng(13)
@@ -254,6 +254,11 @@ def test_unsigned_sums_and_differences_saturate_with_clamp(arch):
     wide_a, wide_b = a.astype(np.int64), b.astype(np.int64)
     for register, exact in ((2, wide_a + wide_b), (3, wide_a - wide_b), (4, wide_b - wide_a)):
         np.testing.assert_array_equal(state.v[register], np.clip(exact, 0, 2**32 - 1))
+
+
+def test_a_text_without_instructions_is_refused(arch):
+    with pytest.raises(AssemblyError, match="^empty has no instructions"):
+        Emulator(arch).load_text("empty:\n.Lfunc_end0:\n\t.amdhsa_kernel empty\n\t.end_amdhsa_kernel\n", "empty")
 
 
 def test_malformed_operands_are_refused(arch):

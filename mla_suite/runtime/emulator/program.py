@@ -21,6 +21,8 @@ class Program:
         self.arch = arch
         self.kernel = kernel
         self.lines: Sequence[Line] = kernel.lines
+        if not kernel.lines:
+            raise AssemblyError(f"{kernel.name} has no instructions")
         self.constants = {name: np.frombuffer(data, np.uint8).copy() for name, data in kernel.constants.items()}
         # s_getpc gives 0 in the core, so a relative address is the host address of the constant itself.
         symbols = {name: array.ctypes.data for name, array in self.constants.items()}
