@@ -109,6 +109,7 @@ def _no_arch(tensor: torch.Tensor) -> Arch | None:
 
 _arch_of: Callable[[torch.Tensor], Arch | None] = _no_arch
 _choices: dict[tuple[str, Hashable, str, str | None], Choice] = {}
+_warned: set[str] = set()
 
 
 def set_arch_resolver(resolver: Callable[[torch.Tensor], Arch | None]) -> None:
@@ -129,7 +130,21 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
         choice = _ask(name, backends, problem, arch, device)
         _bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
+        _warn_of_the_reference(name, choice, device)
     return choice
+
+
+def _warn_of_the_reference(name: str, choice: Choice, device: str) -> None:
+    """On a GPU the definition is right and a thousand times slower: say so, once per operator."""
+    if device == "cuda" and choice.backend.name == "reference" and choice.refused and name not in _warned:
+        _warned.add(name)
+        reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
+        logger.warning(
+            "%s runs as the fp32 reference on a GPU, which is slow and may wait for the device: %s. Of other calls "
+            "mla_suite.explain says so",
+            name,
+            reasons,
+        )
 
 
 def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch | None, device: str) -> Choice:
@@ -223,6 +238,7 @@ def keep(function: _Function) -> _Function:
 def forget() -> None:
     """Drop cached choices, after a tuned table or the set of built kernels has changed."""
     _choices.clear()
+    _warned.clear()
     _known.clear()
     for clear in _forgetting:
         clear()

@@ -215,7 +215,30 @@ def _ready(op: Op, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...], giv
     backend, config = choice.backend, choice.offer.config
     if backend.ready is not None:
         return backend.ready(config, outputs, *args, **given)
-    return lambda outputs, *args: backend.run(config, outputs, *args, **given)
+
+    def start(outputs: tuple[torch.Tensor, ...], *args: Any) -> None:
+        backend.run(config, outputs, *args, **given)
+
+    return _with_a_reason(op.name, choice, start) if first.is_cuda and backend.name == "reference" else start
+
+
+def _with_a_reason(name: str, choice: dispatch.Choice, start: Callable[..., None]) -> Callable[..., None]:
+    """Where a capture fails because the reference reads lengths on the host, say why the reference ran."""
+
+    def run(outputs: tuple[torch.Tensor, ...], *args: Any) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        try:
+            start(outputs, *args)
+        except RuntimeError as error:
+            if not capturing:
+                raise
+            reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
+            raise RuntimeError(
+                f"{name}: a CUDA graph cannot hold the fp32 reference, which reads lengths on the host and runs here "
+                f"because nothing else takes the call ({reasons})"
+            ) from error
+
+    return run
 
 
 def _fake(op: Op) -> Callable[..., Any]:

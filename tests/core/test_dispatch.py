@@ -46,6 +46,30 @@ def test_first_offer_wins_and_refusals_are_kept():
     assert str(choice) == "portable: rule\n  not native: page 48; it takes 64"
 
 
+def test_the_reference_on_a_gpu_is_told_of_once(caplog):
+    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    for problem, device in ((1, "cpu"), (1, "cuda"), (2, "cuda")):
+        dispatch.choose("an_op", backends, problem, None, device)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "an_op runs as the fp32 reference on a GPU" in record.getMessage()
+    assert "not native: page 48; it takes 64" in record.getMessage()
+
+
+def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
+    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    choice = dispatch.choose("an_op", backends, 1, None, "cpu")
+
+    def reads_the_host(outputs, *args):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    run = library._with_a_reason("an_op", choice, reads_the_host)
+    for capturing, message in ((False, "operation not permitted"), (True, "an_op: a CUDA graph cannot .* page 48; it")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        with pytest.raises(RuntimeError, match=message):
+            run(())
+
+
 def test_a_backend_is_asked_once_per_problem():
     asked: list[object] = []
     backends = (backend("reference", Offer(None, "always"), asked),)
