@@ -126,14 +126,14 @@ def test_demo_fails_on_a_finding_and_on_a_wrong_number(
     record = demo_emulated.launch_record
 
     def with_a_finding(report: Any, arch: Any, keys: int) -> dict[str, Any]:
-        return record(report, arch, keys) | {"findings": ["made up"] if report.kernel.startswith("append") else []}
+        return record(report, arch, keys) | {"findings": ["made [up]"] if report.kernel.startswith("append") else []}
 
     monkeypatch.setattr(demo_emulated, "launch_record", with_a_finding)
     monkeypatch.setattr(demo_emulated, "ATOL", 0.0)
     monkeypatch.setattr(demo_emulated, "RTOL", 0.0)
     assert main(["demo", "--emulate", "gfx942"]) == 1
     printed = capsys.readouterr().out
-    assert "append_kv_tokens_1: made up" in printed
+    assert "append_kv_tokens_1: made [up]" in printed
     assert "values differ by up to" in printed
     assert "2 problems" in printed
 

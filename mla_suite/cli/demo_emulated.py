@@ -160,7 +160,7 @@ def show(record: dict[str, Any], console: Console) -> None:
     for part in record["parts"]:
         console.rule(part["title"], align="left")
         for op, told in part["backends"].items():
-            console.print(told["why"], highlight=False, soft_wrap=True)
+            console.print(told["why"], highlight=False, soft_wrap=True, markup=False)
             for launch in part["launches"]:
                 if _operator(launch["kernel"]) == op:
                     console.print(f"  kernel {launch['kernel']}", highlight=False, soft_wrap=True)
@@ -181,7 +181,7 @@ def show(record: dict[str, Any], console: Console) -> None:
         console.print(f"largest differences from the reference: {said}; y reaches {part['largest_y']:.2f}\n")
     console.print("clocks: a bound, not a time: one compute unit would need at least as many for all of a launch")
     for problem in record["problems"]:
-        console.print(f"[red]{problem}", highlight=False, soft_wrap=True)
+        console.print(problem, style="red", highlight=False, soft_wrap=True, markup=False)
     verdict = f"every value within rtol {record['rtol']}, atol {record['atol']}; sanitizer: no findings"
     console.print(verdict if not record["problems"] else f"{len(record['problems'])} problems")
     console.print(f"{record['arch']} emulated on this CPU in {record['seconds']} s; nothing here ran on an AMD GPU")

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import runs
+import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import peers, record, table
+from mla_suite.bench import noise, peers, record, sets, table
+from mla_suite.bench import run as runner
+from mla_suite.bench.clock import Effort
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +33,15 @@ def test_quick_set_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert result.floor_us == 0
     assert main(["bench", "--load", str(saved), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["shape"] == "b4-r16-s8-v512"
+
+
+def test_progress_counts_every_shape_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes that are added for noise are told, and count nothing."""
+    monkeypatch.setattr(noise, "unsettled", lambda rounds: True)
+    told: list[tuple[str, int]] = []
+    case = sets.combine(1, 2, 2)
+    runner.run([case], torch.device("cpu"), Effort(rounds=1, passes=2), progress=lambda *step: told.append(step))
+    assert told == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MOST_EXTRA, ("done", 2)]
 
 
 def test_decode_is_checked_against_fp64_and_planned_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
