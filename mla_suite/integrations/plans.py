@@ -89,7 +89,7 @@ def to_flash_mla(
     must be those the plan was made for: FlashMLA's records end where a sequence ended then.
     """
     batch = seq_lens.shape[0]
-    parts = _Parts.of(plan, batch, workers)
+    parts = _parts(plan, batch, workers)
     sequence, items = parts.sequence, parts.items.long()
     first, stop = parts.work_indptr[:-1], parts.work_indptr[1:]
     busy = stop > first
@@ -161,7 +161,7 @@ def aiter_lists(
 ) -> AiterPlan:
     """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
     batch = qo_indptr.shape[0] - 1
-    parts = _Parts.of(plan, batch, workers)
+    parts = _parts(plan, batch, workers)
     items = parts.items.long()
     used = items[:, Item.SEQUENCE] >= 0
     owner = torch.where(used, items[:, Item.SEQUENCE], 0)
@@ -223,23 +223,23 @@ class _Parts(NamedTuple):
     items: torch.Tensor  # [capacity, 4]
     sequence: torch.Tensor  # [capacity] of the items, `batch` for unused ones, so that it rises
 
-    @classmethod
-    def of(cls, plan: torch.Tensor, batch: int, workers: int) -> _Parts:
-        place = Layout(batch, workers, 0)
-        words = plan.shape[0] - int(place.items)
-        if words < 0 or words % ITEM_WORDS != 0:
-            raise ValueError(
-                f"plan has {plan.shape[0]} words, none that {batch} sequences and {workers} workers can have; give the "
-                "batch and workers that mla_suite.plan was given"
-            )
-        items = plan[place.items :].view(-1, ITEM_WORDS)
-        sequence = items[:, Item.SEQUENCE].long()
-        return cls(
-            plan[place.split_indptr : place.work_indptr],
-            plan[place.work_indptr : place.counters].long(),
-            items,
-            torch.where(sequence < 0, batch, sequence),
+
+def _parts(plan: torch.Tensor, batch: int, workers: int) -> _Parts:
+    place = Layout(batch, workers, 0)
+    words = plan.shape[0] - int(place.items)
+    if words < 0 or words % ITEM_WORDS != 0:
+        raise ValueError(
+            f"plan has {plan.shape[0]} words, none that {batch} sequences and {workers} workers can have; give the "
+            "batch and workers that mla_suite.plan was given"
         )
+    items = plan[place.items :].view(-1, ITEM_WORDS)
+    sequence = items[:, Item.SEQUENCE].long()
+    return _Parts(
+        plan[place.split_indptr : place.work_indptr],
+        plan[place.work_indptr : place.counters].long(),
+        items,
+        torch.where(sequence < 0, batch, sequence),
+    )
 
 
 def _owner(work_indptr: torch.Tensor, item: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,13 @@ def merged(rows):
     return mla_suite.combine(out, lse, num_splits=1, out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("call", [planned, into_outputs, sparse, append, merged])
+KNOWS_NO_SIZE = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
+    reason="older torch (2.9 was tried) asks whether a written tensor of unknown size has one row",
+)
+
+
+@pytest.mark.parametrize("call", [planned, pytest.param(into_outputs, marks=KNOWS_NO_SIZE), sparse, append, merged])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_rows_selected_by_data(call):
     torch._dynamo.reset()

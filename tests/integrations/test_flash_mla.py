@@ -372,11 +372,11 @@ def test_dense_decode_compiles_in_one_graph(older):
     lengths = [70, 0, 130]
     cache, table, lens = paged(lengths, 64)
 
-    def decode(q, lens):
-        metadata = get_mla_metadata(lens, q.shape[1] * q.shape[2], 1) if older else get_mla_metadata()
-        return flash_mla_with_kvcache(q, cache, table, lens, 512, *metadata, causal=True)
+    def decode(q, lens, *metadata):
+        return flash_mla_with_kvcache(q, cache, table, lens, 512, *(metadata or get_mla_metadata()), causal=True)
 
     torch._dynamo.reset()
     q = torch.randn(3, 2, 8, 576).bfloat16()
-    out, lse = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lens)
+    metadata = get_mla_metadata(lens, 16, 1) if older else ()
+    out, lse = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lens, *metadata)
     check(out, lse, dense_expected(q, cache.squeeze(2), table, lengths, 576**-0.5, causal=True))
