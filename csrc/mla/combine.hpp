@@ -94,7 +94,10 @@ struct Combine {
 
   MLA_DEVICE static float lse_of(const CombineParams& p, const Place& at, int split) {
     if (split >= at.splits) return -bit_cast<float>(INFINITY_BITS);
-    return p.partial_lse[(at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride];
+    return *lse_at(p, at, split);
+  }
+  MLA_DEVICE static const float* lse_at(const CombineParams& p, const Place& at, int split) {
+    return p.partial_lse + ((at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
   }
 
   // The split whose log-sum-exp is the lane's `i`-th.
@@ -314,6 +317,9 @@ struct Combine {
     at.token += first_token;
     at.wanted = at.wanted && !(p.skip_single != 0 && at.splits == 1) && !(p.skip_none != 0 && at.splits == 0);
     if (!at.wanted) at.splits = 0;
+  }
+
+  MLA_DEVICE static void read_own(const CombineParams& p, Place& at) {
     for (int i = 0; i < owned; ++i) at.own[i] = lse_of(p, at, own_split(at, i));
   }
 
@@ -324,6 +330,7 @@ struct Combine {
     Wave::release_consumer();   // while decode runs: who follows waits for this launch, and so for decode
     Wave::wait_for_producer();  // what follows from numbers alone is found while decode runs
     locate(p, sequence, at);
+    read_own(p, at);
     if (parts > 1 || at.wanted) merge(p, at);  // several parts meet at barriers, wanted or not
   }
 
@@ -340,16 +347,8 @@ struct Combine {
       row = merge_row(of_parts + at.index / parts * parts, at);
       share[0] = exp_of<Wave>(at.own[0] - row.base());
     }
-    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
-      p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
-
-    Outcome outcome = outcome_of(row);
-    float scale = scale_of(row);
-    if (p.attn_sink != nullptr) {
-      const float sink = p.attn_sink[static_cast<uint32_t>(at.row) % static_cast<uint32_t>(p.sink_heads)];
-      outcome = outcome_of(row, sink);
-      scale = scale_of(row, sink);
-    }
+    float scale;
+    const Outcome outcome = begin(p, at, row, scale);
     float sum[chunks][vec] = {};
     if (outcome == SUM) {
       if constexpr (early)
@@ -357,6 +356,26 @@ struct Combine {
       else
         accumulate_part(p, at, share[0], row.base(), scale, sum);
     }
+    finish(p, at, outcome, sum);
+  }
+
+  // Writes the row's log-sum-exp; what the row is, and its scale.
+  MLA_DEVICE static Outcome begin(const CombineParams& p, const Place& at, const Merged& row, float& scale) {
+    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
+      p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
+    Outcome outcome = outcome_of(row);
+    scale = scale_of(row);
+    if (p.attn_sink != nullptr) {
+      const float sink = p.attn_sink[static_cast<uint32_t>(at.row) % static_cast<uint32_t>(p.sink_heads)];
+      outcome = outcome_of(row, sink);
+      scale = scale_of(row, sink);
+    }
+    return outcome;
+  }
+
+  // The sums of all parts to the results.
+  MLA_DEVICE static void finish(const CombineParams& p, const Place& at, Outcome outcome,
+                                const float (&sum)[chunks][vec]) {
     const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride + at.first_column;
     if constexpr (parts == 1) {
       for (int c = 0; c < chunks; ++c) store(p, out + (c * team + at.member) * vec, outcome, sum[c]);

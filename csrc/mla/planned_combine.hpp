@@ -150,6 +150,7 @@ struct PlannedCombine {
     at.first = turn.first;
     at.splits = turn.splits;
     Merge::settle(p, turn.sequence, at);
+    Merge::read_own(p, at);
     if (Merge::parts > 1 || at.wanted) Merge::merge(p, at);
     if constexpr (Merge::parts > 1) block_sync();  // the next turn's sums come to where this one's are read
   }

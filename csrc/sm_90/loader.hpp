@@ -48,9 +48,9 @@ class Loader {
     }
     // Which sequence comes first follows from parameters alone, unless a plan or ragged queries decide it.
     const bool told = params_.plan != nullptr || params_.cu_seqlens_q != nullptr;
-    if (told) take_turn();
+    if (told) turn();
     WorkList work = work_list<Policy>(params_);
-    if (!told) take_turn();
+    if (!told) turn();
     if (!TMA)
       copy_keys(work);
     else if (warp == Q_WARP)
@@ -62,6 +62,12 @@ class Loader {
   }
 
  protected:
+  // Where combine waits for words, the values let it start.
+  MLA_DEVICE void turn() const {
+    wait_for_turn();
+    if (!Policy::awaited(params_)) give_turn();
+  }
+
   MLA_DEVICE void ask_for_keys(WorkList& work) {
     Ring<Policy::STAGES> ring;
     work.load_pages();

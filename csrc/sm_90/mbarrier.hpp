@@ -61,9 +61,11 @@ MLA_DEVICE void group_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) 
 
 // For programmatic dependent launch: nothing that the previous kernel wrote may be read before this, and blocks of the
 // next kernel may be scheduled once every block has passed it. Without such a launch it does nothing.
+MLA_DEVICE void wait_for_turn() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+MLA_DEVICE void give_turn() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 MLA_DEVICE void take_turn() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  wait_for_turn();
+  give_turn();
 }
 
 template <int REGISTERS>

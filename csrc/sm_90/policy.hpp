@@ -80,6 +80,9 @@ struct DecodePolicy {
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
 
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }  // of a sequence
+  // Whether combine waits for the words of the block's one partial (awaited.hpp), and whether it ever does.
+  MLA_DEVICE static bool awaited(const Params& params) { return params.awaited != 0; }
+  static constexpr bool AWAITABLE = SOURCE != Source::selected;
   MLA_DEVICE static int q_box_bytes(const Params& params) { return box_bytes(params.rows); }
   // The host makes boxes of no more rows than there are, in whole turns of the swizzle.
   MLA_DEVICE static int box_bytes(int rows) { return min(ROWS, (rows + 7) / 8 * 8) * 64; }

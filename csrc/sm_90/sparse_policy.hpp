@@ -99,6 +99,7 @@ struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Recor
   }
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }  // of a query token
+  MLA_DEVICE static bool awaited(const Params&) { return false; }
   MLA_DEVICE static int q_box_bytes(const Params& params) { return Base::box_bytes(params.heads); }
 };
 

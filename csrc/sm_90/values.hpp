@@ -1,6 +1,7 @@
 // The two warpgroups that hold the result: O = O * factor + P V, 256 columns each, and its way to memory.
 #pragma once
 
+#include "sm_90/awaited.hpp"
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 
@@ -19,6 +20,7 @@ class Values {
   // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a
   // whole Q K^T later, and a stage given back early is worth more than a P V queued early.
   MLA_DEVICE void run() {
+    if (Policy::awaited(params_)) promise();
     for (;;) {
       int order = next_order();
       if (order & STOP) return;
@@ -56,6 +58,24 @@ class Values {
   }
 
  private:
+  // Makes the words of this block's partial NOT_YET while the first keys are on their way, and lets combine start.
+  MLA_DEVICE void promise() const {
+    wait_for_turn();
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * Policy::rows(params_) + first_row();
+    const int rows = min(ROWS, Policy::rows(params_) - first_row());
+    const int lane = group_thread() % 32;
+    for (int row = group_thread() / 32; row < rows; row += 4) {
+      uint4* to = reinterpret_cast<uint4*>(params_.partial_out + (first + row) * D_V + side_ * VALUE_COLUMNS);
+#pragma unroll
+      for (int at = 0; at < VALUE_COLUMNS / 4; at += 32)
+        store_arriving(to + at + lane, make_uint4(NOT_YET, NOT_YET, NOT_YET, NOT_YET));
+      if (side_ == 0 && lane == 0) store_arriving(params_.partial_lse + first + row, bit_cast<float>(NOT_YET));
+    }
+    __threadfence();
+    asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
+    give_turn();
+  }
+
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
   MLA_DEVICE int row() const { return group_thread() / 32 * 16 + group_thread() % 32 / 4; }
 
@@ -166,7 +186,7 @@ class Values {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (ending.offset[i] != NO_ROW)
-          ending.lse[stored_row(i)] = load_shared<float>(slot() + Policy::LSE + stored_row(i) * 4);
+          put_in_memory(ending.lse[stored_row(i)], load_shared<float>(slot() + Policy::LSE + stored_row(i) * 4));
     give_back_slot();
   }
 
@@ -255,7 +275,7 @@ class Values {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (ending.offset[i] != NO_ROW)
-        reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)] = columns[i];
+        put_in_memory(reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + (piece * 8 + lane % 8)], columns[i]);
     if constexpr (Policy::PAIRED) meanwhile();  // earlier would take registers that pairs lack
   }
 
@@ -267,7 +287,16 @@ class Values {
       if (ending.offset[i] != NO_ROW)
 #pragma unroll 1
         for (int at = group_thread() % 8; at < pieces; at += 8)
-          reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + at] = make_uint4(0, 0, 0, 0);
+          put_in_memory(reinterpret_cast<uint4*>(ending.begin)[ending.offset[i] + at], make_uint4(0, 0, 0, 0));
+  }
+
+  // Combine may be loading what is a partial.
+  template <class Words>
+  MLA_DEVICE static void put_in_memory(Words& to, const Words& words) {
+    if constexpr (Policy::AWAITABLE)
+      store_arriving(&to, words);
+    else
+      to = words;
   }
 
   template <class V>

@@ -173,8 +173,7 @@ class WorkList {
 // From rows to tokens and heads: row / heads by one multiplication, exact for rows below 2^32 / heads.
 class Heads {
  public:
-  MLA_DEVICE explicit Heads(const Params& params)
-      : heads_(params.heads), magic_(static_cast<uint32_t>(params.heads_reciprocal)) {}
+  MLA_DEVICE explicit Heads(const Params& params) : heads_(params.heads), magic_(params.heads_reciprocal) {}
   MLA_DEVICE explicit Heads(const SparseDecodeTmaParams& params)
       : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
   MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }

@@ -13,6 +13,8 @@ HEAD_DIMS_V = (512, 128)
 ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
+AWAITED_ROWS = 16  # that decode fills, of neighbouring compute units (csrc/sm_90/README.md)
+AWAITED_SPLITS = 128  # of a sequence: each has a lane that keeps its weight
 STATIC_LDS = {
     "amd": 65536,
     "nvidia": 49152,
@@ -129,6 +131,38 @@ class PlannedConfig:
         return min(rows * self.slices, PLANNED_GROUPS * self.arch.compute_units)
 
 
+@dataclass(frozen=True)
+class AwaitingConfig:
+    """The one instance of csrc/sm_90/awaiting_combine.hpp, for rows that can be read and written 16 bytes at a time.
+
+    It merges partials word by word while decode stores them.
+    """
+
+    arch: Arch = field(repr=False)
+    head_dim_v: int
+
+    vec = 4
+    waves = 8
+    slices = 4
+
+    @property
+    def instance(self) -> str:
+        return f"awaiting_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}"
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    @property
+    def resident(self) -> int:
+        """Workgroups that a compute unit has room for."""
+        return 4 * self.arch.simds // self.waves
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for so many rows over the whole batch."""
+        return rows * self.slices
+
+
 def rule(arch: Arch, head_dim_v: int, rows: int, splits: int) -> Config:
     """The point for so many rows over the batch with so many splits each, where no table says otherwise.
 
@@ -160,6 +194,20 @@ def planned(arch: Arch, head_dim_v: int, rows: int, batch: int) -> PlannedConfig
     every_row = rule(arch, head_dim_v, rows * batch, 2)
     fits = every_row.grid(rows * batch) <= every_row.resident * arch.compute_units
     return None if fits else PlannedConfig(arch, head_dim_v)
+
+
+def awaiting(arch: Arch, head_dim_v: int, rows: int, batch: int, splits: int, busy: int) -> AwaitingConfig | None:
+    """The point that merges `splits` of each sequence of `rows` rows while decode, on `busy` compute units, goes on.
+
+    Decode first fills what is awaited, which must cost less than the end of a kernel: so there is none for more rows,
+    of neighbouring units together because these have one way to memory. And all its workgroups must find room beside.
+    """
+    if arch.name != "sm_90" or head_dim_v != 512 or splits > AWAITED_SPLITS:
+        return None
+    neighbours = 2 if busy > arch.compute_units // 2 else 1
+    point = AwaitingConfig(arch, head_dim_v)
+    room = point.resident * (arch.compute_units - busy)
+    return point if rows * neighbours <= AWAITED_ROWS and point.grid(rows * batch) <= room else None
 
 
 def unaligned(arch: Arch, head_dim_v: int) -> Config:

@@ -12,7 +12,7 @@ import torch
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, keep, readied
 from mla_suite.ops.combine import config as configs
-from mla_suite.ops.combine.config import HEAD_DIMS_V, Config, PlannedConfig
+from mla_suite.ops.combine.config import HEAD_DIMS_V, AwaitingConfig, Config, PlannedConfig
 from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.runtime.driver import Start
 from mla_suite.toolchain.params import load, reciprocal
@@ -53,7 +53,7 @@ _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 
 @lru_cache(maxsize=4096)
 def prepare(
-    config: Config | PlannedConfig,
+    config: Config | PlannedConfig | AwaitingConfig,
     shape: tuple[int, int, int],
     strides: tuple[tuple[int, ...], ...],
     aligned: bool,

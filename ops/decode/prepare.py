@@ -134,22 +134,26 @@ def prepare(
     )
     table_stride = 0 if table is None else table[1][0]
     boxes: tuple[hopper.Boxes | None, hopper.Boxes] | None = None
+    awaiting = None  # what merges while decode runs; only for partials of one item of each block
     if isinstance(config, HopperConfig):
         workers = hopper.workers(config.arch, items, tiles)
         grid, shared = (tiles, workers, 1), config.lds
+        if slots and not words and workers == items and not split_size:
+            awaiting = combine_configs.awaiting(config.arch, head_dim_v, rows, batch, splits, workers * tiles)
         splits_magic, splits_shift = reciprocal(splits)
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
         packed = pack_numbers(
             "decode_tma",
             hopper.LEADING,
-            heads_reciprocal=(2**32 - 1) // heads + 1,
+            heads_reciprocal=(2**32 - 1) // heads + 1 if heads > 1 else 0,
             page_ids_stride=table_stride,
             page_ids_width=0 if table is None else table[0][1],
             plan_words=words,
             splits_magic=splits_magic,
             splits_shift=splits_shift,
             workers=workers,
+            awaited=int(awaiting is not None),
             **numbers,
         )
     else:
@@ -169,7 +173,8 @@ def prepare(
     if slots:
         fixed, planned = split_size > 0, words > 0
         merge = combine.prepare(
-            combine.config_for(config.arch, head_dim_v, out.dtype, rows, batch, -(-slots // batch), fixed, planned),
+            awaiting
+            or combine.config_for(config.arch, head_dim_v, out.dtype, rows, batch, -(-slots // batch), fixed, planned),
             (batch, rows, heads),
             ((rows * head_dim_v, head_dim_v), (rows, 1), out.strides[-3:-1], (heads, 1)),
             True,  # scratch and results begin on 16 bytes

@@ -11,6 +11,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import dispatch
+from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan
@@ -84,6 +85,10 @@ SHAPES = {
     "large pages, ragged": dict(lens=(700, 100, 1063), page=256, ragged_pages=True),
     "ragged queries": dict(lens=(700, 100, 1063, 0), q_len=4, varlen=True, sink=True),
     "cut": dict(lens=(700, 100, 0), heads=40, num_splits=5, sink=True),
+    "few rows, awaited": dict(lens=(3000,), heads=16, num_splits=40),
+    "few rows, empty cuts": dict(lens=(70, 1, 0, 700), heads=5, num_splits=8, sink=True),
+    "few rows, ragged, odd pages": dict(lens=(70, 300, 1), heads=3, q_len=4, varlen=True, num_splits=6, page=7),
+    "few rows, most cuts": dict(lens=(9000,), heads=1, num_splits=128, **HALF),
     "cut by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
     "planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True),
     "planned, ragged, sink": dict(lens=(700, 10, 2063, 0), planned=True, varlen=True, q_len=3, sink=True, page=16),
@@ -160,6 +165,49 @@ def test_a_scale_of_the_queries():
     args, kwargs = hostile(decode_sample((100, 7), heads=16))
     args[Q_DESCALE] = torch.tensor([0.25], device="cuda")
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
+def test_nan_of_any_kind_comes_through_an_awaited_merge(bits):
+    """Which waits as long as it sees one certain NaN: results must never be that one."""
+    args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
+    right, right_lse = decode(args, kwargs)
+    nan = torch.tensor(bits - 0x10000 if bits >> 15 else bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    args[Q][0, 0, 3] = nan
+    out, lse = decode(args, kwargs)
+    assert out[0, 0, 3].isnan().all()
+    assert lse[0, 0, 3].isnan()
+    others = [head for head in range(16) if head != 3]
+    assert torch.equal(out[0, 0, others], right[0, 0, others])
+    assert torch.equal(lse[0, 0, others], right_lse[0, 0, others])
+    args[CACHE][args[TABLE][0, 2], 5, 40] = nan
+    assert decode(args, kwargs)[0][0, 0, others, 40].isnan().all()
+
+
+def test_an_awaited_merge_takes_no_old_partial(monkeypatch):
+    """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
+    problems = [decode_sample((500 + 97 * i,), heads=16, num_splits=5 + i, seed=i) for i in range(12)]
+    problems = [problem.make(torch.device("cuda")) for problem in problems]
+    with monkeypatch.context() as changed:
+        changed.setattr(combine_configs, "AWAITED_ROWS", 0)
+        dispatch.forget()
+        expected = [decode(*problem) for problem in problems]
+    dispatch.forget()
+
+    def same(results):
+        torch.cuda.synchronize()
+        return all(torch.equal(a, b) for x, y in zip(results, expected, strict=True) for a, b in zip(x, y, strict=True))
+
+    for _ in range(20):
+        assert same([decode(*problem) for problem in problems])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(*problem) for problem in problems]
+    for _ in range(50):
+        for out, _ in results:
+            out.fill_(7.0)
+        graph.replay()
+        assert same(results)
 
 
 def test_strided_tensors():

@@ -118,7 +118,7 @@ def test_shipped_tables(name):
 def built_instances(name):
     from mla_suite.toolchain.instances import instances
 
-    return {item.id for item in instances(name) if item.kernel in ("combine", "planned_combine")}
+    return {item.id for item in instances(name) if item.kernel in ("combine", "planned_combine", "awaiting_combine")}
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
@@ -146,6 +146,28 @@ def test_few_workgroups_merge_what_a_plan_split():
         for arch, planned in ((sm_90, False), (archs.get("gfx942"), True), (archs.get("gfx950"), True)):
             unplanned = config.choose(arch, 512, "bf16", rows, batch, 2)[0]
             assert native.config_for(arch, *facts, fixed=False, planned=planned) == unplanned
+
+
+def test_few_rows_are_merged_while_decode_runs():
+    """On sm_90, where decode has little to fill and leaves room for all workgroups."""
+    sm_90 = archs.get("sm_90")
+    point = config.awaiting(sm_90, 512, rows=16, batch=1, splits=64, busy=64)
+    assert point is not None
+    assert point.instance in built_instances("sm_90")
+    assert (point.threads, point.grid(16)) == (256, 64)
+    for changed, taken in (
+        (dict(rows=1, splits=128, busy=128), True),
+        (dict(splits=129), False),
+        (dict(rows=17), False),
+        (dict(busy=67), False),
+        (dict(rows=8, busy=67), True),
+        (dict(rows=16, batch=2, busy=66), True),
+        (dict(rows=16, batch=3, busy=66), False),
+        (dict(head_dim_v=128), False),
+        (dict(arch=archs.get("gfx950")), False),
+    ):
+        facts = dict(arch=sm_90, head_dim_v=512, rows=16, batch=1, splits=64, busy=64) | changed
+        assert (config.awaiting(**facts) is not None) is taken, changed
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):

@@ -205,12 +205,33 @@ def test_every_word_of_a_launch(monkeypatch):
         "split_size": 0,
         "plan_words": 0,
         "workers": 9,
+        "awaited": 0,
         "causal": 1,
     }
     scale = fields.pop("softmax_scale")
     assert fields == expected
     assert scale == pytest.approx(576**-0.5)
     assert buffers["partial_out"].tensor.shape == (9, 80, 512)
+
+
+@pytest.mark.parametrize(
+    ("options", "awaited"),
+    [
+        (dict(heads=16, num_splits=8), True),
+        (dict(heads=5, q_len=3, num_splits=8, varlen=True, page=7, ragged_pages=True), True),
+        (dict(heads=17, num_splits=8), False),  # more rows than are filled
+        (dict(heads=16, num_splits=40), False),  # neighbours
+        (dict(heads=8, num_splits=66), False),  # two items for some blocks
+        (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
+        (dict(heads=16, planned=True), False),
+    ],
+)
+def test_which_partials_are_awaited(monkeypatch, options, awaited):
+    merges = []
+    monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
+    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
+    assert fields["awaited"] == int(awaited)
+    assert ("awaiting" in merges[0]) is awaited
 
 
 def test_ragged_queries_and_pages(monkeypatch):

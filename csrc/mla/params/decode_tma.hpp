@@ -53,13 +53,13 @@ struct DecodeTmaParams {
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
-  uint64_t heads_reciprocal;     // 2^32 / heads, rounded up: row / heads by one multiplication
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
   int32_t batch;
   int32_t heads;
+  uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
@@ -72,6 +72,7 @@ struct DecodeTmaParams {
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
   int32_t workers;               // rows of the grid, each of which walks the work list
+  int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/awaited.hpp)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;           // positive
 };
