@@ -336,6 +336,28 @@ def test_misaligned_base_width_and_descale_are_refused():
         layout("v31")
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: caches.pack(layout("bf16"), torch.zeros(4, 576)), r"pack: rows has shape \(4, 576\); .*, head_dim\]"),
+        (lambda: caches.pack(layout("v32"), torch.zeros(2, 4, 512)), r"layout 'v32' takes \[pages, page, 576\]"),
+        (
+            lambda: caches.pack(layout("bf16"), torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
+            "only fp8, fp8_fnuz read",
+        ),
+        (lambda: caches.unpack(layout("v32"), torch.zeros(2, 4, 656)), "unpack: cache is float32; it takes uint8"),
+        (
+            lambda: caches.unpack(layout("v32"), torch.zeros(2, 4, 655, dtype=torch.uint8)),
+            r"takes \[pages, page, 656\]",
+        ),
+        (lambda: caches.unpack(layout("bf16"), torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
+    ],
+)
+def test_what_is_no_cache_is_neither_packed_nor_unpacked(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
 def test_declarations_need_no_torch():
     program = (
         "import sys; sys.modules['torch'] = None\n"

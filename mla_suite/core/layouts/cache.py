@@ -86,8 +86,15 @@ def pack(
 ) -> torch.Tensor:
     """A new cache that holds `rows` `[pages, page, head_dim]` (any float dtype), quantised by the layout's rule.
 
-    Bytes between blocks are zero. Raises ValueError for rows of another width than the layout's.
+    Bytes between blocks are zero. Raises ValueError for rows of another width than the layout's, and for a descale that
+    the layout has no use for.
     """
+    if rows.dim() != 3 or not (layout.dense or rows.shape[-1] == layout.head_dim):
+        width = "head_dim" if layout.dense else layout.head_dim
+        checks.fail(
+            "pack", "rows", f"has shape {tuple(rows.shape)}", f"layout {layout.name!r} takes [pages, page, {width}]"
+        )
+    check_descale(layout, descale, rows, op="pack", argument="descale")
     sized = _sized_to(layout, rows.shape[-1])
     pages, page, _ = rows.shape
     cache = empty(sized, pages, page, padded=padded, device=rows.device)
@@ -99,7 +106,13 @@ def pack(
 
 
 def unpack(layout: Layout, cache: torch.Tensor, *, descale: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32 rows `[pages, page, head_dim]` of a cache; `unpack(layout, cache[page_ids])` reads only those pages."""
+    """fp32 rows `[pages, page, head_dim]` of a cache; `unpack(layout, cache[page_ids])` reads only those pages.
+
+    Raises ValueError or TypeError for a tensor that is no cache in `layout`, and for a descale that it has no use for.
+    """
+    checks.tensor("unpack", "cache", cache, rank=3, dtypes=dtypes(layout))
+    check(layout, cache, cache.shape[2] if layout.dense else layout.head_dim, op="unpack", argument="cache")
+    check_descale(layout, descale, cache, op="unpack", argument="descale")
     sized = _sized_to(layout, cache.shape[2])
     stored = {f.name: _words(sized, cache, f, torch.uint8).contiguous() for f in sized.fields if f.name != "pad"}
     return decode_rows(sized, stored, descale)
