@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import mla_suite
+from mla_suite.core import layouts
 from mla_suite.models import prefill
 from mla_suite.models.cache import Step
-from mla_suite.models.config import MLAConfig
+from mla_suite.models.config import LATENT, ROPE, MLAConfig
 from mla_suite.models.head_products import absorbed, head_values
 from mla_suite.models.latents import LatentNorm, latents
 from mla_suite.models.rope import rotate
@@ -43,6 +44,10 @@ class MLA(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if layouts.layout(layout).head_dim != LATENT + ROPE:
+            raise ValueError(
+                f"MLA: layout {layout!r}; this layer caches rows of {LATENT + ROPE} values, as bf16 and v32 do"
+            )
         self.config = config
         self.layout = layout
 

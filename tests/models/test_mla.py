@@ -239,6 +239,12 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
     assert kv_cache.isnan().all()
 
 
+@pytest.mark.parametrize(("layout", "message"), [("dsv4", "caches rows of 576 values"), ("bf17", "'bf17' is unknown")])
+def test_a_layout_that_it_cannot_write_is_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        MLA(TINY, layout=layout)
+
+
 def test_prefill_of_sequences_without_new_tokens():
     cache = PagedLatentCache(1, 4, 8, layout="fp32")
     sequences = [cache.allocate(), cache.allocate()]
