@@ -8,7 +8,7 @@ import torch
 
 from mla_suite.core import arch as arch_records
 from mla_suite.runtime.driver import Buffer, LaunchError
-from mla_suite.runtime.emulator import Emulator, EmulatorDriver, SanitizerError, configured
+from mla_suite.runtime.emulator import Emulator, EmulatorDriver, SanitizerError, configured, machine
 
 
 @pytest.fixture
@@ -23,6 +23,25 @@ def kernel(arch, programs):
 def arguments(a, b, out):
     params = struct.pack("<QQQi", a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
     return params, lambda: [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out, "w")]
+
+
+@pytest.mark.parametrize(
+    ("directive", "value", "bits"),
+    [
+        ("float_denorm_mode_32", 3, 0b11 << 4),
+        ("float_denorm_mode_16_64", 2, 0b10 << 6),
+        ("dx10_clamp", 1, 1 << 8),
+        ("ieee_mode", 1, 1 << 9),
+        ("fp16_overflow", 1, 1 << 23),
+    ],
+)
+def test_the_mode_register_that_a_wave_starts_with(directive, value, bits):
+    """Fields of MODE as the ISA manual lays them out."""
+    none = dict.fromkeys(("float_denorm_mode_32", "float_denorm_mode_16_64", "dx10_clamp", "ieee_mode"), 0)
+    assert machine._mode(none) == 0
+    assert machine._mode(none | {directive: value}) == bits
+    with pytest.raises(LaunchError, match="another rounding than to nearest even"):
+        machine._mode({"float_round_mode_32": 1})
 
 
 def test_launch(kernel):

@@ -68,9 +68,10 @@ def test_edited_sources(csrc, tmp_path):
     entry = build(["gfx942"], csrc=csrc, out=tmp_path / "objects").find("gfx942", NAME)
     entry.read_object()
     edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
-    with pytest.raises(ObjectError, match=r"was built from other sources than .*csrc now holds") as caught:
-        entry.read_object()
-    one_sentence(caught)
+    for read in (entry.read_object, entry.read_text):
+        with pytest.raises(ObjectError, match=r"was built from other sources than .*csrc now holds") as caught:
+            read()
+        one_sentence(caught)
 
 
 @pytest.mark.parametrize(
