@@ -139,7 +139,7 @@ def unplanned_cuts(row: Row, q: torch.Tensor) -> int:
     """Cuts per sequence that decode makes where it is given no plan."""
     arch = dispatch.arch_of(q)
     assert arch is not None
-    return hopper.cuts(arch, row.batch, row.heads * row.q_len, -(-max(row.lens()) // hopper.KEYS))
+    return hopper.cuts(arch, "tma", row.batch, row.heads * row.q_len, -(-max(row.lens()) // hopper.KEYS))
 
 
 def with_plan(turn: Call, rows: int) -> Call:

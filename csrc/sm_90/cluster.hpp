@@ -51,7 +51,7 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
 // Not the aligned form: nothing says that the lanes of a warp come together.
 template <class Policy>
 MLA_DEVICE void blocks_meet() {
-  if constexpr (Policy::PAIRED)
+  if constexpr (Policy::PAIRED || Policy::TOGETHER)
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else
     block_sync();

@@ -24,13 +24,15 @@ constexpr int VALUES_BARRIER = 3;
 enum class Source { gather, tma, selected };
 
 // PAIRED: two blocks of a cluster bring keys to each other (SparsePolicy).
-template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5, bool PAIRED_ = false>
+// TOGETHER: two blocks of a cluster compute the two cuts of a sequence and merge them (together.hpp).
+template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5, bool PAIRED_ = false, bool TOGETHER_ = false>
 struct DecodePolicy {
   using Type = T;
   using Params = DecodeTmaParams;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
   static constexpr bool PAIRED = PAIRED_;
+  static constexpr bool TOGETHER = TOGETHER_;
   static constexpr int KEYS = 32;                                   // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   // A stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]; or, so that eight keys lie in one piece,
@@ -74,7 +76,8 @@ struct DecodePolicy {
   static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
   static constexpr int ITEMS = 4;
   static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
-  static constexpr int SHARED_BYTES = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);
+  static constexpr int PEER_LSE = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);  // float[64], TOGETHER
+  static constexpr int SHARED_BYTES = PEER_LSE + (TOGETHER ? ROWS * 4 : 0);
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
@@ -82,7 +85,7 @@ struct DecodePolicy {
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }  // of a sequence
   // Whether combine waits for the words of the block's one partial (awaited.hpp), and whether it ever does.
   MLA_DEVICE static bool awaited(const Params& params) { return params.awaited != 0; }
-  static constexpr bool AWAITABLE = SOURCE != Source::selected;
+  static constexpr bool AWAITABLE = SOURCE != Source::selected && !TOGETHER;
   MLA_DEVICE static int q_box_bytes(const Params& params) { return box_bytes(params.rows); }
   // The host makes boxes of no more rows than there are, in whole turns of the swizzle.
   MLA_DEVICE static int box_bytes(int rows) { return min(ROWS, (rows + 7) / 8 * 8) * 64; }

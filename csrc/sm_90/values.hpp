@@ -4,6 +4,7 @@
 #include "sm_90/awaited.hpp"
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
+#include "sm_90/together.hpp"
 
 namespace mla::sm90 {
 
@@ -46,12 +47,14 @@ class Values {
         finish_rows(ending);
         wait_for_product();
         barrier_arrive(barriers_.p_empty(last));
+        if constexpr (Policy::TOGETHER) return merge(ending);
         store(ending);
         __syncwarp();
         give_back_stage();
       } else {
         Ending ending = find_rows();
         finish_rows(ending);
+        if constexpr (Policy::TOGETHER) return merge(ending);
         store_zeros(ending);
       }
     }
@@ -146,6 +149,8 @@ class Values {
     char* begin;         // of the sequence's rows
     uint32_t offset[4];  // from `begin`, in units of 16 bytes; NO_ROW where there is no row
     float inverse[2];
+    int sequence;  // this and the rows' lse where cuts are merged together
+    float own_lse[2];
   };
   static constexpr uint32_t NO_ROW = ~0u;
 
@@ -153,9 +158,16 @@ class Values {
 
   // For the item that the slot names; called while the last product is computed.
   MLA_DEVICE Ending find_rows() const {
+    const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
+    if constexpr (!Policy::TOGETHER) return find_rows(sequence, uniform(load_shared<int>(slot() + Policy::ITEM + 4)));
     Ending ending;
-    const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
-    const Queries queries(params_, uniform(load_shared<int>(slot() + Policy::ITEM)));
+    ending.sequence = sequence;
+    return ending;
+  }
+
+  MLA_DEVICE Ending find_rows(int sequence, int partial_row) const {
+    Ending ending;
+    const Queries queries(params_, sequence);
     const Heads heads(params_);
     ending.partial = partial_row >= 0;
     if (ending.partial) {
@@ -182,12 +194,90 @@ class Values {
   MLA_DEVICE void finish_rows(Ending& ending) {
     ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + row() * 4);
     ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + row() * 4 + 32);
-    if (side_ == 0 && group_thread() % 8 == 0)
+    if constexpr (Policy::TOGETHER) {
+      ending.own_lse[0] = load_shared<float>(slot() + Policy::LSE + row() * 4);
+      ending.own_lse[1] = load_shared<float>(slot() + Policy::LSE + row() * 4 + 32);
+    } else if (side_ == 0 && group_thread() % 8 == 0)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (ending.offset[i] != NO_ROW)
           put_in_memory(ending.lse[stored_row(i)], load_shared<float>(slot() + Policy::LSE + stored_row(i) * 4));
     give_back_slot();
+  }
+
+  // Merges this block's cut with its peer's and stores one side of the columns; the other side's warpgroup sends. They
+  // meet twice: when all stages of both are free, and when what was sent is there.
+  MLA_DEVICE void merge(Ending& ending) {
+    const bool sends = side_ != static_cast<int>(cluster_rank());
+    if (side_ == 0 && group_thread() % 4 == 0) {
+      const uint32_t there = at_peer(shared_ + Policy::PEER_LSE + row() * 4);
+      peer_store4(there, ending.own_lse[0]);
+      peer_store4(there + 32, ending.own_lse[1]);
+    }
+    cluster_meet();
+    weigh(ending);
+    const uint32_t place = shared_ + Policy::KV_OFFSET + group_thread() * 16;
+    if (sends) {
+      const uint32_t there = at_peer(place);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const float (&o)[64] = o_[i / 16];
+        const int at = i % 16 * 4;
+        peer_store16(there + i * 2048, o[at] * ending.inverse[0], o[at + 1] * ending.inverse[0],
+                     o[at + 2] * ending.inverse[1], o[at + 3] * ending.inverse[1]);
+      }
+    }
+    cluster_meet();
+    if (sends) return;
+    const Ending rows = find_rows(ending.sequence, -1);
+    const uint32_t room =
+        shared_ + Policy::KV_OFFSET + 3 * Policy::STAGE_BYTES + group_thread() / 32 * (2 * PIECE_BYTES);
+    by_pieces<VALUE_COLUMNS * 2 / 128, 1>(room, rows,
+                                          [&](int piece, uint32_t to) { put_merged(piece, to, ending, place); });
+  }
+
+  // 64 columns, as put_result puts them, of both cuts; the other's lie at `received`.
+  MLA_DEVICE void put_merged(int piece, uint32_t to, const Ending& ending, uint32_t received) const {
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      const int tile = piece * 8 + pair * 2;
+      const float (&o)[64] = o_[tile / 16];
+      const int at = tile % 16 * 4;
+      float other[8];
+#pragma unroll
+      for (int i = 0; i < 8; i += 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(other[i]), "=f"(other[i + 1]), "=f"(other[i + 2]), "=f"(other[i + 3])
+                     : "r"(received + (tile + i / 4) * 2048)
+                     : "memory");
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        four[i] = pack<T>(__fmaf_rn(o[at + 2 * i], ending.inverse[i % 2], other[2 * i]),
+                          __fmaf_rn(o[at + 2 * i + 1], ending.inverse[i % 2], other[2 * i + 1]));
+      put_tiles(pair, to, four);
+    }
+  }
+
+  // Multiplies the reciprocals of this lane's rows by what their cut counts, and stores the rows' lse. A cut that
+  // counts nothing is zero, whatever it holds.
+  MLA_DEVICE void weigh(Ending& ending) {
+    const Queries queries(params_, ending.sequence);
+    const Heads heads(params_);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Row mine(heads, queries, first_row() + row() + half * 8);
+      const float* sink = params_.attn_sink == nullptr ? nullptr : params_.attn_sink + mine.head;
+      const float other = load_shared<float>(shared_ + Policy::PEER_LSE + (row() + half * 8) * 4);
+      const Share share(ending.own_lse[half], other, sink);
+      ending.inverse[half] *= share.weight;
+      if (side_ == 0 && cluster_rank() == 0 && group_thread() % 4 == 0 && mine.valid)
+        params_.lse[queries.first_token * params_.heads + mine.index] = share.lse;
+      if (bit_cast<int>(share.weight) == 0)
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+          if (i / 2 % 2 == half) o_[0][i] = o_[1][i] = 0.0f;
+    }
   }
 
   // A store takes one clock for each line of memory it touches, and a quad holds at most 32 contiguous bytes of a row.
@@ -222,7 +312,6 @@ class Values {
 
   // 64 columns in 16 bits. The i-th 16 bytes of row r lie at place i ^ r % 8, so that writes and reads use all banks.
   MLA_DEVICE void put_result(int piece, uint32_t to, const Ending& ending) const {
-    const int lane = group_thread() % 32;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       const int tile = piece * 8 + pair * 2;
@@ -232,11 +321,16 @@ class Values {
 #pragma unroll
       for (int i = 0; i < 4; ++i)  // both halves of the first tile's rows, then of the second's
         four[i] = pack<T>(o[at + 2 * i] * ending.inverse[i % 2], o[at + 2 * i + 1] * ending.inverse[i % 2]);
-      const uint32_t place = lane % 16 * 128 + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + place), "r"(four[0]),
-                   "r"(four[1]), "r"(four[2]), "r"(four[3])
-                   : "memory");
+      put_tiles(pair, to, four);
     }
+  }
+
+  MLA_DEVICE static void put_tiles(int pair, uint32_t to, const uint32_t (&four)[4]) {
+    const int lane = group_thread() % 32;
+    const uint32_t place = lane % 16 * 128 + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + place), "r"(four[0]),
+                 "r"(four[1]), "r"(four[2]), "r"(four[3])
+                 : "memory");
   }
 
   // 32 columns in fp32. The i-th 16 bytes of row r lie at place i ^ r % 4 * 2.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -38,6 +38,10 @@ MERGE_US = 2.6  # of combine, however little it merges
 MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
+TOGETHER_US = 2.6  # of a merge by the two blocks of a cluster, and as much more where clusters fill most units
+TOGETHER_ROWS = (
+    32  # of a sequence, above which it is worth while: a block sends its peer 64 rows, however few there are
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,14 @@ class HopperConfig:
     dtype   type of queries, cache and result
     width   values of a cached row
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    cuts    2: two blocks of a cluster merge the two cuts of a sequence, of keys that the copy engine brings; else 1
     """
 
     arch: Arch = field(repr=False)
     dtype: str
     width: int
     source: str
+    cuts: int = 1
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -61,6 +67,7 @@ class HopperConfig:
             ("dtype", self.dtype, tuple(ELEMENTS.values())),
             ("width", self.width, WIDTHS),
             ("source", self.source, SOURCES),
+            ("cuts", self.cuts, (1, 2) if self.source == "tma" else (1,)),
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
@@ -78,11 +85,11 @@ class HopperConfig:
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
-        return block_bytes(self.width, STAGES, REGISTER_STEPS[self.source])
+        return block_bytes(self.width, STAGES, REGISTER_STEPS[self.source]) + (4 * ROWS if self.cuts == 2 else 0)
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}"
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_cuts-{self.cuts}"
 
     def tiles(self, rows: int) -> int:
         """Blocks that share the keys of one work item."""
@@ -108,7 +115,12 @@ def offer(problem: Any, arch: Arch) -> Offer | Refusal:
     if why is not None:
         return Refusal(why)
     config = hopper_config(problem, arch)
-    for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
+    two_cuts = [replace(config, cuts=2).instance] if config.source == "tma" else []
+    for needed in (
+        config.instance,
+        *two_cuts,
+        combine_configs.invariant(arch, problem.head_dim_v).instance,
+    ):
         if not has_kernel(arch, needed):
             return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
     rows = problem.heads * problem.q_len
@@ -138,17 +150,29 @@ def whole_blocks(split_size: int) -> int:
     return -(-split_size // KEYS) * KEYS
 
 
+def merging(config: HopperConfig, batch: int, rows: int, splits: int) -> HopperConfig:
+    """The instance for so many cuts: where blocks merge them `together`, that which does."""
+    return replace(config, cuts=2) if together(config.arch, config.source, batch, rows, splits) else config
+
+
 def workers(arch: Arch, items: int, tiles: int) -> int:
     """Groups of `tiles` blocks that walk the work list: one block on every SM, as far as there are items."""
     return max(1, min(items, arch.compute_units // tiles))
 
 
+def together(arch: Arch, source: str, batch: int, rows: int, splits: int) -> bool:
+    """Whether the blocks of a cluster merge the cuts of a sequence: two, where each block has one item."""
+    items = batch * splits
+    fits = workers(arch, items, -(-rows // ROWS)) == items
+    return splits == 2 and fits and source == "tma" and rows > TOGETHER_ROWS
+
+
 @lru_cache(maxsize=4096)
-def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
+def cuts(arch: Arch, source: str, batch: int, rows: int, stages: int) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
 
     A cut shortens the way of each block through the keys and costs a merge. Merges are placed while decode runs, on the
-    units that it leaves free, and read with those.
+    units that it leaves free, and read with those; or two blocks merge `together`.
     """
     tiles, units = -(-rows // ROWS), arch.compute_units
     read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
@@ -159,6 +183,8 @@ def cuts(arch: Arch, batch: int, rows: int, stages: int) -> int:
         spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
         if splits == 1:
             return spent
+        if together(arch, source, batch, rows, splits):
+            return spent + TOGETHER_US * (2 if groups * tiles > units // 2 else 1)
         partials, free = batch * rows * splits * 2048, units - groups * tiles
         merging = combine_configs.rule(arch, 512, batch * rows, splits)
         early = min(1.0, free * merging.resident / merging.grid(batch * rows))

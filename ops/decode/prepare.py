@@ -109,6 +109,9 @@ def prepare(
         splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
         items = batch * splits
         slots = items if splits > 1 else 0
+        if isinstance(config, HopperConfig) and not split_size:
+            config = hopper.merging(config, batch, rows, splits)
+            slots = 0 if config.cuts == 2 else slots
     copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
     q = q.copied() if copies_q else q
     # One stride leads from token to token of the results.
@@ -208,5 +211,5 @@ def split_count(
     if tuned:
         return max(1, min(tuned, bound // SHORTEST_CUT))
     if isinstance(config, HopperConfig):
-        return hopper.cuts(config.arch, batch, rows, -(-bound // hopper.KEYS))
+        return hopper.cuts(config.arch, config.source, batch, rows, -(-bound // hopper.KEYS))
     return max(1, min(config.arch.compute_units // (batch * config.tiles(rows)), bound // SHORTEST_CUT))

@@ -12,7 +12,7 @@ import torch
 import mla_suite
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode import DECODE, hopper
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan
 from mla_suite.runtime import current_arch, has_kernel
@@ -34,7 +34,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=place))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma"):
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1"):
         pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
     return place
 
@@ -89,6 +89,11 @@ SHAPES = {
     "few rows, empty cuts": dict(lens=(70, 1, 0, 700), heads=5, num_splits=8, sink=True),
     "few rows, ragged, odd pages": dict(lens=(70, 300, 1), heads=3, q_len=4, varlen=True, num_splits=6, page=7),
     "few rows, most cuts": dict(lens=(9000,), heads=1, num_splits=128, **HALF),
+    "two cuts, merged together": dict(lens=(700, 100, 1, 64, 32, 0), heads=128, num_splits=2),
+    "two cuts, four tokens, sink": dict(lens=(700, 1, 2, 34, 1063), heads=32, q_len=4, num_splits=2, sink=True),
+    "two cuts, ragged queries": dict(lens=(700, 100, 3, 0), heads=24, q_len=3, varlen=True, num_splits=2, sink=True),
+    "two cuts, 512 wide, fp16": dict(lens=(700, 90), heads=40, rope=0, num_splits=2, **HALF),
+    "two cuts, all keys": dict(lens=(90, 7), heads=64, q_len=2, causal=False, num_splits=2),
     "cut by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
     "planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True),
     "planned, ragged, sink": dict(lens=(700, 10, 2063, 0), planned=True, varlen=True, q_len=3, sink=True, page=16),
@@ -165,6 +170,40 @@ def test_a_scale_of_the_queries():
     args, kwargs = hostile(decode_sample((100, 7), heads=16))
     args[Q_DESCALE] = torch.tensor([0.25], device="cuda")
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_cuts_merged_together_are_those_merged_by_combine(monkeypatch):
+    """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
+    that one cut does not see is the other's."""
+    for seed, options in enumerate(
+        (dict(heads=128), dict(heads=16, q_len=5, sink=True), dict(heads=64, rope=0, **HALF))
+    ):
+        args, kwargs = decode_sample((800, 33, 2100), num_splits=2, seed=seed, **options).make(torch.device("cuda"))
+        out, lse = decode(args, kwargs)
+        with monkeypatch.context() as changed:
+            changed.setattr(hopper, "TOGETHER_ROWS", 1 << 30)
+            dispatch.forget()
+            expected, expected_lse = decode(args, kwargs)
+        dispatch.forget()
+        step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
+        torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_a_graph_of_cuts_merged_together_repeats_its_bits():
+    problems = [
+        decode_sample((500 + 97 * i, 64), heads=100, num_splits=2, seed=i).make(torch.device("cuda")) for i in range(6)
+    ]
+    expected = [decode(*problem) for problem in problems]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(*problem) for problem in problems]
+    for _ in range(50):
+        for out, _ in results:
+            out.fill_(7.0)
+        graph.replay()
+        for x, y in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])

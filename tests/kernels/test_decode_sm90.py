@@ -23,7 +23,8 @@ from mla_suite.toolchain.instances import instances
 
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
-POINTS = list(itertools.product(("bf16", "fp16"), (576, 512), ("tma", "gather")))
+SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))  # and cuts that a cluster merges
+POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"layout": "fp16", "dtype": torch.float16}
 
 
@@ -42,6 +43,8 @@ def test_every_point_is_declared():
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
         ({"source": "hope"}, "source is one of tma, gather"),
+        ({"cuts": 3}, "cuts is one of 1, 2"),
+        ({"source": "gather", "cuts": 2}, "cuts is one of 1"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -50,7 +53,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    assert str(HopperConfig(H200, "bf16", 576, "tma")) == "HopperConfig(dtype='bf16', width=576, source='tma')"
+    assert str(HopperConfig(H200, "bf16", 576, "tma")) == "HopperConfig(dtype='bf16', width=576, source='tma', cuts=1)"
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
@@ -61,7 +64,8 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
     for point in POINTS:
         config = HopperConfig(H200, *point)
-        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}>"
+        together = "true" if config.cuts == 2 else "false"
+        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, 5, false, {together}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
@@ -94,10 +98,10 @@ def offered(monkeypatch, built=True, **options):
 @pytest.mark.parametrize(
     ("options", "instance"),
     [
-        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma"),
-        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma"),
-        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather"),
-        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather"),
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1"),
+        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_cuts-1"),
+        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_cuts-1"),
+        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_cuts-1"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
     ],
 )
@@ -168,7 +172,7 @@ def test_the_maps_lie_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma", 512, 210992)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1", 512, 210992)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
@@ -234,10 +238,34 @@ def test_which_partials_are_awaited(monkeypatch, options, awaited):
     assert ("awaiting" in merges[0]) is awaited
 
 
+@pytest.mark.parametrize(
+    ("options", "merged"),
+    [
+        (dict(heads=33), True),
+        (dict(heads=16, q_len=4, varlen=True, sink=True), True),
+        (dict(heads=32), False),  # a block would send more than it has
+        (dict(heads=33, num_splits=3), False),
+        (dict(heads=33, page=24), False),  # gathered
+        (dict(heads=128, q_len=12), False),  # 24 tiles: two items for some blocks
+    ],
+)
+def test_which_cuts_a_cluster_merges(monkeypatch, options, merged):
+    """They take no scratch, and nothing is launched behind them."""
+    launches = []
+    monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
+    sample = decode_sample((700, 90, 5), **dict(num_splits=2) | options)
+    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
+    assert instance.endswith("_cuts-2") is merged
+    assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
+    if merged:
+        assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
+        assert shared == 210992 + 4 * 64
+
+
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather")
+    assert instance.endswith("kvsource-gather_cuts-1")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
