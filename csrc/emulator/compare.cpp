@@ -37,9 +37,10 @@ constexpr Opcode cmpx(const char* name, F) {
 
 static bool unordered(double a, double b) { return a != a || b != b; }
 
-// v_cmp_class_f32: the second operand selects classes by bit.
-static bool in_class(float x, u32 classes) {
-  u32 b = word(x), magnitude = b & 0x7fffffff;
+// v_cmp_class_f32: the second operand selects classes by bit. It looks at the bits as they are: a denormal is one
+// whatever the mode says.
+static bool in_class(u32 b, u32 classes) {
+  u32 magnitude = b & 0x7fffffff;
   bool negative = b >> 31;
   int bit;
   if (magnitude > 0x7f800000)
@@ -85,8 +86,8 @@ static bool in_class(float x, u32 classes) {
 static const Opcode entries[] = {
     INTEGER_COMPARES(ENTRY, u32, "u32") INTEGER_COMPARES(ENTRY, i32, "i32") INTEGER_COMPARES(ENTRY, u64, "u64")
         INTEGER_COMPARES(ENTRY, i64, "i64") REAL_COMPARES(ENTRY, float, "f32") REAL_COMPARES(ENTRY, double, "f64")
-            HALF_COMPARES(HALF_ENTRY) cmp("v_cmp_class_f32", [](float a, u32 b) -> bool { return in_class(a, b); }),
-    cmpx("v_cmpx_class_f32", [](float a, u32 b) -> bool { return in_class(a, b); }),
+            HALF_COMPARES(HALF_ENTRY) cmp("v_cmp_class_f32", [](u32 a, u32 b) -> bool { return in_class(a, b); }),
+    cmpx("v_cmpx_class_f32", [](u32 a, u32 b) -> bool { return in_class(a, b); }),
     cmp("v_cmp_eq_u16", [](u32 a, u32 b) -> bool { return u16(a) == u16(b); }),
     cmp("v_cmp_ne_u16", [](u32 a, u32 b) -> bool { return u16(a) != u16(b); }),
     cmp("v_cmp_lt_u16", [](u32 a, u32 b) -> bool { return u16(a) < u16(b); }),

@@ -10,6 +10,8 @@ static bool holds(const View& view, u64 address, u32 bytes) {
     u64 index = offset / u64(view.stride[d]);
     if (index >= u64(view.size[d])) return false;
     offset -= index * u64(view.stride[d]);
+    // The innermost dimension is the bytes that follow each other; behind them a hole begins, or another view.
+    if (d == view.dimensions - 1 && bytes > u64(view.size[d]) - index) return false;
   }
   return true;
 }

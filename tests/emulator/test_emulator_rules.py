@@ -111,9 +111,20 @@ def test_global_misaligned(arch, line, offset, expected):
             {"right": 256},
             {"right": 512},
         ),
+        (["global_load_dwordx2 v[2:3], v0, s[0:1] offset:4"], {"global_out_of_bounds"}, {}, {}),
+        (["global_load_dwordx2 v[2:3], v0, s[0:1]"], set(), {"left": 512}, {}),
         (["global_load_dword v2, v0, s[0:1] offset:16"], {"global_out_of_bounds"}, {"left": 252}, {}),
     ],
-    ids=["read left", "write right", "write left", "read right", "write, then read right", "below"],
+    ids=[
+        "read left",
+        "write right",
+        "write left",
+        "read right",
+        "write, then read right",
+        "across",
+        "whole rows",
+        "below",
+    ],
 )
 def test_buffers_that_lie_between_each_other(arch, lines, expected, loaded, stored):
     """The left columns may be read, the right ones hold nothing yet; the row below the last is nobody's."""

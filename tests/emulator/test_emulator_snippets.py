@@ -48,6 +48,11 @@ def test_denormals_follow_the_mode(arch):
     assert not as_f32(flushed.v[1]).any()
     less = "v_cmp_lt_f32_e32 vcc, 0, v0"
     assert [run_snippet(arch, less, {"v0": tiny}, mode=mode).s64(106) for mode in (0xF0, 0)] == [(1 << 64) - 1, 0]
+    # Its class is looked at as it stands: positive denormal, not zero.
+    for mode in (0xF0, 0):
+        line = "v_cmp_class_f32_e64 vcc, v0, v1"
+        assert run_snippet(arch, line, {"v0": tiny, "v1": 1 << 7}, mode=mode).s64(106) == (1 << 64) - 1
+        assert run_snippet(arch, line, {"v0": tiny, "v1": 1 << 6}, mode=mode).s64(106) == 0
     changed = run_snippet(
         arch, ["s_setreg_imm32_b32 hwreg(HW_REG_MODE, 4, 2), 0", "v_add_f32_e32 v1, v0, v0"], {"v0": tiny}
     )
