@@ -158,8 +158,9 @@ class Values {
 
   // For the item that the slot names; called while the last product is computed.
   MLA_DEVICE Ending find_rows() const {
+    const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
     const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
-    if constexpr (!Policy::TOGETHER) return find_rows(sequence, uniform(load_shared<int>(slot() + Policy::ITEM + 4)));
+    if constexpr (!Policy::TOGETHER) return find_rows(sequence, partial_row);
     Ending ending;
     ending.sequence = sequence;
     return ending;
@@ -238,6 +239,7 @@ class Values {
 
   // 64 columns, as put_result puts them, of both cuts; the other's lie at `received`.
   MLA_DEVICE void put_merged(int piece, uint32_t to, const Ending& ending, uint32_t received) const {
+    const int lane = group_thread() % 32;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       const int tile = piece * 8 + pair * 2;
@@ -255,7 +257,7 @@ class Values {
       for (int i = 0; i < 4; ++i)
         four[i] = pack<T>(__fmaf_rn(o[at + 2 * i], ending.inverse[i % 2], other[2 * i]),
                           __fmaf_rn(o[at + 2 * i + 1], ending.inverse[i % 2], other[2 * i + 1]));
-      put_tiles(pair, to, four);
+      put_tiles(pair, lane, to, four);
     }
   }
 
@@ -312,6 +314,7 @@ class Values {
 
   // 64 columns in 16 bits. The i-th 16 bytes of row r lie at place i ^ r % 8, so that writes and reads use all banks.
   MLA_DEVICE void put_result(int piece, uint32_t to, const Ending& ending) const {
+    const int lane = group_thread() % 32;
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       const int tile = piece * 8 + pair * 2;
@@ -321,12 +324,11 @@ class Values {
 #pragma unroll
       for (int i = 0; i < 4; ++i)  // both halves of the first tile's rows, then of the second's
         four[i] = pack<T>(o[at + 2 * i] * ending.inverse[i % 2], o[at + 2 * i + 1] * ending.inverse[i % 2]);
-      put_tiles(pair, to, four);
+      put_tiles(pair, lane, to, four);
     }
   }
 
-  MLA_DEVICE static void put_tiles(int pair, uint32_t to, const uint32_t (&four)[4]) {
-    const int lane = group_thread() % 32;
+  MLA_DEVICE static void put_tiles(int pair, int lane, uint32_t to, const uint32_t (&four)[4]) {
     const uint32_t place = lane % 16 * 128 + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + place), "r"(four[0]),
                  "r"(four[1]), "r"(four[2]), "r"(four[3])
