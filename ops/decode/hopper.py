@@ -38,7 +38,7 @@ MERGE_US = 2.6  # of combine, however little it merges
 MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
-TOGETHER_US = 2.6  # of a merge by the two blocks of a cluster, and as much more where clusters fill most units
+TOGETHER_US = 2.3  # of a merge by the two blocks of a cluster, and as much more where clusters fill most units
 TOGETHER_ROWS = (
     32  # of a sequence, above which it is worth while: a block sends its peer 64 rows, however few there are
 )
