@@ -190,11 +190,13 @@ def test_cuts_merged_together_are_those_merged_by_combine(monkeypatch):
         torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 
-def test_a_graph_of_cuts_merged_together_repeats_its_bits():
-    problems = [
-        decode_sample((500 + 97 * i, 64), heads=100, num_splits=2, seed=i).make(torch.device("cuda")) for i in range(6)
-    ]
-    expected = [decode(*problem) for problem in problems]
+def assert_same_bits(results, expected):
+    for x, y in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+def assert_a_graph_repeats(problems, expected):
+    """50 replays of the calls, as one graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = [decode(*problem) for problem in problems]
@@ -202,8 +204,13 @@ def test_a_graph_of_cuts_merged_together_repeats_its_bits():
         for out, _ in results:
             out.fill_(7.0)
         graph.replay()
-        for x, y in zip(results, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+        assert_same_bits(results, expected)
+
+
+def test_a_graph_of_cuts_merged_together_repeats_its_bits():
+    samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=2, seed=i) for i in range(6)]
+    problems = [sample.make(torch.device("cuda")) for sample in samples]
+    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
@@ -233,20 +240,9 @@ def test_an_awaited_merge_takes_no_old_partial(monkeypatch):
         expected = [decode(*problem) for problem in problems]
     dispatch.forget()
 
-    def same(results):
-        torch.cuda.synchronize()
-        return all(torch.equal(a, b) for x, y in zip(results, expected, strict=True) for a, b in zip(x, y, strict=True))
-
     for _ in range(20):
-        assert same([decode(*problem) for problem in problems])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [decode(*problem) for problem in problems]
-    for _ in range(50):
-        for out, _ in results:
-            out.fill_(7.0)
-        graph.replay()
-        assert same(results)
+        assert_same_bits([decode(*problem) for problem in problems], expected)
+    assert_a_graph_repeats(problems, expected)
 
 
 def test_strided_tensors():
