@@ -1,4 +1,4 @@
-// Two blocks of a cluster that bring keys to each other: what one does in the other's shared memory.
+// Two blocks of a cluster that bring each other keys or results: what one does in the other's shared memory.
 #pragma once
 
 #include "sm_90/mbarrier.hpp"
@@ -45,6 +45,20 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
                "r"(value), "r"(barrier)
                : "memory");
+}
+
+// The same by ordinary stores, which are there once both blocks have met.
+MLA_DEVICE void peer_store16(uint32_t there, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+MLA_DEVICE void peer_store4(uint32_t there, float a) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(a) : "memory");
+}
+
+// All threads of both blocks that have not ended; what they stored there before is there after.
+MLA_DEVICE void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // Before any role begins: the barriers of this block, and of a pair, are there, fenced by whoever made them.

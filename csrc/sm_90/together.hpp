@@ -6,24 +6,10 @@
 #pragma once
 
 #include "mla/combine.hpp"
-#include "sm_90/cluster.hpp"
 #include "sm_90/policy.hpp"
 #include "sm_90/wave.hpp"
 
 namespace mla::sm90 {
-
-// All threads of both blocks that have not ended; what they stored there before is there after.
-MLA_DEVICE void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
-MLA_DEVICE void peer_store16(uint32_t there, float a, float b, float c, float d) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
-MLA_DEVICE void peer_store4(uint32_t there, float a) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(a) : "memory");
-}
 
 // What this block's cut of a row counts beside its peer's, by combine's arithmetic.
 struct Share {

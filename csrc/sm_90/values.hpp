@@ -232,7 +232,7 @@ class Values {
     if (sends) return;
     const Ending rows = find_rows(ending.sequence, -1);
     const uint32_t room =
-        shared_ + Policy::KV_OFFSET + 3 * Policy::STAGE_BYTES + group_thread() / 32 * (2 * PIECE_BYTES);
+        shared_ + Policy::KV_OFFSET + SENT_STAGES * Policy::STAGE_BYTES + group_thread() / 32 * (2 * PIECE_BYTES);
     by_pieces<VALUE_COLUMNS * 2 / 128, 1>(room, rows,
                                           [&](int piece, uint32_t to) { put_merged(piece, to, ending, place); });
   }
@@ -311,6 +311,10 @@ class Values {
 
   static constexpr int PIECE_BYTES = 16 * 128;  // of a warp's rows; one is written while another is read
   static_assert(8 * 2 * PIECE_BYTES <= Policy::STAGE_BYTES, "all warps' pieces lie in a stage");
+  static constexpr int SENT_STAGES = 3;  // of the ring, for what the peer sends; pieces lie in the stage behind
+  static_assert(!Policy::TOGETHER ||
+                    (ROWS * VALUE_COLUMNS * 4 <= SENT_STAGES * Policy::STAGE_BYTES && SENT_STAGES < Policy::STAGES),
+                "one side of the columns and the pieces lie in the ring");
 
   // 64 columns in 16 bits. The i-th 16 bytes of row r lie at place i ^ r % 8, so that writes and reads use all banks.
   MLA_DEVICE void put_result(int piece, uint32_t to, const Ending& ending) const {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,14 @@ def searched(times: dict[int, float], rival_us: float = 100.0, seed: int = 0) ->
         return simulated.run(us, source)[: effort.rounds]
 
     return search.search(CASE, "native", SPACE, ARCH, torch.device("cpu"), timer)
+
+
+def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> None:
+    """The command finds a GPU, and `one` in the place of the search of a shape."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
+    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
+    monkeypatch.setattr(search, "search", one)
 
 
 def test_the_fastest_right_point_is_worth_a_row() -> None:
@@ -197,10 +205,7 @@ def test_the_command_prints_and_stores(
 ) -> None:
     found = searched({0: 40.0, 2: 30.0})
     kept = searched({0: 40.0, 3: 39.9})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
-    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
-    monkeypatch.setattr(search, "search", lambda case, *rest, **options: found if "b4-" in case.shape else kept)
+    searching(monkeypatch, lambda case, *rest, **options: found if "b4-" in case.shape else kept)
     arguments = ["tune", "--op", "combine", "--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user"]
     path = tmp_path / "user" / "combine" / "sm_90.csv"
     assert main(arguments) == 0
@@ -224,10 +229,7 @@ def test_a_shape_that_cannot_be_searched_costs_no_other_its_row(
             raise ValueError("native does not take it: too wide")
         return found
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
-    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
-    monkeypatch.setattr(search, "search", one)
+    searching(monkeypatch, one)
     arguments = ["--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user", "--write"]
     assert main(["tune", "--op", "combine", *arguments]) == 1
     assert len(tuning.load(FORM, "sm_90", tmp_path / "user" / "combine" / "sm_90.csv")) == 1
@@ -260,10 +262,7 @@ def test_what_was_found_before_trouble_is_stored(
             raise outcome
         return outcome
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(environment, "describe", lambda device: dict(runs.GPU))
-    monkeypatch.setattr(search, "spaces", lambda op: {"native": SPACE})
-    monkeypatch.setattr(search, "search", one)
+    searching(monkeypatch, one)
     arguments = ["--set", "aiter-3468", "--shapes", "b4-r16-s2-", "b8-r16-s2-", "--user", "--write"]
     assert main(["tune", "--op", "combine", *arguments]) == code
     assert len(tuning.load(FORM, "sm_90", tmp_path / "user" / "combine" / "sm_90.csv")) == 1
