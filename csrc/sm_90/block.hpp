@@ -31,6 +31,16 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
       barrier_init(barriers.item_full(slot), 1);     // the loader
       barrier_init(barriers.item_empty(slot), 128);  // the scores
     }
+    if constexpr (Policy::TOGETHER) {
+      barrier_init(barriers.taken(), 4);  // a warp each of the peer's
+      barrier_init(barriers.lse_sent(), 1);
+      barrier_expect(barriers.lse_sent(), ROWS * 4);
+      for (int warp = 0; warp < 4; ++warp)
+        for (int chunk = 0; chunk < SENT_CHUNKS; ++chunk) {
+          barrier_init(barriers.sent(warp, chunk), 1);
+          barrier_expect(barriers.sent(warp, chunk), CHUNK_BYTES);
+        }
+    }
     barrier_init_done();
   }
   if constexpr (Policy::SOURCE == Source::tma)
@@ -48,6 +58,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   } else {
     give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();
+    if constexpr (Policy::TOGETHER) cluster_meet();
   }
 }
 

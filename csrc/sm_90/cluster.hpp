@@ -47,18 +47,12 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
                : "memory");
 }
 
-// The same by ordinary stores, which are there once both blocks have met.
-MLA_DEVICE void peer_store16(uint32_t there, float a, float b, float c, float d) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
-MLA_DEVICE void peer_store4(uint32_t there, float a) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(a) : "memory");
-}
-
-// All threads of both blocks that have not ended; what they stored there before is there after.
+// All threads of both blocks that have not ended: none goes on from `wait` before the others have come to `arrive`.
+MLA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+MLA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 MLA_DEVICE void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Before any role begins: the barriers of this block, and of a pair, are there, fenced by whoever made them.

@@ -8,9 +8,7 @@
 
 namespace mla::sm90 {
 
-// This block's first row within a sequence, and its work list: the grid is [workers][row tiles of 64].
-MLA_DEVICE int first_row() { return blockIdx.x * ROWS; }
-
+// This block's work list: the grid is [workers][row tiles of 64].
 template <class Policy>
 MLA_DEVICE WorkList work_list(const Params& params) {
   return WorkList(params, blockIdx.y, first_row(), Policy::GRANULE, Policy::KEYS);

@@ -13,6 +13,9 @@ constexpr int THREADS = 512;
 constexpr int VALUE_COLUMNS = 256;
 constexpr int D_V = 512;
 
+// This block's first row within a sequence: the grid is [workers][row tiles].
+MLA_DEVICE int first_row() { return blockIdx.x * ROWS; }
+
 // Named barriers, beside the block's own, which is 0: of the scores' threads, of the two warps that ask for boxes, and
 // of the values' threads.
 constexpr int SCORES_BARRIER = 1;
@@ -23,8 +26,14 @@ constexpr int VALUES_BARRIER = 3;
 // or chosen one by one (sparse_policy.hpp).
 enum class Source { gather, tma, selected };
 
+// What one values warpgroup sends to the other block, 64 rows x 256 columns of fp32, comes in so many chunks of
+// columns.
+constexpr int SENT_CHUNKS = 4;
+constexpr int SENT_BYTES = ROWS * VALUE_COLUMNS * 4;
+constexpr int CHUNK_BYTES = SENT_BYTES / SENT_CHUNKS / 4;  // of a warp's rows
+
 // PAIRED: two blocks of a cluster bring keys to each other (SparsePolicy).
-// TOGETHER: two blocks of a cluster compute the two cuts of a sequence and merge them (together.hpp).
+// TOGETHER: two blocks of a cluster compute two cuts of a sequence and merge them (together.hpp).
 template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5, bool PAIRED_ = false, bool TOGETHER_ = false>
 struct DecodePolicy {
   using Type = T;
@@ -75,9 +84,10 @@ struct DecodePolicy {
   static constexpr int P_SLOTS = 2;
   static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
   static constexpr int ITEMS = 4;
-  static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
+  static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;                               // uint64: see Barriers
   static constexpr int PEER_LSE = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);  // float[64], TOGETHER
-  static constexpr int SHARED_BYTES = PEER_LSE + (TOGETHER ? ROWS * 4 : 0);
+  static constexpr int PEER_BARRIERS = PEER_LSE + ROWS * 4;  // uint64, TOGETHER: see Barriers
+  static constexpr int SHARED_BYTES = TOGETHER ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2) : PEER_LSE;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
@@ -102,6 +112,11 @@ struct Barriers {
   MLA_DEVICE uint32_t p_empty(int slot) const { return p_full(Policy::P_SLOTS + slot); }
   MLA_DEVICE uint32_t item_full(int slot) const { return p_full(2 * Policy::P_SLOTS + slot); }
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
+  // Where cuts are merged together: what the peer sends of its lse, and of a warp's rows of a chunk; that it has all
+  // that this block sends.
+  MLA_DEVICE uint32_t lse_sent() const { return base - Policy::BARRIER_OFFSET + Policy::PEER_BARRIERS; }
+  MLA_DEVICE uint32_t taken() const { return lse_sent() + 8; }
+  MLA_DEVICE uint32_t sent(int warp, int chunk) const { return lse_sent() + 16 + 8 * (chunk * 4 + warp); }
 };
 
 // What a values warp is to do with a slot: RESCALE, then MULTIPLY; LAST marks the item's last product; FINISH the item

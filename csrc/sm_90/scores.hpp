@@ -37,8 +37,11 @@ class Scores {
         p_to_(p_fragment(group_thread())) {}
 
   MLA_DEVICE void run() {
-    while (next_item()) one_item();
-    order_only(STOP);
+    bool any = false;
+    for (; next_item(); any = true) one_item();
+    // Blocks that merge have one item, or none, and their values await no order behind it.
+    if (!Policy::TOGETHER || !any) order_only(STOP);
+    if constexpr (Policy::TOGETHER) cluster_meet();
   }
 
  private:
@@ -211,6 +214,7 @@ class Scores {
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
+    if constexpr (Policy::TOGETHER) send_lse(lse);
     const uint32_t row = slot() + (group_thread() / 32 * 16 + group_thread() % 32 / 4) * 4;
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     if (group_thread() % 4 == 0) {
@@ -298,8 +302,19 @@ class Scores {
       store_shared(slot() + Policy::LSE + group_thread() * 4, -INFINITE);
     }
     group_sync(SCORES_BARRIER);  // a values warp waits for all four, but reads rows that another one wrote
+    if constexpr (Policy::TOGETHER)
+      if (order & FINISH) send_lse({-INFINITE, -INFINITE});
     write_order(order);
     hand_over();
+  }
+
+  // To the block that has the other cut: the lse of this thread's rows.
+  MLA_DEVICE void send_lse(const float (&lse)[2]) const {
+    if (group_thread() % 4 != 0) return;
+    const int row = group_thread() / 32 * 16 + group_thread() % 32 / 4;
+    const uint32_t there = at_peer(shared_ + Policy::PEER_LSE + row * 4), barrier = at_peer(barriers_.lse_sent());
+    peer_store4(there, bit_cast<uint32_t>(lse[0]), barrier);
+    peer_store4(there + 32, bit_cast<uint32_t>(lse[1]), barrier);
   }
 
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }

@@ -1,30 +1,34 @@
-// Two cuts of a sequence, merged by the two blocks of a cluster that computed them, without scratch and without
-// combine.
+// Two cuts of a sequence, merged by the two blocks of a cluster that computed them, before anything goes to memory.
 //
 // Each block keeps one side of the columns and sends the other's to its peer, 64 rows x 256 columns of fp32. So a
 // values warpgroup either sends or merges, and what one thread sends, the same thread of the other block takes.
 #pragma once
 
 #include "mla/combine.hpp"
-#include "sm_90/policy.hpp"
+#include "sm_90/cluster.hpp"
+#include "sm_90/results.hpp"
 #include "sm_90/wave.hpp"
 
 namespace mla::sm90 {
 
 // What this block's cut of a row counts beside its peer's, by combine's arithmetic.
 struct Share {
-  float weight;  // of the cut's result
-  float lse;     // of the row
+  float own;   // of this block's result
+  float peer;  // of the other's
+  float lse;   // of the row
 
-  // `sink` is the row's, or null.
-  MLA_DEVICE Share(float own, float other, const float* sink) {
-    Merged row{Merge::max_of(order_of(own), order_of(other)), 0.0f};
-    const float own_share = exp_of<Wave>(own - row.base());
-    row.sum = own_share + exp_of<Wave>(other - row.base());
+  // From the log-sum-exps of both. `sink` is the row's, or null.
+  MLA_DEVICE Share(float own_lse, float peer_lse, const float* sink) {
+    Merged row{Merge::max_of(order_of(own_lse), order_of(peer_lse)), 0.0f};
+    own = exp_of<Wave>(own_lse - row.base());
+    peer = exp_of<Wave>(peer_lse - row.base());
+    row.sum = own + peer;
     const auto outcome = sink == nullptr ? Merge::outcome_of(row) : Merge::outcome_of(row, *sink);
-    weight = own_share * (sink == nullptr ? Merge::scale_of(row) : Merge::scale_of(row, *sink));
-    if (outcome == Merge::ZERO) weight = 0.0f;
-    if (outcome == Merge::NOT_A_NUMBER) weight = Wave::not_a_number();
+    const float scale = sink == nullptr ? Merge::scale_of(row) : Merge::scale_of(row, *sink);
+    own *= scale;
+    peer *= scale;
+    if (outcome == Merge::ZERO) own = peer = 0.0f;
+    if (outcome == Merge::NOT_A_NUMBER) own = peer = Wave::not_a_number();
     lse = Merge::lse_of_row(row);
   }
 
@@ -34,6 +38,131 @@ struct Share {
   };
   using Wave = ::sm_90::Wave;
   using Merge = Combine<Wave, Shape>;
+};
+
+// The merge as each values thread does it. In shared memory, where the ring of stages was: what the peer sends, what it
+// is sent, and room for the results.
+template <class Policy>
+class Together {
+  using Params = typename Policy::Params;
+  using Products = float[2][64];
+  static constexpr int TAKEN = Policy::KV_OFFSET, GIVEN = TAKEN + SENT_BYTES, ROOM = GIVEN + SENT_BYTES;
+  static constexpr int CHUNK_TILES = VALUE_COLUMNS / 8 / SENT_CHUNKS;
+  static_assert(ROOM + 4 * Results<Policy>::ROOM_BYTES <= Policy::STAGES * Policy::STAGE_BYTES);
+
+ public:
+  MLA_DEVICE Together(const Params& params, uint32_t shared, int side)
+      : params_(params), barriers_(shared), shared_(shared), side_(side) {}
+
+  // `slot` is where the scores left the cut's lse. On return a block may end.
+  MLA_DEVICE void merge(Products& o, const Ending& ending, uint32_t slot) const {
+    cluster_arrive();  // this thread is done with the ring of stages
+    if (side_ != static_cast<int>(cluster_rank())) {
+      asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
+      if (has_rows(ending))
+        send(o, ending);
+      else
+        cluster_wait();
+      barrier_wait(barriers_.taken(), 0);
+    } else {
+      asm volatile("bar.arrive %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
+      float own[2], peer[2];
+      weigh(o, ending, slot, own, peer);
+      cluster_wait();
+      if (has_rows(ending))
+        Results<Policy>(params_, side_)
+            .store(shared_ + ROOM + group_thread() / 32 * Results<Policy>::ROOM_BYTES, ending,
+                   [&](int tile, float (&four)[4]) { both(o, tile, own, peer, four); });
+      else
+        tell_taken();
+    }
+  }
+
+ private:
+  // Whether any of this warp's rows has a query: the same in both blocks.
+  MLA_DEVICE static bool has_rows(const Ending& ending) { return __any_sync(~0u, ending.offset[0] != NO_ROW); }
+
+  // Where this lane's part of a tile lies in what is sent: tiles lie chunk by chunk, and a chunk warp by warp.
+  MLA_DEVICE static uint32_t place(int tile) {
+    return place_of_chunk(tile / CHUNK_TILES) + tile % CHUNK_TILES * 512 + group_thread() % 32 * 16;
+  }
+  MLA_DEVICE static uint32_t place_of_chunk(int chunk) { return (chunk * 4 + group_thread() / 32) * CHUNK_BYTES; }
+
+  // Through this block's shared memory by the copy engine, which takes a third less time than stores to the peer's.
+  MLA_DEVICE void send(const Products& o, const Ending& ending) const {
+#pragma unroll
+    for (int chunk = 0; chunk < SENT_CHUNKS; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < CHUNK_TILES; ++i) {
+        const int tile = chunk * CHUNK_TILES + i, at = tile % 16 * 4;
+        const float (&from)[64] = o[tile / 16];
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + GIVEN + place(tile)),
+                     "f"(from[at] * ending.inverse[0]), "f"(from[at + 1] * ending.inverse[0]),
+                     "f"(from[at + 2] * ending.inverse[1]), "f"(from[at + 3] * ending.inverse[1])
+                     : "memory");
+      }
+      fence_async();
+      if (chunk == 0)
+        cluster_wait();  // the peer is done with its ring, too
+      else
+        __syncwarp();
+      const uint32_t from = shared_ + place_of_chunk(chunk);
+      if (group_thread() % 32 == 0) peer_copy(at_peer(from + TAKEN), from + GIVEN, CHUNK_BYTES, at_peer(sent(chunk)));
+    }
+  }
+
+  MLA_DEVICE uint32_t sent(int chunk) const { return barriers_.sent(group_thread() / 32, chunk); }
+
+  // Tells the peer that all that its warp sent is here, so that it may end.
+  MLA_DEVICE void tell_taken() const { peer_arrive(at_peer(barriers_.taken()), group_thread() % 32 == 0); }
+
+  // What both cuts of this lane's rows count, and the rows' lse to memory.
+  MLA_DEVICE void weigh(Products& o, const Ending& ending, uint32_t slot, float (&own)[2], float (&peer)[2]) const {
+    barrier_wait(barriers_.lse_sent(), 0);
+    const Heads heads(params_);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = fragment_row() + half * 8, row = first_row() + at;
+      const bool sinks = !ending.partial && params_.attn_sink != nullptr;
+      const float* sink = sinks ? params_.attn_sink + heads.head(row, heads.token(row)) : nullptr;
+      const uint32_t lse = shared_ + Policy::PEER_LSE + at * 4;
+      const Share share(load_shared<float>(slot + Policy::LSE + at * 4), load_shared<float>(lse), sink);
+      own[half] = ending.inverse[half] * share.own;
+      peer[half] = share.peer;
+      __syncwarp();
+      if (group_thread() % 4 == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(lse), "f"(share.lse) : "memory");
+      if (bit_cast<int>(share.own) == 0)  // what counts nothing may be anything
+#pragma unroll
+        for (int i = 0; i < 64; ++i)
+          if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
+    }
+    __syncwarp();
+    if (side_ == 0) Results<Policy>(params_, side_).store_lse(ending, shared_ + Policy::PEER_LSE);
+  }
+
+  // A tile of both cuts.
+  MLA_DEVICE void both(const Products& o, int tile, const float (&own)[2], const float (&peer)[2],
+                       float (&four)[4]) const {
+    if (tile % CHUNK_TILES == 0) {
+      barrier_wait(sent(tile / CHUNK_TILES), 0);
+      if (tile / CHUNK_TILES == SENT_CHUNKS - 1) tell_taken();
+    }
+    float others[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(others[0]), "=f"(others[1]), "=f"(others[2]), "=f"(others[3])
+                 : "r"(shared_ + TAKEN + place(tile))
+                 : "memory");
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (bit_cast<int>(peer[i / 2]) == 0) others[i] = 0.0f;
+      four[i] = __fmaf_rn(others[i], peer[i / 2], o[tile / 16][tile % 16 * 4 + i] * own[i / 2]);
+    }
+  }
+
+  const Params& params_;
+  Barriers<Policy> barriers_;
+  uint32_t shared_;
+  int side_;
 };
 
 }  // namespace mla::sm90

@@ -21,6 +21,7 @@ KEYS = 32  # of a stage: one copy, one Q K^T, one P V
 STAGES = 5
 # 16-value steps of Q K^T whose queries lie in registers, by source of the keys.
 REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
+PAIR_BYTES = 4 * ROWS + 8 * (2 + 4 * 4)  # for the merge by two blocks: the other's lse, and barriers
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
@@ -38,10 +39,8 @@ MERGE_US = 2.6  # of combine, however little it merges
 MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
-TOGETHER_US = 2.3  # of a merge by the two blocks of a cluster, and as much more where clusters fill most units
-TOGETHER_ROWS = (
-    32  # of a sequence, above which it is worth while: a block sends its peer 64 rows, however few there are
-)
+TOGETHER_US = 2.2  # of a merge of two cuts by the two blocks of a cluster,
+TOGETHER_GAIN = 0.09  # less so much of decode's own time, which partials would draw out
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,8 @@ class HopperConfig:
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
-        return block_bytes(self.width, STAGES, REGISTER_STEPS[self.source]) + (4 * ROWS if self.cuts == 2 else 0)
+        alone = block_bytes(self.width, STAGES, REGISTER_STEPS[self.source])
+        return alone + (PAIR_BYTES if self.cuts == 2 else 0)
 
     @property
     def instance(self) -> str:
@@ -150,9 +150,10 @@ def whole_blocks(split_size: int) -> int:
     return -(-split_size // KEYS) * KEYS
 
 
-def merging(config: HopperConfig, batch: int, rows: int, splits: int) -> HopperConfig:
-    """The instance for so many cuts: where blocks merge them `together`, that which does."""
-    return replace(config, cuts=2) if together(config.arch, config.source, batch, rows, splits) else config
+def merging(config: HopperConfig, batch: int, rows: int, stages: int, splits: int) -> HopperConfig:
+    """The instance for so many cuts: where blocks merge each two of them `together`, that which does."""
+    pairs = config.source == "tma" and Estimate(config.arch, batch, rows, stages).together(splits)
+    return replace(config, cuts=2) if pairs else config
 
 
 def workers(arch: Arch, items: int, tiles: int) -> int:
@@ -160,40 +161,76 @@ def workers(arch: Arch, items: int, tiles: int) -> int:
     return max(1, min(items, arch.compute_units // tiles))
 
 
-def together(arch: Arch, source: str, batch: int, rows: int, splits: int) -> bool:
-    """Whether the blocks of a cluster merge the cuts of a sequence: two, where each block has one item."""
-    items = batch * splits
-    fits = workers(arch, items, -(-rows // ROWS)) == items
-    return splits == 2 and fits and source == "tma" and rows > TOGETHER_ROWS
+class Estimate(NamedTuple):
+    """What decode takes, in microseconds, where sequences have at most `stages` x 32 keys."""
+
+    arch: Arch
+    batch: int
+    rows: int
+    stages: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.rows // ROWS)
+
+    def groups(self, splits: int) -> int:
+        return workers(self.arch, self.batch * splits, self.tiles)
+
+    def busy(self, splits: int) -> int:
+        """Units that have a block."""
+        return self.groups(splits) * self.tiles
+
+    def decode(self, splits: int) -> float:
+        """Of the blocks, up to their partials. A cut shortens the way of each through the keys."""
+        stage = STAGE_US + BUSY_STAGE_US * self.busy(splits) / self.arch.compute_units
+        read = self.batch * self.stages * KEYS * 1152 / READ_BYTES_PER_US
+        rounds = -(-self.batch * splits // self.groups(splits))
+        return max(rounds * (-(-self.stages // splits) * stage + ITEM_US), read)
+
+    def combine(self, splits: int, partials: int) -> float:
+        """Of combine, with so many partials of each sequence.
+
+        It is placed while decode runs, on the units that decode leaves free, and reads with those.
+        """
+        units = self.arch.compute_units
+        free = units - self.busy(splits)
+        size = self.batch * self.rows * partials * 2048
+        config = combine_configs.rule(self.arch, 512, self.batch * self.rows, partials)
+        early = min(1.0, free * config.resident / config.grid(self.batch * self.rows))
+        merge = early * size / (max(free, 1) * MERGED_BYTES_PER_US)
+        if early < 1:
+            merge = max(merge, LATE_MERGE_US + (1 - early) * size / (units * MERGED_BYTES_PER_US))
+        return MERGE_US + merge
+
+    def merge(self, splits: int) -> float:
+        """Of what merges the cuts of each sequence: combine."""
+        return 0.0 if splits == 1 else self.combine(splits, splits) + self.shared_way(splits)
+
+    def merge_pairs(self, splits: int) -> float:
+        """The same where the blocks of a cluster first merge each two cuts."""
+        pair = TOGETHER_US - TOGETHER_GAIN * self.decode(splits) + 2 * self.shared_way(splits)
+        return pair if splits == 2 else pair + self.combine(splits, splits // 2)
+
+    def shared_way(self, splits: int) -> float:
+        units = self.arch.compute_units
+        return SHARED_WAY_US if self.busy(splits) > units // 2 else 0.0
+
+    def together(self, splits: int) -> bool:
+        """Whether the blocks of a cluster merge each two cuts: where every block has one item, if it pays."""
+        possible = splits % 2 == 0 and self.groups(splits) == self.batch * splits
+        return possible and self.merge_pairs(splits) < self.merge(splits)
+
+    def all(self, splits: int, pairs: bool) -> float:
+        """Of decode and what merges its cuts; `pairs` where blocks may do that."""
+        merge = self.merge_pairs if pairs and self.together(splits) else self.merge
+        return self.decode(splits) + merge(splits)
 
 
 @lru_cache(maxsize=4096)
 def cuts(arch: Arch, source: str, batch: int, rows: int, stages: int) -> int:
-    """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time.
-
-    A cut shortens the way of each block through the keys and costs a merge. Merges are placed while decode runs, on the
-    units that it leaves free, and read with those; or two blocks merge `together`.
-    """
-    tiles, units = -(-rows // ROWS), arch.compute_units
-    read = batch * stages * KEYS * 1152 / READ_BYTES_PER_US
-
-    def microseconds(splits: int) -> float:
-        groups = workers(arch, batch * splits, tiles)
-        stage = STAGE_US + BUSY_STAGE_US * groups * tiles / units
-        spent = max(-(-batch * splits // groups) * (-(-stages // splits) * stage + ITEM_US), read)
-        if splits == 1:
-            return spent
-        if together(arch, source, batch, rows, splits):
-            return spent + TOGETHER_US * (2 if groups * tiles > units // 2 else 1)
-        partials, free = batch * rows * splits * 2048, units - groups * tiles
-        merging = combine_configs.rule(arch, 512, batch * rows, splits)
-        early = min(1.0, free * merging.resident / merging.grid(batch * rows))
-        merge = early * partials / (max(free, 1) * MERGED_BYTES_PER_US)
-        if early < 1:
-            merge = max(merge, LATE_MERGE_US + (1 - early) * partials / (units * MERGED_BYTES_PER_US))
-        return spent + MERGE_US + merge + (SHARED_WAY_US if free < units // 2 else 0.0)
-
-    return least(arch, batch * tiles, stages, microseconds)
+    """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time."""
+    estimate = Estimate(arch, batch, rows, stages)
+    return least(arch, batch * estimate.tiles, stages, lambda splits: estimate.all(splits, source == "tma"))
 
 
 def least(arch: Arch, blocks: int, stages: int, microseconds: Callable[[int], float]) -> int:

@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
     copies_q: bool  # the kernel cannot reach the rows of q, out or lse as they lie
     copies_out: bool
     copies_lse: bool
-    slots: int  # splits with partials
+    slots: int  # partials of all sequences
     rows: int  # of a split
     merge: combine.Launch | None  # None when nothing is split
 
@@ -99,7 +99,8 @@ def prepare(
     tiles = config.tiles(rows)
     on_hopper = isinstance(config, HopperConfig)
     if words:
-        splits, slots = 1, int(most_items(words, batch))
+        splits = parts = 1
+        slots = int(most_items(words, batch))
         items = min(slots, config.arch.compute_units)
     else:
         if on_hopper:
@@ -108,10 +109,11 @@ def prepare(
         by_size = int(splits_of(bound, split_size)) if split_size else 0
         splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
         items = batch * splits
-        slots = items if splits > 1 else 0
         if isinstance(config, HopperConfig) and not split_size:
-            config = hopper.merging(config, batch, rows, splits)
-            slots = 0 if config.cuts == 2 else slots
+            config = hopper.merging(config, batch, rows, -(-bound // hopper.KEYS), splits)
+        in_pairs = isinstance(config, HopperConfig) and config.cuts == 2
+        parts = splits // 2 if in_pairs else splits  # partials of a sequence; of one part, the result itself
+        slots = batch * parts if parts > 1 else 0
     copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
     q = q.copied() if copies_q else q
     # One stride leads from token to token of the results.
@@ -141,7 +143,7 @@ def prepare(
     if isinstance(config, HopperConfig):
         workers = hopper.workers(config.arch, items, tiles)
         grid, shared = (tiles, workers, 1), config.lds
-        if slots and not words and workers == items and not split_size:
+        if slots and not words and workers == items and not split_size and config.cuts == 1:
             awaiting = combine_configs.awaiting(config.arch, head_dim_v, rows, batch, splits, workers * tiles)
         splits_magic, splits_shift = reciprocal(splits)
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
@@ -183,7 +185,7 @@ def prepare(
             True,  # scratch and results begin on 16 bytes
             out.dtype,
             heads if sink else 1,
-            splits,
+            parts,
             (planned, False),
         )
     return Prepared(

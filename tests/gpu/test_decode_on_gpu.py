@@ -3,74 +3,39 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from decode_calls import (
+    CACHE,
+    HALF,
+    LENS,
+    PLAN,
+    Q_DESCALE,
+    SINK,
+    TABLE,
+    Q,
+    assert_right,
+    check,
+    decode,
+    decode_grid,
+    hostile,
+    native,
+    on_cpu,
+    require_kernels,
+)
 
 import mla_suite
-from mla_suite.core import dispatch
-from mla_suite.ops.combine import config as combine_configs
-from mla_suite.ops.decode import DECODE, hopper
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.layout import Plan
-from mla_suite.runtime import current_arch, has_kernel
 from mla_suite.testing import exact_decode
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-
-import decode_grid
-
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
-Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, _, PLAN = range(12)
-HALF = {"layout": "fp16", "dtype": torch.float16}
 
 
 @pytest.fixture(autouse=True)
 def gpu():
-    """The GPU, where it is one that decode has kernels for and they were built."""
-    place = torch.device("cuda")
-    arch = current_arch(torch.empty(1, device=place))
-    if arch is None or arch.name != "sm_90":
-        pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1"):
-        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
-    return place
-
-
-def hostile(sample):
-    """decode_grid's, on the GPU."""
-    args, kwargs = decode_grid.hostile(sample, "sm_90")
-    return [None if tensor is None else tensor.cuda() for tensor in args], kwargs
-
-
-def native(args, kwargs):
-    """The call's backend; anything but our own kernel fails."""
-    arch = dispatch.arch_of(args[Q])
-    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), arch, "cuda")
-    assert choice.backend.name == "native", str(choice)
-
-
-def decode(args, kwargs):
-    native(args, kwargs)
-    return torch.ops.mla_suite.decode(*args, **kwargs)
-
-
-def on_cpu(args):
-    return [None if tensor is None else tensor.cpu() for tensor in args]
-
-
-def assert_right(out, lse, exact):
-    """P is rounded to 16 bits: to 2^-8 of itself in bf16, 2^-11 in fp16."""
-    rounding = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
-    decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact, rounding)
-
-
-def check(sample):
-    args, kwargs = hostile(sample)
-    out, lse = decode(args, kwargs)
-    assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+    require_kernels()
 
 
 SHAPES = {
@@ -170,79 +135,6 @@ def test_a_scale_of_the_queries():
     args, kwargs = hostile(decode_sample((100, 7), heads=16))
     args[Q_DESCALE] = torch.tensor([0.25], device="cuda")
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
-
-
-def test_cuts_merged_together_are_those_merged_by_combine(monkeypatch):
-    """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
-    that one cut does not see is the other's."""
-    for seed, options in enumerate(
-        (dict(heads=128), dict(heads=16, q_len=5, sink=True), dict(heads=64, rope=0, **HALF))
-    ):
-        args, kwargs = decode_sample((800, 33, 2100), num_splits=2, seed=seed, **options).make(torch.device("cuda"))
-        out, lse = decode(args, kwargs)
-        with monkeypatch.context() as changed:
-            changed.setattr(hopper, "TOGETHER_ROWS", 1 << 30)
-            dispatch.forget()
-            expected, expected_lse = decode(args, kwargs)
-        dispatch.forget()
-        step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
-        torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
-        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
-
-
-def assert_same_bits(results, expected):
-    for x, y in zip(results, expected, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
-
-
-def assert_a_graph_repeats(problems, expected):
-    """50 replays of the calls, as one graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [decode(*problem) for problem in problems]
-    for _ in range(50):
-        for out, _ in results:
-            out.fill_(7.0)
-        graph.replay()
-        assert_same_bits(results, expected)
-
-
-def test_a_graph_of_cuts_merged_together_repeats_its_bits():
-    samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=2, seed=i) for i in range(6)]
-    problems = [sample.make(torch.device("cuda")) for sample in samples]
-    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
-
-
-@pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
-def test_nan_of_any_kind_comes_through_an_awaited_merge(bits):
-    """Which waits as long as it sees one certain NaN: results must never be that one."""
-    args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
-    right, right_lse = decode(args, kwargs)
-    nan = torch.tensor(bits - 0x10000 if bits >> 15 else bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
-    args[Q][0, 0, 3] = nan
-    out, lse = decode(args, kwargs)
-    assert out[0, 0, 3].isnan().all()
-    assert lse[0, 0, 3].isnan()
-    others = [head for head in range(16) if head != 3]
-    assert torch.equal(out[0, 0, others], right[0, 0, others])
-    assert torch.equal(lse[0, 0, others], right_lse[0, 0, others])
-    args[CACHE][args[TABLE][0, 2], 5, 40] = nan
-    assert decode(args, kwargs)[0][0, 0, others, 40].isnan().all()
-
-
-def test_an_awaited_merge_takes_no_old_partial(monkeypatch):
-    """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
-    problems = [decode_sample((500 + 97 * i,), heads=16, num_splits=5 + i, seed=i) for i in range(12)]
-    problems = [problem.make(torch.device("cuda")) for problem in problems]
-    with monkeypatch.context() as changed:
-        changed.setattr(combine_configs, "AWAITED_ROWS", 0)
-        dispatch.forget()
-        expected = [decode(*problem) for problem in problems]
-    dispatch.forget()
-
-    for _ in range(20):
-        assert_same_bits([decode(*problem) for problem in problems], expected)
-    assert_a_graph_repeats(problems, expected)
 
 
 def test_strided_tensors():

@@ -243,23 +243,39 @@ def test_which_partials_are_awaited(monkeypatch, options, awaited):
     [
         (dict(heads=33), True),
         (dict(heads=16, q_len=4, varlen=True, sink=True), True),
-        (dict(heads=32), False),  # a block would send more than it has
         (dict(heads=33, num_splits=3), False),
         (dict(heads=33, page=24), False),  # gathered
+        (dict(heads=33, split_size=256), False),  # the order of the merge may not depend on the batch
         (dict(heads=128, q_len=12), False),  # 24 tiles: two items for some blocks
+        (dict(heads=16, num_splits=20), False),  # combine merges so few rows beside decode
     ],
 )
 def test_which_cuts_a_cluster_merges(monkeypatch, options, merged):
-    """They take no scratch, and nothing is launched behind them."""
+    """Two take no scratch, and nothing is launched behind them."""
     launches = []
     monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
-    sample = decode_sample((700, 90, 5), **dict(num_splits=2) | options)
+    cut = {} if "split_size" in options else dict(num_splits=2)
+    sample = decode_sample((700, 90, 5), **cut | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
     assert instance.endswith("_cuts-2") is merged
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
         assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == 210992 + 4 * 64
+        assert shared == 210992 + 4 * 64 + 8 * 18
+
+
+def test_more_cuts_leave_half_as_many_partials(monkeypatch):
+    """Which combine merges: each two cuts are one partial."""
+    merges = []
+    monkeypatch.setattr(
+        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
+    )
+    sample = decode_sample((4000,) * 16, heads=128, num_splits=4)
+    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample)
+    assert instance.endswith("_cuts-2")
+    assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
+    assert buffers["partial_out"].tensor.shape == (32, 128, 512)
+    assert [merge[6] for merge in merges] == [2], "partials of each sequence"
 
 
 def test_ragged_queries_and_pages(monkeypatch):

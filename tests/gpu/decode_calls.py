@@ -1,0 +1,81 @@
+"""Calls of decode on the kernels for sm_90, and what is asked of their results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_suite.core import dispatch
+from mla_suite.ops.decode import DECODE
+from mla_suite.runtime import current_arch, has_kernel
+from mla_suite.testing import exact_decode
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+
+import decode_grid
+
+Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, _, PLAN = range(12)
+HALF = {"layout": "fp16", "dtype": torch.float16}
+
+
+def require_kernels():
+    """Skips where the GPU is not one that decode has kernels for, or they were not built."""
+    arch = current_arch(torch.empty(1, device="cuda"))
+    if arch is None or arch.name != "sm_90":
+        pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1"):
+        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+
+
+def hostile(sample):
+    """decode_grid's, on the GPU."""
+    args, kwargs = decode_grid.hostile(sample, "sm_90")
+    return [None if tensor is None else tensor.cuda() for tensor in args], kwargs
+
+
+def native(args, kwargs):
+    """The call's backend; anything but our own kernel fails."""
+    arch = dispatch.arch_of(args[Q])
+    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), arch, "cuda")
+    assert choice.backend.name == "native", str(choice)
+
+
+def decode(args, kwargs):
+    native(args, kwargs)
+    return torch.ops.mla_suite.decode(*args, **kwargs)
+
+
+def on_cpu(args):
+    return [None if tensor is None else tensor.cpu() for tensor in args]
+
+
+def assert_right(out, lse, exact):
+    """P is rounded to 16 bits: to 2^-8 of itself in bf16, 2^-11 in fp16."""
+    rounding = 2.0**-8 if out.dtype == torch.bfloat16 else 2.0**-11
+    decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact, rounding)
+
+
+def check(sample):
+    args, kwargs = hostile(sample)
+    out, lse = decode(args, kwargs)
+    assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def assert_same_bits(results, expected):
+    for x, y in zip(results, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+
+
+def assert_a_graph_repeats(problems, expected):
+    """50 replays of the calls, as one graph."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(*problem) for problem in problems]
+    for _ in range(50):
+        for out, _ in results:
+            out.fill_(7.0)
+        graph.replay()
+        assert_same_bits(results, expected)

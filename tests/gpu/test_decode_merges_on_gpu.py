@@ -1,0 +1,124 @@
+"""How sm_90 merges what decode cut, beside combine: each two cuts in a cluster; few rows while decode still runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from decode_calls import (
+    CACHE,
+    HALF,
+    TABLE,
+    Q,
+    assert_a_graph_repeats,
+    assert_same_bits,
+    check,
+    decode,
+    require_kernels,
+)
+
+from mla_suite.core import dispatch
+from mla_suite.ops.combine import config as combine_configs
+from mla_suite.ops.decode import hopper
+from mla_suite.ops.decode.samples import decode_sample
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    require_kernels()
+
+
+def pairs(self, splits):
+    """Wherever blocks can merge each two cuts, whether or not it pays."""
+    return splits % 2 == 0 and self.groups(splits) == self.batch * splits
+
+
+def no_pairs(self, splits):
+    return False
+
+
+@pytest.fixture
+def merging(monkeypatch):
+    """Makes decode merge in pairs or not: call it with one of the above."""
+
+    def merge(rule):
+        monkeypatch.setattr(hopper.Estimate, "together", rule)
+        dispatch.forget()
+
+    yield merge
+    monkeypatch.undo()
+    dispatch.forget()
+
+
+PAIRS = {
+    "two": dict(lens=(800, 33, 2100), heads=128, num_splits=2),
+    "two, five tokens, sink": dict(lens=(800, 33, 2100), heads=16, q_len=5, num_splits=2, sink=True),
+    "two, 512 wide, fp16": dict(lens=(800, 33, 2100), heads=64, rope=0, num_splits=2, **HALF),
+    "four": dict(lens=(700, 100, 1, 64, 32, 0), heads=128, num_splits=4),
+    "six, four tokens, sink": dict(lens=(700, 1, 2, 34, 1063), heads=32, q_len=4, num_splits=6, sink=True),
+    "four, ragged queries": dict(lens=(700, 100, 3, 0), heads=24, q_len=3, varlen=True, num_splits=4, sink=True),
+    "twenty, few rows": dict(lens=(3000, 33), heads=5, num_splits=20),
+    "many, 512 wide, fp16": dict(lens=(9000,), heads=100, rope=0, num_splits=62, **HALF),
+    "eight, all keys": dict(lens=(90, 7), heads=64, q_len=2, causal=False, num_splits=8),
+}
+
+
+@pytest.mark.parametrize("shape", PAIRS)
+def test_pairs_within_the_rounding_bound(merging, shape):
+    merging(pairs)
+    check(decode_sample(seed=len(shape), **PAIRS[shape]))
+
+
+@pytest.mark.parametrize("shape", PAIRS)
+def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape):
+    """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
+    that one cut does not see is the other's."""
+    args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
+    merging(pairs)
+    out, lse = decode(args, kwargs)
+    merging(no_pairs)
+    expected, expected_lse = decode(args, kwargs)
+    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_a_graph_of_pairs_repeats_its_bits(merging, splits):
+    merging(pairs)
+    samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=splits, seed=i) for i in range(6)]
+    problems = [sample.make(torch.device("cuda")) for sample in samples]
+    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
+def test_nan_of_any_kind_comes_through_an_awaited_merge(bits):
+    """Which waits as long as it sees one certain NaN: results must never be that one."""
+    args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
+    right, right_lse = decode(args, kwargs)
+    nan = torch.tensor(bits - 0x10000 if bits >> 15 else bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    args[Q][0, 0, 3] = nan
+    out, lse = decode(args, kwargs)
+    assert out[0, 0, 3].isnan().all()
+    assert lse[0, 0, 3].isnan()
+    others = [head for head in range(16) if head != 3]
+    assert torch.equal(out[0, 0, others], right[0, 0, others])
+    assert torch.equal(lse[0, 0, others], right_lse[0, 0, others])
+    args[CACHE][args[TABLE][0, 2], 5, 40] = nan
+    assert decode(args, kwargs)[0][0, 0, others, 40].isnan().all()
+
+
+def test_an_awaited_merge_takes_no_old_partial(monkeypatch):
+    """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
+    problems = [decode_sample((500 + 97 * i,), heads=16, num_splits=5 + i, seed=i) for i in range(12)]
+    problems = [problem.make(torch.device("cuda")) for problem in problems]
+    with monkeypatch.context() as changed:
+        changed.setattr(combine_configs, "AWAITED_ROWS", 0)
+        dispatch.forget()
+        expected = [decode(*problem) for problem in problems]
+    dispatch.forget()
+
+    for _ in range(20):
+        assert_same_bits([decode(*problem) for problem in problems], expected)
+    assert_a_graph_repeats(problems, expected)
