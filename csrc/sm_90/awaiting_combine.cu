@@ -1,4 +1,4 @@
-// combine of few rows, beside a decode that still runs. WAVES warps share the splits of a row, SLICES workgroups its
+// combine beside a decode that still runs. WAVES warps share the splits of a row, SLICES workgroups its
 // columns.
 #include "sm_90/awaiting_combine.hpp"
 

@@ -1,6 +1,7 @@
-// combine of few rows, beside a decode that still runs: it merges the words of the partials as they come (awaited.hpp).
+// combine beside a decode that still runs: it merges the words of the partials as they come (awaited.hpp).
 //
-// Workgroups, warps and lanes share rows, splits and columns as on the arch's other combine kernels.
+// Workgroups and warps share rows, columns and splits as on the arch's other combine kernels. Columns are taken in the
+// order in which decode stores them, so that what has come is merged while the rest is stored.
 #pragma once
 
 #include "mla/combine.hpp"
@@ -18,10 +19,10 @@ struct AwaitingCombine {
   static constexpr int threads = Merge::threads;
   static constexpr int min_waves = Merge::min_waves;
   static constexpr int parts = Merge::parts;
-  static constexpr int in_flight = 8;                             // splits of a warp that are waited for together
+  static constexpr int chunks = Merge::chunks;                    // of 128 columns, four for each lane
   static constexpr int MOST_SPLITS = Merge::owned * Wave::lanes;  // each has a lane that keeps its weight
-  static_assert(Shape::rows == 1 && Merge::team == Wave::lanes && Merge::chunks == 1 && Shape::vec == 4 && Merge::early,
-                "awaiting combine: a warp holds four columns a lane of a row's splits");
+  static_assert(Shape::rows == 1 && Merge::team == Wave::lanes && Shape::vec == 4 && Merge::early,
+                "awaiting combine: a lane holds four columns of a chunk");
 
   // `splits` of a sequence are at most MOST_SPLITS, and num_splits says how many; no sequence is skipped.
   MLA_DEVICE static void run(const CombineParams& p) {
@@ -36,25 +37,38 @@ struct AwaitingCombine {
     float scale;
     const auto outcome = Merge::begin(p, at, row, scale);
     for (int i = 0; i < Merge::owned; ++i) share[i] *= scale;
-    float sum[1][4] = {};
-    if (outcome == Merge::SUM)
+    float sum[chunks][4] = {};
+    if (outcome == Merge::SUM) {
 #pragma unroll 1
-      for (int split = at.part; split < at.splits; split += parts * in_flight) accumulate(p, at, split, share, sum[0]);
-    Merge::finish(p, at, outcome, sum);
+      for (int split = at.part; split < at.splits; split += 8 * parts) {
+        const int left = at.splits - split;
+        if (left <= 2 * parts)
+          accumulate<2>(p, at, split, share, sum);
+        else if (left <= 4 * parts)
+          accumulate<4>(p, at, split, share, sum);
+        else
+          accumulate<8>(p, at, split, share, sum);
+      }
+    }
+    finish(p, at, outcome, sum);
     Wave::wait_for_producer();  // who follows counts on the end of decode, too
   }
 
  private:
-  // The log-sum-exps of the lane's splits, once they are there. One lane of the workgroup looks until one is: what many
-  // load again and again, decode waits for.
+  // The log-sum-exps of the lane's splits, once they are there. One warp of the workgroup looks, and one of its lanes
+  // until one is there: what many load again and again, decode waits for.
   MLA_DEVICE static void await_own(const CombineParams& p, Place& at) {
-    if (thread_id() == 0 && at.splits > 0) await_lse(p, at, at.splits - 1);
+    MLA_SHARED float all[MOST_SPLITS];
+    if (at.part == 0 && at.splits > 0) {
+      if (at.lane == 0) await_lse(p, at, at.splits - 1);
+      __syncwarp();
+      for (int split = at.lane; split < at.splits; split += Wave::lanes) all[split] = await_lse(p, at, split);
+    }
     block_sync();
     for (int i = 0; i < Merge::owned; ++i) {
       const int split = Merge::own_split(at, i);
-      at.own[i] = split < at.splits ? await_lse(p, at, split) : of_order(ORDER_OF_NOTHING);
+      at.own[i] = split < at.splits ? all[split] : of_order(ORDER_OF_NOTHING);
     }
-    __syncwarp();
   }
 
   MLA_DEVICE static float await_lse(const CombineParams& p, const Place& at, int split) {
@@ -65,51 +79,73 @@ struct AwaitingCombine {
     return bit_cast<float>(word);
   }
 
-  // Adds weight x partial of this warp's splits from `begin` on.
+  // The first of a lane's four columns of a chunk. Chunks and slices follow each other as decode stores them, which is
+  // both halves of a row side by side.
+  MLA_DEVICE static int column(const Place& at, int chunk) {
+    const int slice = at.first_column / Merge::columns;
+    return at.lane / 16 * (Shape::head_dim_v / 2) + (slice * chunks + chunk) * 64 + at.lane % 16 * 4;
+  }
+
+  // Adds weight x partial of this warp's next splits from `begin` on, which are waited for together.
+  template <int in_flight>
   MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int begin,
-                                    const float (&share)[Merge::owned], float (&sum)[4]) {
-    const float* from = p.partial_out + ((at.first + begin) * p.partial_split_stride + at.row * p.partial_row_stride +
-                                         at.first_column + at.lane * 4);
+                                    const float (&share)[Merge::owned], float (&sum)[chunks][4]) {
+    const float* row = p.partial_out + ((at.first + begin) * p.partial_split_stride + at.row * p.partial_row_stride);
     const int64_t apart = parts * p.partial_split_stride;
     float weight[in_flight];
-    uint4 words[in_flight];
 #pragma unroll
     for (int i = 0; i < in_flight; ++i) {
       const int split = begin + i * parts;
       weight[i] = split < at.splits ? Merge::weight_of(at, share, split) : 0.0f;
-      // A split of weight zero counts for nothing, whatever it holds.
-      words[i] =
-          bit_cast<int>(weight[i]) != 0 ? make_uint4(NOT_YET, NOT_YET, NOT_YET, NOT_YET) : make_uint4(0, 0, 0, 0);
     }
-    // One lane looks for the first that is missing; when it is there, all ask for what they miss.
-    for (;;) {
-      int missing = in_flight;
-      unsigned lanes = 0;
 #pragma unroll
-      for (int i = in_flight - 1; i >= 0; --i) {
-        if (incomplete(words[i])) words[i] = load_arriving(from + i * apart);
+    for (int c = 0; c < chunks; ++c) {
+      const float* from = row + column(at, c);
+      uint4 words[in_flight];
+#pragma unroll
+      for (int i = 0; i < in_flight; ++i) {
+        // A split of weight zero counts for nothing, whatever it holds.
+        const uint32_t word = bit_cast<int>(weight[i]) != 0 ? NOT_YET : 0;
+        words[i] = make_uint4(word, word, word, word);
+      }
+      for (bool missing = true; __any_sync(~0u, missing);) {
+        missing = false;
+#pragma unroll
+        for (int i = 0; i < in_flight; ++i)
+          if (incomplete(words[i])) words[i] = load_arriving(from + i * apart);
+#pragma unroll
+        for (int i = 0; i < in_flight; ++i) missing |= incomplete(words[i]);
       }
 #pragma unroll
-      for (int i = in_flight - 1; i >= 0; --i) {
-        const unsigned now = __ballot_sync(~0u, incomplete(words[i]));
-        if (now != 0) {
-          missing = i;
-          lanes = now;
-        }
+      for (int i = 0; i < in_flight; ++i) {
+        sum[c][0] = __fmaf_rn(weight[i], bit_cast<float>(words[i].x), sum[c][0]);
+        sum[c][1] = __fmaf_rn(weight[i], bit_cast<float>(words[i].y), sum[c][1]);
+        sum[c][2] = __fmaf_rn(weight[i], bit_cast<float>(words[i].z), sum[c][2]);
+        sum[c][3] = __fmaf_rn(weight[i], bit_cast<float>(words[i].w), sum[c][3]);
       }
-      if (lanes == 0) break;
-      if (at.lane == __ffs(lanes) - 1)
-        while (incomplete(load_arriving(from + missing * apart))) {
-        }
-      __syncwarp();
     }
+  }
+
+  // The sums of all warps to the results.
+  MLA_DEVICE static void finish(const CombineParams& p, const Place& at, typename Merge::Outcome outcome,
+                                const float (&sum)[chunks][4]) {
+    alignas(16) MLA_SHARED float4 sums[parts][chunks][Wave::lanes];
 #pragma unroll
-    for (int i = 0; i < in_flight; ++i) {
-      sum[0] = __fmaf_rn(weight[i], bit_cast<float>(words[i].x), sum[0]);
-      sum[1] = __fmaf_rn(weight[i], bit_cast<float>(words[i].y), sum[1]);
-      sum[2] = __fmaf_rn(weight[i], bit_cast<float>(words[i].z), sum[2]);
-      sum[3] = __fmaf_rn(weight[i], bit_cast<float>(words[i].w), sum[3]);
+    for (int c = 0; c < chunks; ++c)
+      sums[at.part][c][at.lane] = make_float4(sum[c][0], sum[c][1], sum[c][2], sum[c][3]);
+    block_sync();
+    if (!at.wanted || at.part >= chunks) return;
+    float total[4] = {};
+#pragma unroll
+    for (int other = 0; other < parts; ++other) {
+      const float4 some = sums[other][at.part][at.lane];
+      total[0] += some.x;
+      total[1] += some.y;
+      total[2] += some.z;
+      total[3] += some.w;
     }
+    const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride;
+    Merge::store(p, out + column(at, at.part), outcome, total);
   }
 
   MLA_DEVICE static bool incomplete(const uint4& words) {

@@ -31,6 +31,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
       barrier_init(barriers.item_full(slot), 1);     // the loader
       barrier_init(barriers.item_empty(slot), 128);  // the scores
     }
+    if constexpr (Policy::AWAITABLE) barrier_init(barriers.filled(), 32);  // a warp
     if constexpr (Policy::TOGETHER) {
       barrier_init(barriers.taken(), 4);  // a warp each of the peer's
       barrier_init(barriers.lse_sent(), 1);

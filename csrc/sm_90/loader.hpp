@@ -4,6 +4,7 @@
 #include "sm_90/ahead.hpp"
 #include "sm_90/mbarrier.hpp"
 #include "sm_90/policy.hpp"
+#include "sm_90/promise.hpp"
 #include "sm_90/work.hpp"
 
 namespace mla::sm90 {
@@ -42,6 +43,8 @@ class Loader {
         take_turn();
         ahead.load();
       }
+      if constexpr (Policy::AWAITABLE)
+        if (Policy::awaited(params_)) Promise<Policy>(params_, shared_ - Policy::KV_OFFSET).make();
       if (TMA) return;
     }
     // Which sequence comes first follows from parameters alone, unless a plan or ragged queries decide it.
@@ -60,7 +63,7 @@ class Loader {
   }
 
  protected:
-  // Where combine waits for words, the values let it start.
+  // Where combine waits for words, whoever makes the promise lets it start.
   MLA_DEVICE void turn() const {
     wait_for_turn();
     if (!Policy::awaited(params_)) give_turn();

@@ -87,15 +87,21 @@ struct DecodePolicy {
   static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;                               // uint64: see Barriers
   static constexpr int PEER_LSE = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);  // float[64], TOGETHER
   static constexpr int PEER_BARRIERS = PEER_LSE + ROWS * 4;  // uint64, TOGETHER: see Barriers
-  static constexpr int SHARED_BYTES = TOGETHER ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2) : PEER_LSE;
+  // Of a block whose words combine may wait for: a barrier, and what they are before they have come.
+  static constexpr bool AWAITABLE = SOURCE == Source::tma && !TOGETHER;  // else the loader has no idle warp
+  static constexpr int FILLED = PEER_LSE;
+  static constexpr int PATTERN = FILLED + 16;
+  static constexpr int PATTERN_BYTES = 4096;
+  static constexpr int SHARED_BYTES = TOGETHER    ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2)
+                                      : AWAITABLE ? PATTERN + PATTERN_BYTES
+                                                  : PEER_LSE;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");
 
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }  // of a sequence
-  // Whether combine waits for the words of the block's one partial (awaited.hpp), and whether it ever does.
+  // Whether combine waits for the words of the block's one partial (awaited.hpp).
   MLA_DEVICE static bool awaited(const Params& params) { return params.awaited != 0; }
-  static constexpr bool AWAITABLE = SOURCE != Source::selected && !TOGETHER;
   MLA_DEVICE static int q_box_bytes(const Params& params) { return box_bytes(params.rows); }
   // The host makes boxes of no more rows than there are, in whole turns of the swizzle.
   MLA_DEVICE static int box_bytes(int rows) { return min(ROWS, (rows + 7) / 8 * 8) * 64; }
@@ -112,6 +118,8 @@ struct Barriers {
   MLA_DEVICE uint32_t p_empty(int slot) const { return p_full(Policy::P_SLOTS + slot); }
   MLA_DEVICE uint32_t item_full(int slot) const { return p_full(2 * Policy::P_SLOTS + slot); }
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
+  // Where combine waits for words: that they are NOT_YET.
+  MLA_DEVICE uint32_t filled() const { return base - Policy::BARRIER_OFFSET + Policy::FILLED; }
   // Where cuts are merged together: what the peer sends of its lse, and of a warp's rows of a chunk; that it has all
   // that this block sends.
   MLA_DEVICE uint32_t lse_sent() const { return base - Policy::BARRIER_OFFSET + Policy::PEER_BARRIERS; }

@@ -21,7 +21,6 @@ class Values {
   // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a
   // whole Q K^T later, and a stage given back early is worth more than a P V queued early.
   MLA_DEVICE void run() {
-    if (Policy::awaited(params_)) promise();
     for (;;) {
       int order = next_order();
       if (order & STOP) return;
@@ -61,24 +60,6 @@ class Values {
   }
 
  private:
-  // Makes the words of this block's partial NOT_YET while the first keys are on their way, and lets combine start.
-  MLA_DEVICE void promise() const {
-    wait_for_turn();
-    const int64_t first = static_cast<int64_t>(blockIdx.y) * Policy::rows(params_) + first_row();
-    const int rows = min(ROWS, Policy::rows(params_) - first_row());
-    const int lane = group_thread() % 32;
-    for (int row = group_thread() / 32; row < rows; row += 4) {
-      uint4* to = reinterpret_cast<uint4*>(params_.partial_out + (first + row) * D_V + side_ * VALUE_COLUMNS);
-#pragma unroll
-      for (int at = 0; at < VALUE_COLUMNS / 4; at += 32)
-        store_arriving(to + at + lane, make_uint4(NOT_YET, NOT_YET, NOT_YET, NOT_YET));
-      if (side_ == 0 && lane == 0) store_arriving(params_.partial_lse + first + row, bit_cast<float>(NOT_YET));
-    }
-    __threadfence();
-    asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
-    give_turn();
-  }
-
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
 
   MLA_DEVICE int next_order() {
@@ -142,6 +123,8 @@ class Values {
 
   // Of the item that the slot names; called while the last product is computed.
   MLA_DEVICE Ending find_rows() const {
+    if constexpr (Policy::AWAITABLE)
+      if (Policy::awaited(params_)) barrier_wait(barriers_.filled(), 0);
     int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
     const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
     if constexpr (Policy::TOGETHER) partial_row = params_.num_splits == 2 ? -1 : partial_row / 2;

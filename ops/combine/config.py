@@ -14,6 +14,7 @@ ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
 AWAITED_ROWS = 16  # that decode fills, of neighbouring compute units (csrc/sm_90/README.md)
+AWAITING_SLICES = (4, 2, 1)
 AWAITED_SPLITS = 128  # of a sequence: each has a lane that keeps its weight
 STATIC_LDS = {
     "amd": 65536,
@@ -133,17 +134,17 @@ class PlannedConfig:
 
 @dataclass(frozen=True)
 class AwaitingConfig:
-    """The one instance of csrc/sm_90/awaiting_combine.hpp, for rows that can be read and written 16 bytes at a time.
+    """An instance of csrc/sm_90/awaiting_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
-    It merges partials word by word while decode stores them.
+    It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row.
     """
 
     arch: Arch = field(repr=False)
     head_dim_v: int
+    slices: int
 
     vec = 4
     waves = 8
-    slices = 4
 
     @property
     def instance(self) -> str:
@@ -199,15 +200,15 @@ def planned(arch: Arch, head_dim_v: int, rows: int, batch: int) -> PlannedConfig
 def awaiting(arch: Arch, head_dim_v: int, rows: int, batch: int, splits: int, busy: int) -> AwaitingConfig | None:
     """The point that merges `splits` of each sequence of `rows` rows while decode, on `busy` compute units, goes on.
 
-    Decode first fills what is awaited, which must cost less than the end of a kernel: so there is none for more rows,
-    of neighbouring units together because these have one way to memory. And all its workgroups must find room beside.
+    All its workgroups must find room beside decode. None for more than AWAITED_ROWS of units that are neighbours: they
+    have one way to memory, which then takes longer to fill what is awaited than the end of a kernel would take.
     """
     if arch.name != "sm_90" or head_dim_v != 512 or splits > AWAITED_SPLITS:
         return None
-    neighbours = 2 if busy > arch.compute_units // 2 else 1
-    point = AwaitingConfig(arch, head_dim_v)
-    room = point.resident * (arch.compute_units - busy)
-    return point if rows * neighbours <= AWAITED_ROWS and point.grid(rows * batch) <= room else None
+    if busy > arch.compute_units // 2 and 2 * rows > AWAITED_ROWS:
+        return None
+    points = (AwaitingConfig(arch, head_dim_v, slices) for slices in AWAITING_SLICES)
+    return next((p for p in points if p.grid(rows * batch) <= p.resident * (arch.compute_units - busy)), None)
 
 
 def unaligned(arch: Arch, head_dim_v: int) -> Config:

@@ -22,6 +22,7 @@ STAGES = 5
 # 16-value steps of Q K^T whose queries lie in registers, by source of the keys.
 REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
 PAIR_BYTES = 4 * ROWS + 8 * (2 + 4 * 4)  # for the merge by two blocks: the other's lse, and barriers
+PROMISE_BYTES = 16 + 4096  # where combine waits for words: a barrier, and what they are at first
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
@@ -39,6 +40,9 @@ MERGE_US = 2.6  # of combine, however little it merges
 MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
+AWAITED_US = 0.9  # less of a merge where combine need not wait for the end of decode
+FILLED_ROWS = 32  # of a block, whose words decode fills in no time; for more of them it takes
+FILLING_STAGES = 4
 TOGETHER_US = 2.2  # of a merge of two cuts by the two blocks of a cluster,
 TOGETHER_GAIN = 0.09  # less so much of decode's own time, which partials would draw out
 
@@ -85,7 +89,8 @@ class HopperConfig:
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
         alone = block_bytes(self.width, STAGES, REGISTER_STEPS[self.source])
-        return alone + (PAIR_BYTES if self.cuts == 2 else 0)
+        beside = PAIR_BYTES if self.cuts == 2 else PROMISE_BYTES
+        return alone + (beside if self.source == "tma" else 0)
 
     @property
     def instance(self) -> str:
@@ -152,7 +157,7 @@ def whole_blocks(split_size: int) -> int:
 
 def merging(config: HopperConfig, batch: int, rows: int, stages: int, splits: int) -> HopperConfig:
     """The instance for so many cuts: where blocks merge each two of them `together`, that which does."""
-    pairs = config.source == "tma" and Estimate(config.arch, batch, rows, stages).together(splits)
+    pairs = Estimate(config.arch, config.source, batch, rows, stages).together(splits)
     return replace(config, cuts=2) if pairs else config
 
 
@@ -165,6 +170,7 @@ class Estimate(NamedTuple):
     """What decode takes, in microseconds, where sequences have at most `stages` x 32 keys."""
 
     arch: Arch
+    source: str  # of the keys: merges other than combine behind decode are for 'tma'
     batch: int
     rows: int
     stages: int
@@ -204,7 +210,17 @@ class Estimate(NamedTuple):
 
     def merge(self, splits: int) -> float:
         """Of what merges the cuts of each sequence: combine."""
-        return 0.0 if splits == 1 else self.combine(splits, splits) + self.shared_way(splits)
+        if splits == 1:
+            return 0.0
+        saved = AWAITED_US if self.awaiting(splits) is not None else 0.0
+        return self.combine(splits, splits) + self.shared_way(splits) - saved
+
+    def awaiting(self, splits: int) -> combine_configs.AwaitingConfig | None:
+        """What merges the cuts while decode still runs, if anything may: not before all of its words are filled."""
+        filled = min(self.rows, ROWS) <= FILLED_ROWS or -(-self.stages // splits) >= FILLING_STAGES
+        if splits == 1 or not filled or not self.one_item(splits):
+            return None
+        return combine_configs.awaiting(self.arch, 512, self.rows, self.batch, splits, self.busy(splits))
 
     def merge_pairs(self, splits: int) -> float:
         """The same where the blocks of a cluster first merge each two cuts."""
@@ -216,21 +232,23 @@ class Estimate(NamedTuple):
         return SHARED_WAY_US if self.busy(splits) > units // 2 else 0.0
 
     def together(self, splits: int) -> bool:
-        """Whether the blocks of a cluster merge each two cuts: where every block has one item, if it pays."""
-        possible = splits % 2 == 0 and self.groups(splits) == self.batch * splits
-        return possible and self.merge_pairs(splits) < self.merge(splits)
+        """Whether the blocks of a cluster merge each two cuts: where it pays."""
+        return splits % 2 == 0 and self.one_item(splits) and self.merge_pairs(splits) < self.merge(splits)
 
-    def all(self, splits: int, pairs: bool) -> float:
-        """Of decode and what merges its cuts; `pairs` where blocks may do that."""
-        merge = self.merge_pairs if pairs and self.together(splits) else self.merge
-        return self.decode(splits) + merge(splits)
+    def one_item(self, splits: int) -> bool:
+        """Whether every block has one, brought by the copy engine."""
+        return self.source == "tma" and self.groups(splits) == self.batch * splits
+
+    def all(self, splits: int) -> float:
+        """Of decode and what merges its cuts."""
+        return self.decode(splits) + (self.merge_pairs if self.together(splits) else self.merge)(splits)
 
 
 @lru_cache(maxsize=4096)
 def cuts(arch: Arch, source: str, batch: int, rows: int, stages: int) -> int:
     """Cuts per sequence of at most `stages` x 32 keys, where none were asked for: what should take the least time."""
-    estimate = Estimate(arch, batch, rows, stages)
-    return least(arch, batch * estimate.tiles, stages, lambda splits: estimate.all(splits, source == "tma"))
+    estimate = Estimate(arch, source, batch, rows, stages)
+    return least(arch, batch * estimate.tiles, stages, estimate.all)
 
 
 def least(arch: Arch, blocks: int, stages: int, microseconds: Callable[[int], float]) -> int:

@@ -143,8 +143,9 @@ def prepare(
     if isinstance(config, HopperConfig):
         workers = hopper.workers(config.arch, items, tiles)
         grid, shared = (tiles, workers, 1), config.lds
-        if slots and not words and workers == items and not split_size and config.cuts == 1:
-            awaiting = combine_configs.awaiting(config.arch, head_dim_v, rows, batch, splits, workers * tiles)
+        if slots and not words and not split_size and config.cuts == 1:
+            stages = -(-bound // hopper.KEYS)
+            awaiting = hopper.Estimate(config.arch, config.source, batch, rows, stages).awaiting(splits)
         splits_magic, splits_shift = reciprocal(splits)
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)

@@ -148,26 +148,35 @@ def test_few_workgroups_merge_what_a_plan_split():
             assert native.config_for(arch, *facts, fixed=False, planned=planned) == unplanned
 
 
-def test_few_rows_are_merged_while_decode_runs():
-    """On sm_90, where decode has little to fill and leaves room for all workgroups."""
+@pytest.mark.parametrize(("rows", "slices"), [(16, 4), (34, 4), (35, 2), (64, 2), (68, 2), (69, 1), (136, 1)])
+def test_rows_are_merged_while_decode_runs(rows, slices):
+    """On sm_90, by as many workgroups for each as find room beside it."""
     sm_90 = archs.get("sm_90")
-    point = config.awaiting(sm_90, 512, rows=16, batch=1, splits=64, busy=64)
+    point = config.awaiting(sm_90, 512, rows=rows, batch=1, splits=64, busy=64)
     assert point is not None
     assert point.instance in built_instances("sm_90")
-    assert (point.threads, point.grid(16)) == (256, 64)
-    for changed, taken in (
+    assert (point.slices, point.threads, point.grid(rows)) == (slices, 256, slices * rows)
+    assert point.grid(rows) <= point.resident * 68
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        (dict(), True),
         (dict(rows=1, splits=128, busy=128), True),
         (dict(splits=129), False),
-        (dict(rows=17), False),
-        (dict(busy=67), False),
+        (dict(rows=137), False),
+        (dict(busy=67), False),  # neighbours
         (dict(rows=8, busy=67), True),
-        (dict(rows=16, batch=2, busy=66), True),
-        (dict(rows=16, batch=3, busy=66), False),
+        (dict(batch=8, busy=66), True),
+        (dict(batch=9, busy=66), False),
         (dict(head_dim_v=128), False),
         (dict(arch=archs.get("gfx950")), False),
-    ):
-        facts = dict(arch=sm_90, head_dim_v=512, rows=16, batch=1, splits=64, busy=64) | changed
-        assert (config.awaiting(**facts) is not None) is taken, changed
+    ],
+)
+def test_which_rows_are_merged_while_decode_runs(changed, taken):
+    facts = dict(arch=archs.get("sm_90"), head_dim_v=512, rows=16, batch=1, splits=64, busy=64) | changed
+    assert (config.awaiting(**facts) is not None) is taken
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):

@@ -172,7 +172,7 @@ def test_the_maps_lie_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1", 512, 210992)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1", 512, 215104)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
@@ -222,8 +222,11 @@ def test_every_word_of_a_launch(monkeypatch):
     ("options", "awaited"),
     [
         (dict(heads=16, num_splits=8), True),
-        (dict(heads=5, q_len=3, num_splits=8, varlen=True, page=7, ragged_pages=True), True),
-        (dict(heads=17, num_splits=8), False),  # more rows than are filled
+        (dict(heads=64, num_splits=4), True),
+        (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
+        (dict(heads=16, num_splits=8, page=7), False),  # gathered: whoever would fill brings keys
+        (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
+        (dict(heads=128, num_splits=4), False),  # no room for a workgroup of each row beside
         (dict(heads=16, num_splits=40), False),  # neighbours
         (dict(heads=8, num_splits=66), False),  # two items for some blocks
         (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
