@@ -54,7 +54,7 @@ class HopperConfig:
     dtype   type of queries, cache and result
     width   values of a cached row
     source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
-    cuts    2: two blocks of a cluster merge the two cuts of a sequence, of keys that the copy engine brings; else 1
+    cuts    2: two blocks of a cluster merge their two cuts of a sequence, of keys that the copy engine brings; else 1
     """
 
     arch: Arch = field(repr=False)
