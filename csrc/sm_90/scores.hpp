@@ -12,6 +12,7 @@
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 #include "sm_90/quad.hpp"
+#include "sm_90/together.hpp"
 
 namespace mla::sm90 {
 
@@ -214,7 +215,7 @@ class Scores {
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
-    if constexpr (Policy::TOGETHER) send_lse(lse);
+    if constexpr (Policy::TOGETHER) send_lse<Policy>(shared_, lse);
     const uint32_t row = slot() + (group_thread() / 32 * 16 + group_thread() % 32 / 4) * 4;
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     if (group_thread() % 4 == 0) {
@@ -303,18 +304,9 @@ class Scores {
     }
     group_sync(SCORES_BARRIER);  // a values warp waits for all four, but reads rows that another one wrote
     if constexpr (Policy::TOGETHER)
-      if (order & FINISH) send_lse({-INFINITE, -INFINITE});
+      if (order & FINISH) send_lse<Policy>(shared_, {-INFINITE, -INFINITE});
     write_order(order);
     hand_over();
-  }
-
-  // To the block that has the other cut: the lse of this thread's rows.
-  MLA_DEVICE void send_lse(const float (&lse)[2]) const {
-    if (group_thread() % 4 != 0) return;
-    const int row = group_thread() / 32 * 16 + group_thread() % 32 / 4;
-    const uint32_t there = at_peer(shared_ + Policy::PEER_LSE + row * 4), barrier = at_peer(barriers_.lse_sent());
-    peer_store4(there, bit_cast<uint32_t>(lse[0]), barrier);
-    peer_store4(there + 32, bit_cast<uint32_t>(lse[1]), barrier);
   }
 
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }

@@ -40,6 +40,16 @@ struct Share {
   using Merge = Combine<Wave, Shape>;
 };
 
+// From the scores to the block that has the other cut: the lse of this thread's rows.
+template <class Policy>
+MLA_DEVICE void send_lse(uint32_t shared, const float (&lse)[2]) {
+  if (group_thread() % 4 != 0) return;
+  const uint32_t there = at_peer(shared + Policy::PEER_LSE + fragment_row() * 4);
+  const uint32_t barrier = at_peer(Barriers<Policy>(shared).lse_sent());
+  peer_store4(there, bit_cast<uint32_t>(lse[0]), barrier);
+  peer_store4(there + 32, bit_cast<uint32_t>(lse[1]), barrier);
+}
+
 // The merge as each values thread does it. In shared memory, where the ring of stages was: what the peer sends, what it
 // is sent, and room for the results.
 template <class Policy>

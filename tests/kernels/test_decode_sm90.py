@@ -8,11 +8,11 @@ import subprocess
 
 import pytest
 import torch
+from decode_launches import CPU, H200, launched
 
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
 from mla_suite.core.dispatch import Offer, Refusal
-from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import DECODE, hopper, native
 from mla_suite.ops.decode.hopper import KEYS, HopperConfig
 from mla_suite.ops.decode.samples import decode_sample
@@ -21,8 +21,6 @@ from mla_suite.runtime import DriverError, has_kernel, tensor_map
 from mla_suite.toolchain import compilers, manifest, params
 from mla_suite.toolchain.instances import instances
 
-CPU = torch.device("cpu")
-H200 = archs.get("sm_90")
 SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))  # and cuts that a cluster merges
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"layout": "fp16", "dtype": torch.float16}
@@ -139,30 +137,6 @@ def test_a_cache_off_alignment_is_refused(monkeypatch):
     assert "kv_cache is aligned to 8 bytes" in refusal.reason
 
 
-def launched(monkeypatch, sample, given=None, asked=None):
-    """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
-    calls = []
-
-    def bind(op, instance, place, grid, block, dynamic_lds, naming, overlap=False):
-        def launch(packed, given):
-            names = {buffer.name: buffer for buffer in naming(*given)}
-            fields = params.load("decode_tma").unpack(packed)
-            calls.append((instance, grid, block, dynamic_lds, fields, overlap, names))
-
-        return launch
-
-    monkeypatch.setattr(native, "bind", bind)
-    monkeypatch.setattr(combine, "bind", lambda *args, **kwargs: lambda *given: None)
-    asked = [] if asked is None else asked
-    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
-    args, kwargs = given or sample.make(CPU)
-    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
-    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
-    native.run(config, outputs, *args, **kwargs)
-    (call,) = calls
-    return call, args, outputs
-
-
 def test_the_maps_lie_on_64_bytes():
     struct = params.load("decode_tma")
     assert struct.size % 64 == 0, "the driver would copy more than the host packs"
@@ -216,69 +190,6 @@ def test_every_word_of_a_launch(monkeypatch):
     assert fields == expected
     assert scale == pytest.approx(576**-0.5)
     assert buffers["partial_out"].tensor.shape == (9, 80, 512)
-
-
-@pytest.mark.parametrize(
-    ("options", "awaited"),
-    [
-        (dict(heads=16, num_splits=8), True),
-        (dict(heads=64, num_splits=4), True),
-        (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
-        (dict(heads=16, num_splits=8, page=7), False),  # gathered: whoever would fill brings keys
-        (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
-        (dict(heads=128, num_splits=4), False),  # no room for a workgroup of each row beside
-        (dict(heads=16, num_splits=40), False),  # neighbours
-        (dict(heads=8, num_splits=66), False),  # two items for some blocks
-        (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
-        (dict(heads=16, planned=True), False),
-    ],
-)
-def test_which_partials_are_awaited(monkeypatch, options, awaited):
-    merges = []
-    monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
-    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
-    assert fields["awaited"] == int(awaited)
-    assert ("awaiting" in merges[0]) is awaited
-
-
-@pytest.mark.parametrize(
-    ("options", "merged"),
-    [
-        (dict(heads=33), True),
-        (dict(heads=16, q_len=4, varlen=True, sink=True), True),
-        (dict(heads=33, num_splits=3), False),
-        (dict(heads=33, page=24), False),  # gathered
-        (dict(heads=33, split_size=256), False),  # the order of the merge may not depend on the batch
-        (dict(heads=128, q_len=12), False),  # 24 tiles: two items for some blocks
-        (dict(heads=16, num_splits=20), False),  # combine merges so few rows beside decode
-    ],
-)
-def test_which_cuts_a_cluster_merges(monkeypatch, options, merged):
-    """Two take no scratch, and nothing is launched behind them."""
-    launches = []
-    monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
-    cut = {} if "split_size" in options else dict(num_splits=2)
-    sample = decode_sample((700, 90, 5), **cut | options)
-    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith("_cuts-2") is merged
-    assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
-    if merged:
-        assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == 210992 + 4 * 64 + 8 * 18
-
-
-def test_more_cuts_leave_half_as_many_partials(monkeypatch):
-    """Which combine merges: each two cuts are one partial."""
-    merges = []
-    monkeypatch.setattr(
-        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
-    )
-    sample = decode_sample((4000,) * 16, heads=128, num_splits=4)
-    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith("_cuts-2")
-    assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
-    assert buffers["partial_out"].tensor.shape == (32, 128, 512)
-    assert [merge[6] for merge in merges] == [2], "partials of each sequence"
 
 
 def test_ragged_queries_and_pages(monkeypatch):

@@ -1,0 +1,38 @@
+"""A launch of sm_90's decode without a GPU: what the driver would be given."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite.core import arch as archs
+from mla_suite.ops.combine import native as combine
+from mla_suite.ops.decode import DECODE, hopper, native
+from mla_suite.runtime import tensor_map
+from mla_suite.toolchain import params
+
+CPU = torch.device("cpu")
+H200 = archs.get("sm_90")
+
+
+def launched(monkeypatch, sample, given=None, asked=None):
+    """The one launch of a call on CPU tensors: (instance, grid, block, shared bytes, fields, overlap, arguments)."""
+    calls = []
+
+    def bind(op, instance, place, grid, block, dynamic_lds, naming, overlap=False):
+        def launch(packed, given):
+            names = {buffer.name: buffer for buffer in naming(*given)}
+            fields = params.load("decode_tma").unpack(packed)
+            calls.append((instance, grid, block, dynamic_lds, fields, overlap, names))
+
+        return launch
+
+    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(combine, "bind", lambda *args, **kwargs: lambda *given: None)
+    asked = [] if asked is None else asked
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
+    args, kwargs = given or sample.make(CPU)
+    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
+    outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
+    native.run(config, outputs, *args, **kwargs)
+    (call,) = calls
+    return call, args, outputs

@@ -1,0 +1,72 @@
+"""Which of sm_90's merges a call of decode gets: by combine behind it or beside it, or by clusters before it."""
+
+from __future__ import annotations
+
+import pytest
+from decode_launches import launched
+
+from mla_suite.ops.combine import native as combine
+from mla_suite.ops.decode.samples import decode_sample
+
+
+@pytest.mark.parametrize(
+    ("options", "awaited"),
+    [
+        (dict(heads=16, num_splits=8), True),
+        (dict(heads=64, num_splits=4), True),
+        (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
+        (dict(heads=16, num_splits=8, page=7), False),  # gathered: whoever would fill brings keys
+        (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
+        (dict(heads=128, num_splits=4), False),  # no room for a workgroup of each row beside
+        (dict(heads=16, num_splits=40), False),  # neighbours
+        (dict(heads=8, num_splits=66), False),  # two items for some blocks
+        (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
+        (dict(heads=16, planned=True), False),
+    ],
+)
+def test_which_partials_are_awaited(monkeypatch, options, awaited):
+    merges = []
+    monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
+    (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
+    assert fields["awaited"] == int(awaited)
+    assert ("awaiting" in merges[0]) is awaited
+
+
+@pytest.mark.parametrize(
+    ("options", "merged"),
+    [
+        (dict(heads=33), True),
+        (dict(heads=16, q_len=4, varlen=True, sink=True), True),
+        (dict(heads=33, num_splits=3), False),
+        (dict(heads=33, page=24), False),  # gathered
+        (dict(heads=33, split_size=256), False),  # the order of the merge may not depend on the batch
+        (dict(heads=128, q_len=12), False),  # 24 tiles: two items for some blocks
+        (dict(heads=16, num_splits=20), False),  # combine merges so few rows beside decode
+    ],
+)
+def test_which_cuts_a_cluster_merges(monkeypatch, options, merged):
+    """Two take no scratch, and nothing is launched behind them."""
+    launches = []
+    monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
+    cut = {} if "split_size" in options else dict(num_splits=2)
+    sample = decode_sample((700, 90, 5), **cut | options)
+    (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
+    assert instance.endswith("_cuts-2") is merged
+    assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
+    if merged:
+        assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
+        assert shared == 210992 + 4 * 64 + 8 * 18
+
+
+def test_more_cuts_leave_half_as_many_partials(monkeypatch):
+    """Which combine merges: each two cuts are one partial."""
+    merges = []
+    monkeypatch.setattr(
+        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
+    )
+    sample = decode_sample((4000,) * 16, heads=128, num_splits=4)
+    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample)
+    assert instance.endswith("_cuts-2")
+    assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
+    assert buffers["partial_out"].tensor.shape == (32, 128, 512)
+    assert [merge[6] for merge in merges] == [2], "partials of each sequence"
