@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def append_kv(
     k_pe          [tokens, rope] of the same dtype: the part that carries positions (64)
     kv_cache      [pages, page, width] in `layout`; blocks may lie further apart than their tokens need
     slot_mapping  [tokens] int32 or int64: page id * page + offset; a negative slot skips its token
-    kv_descale    [] or [1] fp32, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
+    kv_descale    [] or [1] fp32 above 0, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
     cos_sin       [max_len, rope] float: cosines then sines, rope / 2 each; rotates k_pe before it is stored
     positions     [tokens] int32 or int64: the row of cos_sin of each token; given exactly when cos_sin is
     layout        a name of `python -m mla_suite layouts`; its scale rule quantises
@@ -61,7 +62,8 @@ def append_kv(
 
     Every byte of a written token is written, padding of the record as zero; no other byte changes. Values are rotated
     in fp32 and rounded once. Where a slot occurs more than once the last of its tokens stays. What is written carries
-    no gradient. Slots past the cache and positions past cos_sin are refused on the CPU and in debug mode.
+    no gradient. Slots past the cache, positions past cos_sin and a kv_descale that is not finite or not above 0 are
+    refused on the CPU and in debug mode.
     """
     tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
     faces.call(APPEND_KV, tensors, (layout, interleaved))
@@ -147,6 +149,9 @@ def validate(
     interleaved: bool = True,
 ) -> None:
     caches.check_base(declared(layout), kv_cache, op="append_kv", argument="kv_cache")
+    factor = 1.0 if kv_descale is None else float(kv_descale)
+    if not 0.0 < factor < math.inf:
+        checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")
     if slot_mapping.numel() == 0:
         return
     slots = kv_cache.shape[0] * kv_cache.shape[1]

@@ -273,6 +273,10 @@ BAD = {
     ),
     "descale": (lambda: arguments(kv_descale=torch.ones(1)), "kv_descale was given with layout 'v32'"),
     "descale dtype": (lambda: arguments("fp8", kv_descale=torch.ones(1).double()), "kv_descale is float64"),
+    "descale zero": (lambda: arguments("fp8", kv_descale=torch.zeros(1)), "kv_descale is 0; values are divided by it"),
+    "descale negative": (lambda: arguments("fp8", kv_descale=torch.tensor(-0.5)), "kv_descale is -0.5"),
+    "descale infinite": (lambda: arguments("fp8", kv_descale=torch.tensor([torch.inf])), "kv_descale is inf"),
+    "descale NaN": (lambda: arguments("fp8", kv_descale=torch.tensor([torch.nan])), "kv_descale is nan"),
     "slots dtype": (lambda: arguments(slot_mapping=torch.zeros(3)), "slot_mapping is float32; it takes int32 or int64"),
     "slots length": (lambda: arguments(slot_mapping=torch.arange(4)), r"slot_mapping has shape \(4,\); it takes \[tok"),
     "slot too large": (
