@@ -83,7 +83,10 @@ def _each(before: str, *words: str) -> list[str]:
 def _edge(
     output: str, inputs: list[str], implicit: list[str], command: list[str], depfile: str = "", log: str = ""
 ) -> list[str]:
-    """A rule of its own and the one build line that uses it. With `log`, output is kept there and shown on failure."""
+    """A rule of its own and the one build line that uses it. With `log`, output is kept there and shown on failure.
+
+    The log is an output, too: whoever loses it builds anew.
+    """
     rule = re.sub(r"\W", "_", output)
     text = shlex.join(command)
     if log:
@@ -92,11 +95,13 @@ def _edge(
     lines = [f"rule {rule}", f"  command = {text.replace('$', '$$')}", f"  description = {output}"]
     if depfile:
         lines.append(f"  depfile = {depfile}")
-    escaped = [re.sub(r"([$ :])", r"$\1", path) for path in (output, *inputs, *implicit)]
-    lines.append(
-        f"build {escaped[0]}: {rule} {' '.join(escaped[1 : 1 + len(inputs)])} | {' '.join(escaped[1 + len(inputs) :])}"
-    )
+    outputs = f"{_paths([output])} | {_paths([log])}" if log else _paths([output])
+    lines.append(f"build {outputs}: {rule} {_paths(inputs)} | {_paths(implicit)}")
     return lines
+
+
+def _paths(paths: list[str]) -> str:
+    return " ".join(re.sub(r"([$ :])", r"$\1", path) for path in paths)
 
 
 def ninja_program() -> str:

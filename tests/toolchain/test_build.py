@@ -337,6 +337,8 @@ def test_cubins(sources, tmp_path):
     assert entry.occupancy == 16
     assert entry.compiler.startswith("nvcc 1")
     assert entry.sources == ("mla/device.hpp", "mla/params/scale.hpp", "sm_90/scale.cu")
+    (tmp_path / "objects/.build/sm_90/scale_threads-256.log").unlink()
+    assert build(["sm_90"], csrc=sources, out=tmp_path / "objects").find("sm_90", "scale_threads-256") == entry
     again = build(["sm_90"], csrc=make(tmp_path / "elsewhere" / "csrc"), out=tmp_path / "others", kernels=["scale"])
     assert [e.object_sha256 for e in again.kernels.values()] == [e.object_sha256 for e in made.kernels.values()]
     edit(sources / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
