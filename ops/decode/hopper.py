@@ -41,8 +41,8 @@ MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
 AWAITED_US = 0.9  # less of a merge where combine need not wait for the end of decode
-FILLED_ROWS = 32  # of a block, whose words decode fills in no time; for more of them it takes
-FILLING_STAGES = 4
+FILLED_ROWS = 32  # of a block that decode fills while its first keys are on their way; more of them take as long as
+FILLING_STAGES = 4  # of its keys
 TOGETHER_US = 2.2  # of a merge of two cuts by the two blocks of a cluster,
 TOGETHER_GAIN = 0.09  # less so much of decode's own time, which partials would draw out
 
@@ -155,12 +155,6 @@ def whole_blocks(split_size: int) -> int:
     return -(-split_size // KEYS) * KEYS
 
 
-def merging(config: HopperConfig, batch: int, rows: int, stages: int, splits: int) -> HopperConfig:
-    """The instance for so many cuts: where blocks merge each two of them `together`, that which does."""
-    pairs = Estimate(config.arch, config.source, batch, rows, stages).together(splits)
-    return replace(config, cuts=2) if pairs else config
-
-
 def workers(arch: Arch, items: int, tiles: int) -> int:
     """Groups of `tiles` blocks that walk the work list: one block on every SM, as far as there are items."""
     return max(1, min(items, arch.compute_units // tiles))
@@ -228,12 +222,16 @@ class Estimate(NamedTuple):
         return pair if splits == 2 else pair + self.combine(splits, splits // 2)
 
     def shared_way(self, splits: int) -> float:
-        units = self.arch.compute_units
-        return SHARED_WAY_US if self.busy(splits) > units // 2 else 0.0
+        """More where blocks are neighbours."""
+        return SHARED_WAY_US if self.busy(splits) > self.arch.compute_units // 2 else 0.0
+
+    def in_pairs(self, splits: int) -> bool:
+        """Whether the blocks of a cluster can merge each two cuts."""
+        return splits % 2 == 0 and self.one_item(splits)
 
     def together(self, splits: int) -> bool:
-        """Whether the blocks of a cluster merge each two cuts: where it pays."""
-        return splits % 2 == 0 and self.one_item(splits) and self.merge_pairs(splits) < self.merge(splits)
+        """Whether they do: where it pays."""
+        return self.in_pairs(splits) and self.merge_pairs(splits) < self.merge(splits)
 
     def one_item(self, splits: int) -> bool:
         """Whether every block has one, brought by the copy engine."""
@@ -241,7 +239,8 @@ class Estimate(NamedTuple):
 
     def all(self, splits: int) -> float:
         """Of decode and what merges its cuts."""
-        return self.decode(splits) + (self.merge_pairs if self.together(splits) else self.merge)(splits)
+        merge = self.merge(splits)
+        return self.decode(splits) + (min(merge, self.merge_pairs(splits)) if self.in_pairs(splits) else merge)
 
 
 @lru_cache(maxsize=4096)

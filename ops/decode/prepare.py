@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -98,6 +99,8 @@ def prepare(
     rows = heads * q_len
     tiles = config.tiles(rows)
     on_hopper = isinstance(config, HopperConfig)
+    awaiting = None  # what merges while decode runs
+    # parts are the partials of a sequence; one is the result itself
     if words:
         splits = parts = 1
         slots = int(most_items(words, batch))
@@ -108,11 +111,13 @@ def prepare(
         bound = max_kv_len or (entries if table is None else table[0][1]) * page
         by_size = int(splits_of(bound, split_size)) if split_size else 0
         splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
-        items = batch * splits
+        parts, items = splits, batch * splits
         if isinstance(config, HopperConfig) and not split_size:
-            config = hopper.merging(config, batch, rows, -(-bound // hopper.KEYS), splits)
-        in_pairs = isinstance(config, HopperConfig) and config.cuts == 2
-        parts = splits // 2 if in_pairs else splits  # partials of a sequence; of one part, the result itself
+            estimate = hopper.Estimate(config.arch, config.source, batch, rows, -(-bound // hopper.KEYS))
+            if estimate.together(splits):
+                config, parts = replace(config, cuts=2), splits // 2
+            else:
+                awaiting = estimate.awaiting(splits)
         slots = batch * parts if parts > 1 else 0
     copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
     q = q.copied() if copies_q else q
@@ -139,13 +144,9 @@ def prepare(
     )
     table_stride = 0 if table is None else table[1][0]
     boxes: tuple[hopper.Boxes | None, hopper.Boxes] | None = None
-    awaiting = None  # what merges while decode runs; only for partials of one item of each block
     if isinstance(config, HopperConfig):
         workers = hopper.workers(config.arch, items, tiles)
         grid, shared = (tiles, workers, 1), config.lds
-        if slots and not words and not split_size and config.cuts == 1:
-            stages = -(-bound // hopper.KEYS)
-            awaiting = hopper.Estimate(config.arch, config.source, batch, rows, stages).awaiting(splits)
         splits_magic, splits_shift = reciprocal(splits)
         keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)

@@ -28,9 +28,7 @@ def gpu():
     require_kernels()
 
 
-def pairs(self, splits):
-    """Wherever blocks can merge each two cuts, whether or not it pays."""
-    return splits % 2 == 0 and self.one_item(splits)
+PAIRS_IF_POSSIBLE = hopper.Estimate.in_pairs
 
 
 def no_pairs(self, splits):
@@ -39,7 +37,7 @@ def no_pairs(self, splits):
 
 @pytest.fixture
 def merging(monkeypatch):
-    """Makes decode merge in pairs or not: call it with one of the above."""
+    """Makes decode merge in pairs or not: call it with `no_pairs`, or PAIRS_IF_POSSIBLE, whether or not it pays."""
 
     def merge(rule):
         monkeypatch.setattr(hopper.Estimate, "together", rule)
@@ -65,7 +63,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("shape", PAIRS)
 def test_pairs_within_the_rounding_bound(merging, shape):
-    merging(pairs)
+    merging(PAIRS_IF_POSSIBLE)
     check(decode_sample(seed=len(shape), **PAIRS[shape]))
 
 
@@ -74,7 +72,7 @@ def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape):
     """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
     that one cut does not see is the other's."""
     args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
-    merging(pairs)
+    merging(PAIRS_IF_POSSIBLE)
     out, lse = decode(args, kwargs)
     merging(no_pairs)
     expected, expected_lse = decode(args, kwargs)
@@ -85,7 +83,7 @@ def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape):
 
 @pytest.mark.parametrize("splits", [2, 4])
 def test_a_graph_of_pairs_repeats_its_bits(merging, splits):
-    merging(pairs)
+    merging(PAIRS_IF_POSSIBLE)
     samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=splits, seed=i) for i in range(6)]
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
