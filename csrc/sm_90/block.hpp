@@ -56,6 +56,7 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   } else if (group & 1) {
     take_registers<Policy::SCORES_REGISTERS>();
     Scores<Policy>(params, shared).run();
+    if constexpr (Policy::TOGETHER) cluster_meet();  // with the values, which do when they are done with the ring
   } else {
     give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();

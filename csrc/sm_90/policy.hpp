@@ -84,17 +84,19 @@ struct DecodePolicy {
   static constexpr int P_SLOTS = 2;
   static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
   static constexpr int ITEMS = 4;
-  static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;                               // uint64: see Barriers
-  static constexpr int PEER_LSE = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);  // float[64], TOGETHER
-  static constexpr int PEER_BARRIERS = PEER_LSE + ROWS * 4;  // uint64, TOGETHER: see Barriers
-  // Of a block whose words combine may wait for: a barrier, and what they are before they have come.
+  static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
+  // Then what only blocks of one kind have. Those that merge: the peer's lse, float[64], and more barriers.
+  static constexpr int REST = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);
+  static constexpr int PEER_LSE = REST;
+  static constexpr int PEER_BARRIERS = PEER_LSE + ROWS * 4;
+  // Those whose words combine may wait for: a barrier, and what the words are before they have come.
   static constexpr bool AWAITABLE = SOURCE == Source::tma && !TOGETHER;  // else the loader has no idle warp
-  static constexpr int FILLED = PEER_LSE;
+  static constexpr int FILLED = REST;
   static constexpr int PATTERN = FILLED + 16;
   static constexpr int PATTERN_BYTES = 4096;
   static constexpr int SHARED_BYTES = TOGETHER    ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2)
                                       : AWAITABLE ? PATTERN + PATTERN_BYTES
-                                                  : PEER_LSE;
+                                                  : REST;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(KEYS % 16 == 0, "P V is 16 keys deep");

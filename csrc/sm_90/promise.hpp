@@ -7,6 +7,7 @@
 
 #include "sm_90/awaited.hpp"
 #include "sm_90/policy.hpp"
+#include "sm_90/shared_copies.hpp"
 
 namespace mla::sm90 {
 
@@ -23,7 +24,7 @@ class Promise {
   MLA_DEVICE void make() const {
     const int lane = group_thread() % 32;
     for (int at = lane * 16; at < Policy::PATTERN_BYTES; at += 32 * 16)
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(pattern_ + at), "r"(NOT_YET) : "memory");
+      store16(pattern_ + at, NOT_YET, NOT_YET, NOT_YET, NOT_YET);
     fence_async();
     __syncwarp();
     wait_for_turn();

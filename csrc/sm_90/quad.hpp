@@ -1,7 +1,7 @@
-// What threads do with scores: powers of two, and what the four lanes that share a row have in common.
+// What threads do with scores: powers of two, and what the four lanes of a quad, which share rows, have in common.
 #pragma once
 
-#include "mla/device.hpp"
+#include "sm_90/mbarrier.hpp"
 
 namespace mla::sm90 {
 
@@ -10,6 +10,9 @@ MLA_DEVICE float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// A quad's first row of a block's products; the second is 8 further on.
+MLA_DEVICE int quad_row() { return group_thread() / 32 * 16 + group_thread() % 32 / 4; }
 
 MLA_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

@@ -3,19 +3,11 @@
 
 #include "sm_90/awaited.hpp"
 #include "sm_90/policy.hpp"
+#include "sm_90/quad.hpp"
+#include "sm_90/shared_copies.hpp"
 #include "sm_90/work.hpp"
 
 namespace mla::sm90 {
-
-// This thread's first row of a block's products; the second is 8 further on.
-MLA_DEVICE int fragment_row() { return group_thread() / 32 * 16 + group_thread() % 32 / 4; }
-
-template <class V>
-MLA_DEVICE V load_shared(uint32_t from) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
-  return bit_cast<V>(value);
-}
 
 // Where this warp's rows go: a lane stores 16 bytes at a time, of every fourth row. And what the values of the lane's
 // rows of O, which are other rows, are multiplied by on their way: the reciprocal denominators.
@@ -27,6 +19,15 @@ struct Ending {
   float inverse[2];
 };
 constexpr uint32_t NO_ROW = ~0u;
+
+// What a values thread holds of O: tiles of 8 columns, two values of its first row and two of its second in each.
+using Products = float[2][64];
+
+// One of these tiles, each row times its factor.
+MLA_DEVICE void scaled_tile(const Products& o, int tile, const float (&factor)[2], float (&four)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four[i] = o[tile / 16][tile % 16 * 4 + i] * factor[i / 2];
+}
 
 template <class Policy>
 class Results {
@@ -75,8 +76,7 @@ class Results {
   static constexpr int PIECE_BYTES = 16 * 128;        // of a warp's rows
   static constexpr int ROOM_BYTES = 2 * PIECE_BYTES;  // of a warp: one piece is written while another is read
 
-  // All columns. `tile(i, four)` gives this thread's values of columns 8 i and on: two of its first row, two of its
-  // second. It is called in order of i.
+  // All columns. `tile(i, four)` gives this thread's values of tile i, finished. It is called in order of i.
   //
   // A store takes one clock for each line of memory it touches, and a quad holds at most 32 contiguous bytes of a row.
   // So a warp's 16 rows go through shared memory, its `room`, 128 bytes of each at a time, and leave in whole lines.

@@ -42,7 +42,6 @@ class Scores {
     for (; next_item(); any = true) one_item();
     // Blocks that merge have one item, or none, and their values await no order behind it.
     if (!Policy::TOGETHER || !any) order_only(STOP);
-    if constexpr (Policy::TOGETHER) cluster_meet();
   }
 
  private:
@@ -102,7 +101,7 @@ class Scores {
     const Heads heads(params_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Row row(heads, queries, first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8);
+      const Row row(heads, queries, first_row() + quad_row() + half * 8);
       if constexpr (!SELECTED) row_limit_[half] = row.limit(params_, queries, item_);
       // Data in rows without a query may not move the references of rows that have one.
       if (!row.valid) reference_[half] = INFINITE;
@@ -216,7 +215,7 @@ class Scores {
     float lse[2];
     finish_rows(inverse, lse);
     if constexpr (Policy::TOGETHER) send_lse<Policy>(shared_, lse);
-    const uint32_t row = slot() + (group_thread() / 32 * 16 + group_thread() % 32 / 4) * 4;
+    const uint32_t row = slot() + quad_row() * 4;
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     if (group_thread() % 4 == 0) {
       store_shared(row + Policy::INVERSE, inverse[0]);
@@ -331,7 +330,7 @@ class Scores {
       const bool any = sum != 0.0f;  // NaN included
       float denominator = sum;
       if (any && item_.partial_row < 0 && params_.attn_sink != nullptr) {
-        const int row = first_row() + group_thread() / 32 * 16 + group_thread() % 32 / 4 + half * 8;
+        const int row = first_row() + quad_row() + half * 8;
         const float sink = __ldg(params_.attn_sink + row % params_.heads);
         denominator += exp2_fast(sink * LOG2E - reference_[half]);
       }
@@ -366,11 +365,6 @@ class Scores {
     }
     step<true>(s, first);
     stage_ready_ = false;
-  }
-
-  template <class V>
-  MLA_DEVICE void store_shared(uint32_t to, V value) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
   }
 
   const Params& params_;

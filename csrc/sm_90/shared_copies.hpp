@@ -1,5 +1,5 @@
-// Ordinary copies to shared memory, in groups that the copying thread waits for, and 16 or 8 bytes at a time from and
-// to it.
+// Ordinary copies to shared memory, in groups that the copying thread waits for, and from and to it, 16 or 4 bytes at a
+// time.
 #pragma once
 
 #include "mla/device.hpp"
@@ -39,6 +39,18 @@ MLA_DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Four bytes of any type.
+template <class V>
+MLA_DEVICE V load_shared(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return bit_cast<V>(value);
+}
+template <class V>
+MLA_DEVICE void store_shared(uint32_t to, V value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
+}
+
 MLA_DEVICE void load16(uint32_t from, uint32_t (&to)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -47,6 +59,11 @@ MLA_DEVICE void load16(uint32_t from, uint32_t (&to)[4]) {
 }
 MLA_DEVICE void store16(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+MLA_DEVICE void store16(uint32_t to, const float (&values)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+               "f"(values[3])
+               : "memory");
 }
 // By lanes that have any.
 MLA_DEVICE void store16(bool any, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -44,7 +44,7 @@ struct Share {
 template <class Policy>
 MLA_DEVICE void send_lse(uint32_t shared, const float (&lse)[2]) {
   if (group_thread() % 4 != 0) return;
-  const uint32_t there = at_peer(shared + Policy::PEER_LSE + fragment_row() * 4);
+  const uint32_t there = at_peer(shared + Policy::PEER_LSE + quad_row() * 4);
   const uint32_t barrier = at_peer(Barriers<Policy>(shared).lse_sent());
   peer_store4(there, bit_cast<uint32_t>(lse[0]), barrier);
   peer_store4(there + 32, bit_cast<uint32_t>(lse[1]), barrier);
@@ -55,7 +55,6 @@ MLA_DEVICE void send_lse(uint32_t shared, const float (&lse)[2]) {
 template <class Policy>
 class Together {
   using Params = typename Policy::Params;
-  using Products = float[2][64];
   static constexpr int TAKEN = Policy::KV_OFFSET, GIVEN = TAKEN + SENT_BYTES, ROOM = GIVEN + SENT_BYTES;
   static constexpr int CHUNK_TILES = VALUE_COLUMNS / 8 / SENT_CHUNKS;
   static_assert(ROOM + 4 * Results<Policy>::ROOM_BYTES <= Policy::STAGES * Policy::STAGE_BYTES);
@@ -104,12 +103,10 @@ class Together {
     for (int chunk = 0; chunk < SENT_CHUNKS; ++chunk) {
 #pragma unroll
       for (int i = 0; i < CHUNK_TILES; ++i) {
-        const int tile = chunk * CHUNK_TILES + i, at = tile % 16 * 4;
-        const float (&from)[64] = o[tile / 16];
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_ + GIVEN + place(tile)),
-                     "f"(from[at] * ending.inverse[0]), "f"(from[at + 1] * ending.inverse[0]),
-                     "f"(from[at + 2] * ending.inverse[1]), "f"(from[at + 3] * ending.inverse[1])
-                     : "memory");
+        const int tile = chunk * CHUNK_TILES + i;
+        float four[4];
+        scaled_tile(o, tile, ending.inverse, four);
+        store16(shared_ + GIVEN + place(tile), four);
       }
       fence_async();
       if (chunk == 0)
@@ -132,7 +129,7 @@ class Together {
     const Heads heads(params_);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = fragment_row() + half * 8, row = first_row() + at;
+      const int at = quad_row() + half * 8, row = first_row() + at;
       const bool sinks = !ending.partial && params_.attn_sink != nullptr;
       const float* sink = sinks ? params_.attn_sink + heads.head(row, heads.token(row)) : nullptr;
       const uint32_t lse = shared_ + Policy::PEER_LSE + at * 4;
@@ -140,7 +137,7 @@ class Together {
       own[half] = ending.inverse[half] * share.own;
       peer[half] = share.peer;
       __syncwarp();
-      if (group_thread() % 4 == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(lse), "f"(share.lse) : "memory");
+      if (group_thread() % 4 == 0) store_shared(lse, share.lse);
       if (bit_cast<int>(share.own) == 0)  // what counts nothing may be anything
 #pragma unroll
         for (int i = 0; i < 64; ++i)
@@ -157,15 +154,13 @@ class Together {
       barrier_wait(sent(tile / CHUNK_TILES), 0);
       if (tile / CHUNK_TILES == SENT_CHUNKS - 1) tell_taken();
     }
-    float others[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(others[0]), "=f"(others[1]), "=f"(others[2]), "=f"(others[3])
-                 : "r"(shared_ + TAKEN + place(tile))
-                 : "memory");
+    uint32_t others[4];
+    load16(shared_ + TAKEN + place(tile), others);
+    scaled_tile(o, tile, own, four);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (bit_cast<int>(peer[i / 2]) == 0) others[i] = 0.0f;
-      four[i] = __fmaf_rn(others[i], peer[i / 2], o[tile / 16][tile % 16 * 4 + i] * own[i / 2]);
+      const float other = bit_cast<int>(peer[i / 2]) == 0 ? 0.0f : bit_cast<float>(others[i]);
+      four[i] = __fmaf_rn(other, peer[i / 2], four[i]);
     }
   }
 

@@ -79,8 +79,8 @@ class Values {
     barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
     fence_async();  // for P, and for keys brought by ordinary copies; here, because the scores' time is scarcer
     if (__builtin_expect(rescale, 0)) {
-      const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + fragment_row() * 4),
-                               load_shared<float>(slot() + Policy::FACTOR + fragment_row() * 4 + 32)};
+      const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + quad_row() * 4),
+                               load_shared<float>(slot() + Policy::FACTOR + quad_row() * 4 + 32)};
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         o_[0][i] *= factor[i / 2 % 2];
@@ -133,8 +133,8 @@ class Values {
 
   // Takes the reciprocals from the slot that finishes the item, and writes the rows' lse to memory.
   MLA_DEVICE void finish_rows(Ending& ending) {
-    ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + fragment_row() * 4);
-    ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + fragment_row() * 4 + 32);
+    ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4);
+    ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4 + 32);
     if constexpr (Policy::TOGETHER) return;  // the merge takes the lse from the slot
     if (side_ == 0) results_.store_lse(ending, slot() + Policy::LSE);
     give_back_slot();
@@ -147,10 +147,7 @@ class Values {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t room = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                           (side_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES;
-    results_.store(room, ending, [&](int tile, float (&four)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = o_[tile / 16][tile % 16 * 4 + i] * ending.inverse[i / 2];
-    });
+    results_.store(room, ending, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, ending.inverse, four); });
   }
   static_assert(8 * Results<Policy>::ROOM_BYTES <= Policy::STAGE_BYTES, "all warps' room is in a stage");
 
@@ -161,7 +158,7 @@ class Values {
   Results<Policy> results_;
   Ring<Policy::STAGES> stages_;
   Ring<Policy::P_SLOTS> slots_;
-  float o_[2][64];  // columns 0..127 and 128..255 of this side
+  Products o_;  // columns 0..127 and 128..255 of this side
 };
 
 }  // namespace mla::sm90
