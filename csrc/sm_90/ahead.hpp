@@ -52,7 +52,9 @@ class Ahead {
     const int in_table = divided(first, params_.page_magic, params_.page_shift);
     if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;
     const int page = load_past_l1(pages_of(sequence) + in_table);
-    prefetch_box(&params_.kv_map_0, 0, first - in_table * params_.page, 0, page);
+#pragma unroll 1
+    for (int block = 0; block < Policy::COLUMN_BLOCKS; block += Policy::BOX_BLOCKS)
+      prefetch_box(&params_.kv_map_0, 0, first - in_table * params_.page, block, page);
   }
 
   MLA_DEVICE int first_sequence() const {

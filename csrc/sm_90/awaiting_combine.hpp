@@ -20,6 +20,7 @@ struct AwaitingCombine {
   static constexpr int min_waves = Merge::min_waves;
   static constexpr int parts = Merge::parts;
   static constexpr int chunks = Merge::chunks;                    // of 128 columns, four for each lane
+  static constexpr int PAUSE = 40;                                // ns between looks: decode's stores go the same way
   static constexpr int MOST_SPLITS = Merge::owned * Wave::lanes;  // each has a lane that keeps its weight
   static_assert(Shape::rows == 1 && Merge::team == Wave::lanes && Shape::vec == 4 && Merge::early,
                 "awaiting combine: a lane holds four columns of a chunk");
@@ -80,10 +81,12 @@ struct AwaitingCombine {
   }
 
   // The first of a lane's four columns of a chunk. Chunks and slices follow each other as decode stores them, which is
-  // both halves of a row side by side.
+  // so many runs of columns side by side.
   MLA_DEVICE static int column(const Place& at, int chunk) {
+    constexpr int lanes = Wave::lanes / Shape::runs;
     const int slice = at.first_column / Merge::columns;
-    return at.lane / 16 * (Shape::head_dim_v / 2) + (slice * chunks + chunk) * 64 + at.lane % 16 * 4;
+    return at.lane / lanes * (Shape::head_dim_v / Shape::runs) +
+           ((slice * chunks + chunk) * lanes + at.lane % lanes) * 4;
   }
 
   // Adds weight x partial of this warp's next splits from `begin` on, which are waited for together.
@@ -108,22 +111,29 @@ struct AwaitingCombine {
         const uint32_t word = bit_cast<int>(weight[i]) != 0 ? NOT_YET : 0;
         words[i] = make_uint4(word, word, word, word);
       }
-      for (bool missing = true; __any_sync(~0u, missing);) {
-        missing = false;
+      while (load_missing(from, apart, words)) __nanosleep(PAUSE);
 #pragma unroll
-        for (int i = 0; i < in_flight; ++i)
-          if (incomplete(words[i])) words[i] = load_arriving(from + i * apart);
-#pragma unroll
-        for (int i = 0; i < in_flight; ++i) missing |= incomplete(words[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < in_flight; ++i) {
-        sum[c][0] = __fmaf_rn(weight[i], bit_cast<float>(words[i].x), sum[c][0]);
-        sum[c][1] = __fmaf_rn(weight[i], bit_cast<float>(words[i].y), sum[c][1]);
-        sum[c][2] = __fmaf_rn(weight[i], bit_cast<float>(words[i].z), sum[c][2]);
-        sum[c][3] = __fmaf_rn(weight[i], bit_cast<float>(words[i].w), sum[c][3]);
-      }
+      for (int i = 0; i < in_flight; ++i) add(weight[i], words[i], sum[c]);
     }
+  }
+
+  // Loads what has not come; returns whether anything still has not, to any lane.
+  template <int in_flight>
+  MLA_DEVICE static bool load_missing(const float* from, int64_t apart, uint4 (&words)[in_flight]) {
+#pragma unroll
+    for (int i = 0; i < in_flight; ++i)
+      if (incomplete(words[i])) words[i] = load_arriving(from + i * apart);
+    bool missing = false;
+#pragma unroll
+    for (int i = 0; i < in_flight; ++i) missing |= incomplete(words[i]);
+    return __any_sync(~0u, missing);
+  }
+
+  MLA_DEVICE static void add(float weight, const uint4& words, float (&sum)[4]) {
+    sum[0] = __fmaf_rn(weight, bit_cast<float>(words.x), sum[0]);
+    sum[1] = __fmaf_rn(weight, bit_cast<float>(words.y), sum[1]);
+    sum[2] = __fmaf_rn(weight, bit_cast<float>(words.z), sum[2]);
+    sum[3] = __fmaf_rn(weight, bit_cast<float>(words.w), sum[3]);
   }
 
   // The sums of all warps to the results.

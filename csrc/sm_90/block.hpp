@@ -20,12 +20,15 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   if (thread_id() == 96) {  // in a warp that does not ask for boxes
     for (int stage = 0; stage < Policy::STAGES; ++stage) {
       barrier_init(barriers.kv_full(stage), Policy::FULL_ARRIVALS);
-      barrier_init(barriers.kv_empty(stage),
-                   Policy::PAIRED ? 256 + 8 : 256);  // the values, and the warps of the other block's
+      barrier_init(barriers.kv_empty(stage),  // the values, and the warps of the other block's
+                   Policy::PAIRED  ? 256 + 8
+                   : Policy::SIDES ? 128
+                                   : 256);
     }
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
-      barrier_init(barriers.p_full(slot), 128);   // the scores
-      barrier_init(barriers.p_empty(slot), 256);  // the values
+      barrier_init(barriers.p_full(slot), 128);  // the scores
+      barrier_init(barriers.p_empty(slot),
+                   Policy::SIDES ? 128 + 4 : 256);  // the values, and warps of the other block's
     }
     for (int slot = 0; slot < Policy::ITEMS; ++slot) {
       barrier_init(barriers.item_full(slot), 1);     // the loader
@@ -42,6 +45,21 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
           barrier_expect(barriers.sent(warp, chunk), CHUNK_BYTES);
         }
     }
+    if constexpr (Policy::SIDES) {
+      barrier_init(barriers.lse_sent(), 1);
+      barrier_expect(barriers.lse_sent(), 2 * ROWS * 4);
+      barrier_init(barriers.weighed(), 128);  // the scores
+      for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
+        barrier_init(barriers.p_written(slot), 128);               // the scores
+        barrier_init(barriers.p_full(Policy::P_SLOTS + slot), 1);  // whoever waits for the other block's
+      }
+      for (int stage = 0; stage < Policy::PEER_STAGES; ++stage) {
+        barrier_init(barriers.peer_full(stage), 1);     // the loader
+        barrier_init(barriers.peer_empty(stage), 128);  // the values
+      }
+      for (int chunk = 0; chunk < 2 * GIVEN_CHUNKS; ++chunk)
+        barrier_init(barriers.given(0, chunk), 128);  // a warpgroup of the values
+    }
     barrier_init_done();
   }
   if constexpr (Policy::SOURCE == Source::tma)
@@ -56,11 +74,11 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   } else if (group & 1) {
     take_registers<Policy::SCORES_REGISTERS>();
     Scores<Policy>(params, shared).run();
-    if constexpr (Policy::TOGETHER) cluster_meet();  // with the values, which do when they are done with the ring
+    if constexpr (Policy::TWO_CUTS) cluster_meet();  // with the values, which do when they are done with the ring
   } else {
     give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();
-    if constexpr (Policy::TOGETHER) cluster_meet();
+    if constexpr (Policy::TWO_CUTS) cluster_meet();
   }
 }
 

@@ -1,7 +1,9 @@
-// Two blocks of a cluster that bring each other keys or results: what one does in the other's shared memory.
+// Two blocks of a cluster that bring each other keys, results or probabilities: what one does in the other's shared
+// memory.
 #pragma once
 
 #include "sm_90/mbarrier.hpp"
+#include "sm_90/policy.hpp"
 
 namespace mla::sm90 {
 
@@ -59,7 +61,7 @@ MLA_DEVICE void cluster_meet() {
 // Not the aligned form: nothing says that the lanes of a warp come together.
 template <class Policy>
 MLA_DEVICE void blocks_meet() {
-  if constexpr (Policy::PAIRED || Policy::TOGETHER)
+  if constexpr (Policy::EXCHANGE != Exchange::none)
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
   else
     block_sync();

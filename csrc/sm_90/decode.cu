@@ -3,7 +3,7 @@
 
 namespace mla::sm90 {
 
-using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, 5, false, CUTS == 2>;
+using Policy = DecodePolicy<DTYPE, D_QK, Source::KV_SOURCE, Exchange::EXCHANGE>;
 
 struct alignas(64) Launch {
   Params params;
@@ -12,13 +12,14 @@ static_assert(sizeof(Launch) == sizeof(Params), "the driver copies as many bytes
 
 }  // namespace mla::sm90
 
-#if CUTS == 2
-#define MLA_CLUSTER __cluster_dims__(1, 2)
-#else
-#define MLA_CLUSTER
-#endif
+// The attribute by EXCHANGE.
+#define MLA_CLUSTER_none
+#define MLA_CLUSTER_results __cluster_dims__(1, 2)
+#define MLA_CLUSTER_probabilities __cluster_dims__(1, 2)
+#define MLA_JOINED(a, b) a##b
+#define MLA_CLUSTER_OF(exchange) MLA_JOINED(MLA_CLUSTER_, exchange)
 
-extern "C" __global__ void MLA_CLUSTER __launch_bounds__(mla::sm90::THREADS, 1)
+extern "C" __global__ void MLA_CLUSTER_OF(EXCHANGE) __launch_bounds__(mla::sm90::THREADS, 1)
     MLA_SUITE_KERNEL(const __grid_constant__ mla::sm90::Launch launch) {
   using namespace mla::sm90;
   run_block<Policy, Loader<Policy>>(launch.params);

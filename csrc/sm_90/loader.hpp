@@ -5,6 +5,7 @@
 #include "sm_90/mbarrier.hpp"
 #include "sm_90/policy.hpp"
 #include "sm_90/promise.hpp"
+#include "sm_90/sides.hpp"
 #include "sm_90/work.hpp"
 
 namespace mla::sm90 {
@@ -55,11 +56,13 @@ class Loader {
     if (!TMA)
       copy_keys(work);
     else if (warp == Q_WARP)
-      ask_for_queries(work);
+      Policy::SIDES ? ask_for_queries_and_peer_keys(work) : ask_for_queries(work);
     else if (warp == ITEM_WARP)
       tell_items(work);
     else
       ask_for_keys(work);
+    if constexpr (Policy::SIDES)
+      if (warp == ITEM_WARP) send_probabilities<Policy>(shared_ - Policy::KV_OFFSET);
   }
 
  protected:
@@ -82,7 +85,7 @@ class Loader {
         ring.next();
       }
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
-        boxes(pages, first, ring);
+        boxes<Policy::STAGE_BYTES>(pages, first, 0, stage(ring));
         ring.next();
         if (first == item.first) look_up(work);
       }
@@ -103,6 +106,26 @@ class Loader {
       if (!work.more()) return;
       meet();
       if (work.item().keys() != 0) bring_q(work.item().sequence, ring);
+    }
+  }
+
+  // A block that has one side of two cuts has one item, or none. Of the other cut's keys it needs these columns.
+  MLA_DEVICE void ask_for_queries_and_peer_keys(WorkList& work) {
+    if (!work.more()) return;
+    Ring<Policy::STAGES> stages;
+    const int sequence = work.item().sequence;
+    bring_q(sequence, stages);
+    const int32_t* pages = pages_of(work);
+    work.measure();
+    const int number = (static_cast<int>(blockIdx.y) - sequence * params_.num_splits) ^ 1;
+    const EqualCut cut(params_, number, work.item().length, Policy::KEYS);
+    Ring<Policy::PEER_STAGES> ring;
+    for (int first = cut.first; first < cut.end; first += Policy::KEYS) {
+      const int side = static_cast<int>(cluster_rank()) * (VALUE_COLUMNS / 64);
+      const Stage to{shared_ + Policy::PEER_OFFSET + ring.stage * Policy::PEER_STAGE_BYTES,
+                     barriers_.peer_full(ring.stage), barriers_.peer_empty(ring.stage), ring.parity};
+      boxes<Policy::PEER_STAGE_BYTES>(pages, first, side, to);
+      ring.next();
     }
   }
 
@@ -171,18 +194,34 @@ class Loader {
   // One half of the queries of a block's rows, which begin at `row` of all, to the ring's stage; called by one thread.
   MLA_DEVICE void ask_for_half(int row, int half, const Ring<Policy::STAGES>& ring) const {
     const uint32_t full = barriers_.kv_full(ring.stage);
+    const uint32_t to = shared_ + ring.stage * Policy::STAGE_BYTES;
     barrier_expect(full, Policy::Q_BOXES * Policy::q_box_bytes(params_));
-    copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
+    if constexpr (!Policy::TWO_CUTS)
+      copy_box(to, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
+    else if (half == static_cast<int>(cluster_rank()))  // two cuts have the same queries, and a block's only ones
+      copy_box_to_both(to, &params_.q_map_0, 0, row, half * Policy::Q_BOXES, full);
   }
 
   MLA_DEVICE void wait_for_empty(const Ring<Policy::STAGES>& ring) const {
     barrier_wait(barriers_.kv_empty(ring.stage), ring.parity ^ 1);
   }
 
+  // A stage of a ring of keys: where it is, the barriers that say when it is full and empty, and the phase of these.
+  struct Stage {
+    uint32_t at;
+    uint32_t full;
+    uint32_t empty;
+    uint32_t parity;
+  };
+  MLA_DEVICE Stage stage(const Ring<Policy::STAGES>& ring) const {
+    return {shared_ + ring.stage * Policy::STAGE_BYTES, barriers_.kv_full(ring.stage), barriers_.kv_empty(ring.stage),
+            ring.parity};
+  }
+
   // For whoever asks the copy engine: the stage may have held results, written by ordinary stores. The warps that
   // stored them do not fence, because the fence would wait for results on their way to memory.
-  MLA_DEVICE void wait_for_stage(const Ring<Policy::STAGES>& ring) const {
-    wait_for_empty(ring);
+  MLA_DEVICE static void wait_for_stage(const Stage& stage) {
+    barrier_wait(stage.empty, stage.parity ^ 1);
     fence_async();
   }
 
@@ -195,7 +234,7 @@ class Loader {
     const int lane = group_thread() - Q_WARP * 32;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      wait_for_stage(ring);
+      wait_for_stage(stage(ring));
       if (lane == 0)
         ask_for_half(row, half, ring);
       else if (Policy::SOURCE == Source::gather)
@@ -237,18 +276,20 @@ class Loader {
   }
 
   // For pages that are multiples of KEYS, and items that begin at multiples of KEYS: a stage is rows of one page,
-  // [column blocks][KEYS][64] in one box. Keys past the item's end come along; the scores warpgroup makes them
+  // [column blocks from `block` on][KEYS][64]. Keys past the item's end come along; the scores warpgroup makes them
   // harmless. L2 is to keep partial results rather than keys: those are read next, the keys not before the next step.
-  MLA_DEVICE void boxes(const int32_t* pages, int first, const Ring<Policy::STAGES>& ring) {
+  template <int BYTES>
+  MLA_DEVICE void boxes(const int32_t* pages, int first, int block, const Stage& to) {
     const uint64_t keep = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
     const int in_table = page_of(first);
     const int row = first - in_table * params_.page;
     const int number = __ldg(pages + in_table);
-    const uint32_t full = barriers_.kv_full(ring.stage);
-    wait_for_stage(ring);
-    if (group_thread() != 0) return;
-    barrier_expect(full, Policy::STAGE_BYTES);
-    copy_box(shared_ + ring.stage * Policy::STAGE_BYTES, &params_.kv_map_0, 0, row, 0, number, full, keep);
+    wait_for_stage(to);
+    if (group_thread() % 32 != 0) return;
+    barrier_expect(to.full, BYTES);
+#pragma unroll 1
+    for (int at = 0; at < BYTES; at += Policy::BOX_BLOCKS * Policy::BLOCK_BYTES, block += Policy::BOX_BLOCKS)
+      copy_box(to.at + at, &params_.kv_map_0, 0, row, block, number, to.full, keep);
   }
 
   MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_magic, params_.page_shift); }

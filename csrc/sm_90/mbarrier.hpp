@@ -100,6 +100,15 @@ MLA_DEVICE void copy_box(uint32_t to, const void* map, int x, int y, int z, int 
       : "memory");
 }
 
+// The same to the same place of both blocks of a cluster, and on the same barrier of each.
+MLA_DEVICE void copy_box_to_both(uint32_t to, const void* map, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
 // Prefetches such a box into L2. Coordinates outside the tensor bring nothing.
 MLA_DEVICE void prefetch_box(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

@@ -16,11 +16,12 @@ constexpr int D_V = 512;
 // This block's first row within a sequence: the grid is [workers][row tiles].
 MLA_DEVICE int first_row() { return blockIdx.x * ROWS; }
 
-// Named barriers, beside the block's own, which is 0: of the scores' threads, of the two warps that ask for boxes, and
-// of the values' threads.
+// Named barriers, beside the block's own, which is 0: of the scores' threads, of the two warps that ask for boxes, of
+// the values' threads, and, two of them, of either of their warpgroups.
 constexpr int SCORES_BARRIER = 1;
 constexpr int LOADER_BARRIER = 2;
 constexpr int VALUES_BARRIER = 3;
+constexpr int GROUP_BARRIER = 4;
 
 // How keys come: by 16-byte copies from pages of any size, by the copy engine from pages that are multiples of a box,
 // or chosen one by one (sparse_policy.hpp).
@@ -30,18 +31,28 @@ enum class Source { gather, tma, selected };
 // columns.
 constexpr int SENT_CHUNKS = 4;
 constexpr int SENT_BYTES = ROWS * VALUE_COLUMNS * 4;
+constexpr int GIVEN_CHUNKS = 4;  // likewise, of what goes from one values warpgroup to the other
 constexpr int CHUNK_BYTES = SENT_BYTES / SENT_CHUNKS / 4;  // of a warp's rows
 
-// PAIRED: two blocks of a cluster bring keys to each other (SparsePolicy).
-// TOGETHER: two blocks of a cluster compute two cuts of a sequence and merge them (together.hpp).
-template <class T, int DEPTH_, Source SOURCE_, int STAGES_ = 5, bool PAIRED_ = false, bool TOGETHER_ = false>
+// What two blocks of a cluster send each other: nothing, as there is no cluster; keys (SparsePolicy); or, of two cuts
+// of a sequence, results to merge (together.hpp), or probabilities, so that each has half of the columns of both
+// (sides.hpp).
+enum class Exchange { none, keys, results, probabilities };
+
+template <class T, int DEPTH_, Source SOURCE_, Exchange EXCHANGE_ = Exchange::none,
+          int STAGES_ = EXCHANGE_ == Exchange::probabilities ? 4 : 5>
 struct DecodePolicy {
   using Type = T;
   using Params = DecodeTmaParams;
   static constexpr int DEPTH = DEPTH_;
   static constexpr Source SOURCE = SOURCE_;
-  static constexpr bool PAIRED = PAIRED_;
-  static constexpr bool TOGETHER = TOGETHER_;
+  static constexpr Exchange EXCHANGE = EXCHANGE_;
+  static constexpr bool PAIRED = EXCHANGE == Exchange::keys;
+  static constexpr bool TOGETHER = EXCHANGE == Exchange::results;
+  static constexpr bool SIDES = EXCHANGE == Exchange::probabilities;
+  static constexpr bool TWO_CUTS = TOGETHER || SIDES;
+  static constexpr int BLOCK_COLUMNS = SIDES ? D_V / 2 : D_V;       // of the results, that the block has
+  static constexpr int STORED_COLUMNS = BLOCK_COLUMNS / 2;          // of these, that a values warpgroup stores
   static constexpr int KEYS = 32;                                   // keys of a stage, and of one Q K^T and one P V
   static constexpr int GRANULE = SOURCE == Source::tma ? KEYS : 1;  // a plan's cuts are moved down to multiples of it
   // A stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][KEYS][128 B]; or, so that eight keys lie in one piece,
@@ -51,6 +62,10 @@ struct DecodePolicy {
   static constexpr int BLOCK_BYTES = PAIRED ? 1024 : KEYS * 128;            // from a column block to the next
   static constexpr int GROUP_BYTES = PAIRED ? COLUMN_BLOCKS * 1024 : 1024;  // from eight keys to the next
   static constexpr int STAGES = STAGES_;
+  // Of the other block's keys only those columns come that this block has of the results.
+  static constexpr int PEER_STAGES = SIDES ? 2 : 0;
+  static constexpr int PEER_STAGE_BYTES = VALUE_COLUMNS / 64 * BLOCK_BYTES;
+  static constexpr int BOX_BLOCKS = SIDES ? 1 : COLUMN_BLOCKS;  // column blocks that the copy engine brings at a time
   // Registers per thread. A block begins with 128 each; together they may not take more than that, or they wait for
   // ever. One thread that asks the copy engine needs fewer than 128 that copy, and those fewer than 128 that also
   // dequantise.
@@ -71,7 +86,8 @@ struct DecodePolicy {
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
 
   static constexpr int KV_OFFSET = 0;
-  static constexpr int Q_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;
+  static constexpr int PEER_OFFSET = KV_OFFSET + STAGES * STAGE_BYTES;
+  static constexpr int Q_OFFSET = PEER_OFFSET + PEER_STAGES * PEER_STAGE_BYTES;
   // What the scores hand to the values, in two slots, so that a P V can queue behind the last one. Within a slot:
   static constexpr int P_OFFSET = Q_OFFSET + Q_SHARED_STEPS * 2048;  // P, [KEYS / 16][64 rows x 16 keys]
   static constexpr int P_BYTES = ROWS * KEYS * 2;
@@ -80,20 +96,25 @@ struct DecodePolicy {
   static constexpr int LSE = INVERSE + 256;     // float[64]: lse without the sink, likewise
   static constexpr int ORDER = LSE + 256;       // int32[4]: an Order for each warp's rows
   static constexpr int ITEM = ORDER + 16;       // int32[2]: sequence and partial row, with an item's last P
+  static constexpr int KEYS_LEFT = ITEM + 8;    // int32: of its stage, likewise
   static constexpr int P_SLOT_BYTES = ITEM + 112;
   static constexpr int P_SLOTS = 2;
-  static constexpr int ITEM_OFFSET = P_OFFSET + P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
+  static constexpr int ALL_P_SLOTS = SIDES ? 2 * P_SLOTS : P_SLOTS;  // those of the other block's P behind this one's
+  static constexpr int ITEM_OFFSET =
+      P_OFFSET + ALL_P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
   static constexpr int ITEMS = 4;
   static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
-  // Then what only blocks of one kind have. Those that merge: the peer's lse, float[64], and more barriers.
-  static constexpr int REST = BARRIER_OFFSET + 8 * (2 * STAGES + 2 * P_SLOTS + 2 * ITEMS);
+  // Then what only blocks of one kind have. Those that merge: the peer's lse, float[64], where each has one side also
+  // its reciprocals, then both cuts' weights and the lse of both; and more barriers.
+  static constexpr int REST = BARRIER_OFFSET + 8 * (2 * STAGES + ALL_P_SLOTS + P_SLOTS + 2 * ITEMS);
   static constexpr int PEER_LSE = REST;
-  static constexpr int PEER_BARRIERS = PEER_LSE + ROWS * 4;
+  static constexpr int WEIGHTS = 2 * ROWS * 4;  // from PEER_LSE on
+  static constexpr int PEER_BARRIERS = PEER_LSE + (SIDES ? WEIGHTS + 3 * ROWS * 4 : ROWS * 4);
   // Those whose words combine may wait for: a barrier, and what the words are before they have come.
   static constexpr bool AWAITABLE = SOURCE == Source::tma && !TOGETHER;  // else the loader has no idle warp
-  static constexpr int FILLED = REST;
-  static constexpr int PATTERN = FILLED + 16;
-  static constexpr int PATTERN_BYTES = 4096;
+  static constexpr int FILLED = SIDES ? PEER_BARRIERS + 8 * (2 + P_SLOTS + 2 * PEER_STAGES + 2 * GIVEN_CHUNKS) : REST;
+  static constexpr int PATTERN = (FILLED + 8 + 15) / 16 * 16;
+  static constexpr int PATTERN_BYTES = SIDES ? BLOCK_COLUMNS * 4 : 4096;
   static constexpr int SHARED_BYTES = TOGETHER    ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2)
                                       : AWAITABLE ? PATTERN + PATTERN_BYTES
                                                   : REST;
@@ -117,8 +138,8 @@ struct Barriers {
   MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
   MLA_DEVICE uint32_t kv_empty(int stage) const { return base + 8 * (Policy::STAGES + stage); }
   MLA_DEVICE uint32_t p_full(int slot) const { return base + 8 * (2 * Policy::STAGES + slot); }
-  MLA_DEVICE uint32_t p_empty(int slot) const { return p_full(Policy::P_SLOTS + slot); }
-  MLA_DEVICE uint32_t item_full(int slot) const { return p_full(2 * Policy::P_SLOTS + slot); }
+  MLA_DEVICE uint32_t p_empty(int slot) const { return p_full(Policy::ALL_P_SLOTS + slot); }
+  MLA_DEVICE uint32_t item_full(int slot) const { return p_empty(Policy::P_SLOTS + slot); }
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
   // Where combine waits for words: that they are NOT_YET.
   MLA_DEVICE uint32_t filled() const { return base - Policy::BARRIER_OFFSET + Policy::FILLED; }
@@ -127,6 +148,15 @@ struct Barriers {
   MLA_DEVICE uint32_t lse_sent() const { return base - Policy::BARRIER_OFFSET + Policy::PEER_BARRIERS; }
   MLA_DEVICE uint32_t taken() const { return lse_sent() + 8; }
   MLA_DEVICE uint32_t sent(int warp, int chunk) const { return lse_sent() + 16 + 8 * (chunk * 4 + warp); }
+  // Where each block has one side: what both cuts count; that a P can be sent; the ring of the other block's keys;
+  MLA_DEVICE uint32_t weighed() const { return lse_sent() + 8; }
+  MLA_DEVICE uint32_t p_written(int slot) const { return lse_sent() + 16 + 8 * slot; }
+  MLA_DEVICE uint32_t peer_full(int stage) const { return p_written(Policy::P_SLOTS + stage); }
+  MLA_DEVICE uint32_t peer_empty(int stage) const { return peer_full(Policy::PEER_STAGES + stage); }
+  // and what one values warpgroup gives the other of a chunk of columns.
+  MLA_DEVICE uint32_t given(int group, int chunk) const {
+    return peer_empty(Policy::PEER_STAGES + group * GIVEN_CHUNKS + chunk);
+  }
 };
 
 // What a values warp is to do with a slot: RESCALE, then MULTIPLY; LAST marks the item's last product; FINISH the item
@@ -139,13 +169,24 @@ MLA_DEVICE uint32_t p_fragment(int thread) {
   return (thread / 32 * 2 + matrix % 2) * 256 + matrix / 2 * 128 + thread % 8 * 16;
 }
 
+// Zeros the first `COLUMNS` values of a stage's keys from the `used`-th on; by a warpgroup.
+template <class Policy, int COLUMNS>
+MLA_DEVICE void clear_keys(uint32_t stage, int used) {
+  constexpr int PIECES = COLUMNS / 8;  // of 16 bytes
+  for (int i = used * PIECES + group_thread(); i < Policy::KEYS * PIECES; i += 128) {
+    const uint32_t to = stage + i % PIECES / 8 * Policy::BLOCK_BYTES + i / PIECES * 128 + i % 8 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+  fence_async();
+}
+
 // Position in a ring of STAGES: the stage, and the parity of the barrier phase that it is in.
 template <int STAGES>
 struct Ring {
   int stage = 0;
   uint32_t parity = 0;
-  MLA_DEVICE void next() {
-    if (++stage == STAGES) {
+  MLA_DEVICE void next(int stages = STAGES) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }

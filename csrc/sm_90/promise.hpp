@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm_90/awaited.hpp"
+#include "sm_90/cluster.hpp"
 #include "sm_90/policy.hpp"
 #include "sm_90/shared_copies.hpp"
 
@@ -28,11 +29,14 @@ class Promise {
     fence_async();
     __syncwarp();
     wait_for_turn();
-    const int64_t first = static_cast<int64_t>(blockIdx.y) * Policy::rows(params_) + first_row();
+    const int number = static_cast<int>(blockIdx.y) / (Policy::SIDES ? 2 : 1);
+    const int64_t first = static_cast<int64_t>(number) * Policy::rows(params_) + first_row();
     const int rows = min(ROWS, Policy::rows(params_) - first_row());
-    for (int row = lane; row < rows; row += 32)
-      store_arriving(params_.partial_lse + first + row, bit_cast<float>(NOT_YET));
-    if (lane == 0) fill(reinterpret_cast<char*>(params_.partial_out + first * D_V), rows * D_V * 4);
+    if (!Policy::SIDES || cluster_rank() == 0)
+      for (int row = lane; row < rows; row += 32)
+        store_arriving(params_.partial_lse + first + row, bit_cast<float>(NOT_YET));
+    const int column = Policy::SIDES ? static_cast<int>(cluster_rank()) * VALUE_COLUMNS : 0;
+    if (lane == 0) fill(reinterpret_cast<char*>(params_.partial_out + first * D_V + column), rows);
     __threadfence();
     barrier_arrive(filled_);
     __syncwarp();
@@ -40,14 +44,19 @@ class Promise {
   }
 
  private:
-  // Returns when all is in memory.
-  MLA_DEVICE void fill(char* to, int bytes) const {
+  // Returns when this block's columns of so many rows are in memory. Few copies wait at a time, for keys wait behind
+  // them.
+  MLA_DEVICE void fill(char* to, int rows) const {
+    constexpr int COLUMN_BYTES = Policy::BLOCK_COLUMNS * 4;
+    const int bytes = rows * COLUMN_BYTES;
 #pragma unroll 1
-    for (int at = 0; at < bytes; at += Policy::PATTERN_BYTES)
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + at), "r"(pattern_),
-                   "r"(min(Policy::PATTERN_BYTES, bytes - at))
-                   : "memory");
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
+    for (int at = 0; at < bytes; at += Policy::PATTERN_BYTES, to += Policy::PATTERN_BYTES / COLUMN_BYTES * (D_V * 4))
+      asm volatile(
+          "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n"
+          "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read %3;" ::"l"(to),
+          "r"(pattern_), "r"(min(Policy::PATTERN_BYTES, bytes - at)), "n"(4096 / Policy::PATTERN_BYTES)
+          : "memory");
+    asm volatile("cp.async.bulk.wait_group 0;\nfence.proxy.async.global;" ::: "memory");
   }
 
   const Params& params_;

@@ -33,10 +33,11 @@ template <class Policy>
 class Results {
   using T = typename Policy::Type;
   using Params = typename Policy::Params;
+  static constexpr int COLUMNS = Policy::STORED_COLUMNS;
 
  public:
-  // `side` 0 holds columns 0..255, side 1 the others.
-  MLA_DEVICE Results(const Params& params, int side) : params_(params), side_(side) {}
+  // Of the columns from `first_column` on.
+  MLA_DEVICE Results(const Params& params, int first_column) : params_(params), first_column_(first_column) {}
 
   // `partial_row` is that of all partials, or -1 where the results are whole.
   MLA_DEVICE Ending find_rows(int sequence, int partial_row) const {
@@ -46,11 +47,11 @@ class Results {
     ending.partial = partial_row >= 0;
     if (ending.partial) {
       const int64_t first = static_cast<int64_t>(partial_row) * Policy::rows(params_);
-      ending.begin = reinterpret_cast<char*>(params_.partial_out + first * D_V + side_ * VALUE_COLUMNS);
+      ending.begin = reinterpret_cast<char*>(params_.partial_out + first * D_V + first_column_);
       ending.lse = params_.partial_lse + first + first_row();
     } else {
-      ending.begin = static_cast<char*>(params_.out) +
-                     2 * (queries.first_token * params_.out_token_stride + side_ * VALUE_COLUMNS);
+      ending.begin =
+          static_cast<char*>(params_.out) + 2 * (queries.first_token * params_.out_token_stride + first_column_);
       ending.lse = params_.lse + queries.first_token * params_.heads + first_row();
     }
 #pragma unroll
@@ -83,14 +84,14 @@ class Results {
   template <class Tile>
   MLA_DEVICE void store(uint32_t room, const Ending& ending, const Tile& tile) const {
     if (ending.partial)
-      by_pieces<VALUE_COLUMNS * 4 / 128, 2>(room, ending, [&](int piece, uint32_t to) { put_fp32(piece, to, tile); });
+      by_pieces<COLUMNS * 4 / 128, 2>(room, ending, [&](int piece, uint32_t to) { put_fp32(piece, to, tile); });
     else
-      by_pieces<VALUE_COLUMNS * 2 / 128, 1>(room, ending, [&](int piece, uint32_t to) { put_16(piece, to, tile); });
+      by_pieces<COLUMNS * 2 / 128, 1>(room, ending, [&](int piece, uint32_t to) { put_16(piece, to, tile); });
   }
 
   // The same of an item without keys.
   MLA_DEVICE void store_zeros(const Ending& ending) const {
-    const int pieces = VALUE_COLUMNS * (ending.partial ? 4 : 2) / 16;
+    const int pieces = COLUMNS * (ending.partial ? 4 : 2) / 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (ending.offset[i] != NO_ROW)
@@ -154,7 +155,7 @@ class Results {
 
   // Whether the next piece is put only when this one is on its way: earlier would take registers that pairs lack; and
   // what the other block sends may still have to come.
-  static constexpr bool LATE = Policy::PAIRED || Policy::TOGETHER;
+  static constexpr bool LATE = Policy::PAIRED || Policy::TWO_CUTS;
 
   // A piece from shared memory to memory, four rows at a time; `meanwhile` runs while they are read, or afterwards.
   template <int PAIRS, class Meanwhile>
@@ -189,7 +190,7 @@ class Results {
   }
 
   const Params& params_;
-  int side_;
+  int first_column_;
 };
 
 }  // namespace mla::sm90

@@ -40,8 +40,8 @@ class Scores {
   MLA_DEVICE void run() {
     bool any = false;
     for (; next_item(); any = true) one_item();
-    // Blocks that merge have one item, or none, and their values await no order behind it.
-    if (!Policy::TOGETHER || !any) order_only(STOP);
+    // Blocks that have two cuts together have one item, or none, and their values await no order behind it.
+    if (!Policy::TWO_CUTS || !any) order_only(STOP);
   }
 
  private:
@@ -125,11 +125,11 @@ class Scores {
                  : "memory");
   }
 
-  // Gives back a stage of queries: its four warps arrive twice, for the eight values warps, which do not read it.
+  // Gives back a stage of queries: its four warps arrive for the values warps, which do not read it, twice for eight.
   MLA_DEVICE void release_q_stage() {
     __syncwarp();
     warp_release<Policy>(barriers_.kv_empty(ring_.stage));
-    warp_release<Policy>(barriers_.kv_empty(ring_.stage));
+    if constexpr (!Policy::SIDES) warp_release<Policy>(barriers_.kv_empty(ring_.stage));
     ring_.next();
   }
 
@@ -203,6 +203,8 @@ class Scores {
                    "r"(p[4 * k]), "r"(p[4 * k + 1]), "r"(p[4 * k + 2]), "r"(p[4 * k + 3])
                    : "memory");
     if constexpr (LAST_BLOCK && Policy::SOURCE == Source::tma) clear_from(item_.end - first);
+    if constexpr (LAST_BLOCK && Policy::SIDES)
+      if (p_to_ == 0) store_shared(slot + Policy::KEYS_LEFT, item_.end - first);
     write_order(order);
     if constexpr (LAST_BLOCK) {
       hand_over();
@@ -214,6 +216,7 @@ class Scores {
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
+    if constexpr (Policy::SIDES) return weigh_sides<Policy>(params_, shared_, inverse, lse);
     if constexpr (Policy::TOGETHER) send_lse<Policy>(shared_, lse);
     const uint32_t row = slot() + quad_row() * 4;
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
@@ -285,6 +288,7 @@ class Scores {
       store_shared(slot + Policy::ITEM, item_.sequence);
       store_shared(slot + Policy::ITEM + 4, item_.partial_row);
     }
+    if constexpr (Policy::SIDES) barrier_arrive(barriers_.p_written(slots_.stage));
   }
 
   // Hands the slot to the values warpgroups.
@@ -306,6 +310,8 @@ class Scores {
       if (order & FINISH) send_lse<Policy>(shared_, {-INFINITE, -INFINITE});
     write_order(order);
     hand_over();
+    if constexpr (Policy::SIDES)
+      if (order & FINISH) weigh_sides<Policy>(params_, shared_, {0.0f, 0.0f}, {-INFINITE, -INFINITE});
   }
 
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
@@ -314,12 +320,7 @@ class Scores {
   // found there may be NaN. These keys' scores are masked, so a warp that still reads them as keys does no harm.
   MLA_DEVICE void clear_from(int used) {
     const int stage = (ring_.stage == 0 ? Policy::STAGES : ring_.stage) - 1;
-    const uint32_t base = shared_ + Policy::KV_OFFSET + stage * Policy::STAGE_BYTES;
-    for (int i = used * 64 + group_thread(); i < Policy::KEYS * 64; i += 128) {
-      const uint32_t to = base + i % 64 / 8 * Policy::BLOCK_BYTES + i / 64 * 128 + i % 8 * 16;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
-    }
-    fence_async();
+    clear_keys<Policy, D_V>(shared_ + Policy::KV_OFFSET + stage * Policy::STAGE_BYTES, used);
   }
 
   // 1 / denominator of this thread's rows, and their `lse` without the sink.

@@ -93,7 +93,7 @@ class SparseLoader : Loader<Policy> {
   MLA_DEVICE void bring_q(int token) {
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      this->wait_for_stage(ring_);
+      this->wait_for_stage(this->stage(ring_));
       if (lane_ == 0) {
         if (warp_ != 0)
           barrier_arrive(this->barriers_.kv_full(ring_.stage));

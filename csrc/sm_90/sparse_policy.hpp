@@ -57,10 +57,11 @@ using bf16x512 = Bf16Record<512>;
 
 // CLUSTER_: blocks that share the work of bringing a token's keys; of two, each brings half of every stage for both.
 template <class Record_, int CLUSTER_>
-struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES, CLUSTER_ == 2> {
+struct SparsePolicy : DecodePolicy<bf16, Record_::DEPTH, Source::selected,
+                                   CLUSTER_ == 2 ? Exchange::keys : Exchange::none, Record_::STAGES> {
   using Record = Record_;
   using Params = SparseDecodeTmaParams;
-  using Base = DecodePolicy<bf16, Record_::DEPTH, Source::selected, Record_::STAGES, CLUSTER_ == 2>;
+  using Base = typename SparsePolicy::DecodePolicy;
   static_assert(CLUSTER_ == 1 || (CLUSTER_ == 2 && Record::STORED), "two blocks share the work of dequantising");
   static constexpr int LOADER_WARPS = 4;
   static constexpr int FULL_ARRIVALS = LOADER_WARPS;

@@ -4,41 +4,11 @@
 // values warpgroup either sends or merges, and what one thread sends, the same thread of the other block takes.
 #pragma once
 
-#include "mla/combine.hpp"
 #include "sm_90/cluster.hpp"
 #include "sm_90/results.hpp"
-#include "sm_90/wave.hpp"
+#include "sm_90/share.hpp"
 
 namespace mla::sm90 {
-
-// What this block's cut of a row counts beside its peer's, by combine's arithmetic.
-struct Share {
-  float own;   // of this block's result
-  float peer;  // of the other's
-  float lse;   // of the row
-
-  // From the log-sum-exps of both. `sink` is the row's, or null.
-  MLA_DEVICE Share(float own_lse, float peer_lse, const float* sink) {
-    Merged row{Merge::max_of(order_of(own_lse), order_of(peer_lse)), 0.0f};
-    own = exp_of<Wave>(own_lse - row.base());
-    peer = exp_of<Wave>(peer_lse - row.base());
-    row.sum = own + peer;
-    const auto outcome = sink == nullptr ? Merge::outcome_of(row) : Merge::outcome_of(row, *sink);
-    const float scale = sink == nullptr ? Merge::scale_of(row) : Merge::scale_of(row, *sink);
-    own *= scale;
-    peer *= scale;
-    if (outcome == Merge::ZERO) own = peer = 0.0f;
-    if (outcome == Merge::NOT_A_NUMBER) own = peer = Wave::not_a_number();
-    lse = Merge::lse_of_row(row);
-  }
-
- private:
-  struct Shape {
-    static constexpr int head_dim_v = D_V, rows = 1, vec = 4, waves = 8, slices = 1;
-  };
-  using Wave = ::sm_90::Wave;
-  using Merge = Combine<Wave, Shape>;
-};
 
 // From the scores to the block that has the other cut: the lse of this thread's rows.
 template <class Policy>
@@ -79,7 +49,7 @@ class Together {
       weigh(o, ending, slot, own, peer);
       cluster_wait();
       if (has_rows(ending))
-        Results<Policy>(params_, side_)
+        Results<Policy>(params_, side_ * VALUE_COLUMNS)
             .store(shared_ + ROOM + group_thread() / 32 * Results<Policy>::ROOM_BYTES, ending,
                    [&](int tile, float (&four)[4]) { both(o, tile, own, peer, four); });
       else
@@ -144,7 +114,7 @@ class Together {
           if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
     }
     __syncwarp();
-    if (side_ == 0) Results<Policy>(params_, side_).store_lse(ending, shared_ + Policy::PEER_LSE);
+    if (side_ == 0) Results<Policy>(params_, side_ * VALUE_COLUMNS).store_lse(ending, shared_ + Policy::PEER_LSE);
   }
 
   // A tile of both cuts.

@@ -4,6 +4,7 @@
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 #include "sm_90/results.hpp"
+#include "sm_90/sides.hpp"
 #include "sm_90/together.hpp"
 
 namespace mla::sm90 {
@@ -14,9 +15,16 @@ class Values {
   using Params = typename Policy::Params;
 
  public:
-  // `side` 0 holds columns 0..255, side 1 the others.
-  MLA_DEVICE Values(const Params& params, uint32_t shared, int side)
-      : params_(params), barriers_(shared), shared_(shared), side_(side), results_(params, side) {}
+  // `group` 0 holds columns 0..255, group 1 the others. Where each block has one side (sides.hpp), both hold that one:
+  // group 0 of what this block's scores make, group 1 of what the peer's do.
+  MLA_DEVICE Values(const Params& params, uint32_t shared, int group)
+      : params_(params),
+        barriers_(shared),
+        shared_(shared),
+        group_(group),
+        results_(params, Policy::SIDES
+                             ? static_cast<int>(cluster_rank()) * VALUE_COLUMNS + group * Policy::STORED_COLUMNS
+                             : group * VALUE_COLUMNS) {}
 
   // Does what the scores warpgroup orders, slot by slot. Each P V is waited for at once: the next P is handed over a
   // whole Q K^T later, and a stage given back early is worth more than a P V queued early.
@@ -27,19 +35,20 @@ class Values {
       // Written for both cases: otherwise the compiler takes the registers to be live since the last item.
 #pragma unroll
       for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
-      if (order & (MULTIPLY | QUERIES)) {
+      if ((order & (MULTIPLY | QUERIES)) && !of_peer()) {
         stages_.next();
         stages_.next();
       }
       if (order & MULTIPLY) {
-        begin_product(false);
+        begin_product(order & ~RESCALE);
         while (!(order & LAST)) {
           end_product();
           give_back_slot();
           order = next_order();
-          begin_product(order & RESCALE);
+          begin_product(order);
         }
         Ending ending = find_rows();
+        if constexpr (Policy::SIDES) return merge_sides(ending);
         const int last = slots_.stage;
         slots_.next();
         next_order();
@@ -52,6 +61,7 @@ class Values {
         give_back_stage();
       } else {
         Ending ending = find_rows();
+        if constexpr (Policy::SIDES) return merge_sides(ending);
         finish_rows(ending);
         if constexpr (Policy::TOGETHER) return merge(ending);
         results_.store_zeros(ending);
@@ -60,25 +70,37 @@ class Values {
   }
 
  private:
-  MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }
+  // Whether the P's, and the keys that go with them, are the peer's.
+  MLA_DEVICE bool of_peer() const { return Policy::SIDES && group_ == 1; }
+
+  MLA_DEVICE int slot_number() const { return of_peer() ? Policy::P_SLOTS + slots_.stage : slots_.stage; }
+  MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slot_number() * Policy::P_SLOT_BYTES; }
 
   MLA_DEVICE int next_order() {
-    barrier_wait(barriers_.p_full(slots_.stage), slots_.parity);
+    const uint32_t full = barriers_.p_full(slot_number());
+    if (of_peer() && group_thread() == 0) barrier_expect(full, Policy::P_SLOT_BYTES);
+    barrier_wait(full, slots_.parity);
     return uniform(load_shared<int>(slot() + Policy::ORDER + group_thread() / 32 * 4));
   }
 
   // This warp has read the slot.
   MLA_DEVICE void give_back_slot() {
     __syncwarp();
-    barrier_arrive(barriers_.p_empty(slots_.stage));
+    const uint32_t empty = barriers_.p_empty(slots_.stage);
+    if (of_peer())  // who sent the P waits for both blocks
+      peer_arrive(at_peer(empty), group_thread() % 32 == 0);
+    else
+      barrier_arrive(empty);
     slots_.next();
   }
 
   // Starts O = O * factor + P V.
-  MLA_DEVICE void begin_product(bool rescale) {
-    barrier_wait(barriers_.kv_full(stages_.stage), stages_.parity);
+  MLA_DEVICE void begin_product(int order) {
+    barrier_wait(of_peer() ? barriers_.peer_full(stages_.stage) : barriers_.kv_full(stages_.stage), stages_.parity);
     fence_async();  // for P, and for keys brought by ordinary copies; here, because the scores' time is scarcer
-    if (__builtin_expect(rescale, 0)) {
+    if constexpr (Policy::SIDES)
+      if (of_peer() && (order & LAST)) clear_rest();
+    if (__builtin_expect(order & RESCALE, 0)) {
       const float factor[2] = {load_shared<float>(slot() + Policy::FACTOR + quad_row() * 4),
                                load_shared<float>(slot() + Policy::FACTOR + quad_row() * 4 + 32)};
 #pragma unroll
@@ -88,9 +110,7 @@ class Values {
       }
     }
     const uint64_t p = operand(uniform(slot()), 128, 256, Swizzle::none);
-    const uint64_t v = operand(uniform(shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
-                                       side_ * (VALUE_COLUMNS / 64) * Policy::BLOCK_BYTES),
-                               Policy::BLOCK_BYTES, Policy::GROUP_BYTES, Swizzle::bytes128);
+    const uint64_t v = operand(uniform(values_at()), Policy::BLOCK_BYTES, Policy::GROUP_BYTES, Swizzle::bytes128);
     pin(o_[0]);
     pin(o_[1]);
     wgmma_fence();
@@ -99,8 +119,26 @@ class Values {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         values_mma<T>(o_[half], advance(p, k * 2048),
-                      advance(v, half * 2 * Policy::BLOCK_BYTES + k * 2 * Policy::GROUP_BYTES), true);
+                      advance(v, block_of(half) * Policy::BLOCK_BYTES + k * 2 * Policy::GROUP_BYTES), true);
     wgmma_commit();
+  }
+
+  // The column block that o_[half] begins with: where each block has one side, what this warpgroup keeps comes first.
+  MLA_DEVICE int block_of(int half) const { return 2 * (Policy::SIDES ? half ^ group_ : half); }
+
+  // This warpgroup's 256 columns of the keys in the stage.
+  MLA_DEVICE uint32_t values_at() const {
+    constexpr int SIDE_BYTES = VALUE_COLUMNS / 64 * Policy::BLOCK_BYTES;
+    if (of_peer()) return shared_ + Policy::PEER_OFFSET + stages_.stage * Policy::PEER_STAGE_BYTES;
+    const int side = Policy::SIDES ? static_cast<int>(cluster_rank()) : group_;
+    return shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES + side * SIDE_BYTES;
+  }
+
+  // What the scores do for their own block: values of keys past the end become 0.
+  MLA_DEVICE void clear_rest() {
+    const int used = load_shared<int>(slot() + Policy::KEYS_LEFT);
+    if (used < Policy::KEYS) clear_keys<Policy, VALUE_COLUMNS>(values_at(), used);
+    group_sync(GROUP_BARRIER + group_);
   }
 
   // Waits for the product; then its stage may be filled again.
@@ -117,8 +155,8 @@ class Values {
   }
 
   MLA_DEVICE void give_back_stage() {
-    warp_release<Policy>(barriers_.kv_empty(stages_.stage));
-    stages_.next();
+    warp_release<Policy>(of_peer() ? barriers_.peer_empty(stages_.stage) : barriers_.kv_empty(stages_.stage));
+    stages_.next(of_peer() ? Policy::PEER_STAGES : Policy::STAGES);
   }
 
   // Of the item that the slot names; called while the last product is computed.
@@ -127,7 +165,7 @@ class Values {
       if (Policy::awaited(params_)) barrier_wait(barriers_.filled(), 0);
     int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
     const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
-    if constexpr (Policy::TOGETHER) partial_row = params_.num_splits == 2 ? -1 : partial_row / 2;
+    if constexpr (Policy::TWO_CUTS) partial_row = params_.num_splits == 2 ? -1 : partial_row / 2;
     return results_.find_rows(sequence, partial_row);
   }
 
@@ -136,17 +174,27 @@ class Values {
     ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4);
     ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4 + 32);
     if constexpr (Policy::TOGETHER) return;  // the merge takes the lse from the slot
-    if (side_ == 0) results_.store_lse(ending, slot() + Policy::LSE);
+    if (group_ == 0) results_.store_lse(ending, slot() + Policy::LSE);
     give_back_slot();
   }
 
-  MLA_DEVICE void merge(const Ending& ending) { Together<Policy>(params_, shared_, side_).merge(o_, ending, slot()); }
+  MLA_DEVICE void merge(const Ending& ending) { Together<Policy>(params_, shared_, group_).merge(o_, ending, slot()); }
+
+  // The last product, if there is one, may still be computed.
+  MLA_DEVICE void merge_sides(Ending& ending) {
+    cluster_arrive();  // nothing is left to tell the peer
+    const Sides<Policy> sides(results_, shared_, group_);
+    sides.weigh(ending);
+    wait_for_product();
+    sides.merge(o_, ending);
+    cluster_wait();
+  }
 
   // By way of the stage that was read last, once both warpgroups are done with it.
   MLA_DEVICE void store(const Ending& ending) {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t room = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
-                          (side_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES;
+                          (group_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES;
     results_.store(room, ending, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, ending.inverse, four); });
   }
   static_assert(8 * Results<Policy>::ROOM_BYTES <= Policy::STAGE_BYTES, "all warps' room is in a stage");
@@ -154,11 +202,11 @@ class Values {
   const Params& params_;
   Barriers<Policy> barriers_;
   uint32_t shared_;
-  int side_;
+  int group_;
   Results<Policy> results_;
   Ring<Policy::STAGES> stages_;
   Ring<Policy::P_SLOTS> slots_;
-  Products o_;  // columns 0..127 and 128..255 of this side
+  Products o_;  // 128 columns each
 };
 
 }  // namespace mla::sm90

@@ -14,7 +14,7 @@ ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
 AWAITED_ROWS = 16  # that decode fills, of neighbouring compute units (csrc/sm_90/README.md)
-AWAITING_SLICES = (4, 2, 1)
+AWAITING_POINTS = ((4, 8), (2, 8), (1, 8), (1, 4))  # slices, waves
 AWAITED_SPLITS = 128  # of a sequence: each has a lane that keeps its weight
 STATIC_LDS = {
     "amd": 65536,
@@ -136,19 +136,21 @@ class PlannedConfig:
 class AwaitingConfig:
     """An instance of csrc/sm_90/awaiting_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
-    It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row.
+    It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row, of which
+    decode stores `runs` at the same time.
     """
 
     arch: Arch = field(repr=False)
     head_dim_v: int
     slices: int
+    waves: int
+    runs: int
 
     vec = 4
-    waves = 8
 
     @property
     def instance(self) -> str:
-        return f"awaiting_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}"
+        return f"awaiting_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_runs-{self.runs}"
 
     @property
     def threads(self) -> int:
@@ -197,17 +199,20 @@ def planned(arch: Arch, head_dim_v: int, rows: int, batch: int) -> PlannedConfig
     return None if fits else PlannedConfig(arch, head_dim_v)
 
 
-def awaiting(arch: Arch, head_dim_v: int, rows: int, batch: int, splits: int, busy: int) -> AwaitingConfig | None:
+def awaiting(
+    arch: Arch, head_dim_v: int, rows: int, batch: int, splits: int, busy: int, runs: int
+) -> AwaitingConfig | None:
     """The point that merges `splits` of each sequence of `rows` rows while decode, on `busy` compute units, goes on.
 
-    All its workgroups must find room beside decode. None for more than AWAITED_ROWS of units that are neighbours: they
-    have one way to memory, which then takes longer to fill what is awaited than the end of a kernel would take.
+    All its workgroups must find room beside decode. Decode stores `runs` of a row at the same time: 2 where a block has
+    whole rows, 4 where two blocks share them. None for more than AWAITED_ROWS of whole rows of units that are
+    neighbours: they have one way to memory, which then takes longer to fill what is awaited than the end of a kernel.
     """
     if arch.name != "sm_90" or head_dim_v != 512 or splits > AWAITED_SPLITS:
         return None
-    if busy > arch.compute_units // 2 and 2 * rows > AWAITED_ROWS:
+    if busy > arch.compute_units // 2 and 2 * rows > AWAITED_ROWS and runs == 2:
         return None
-    points = (AwaitingConfig(arch, head_dim_v, slices) for slices in AWAITING_SLICES)
+    points = (AwaitingConfig(arch, head_dim_v, *point, runs) for point in AWAITING_POINTS)
     return next((p for p in points if p.grid(rows * batch) <= p.resident * (arch.compute_units - busy)), None)
 
 

@@ -21,11 +21,16 @@ KEYS = 32  # of a stage: one copy, one Q K^T, one P V
 STAGES = 5
 # 16-value steps of Q K^T whose queries lie in registers, by source of the keys.
 REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
+PROBABILITY_BYTES = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128  # a slot of them
 PAIR_BYTES = 4 * ROWS + 8 * (2 + 4 * 4)  # for the merge by two blocks: the other's lse, and barriers
 PROMISE_BYTES = 16 + 4096  # where combine waits for words: a barrier, and what they are at first
+SIDE_STAGES = 4  # where probabilities are exchanged: there are two stages of 256 columns of the other's keys, two slots
+# of its probabilities, lse and weights, barriers, and what one row's side is at first.
+SIDES_BYTES = 2 * KEYS * 512 + 2 * PROBABILITY_BYTES + 5 * 4 * ROWS + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
+EXCHANGES = ("none", "results", "probabilities")
 MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 bytes
 MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
@@ -45,23 +50,27 @@ FILLED_ROWS = 32  # of a block that decode fills while its first keys are on the
 FILLING_STAGES = 4  # of its keys
 TOGETHER_US = 2.2  # of a merge of two cuts by the two blocks of a cluster,
 TOGETHER_GAIN = 0.09  # less so much of decode's own time, which partials would draw out
+SIDES_STAGE_US = 0.06  # more of a stage where these send each other probabilities,
+SIDES_US = -0.3  # but less once, for what they begin with comes to both
+SIDES_AWAITED_US = 0.5  # as AWAITED_US, where they do
 
 
 @dataclass(frozen=True)
 class HopperConfig:
     """One instance of csrc/sm_90/decode.cu. Construction raises ValueError, in one sentence, for an illegal point.
 
-    dtype   type of queries, cache and result
-    width   values of a cached row
-    source  'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
-    cuts    2: two blocks of a cluster merge their two cuts of a sequence, of keys that the copy engine brings; else 1
+    dtype     type of queries, cache and result
+    width     values of a cached row
+    source    'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    exchange  what the blocks of a cluster of two, which have two cuts of a sequence, send each other so that one result
+              or partial comes of both: 'results' or 'probabilities'; 'none' without a cluster, as for gathered keys
     """
 
     arch: Arch = field(repr=False)
     dtype: str
     width: int
     source: str
-    cuts: int = 1
+    exchange: str = "none"
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -70,7 +79,7 @@ class HopperConfig:
             ("dtype", self.dtype, tuple(ELEMENTS.values())),
             ("width", self.width, WIDTHS),
             ("source", self.source, SOURCES),
-            ("cuts", self.cuts, (1, 2) if self.source == "tma" else (1,)),
+            ("exchange", self.exchange, EXCHANGES if self.source == "tma" else EXCHANGES[:1]),
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
@@ -88,13 +97,22 @@ class HopperConfig:
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
-        alone = block_bytes(self.width, STAGES, REGISTER_STEPS[self.source])
-        beside = PAIR_BYTES if self.cuts == 2 else PROMISE_BYTES
+        alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.source])
+        beside = {"none": PROMISE_BYTES, "results": PAIR_BYTES, "probabilities": SIDES_BYTES}[self.exchange]
         return alone + (beside if self.source == "tma" else 0)
 
     @property
+    def stages(self) -> int:
+        return SIDE_STAGES if self.exchange == "probabilities" else STAGES
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
+        return 1 if self.exchange == "probabilities" else self.width // 64
+
+    @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_cuts-{self.cuts}"
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_exchange-{self.exchange}"
 
     def tiles(self, rows: int) -> int:
         """Blocks that share the keys of one work item."""
@@ -105,8 +123,7 @@ def block_bytes(width: int, stages: int, register_steps: int) -> int:
     """Shared memory of a block with a ring of `stages` for rows of `width` values, as DecodePolicy lays it out."""
     keys = stages * KEYS * width * 2
     queries = (width // 16 - register_steps) * 2048
-    probabilities = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128
-    return keys + queries + 2 * probabilities + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
+    return keys + queries + 2 * PROBABILITY_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
 
 
 def hopper_config(problem: Any, arch: Arch) -> HopperConfig:
@@ -120,10 +137,9 @@ def offer(problem: Any, arch: Arch) -> Offer | Refusal:
     if why is not None:
         return Refusal(why)
     config = hopper_config(problem, arch)
-    two_cuts = [replace(config, cuts=2).instance] if config.source == "tma" else []
+    exchanges = EXCHANGES if config.source == "tma" else EXCHANGES[:1]
     for needed in (
-        config.instance,
-        *two_cuts,
+        *(replace(config, exchange=exchange).instance for exchange in exchanges),
         combine_configs.invariant(arch, problem.head_dim_v).instance,
     ):
         if not has_kernel(arch, needed):
@@ -180,12 +196,16 @@ class Estimate(NamedTuple):
         """Units that have a block."""
         return self.groups(splits) * self.tiles
 
+    def stages_of(self, splits: int) -> int:
+        """Of a cut."""
+        return -(-self.stages // splits)
+
     def decode(self, splits: int) -> float:
         """Of the blocks, up to their partials. A cut shortens the way of each through the keys."""
         stage = STAGE_US + BUSY_STAGE_US * self.busy(splits) / self.arch.compute_units
         read = self.batch * self.stages * KEYS * 1152 / READ_BYTES_PER_US
         rounds = -(-self.batch * splits // self.groups(splits))
-        return max(rounds * (-(-self.stages // splits) * stage + ITEM_US), read)
+        return max(rounds * (self.stages_of(splits) * stage + ITEM_US), read)
 
     def combine(self, splits: int, partials: int) -> float:
         """Of combine, with so many partials of each sequence.
@@ -209,17 +229,26 @@ class Estimate(NamedTuple):
         saved = AWAITED_US if self.awaiting(splits) is not None else 0.0
         return self.combine(splits, splits) + self.shared_way(splits) - saved
 
-    def awaiting(self, splits: int) -> combine_configs.AwaitingConfig | None:
+    def awaiting(self, splits: int, exchange: str = "none") -> combine_configs.AwaitingConfig | None:
         """What merges the cuts while decode still runs, if anything may: not before all of its words are filled."""
-        filled = min(self.rows, ROWS) <= FILLED_ROWS or -(-self.stages // splits) >= FILLING_STAGES
-        if splits == 1 or not filled or not self.one_item(splits):
+        partials, runs = (splits, 2) if exchange == "none" else (splits // 2, 4)
+        filled = min(self.rows, ROWS) <= FILLED_ROWS or self.stages_of(splits) >= FILLING_STAGES
+        if partials == 1 or exchange == "results" or not filled or not self.one_item(splits):
             return None
-        return combine_configs.awaiting(self.arch, 512, self.rows, self.batch, splits, self.busy(splits))
+        return combine_configs.awaiting(self.arch, 512, self.rows, self.batch, partials, self.busy(splits), runs)
 
     def merge_pairs(self, splits: int) -> float:
-        """The same where the blocks of a cluster first merge each two cuts."""
+        """The same where the blocks of a cluster first merge each two cuts, by sending results."""
         pair = TOGETHER_US - TOGETHER_GAIN * self.decode(splits) + 2 * self.shared_way(splits)
         return pair if splits == 2 else pair + self.combine(splits, splits // 2)
+
+    def merge_sides(self, splits: int) -> float:
+        """The same by sending probabilities."""
+        pair = SIDES_US + SIDES_STAGE_US * self.stages_of(splits)
+        if splits == 2:
+            return pair
+        saved = SIDES_AWAITED_US if self.awaiting(splits, "probabilities") is not None else 0.0
+        return pair + self.combine(splits, splits // 2) - saved
 
     def shared_way(self, splits: int) -> float:
         """More where blocks are neighbours."""
@@ -229,9 +258,17 @@ class Estimate(NamedTuple):
         """Whether the blocks of a cluster can merge each two cuts."""
         return splits % 2 == 0 and self.one_item(splits)
 
-    def together(self, splits: int) -> bool:
-        """Whether they do: where it pays."""
-        return self.in_pairs(splits) and self.merge_pairs(splits) < self.merge(splits)
+    def merges(self, splits: int) -> dict[str, float]:
+        """What merging takes by what the blocks of clusters send each other."""
+        alone = {"none": self.merge(splits)}
+        if not self.in_pairs(splits):
+            return alone
+        return alone | {"results": self.merge_pairs(splits), "probabilities": self.merge_sides(splits)}
+
+    def exchange(self, splits: int) -> str:
+        """What they should send, if anything."""
+        merges = self.merges(splits)
+        return min(merges, key=merges.__getitem__)
 
     def one_item(self, splits: int) -> bool:
         """Whether every block has one, brought by the copy engine."""
@@ -239,8 +276,7 @@ class Estimate(NamedTuple):
 
     def all(self, splits: int) -> float:
         """Of decode and what merges its cuts."""
-        merge = self.merge(splits)
-        return self.decode(splits) + (min(merge, self.merge_pairs(splits)) if self.in_pairs(splits) else merge)
+        return self.decode(splits) + min(self.merges(splits).values())
 
 
 @lru_cache(maxsize=4096)
@@ -285,13 +321,13 @@ def leading(keys: Boxes | None, queries: Boxes, q_at: int, addresses: tuple[int,
     return _pack_leading(*keys_map, *tensor_map.swizzled(q_at, *queries), *addresses)
 
 
-def key_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Boxes:
-    """The cache in boxes of 32 keys of a page, [blocks of 64 values][key][64]: whole rows, as a stage holds them."""
+def key_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box_blocks: int) -> Boxes:
+    """The cache in boxes of 32 keys of a page, [box_blocks of 64 values][key][64], as a stage holds them."""
     pages, page, width = shape
     # A stride along a dimension of one page means nothing.
     apart = strides[0] if pages > 1 else page * width
     blocks = width // 64
-    return Boxes(dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, KEYS, blocks, 1))
+    return Boxes(dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, KEYS, box_blocks, 1))
 
 
 def query_boxes(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> Boxes:

@@ -114,10 +114,9 @@ def prepare(
         parts, items = splits, batch * splits
         if isinstance(config, HopperConfig) and not split_size:
             estimate = hopper.Estimate(config.arch, config.source, batch, rows, -(-bound // hopper.KEYS))
-            if estimate.together(splits):
-                config, parts = replace(config, cuts=2), splits // 2
-            else:
-                awaiting = estimate.awaiting(splits)
+            config = replace(config, exchange=estimate.exchange(splits))
+            parts = splits if config.exchange == "none" else splits // 2
+            awaiting = estimate.awaiting(splits, config.exchange)
         slots = batch * parts if parts > 1 else 0
     copies_q = not q.in_whole_vectors or (on_hopper and hopper.pitch(q.shape, q.strides) is None)
     q = q.copied() if copies_q else q
@@ -148,7 +147,7 @@ def prepare(
         workers = hopper.workers(config.arch, items, tiles)
         grid, shared = (tiles, workers, 1), config.lds
         splits_magic, splits_shift = reciprocal(splits)
-        keys = hopper.key_boxes(*cache, q.dtype) if config.source == "tma" else None
+        keys = hopper.key_boxes(*cache, q.dtype, config.box_blocks) if config.source == "tma" else None
         boxes = keys, hopper.query_boxes(q.shape, q.strides, q.dtype, q_len)
         packed = pack_numbers(
             "decode_tma",

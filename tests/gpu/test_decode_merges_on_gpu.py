@@ -10,15 +10,18 @@ from decode_calls import (
     TABLE,
     Q,
     assert_a_graph_repeats,
+    assert_right,
     assert_same_bits,
     check,
     decode,
+    decode_grid,
     require_kernels,
 )
 
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
@@ -28,19 +31,19 @@ def gpu():
     require_kernels()
 
 
-PAIRS_IF_POSSIBLE = hopper.Estimate.in_pairs
-
-
-def no_pairs(self, splits):
-    return False
+EXCHANGES = ("results", "probabilities")
 
 
 @pytest.fixture
 def merging(monkeypatch):
-    """Makes decode merge in pairs or not: call it with `no_pairs`, or PAIRS_IF_POSSIBLE, whether or not it pays."""
+    """Makes the blocks of clusters send each other "results" or "probabilities" wherever they can, whether or not it
+    pays, or "none"."""
 
-    def merge(rule):
-        monkeypatch.setattr(hopper.Estimate, "together", rule)
+    def merge(exchange):
+        def rule(self, splits):
+            return exchange if self.in_pairs(splits) else "none"
+
+        monkeypatch.setattr(hopper.Estimate, "exchange", rule)
         dispatch.forget()
 
     yield merge
@@ -58,40 +61,68 @@ PAIRS = {
     "twenty, few rows": dict(lens=(3000, 33), heads=5, num_splits=20),
     "many, 512 wide, fp16": dict(lens=(9000,), heads=100, rope=0, num_splits=62, **HALF),
     "eight, all keys": dict(lens=(90, 7), heads=64, q_len=2, causal=False, num_splits=8),
+    "forty-four": dict(lens=(8001,), heads=128, num_splits=44),
+    "sixteen, most empty": dict(lens=(5,), heads=128, num_splits=16),
 }
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
-def test_pairs_within_the_rounding_bound(merging, shape):
-    merging(PAIRS_IF_POSSIBLE)
+def test_pairs_within_the_rounding_bound(merging, shape, exchange):
+    merging(exchange)
     check(decode_sample(seed=len(shape), **PAIRS[shape]))
 
 
+@pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
+def test_hard_scores_of_exchanged_probabilities(merging, kind):
+    """Each cut has references of its own, which the other block's results know nothing of."""
+    args, kwargs = decode_sample((700,), heads=40, q_len=2, num_splits=4).make(torch.device("cpu"))
+    decode_grid.hard_scores(kind, args)
+    moved = [None if tensor is None else tensor.cuda() for tensor in args]
+    merging("probabilities")
+    assert_right(*decode(moved, kwargs), exact_decode(*args, **kwargs))
+
+
+@pytest.mark.parametrize("bits", [0x7FC0, 0x7F80])
+def test_values_past_the_end_do_no_harm_in_either_block(merging, bits):
+    """NaN and infinity where a page goes on behind the last key: both blocks read that page."""
+    args, kwargs = decode_sample((333,), heads=64, num_splits=2).make(torch.device("cuda"))
+    merging("probabilities")
+    right = decode(args, kwargs)
+    last_page, used = args[TABLE][0, 333 // 64], 333 % 64
+    args[CACHE][last_page, used:] = torch.tensor(bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    assert_same_bits([decode(args, kwargs)], [right])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("shape", PAIRS)
-def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape):
+def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape, exchange):
     """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
     that one cut does not see is the other's."""
     args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
-    merging(PAIRS_IF_POSSIBLE)
+    merging(exchange)
     out, lse = decode(args, kwargs)
-    merging(no_pairs)
+    merging("none")
     expected, expected_lse = decode(args, kwargs)
     step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
     torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("splits", [2, 4])
-def test_a_graph_of_pairs_repeats_its_bits(merging, splits):
-    merging(PAIRS_IF_POSSIBLE)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("splits", [2, 4, 20])
+def test_a_graph_of_pairs_repeats_its_bits(merging, splits, exchange):
+    merging(exchange)
     samples = [decode_sample((500 + 97 * i, 64), heads=100, num_splits=splits, seed=i) for i in range(6)]
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
+@pytest.mark.parametrize("exchange", ["none", "probabilities"])
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
-def test_nan_of_any_kind_comes_through_an_awaited_merge(bits):
+def test_nan_of_any_kind_comes_through_an_awaited_merge(merging, bits, exchange):
     """Which waits as long as it sees one certain NaN: results must never be that one."""
+    merging(exchange)
     args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
     right, right_lse = decode(args, kwargs)
     nan = torch.tensor(bits - 0x10000 if bits >> 15 else bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
@@ -106,13 +137,15 @@ def test_nan_of_any_kind_comes_through_an_awaited_merge(bits):
     assert decode(args, kwargs)[0][0, 0, others, 40].isnan().all()
 
 
-@pytest.mark.parametrize(("heads", "least"), [(16, 5), (64, 2), (128, 3)])
-def test_an_awaited_merge_takes_no_old_partial(monkeypatch, heads, least):
+@pytest.mark.parametrize("exchange", ["none", "probabilities"])
+@pytest.mark.parametrize(("heads", "least"), [(16, 5), (64, 2), (128, 3), (128, 32)])
+def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, least, exchange):
     """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
-    samples = [decode_sample((1500 + 97 * i,), heads=heads, num_splits=least + i // 2, seed=i) for i in range(12)]
+    samples = [decode_sample((1500 + 97 * i,), heads=heads, num_splits=least + i, seed=i) for i in range(12)]
+    merging(exchange)
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     with monkeypatch.context() as changed:
-        changed.setattr(hopper.Estimate, "awaiting", lambda self, splits: None)
+        changed.setattr(hopper.Estimate, "awaiting", lambda self, splits, exchange="none": None)
         dispatch.forget()
         expected = [decode(*problem) for problem in problems]
     dispatch.forget()

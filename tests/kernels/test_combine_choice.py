@@ -148,14 +148,18 @@ def test_few_workgroups_merge_what_a_plan_split():
             assert native.config_for(arch, *facts, fixed=False, planned=planned) == unplanned
 
 
-@pytest.mark.parametrize(("rows", "slices"), [(16, 4), (34, 4), (35, 2), (64, 2), (68, 2), (69, 1), (136, 1)])
-def test_rows_are_merged_while_decode_runs(rows, slices):
+@pytest.mark.parametrize("runs", [2, 4])
+@pytest.mark.parametrize(
+    ("rows", "slices", "waves"),
+    [(16, 4, 8), (34, 4, 8), (35, 2, 8), (64, 2, 8), (68, 2, 8), (69, 1, 8), (136, 1, 8), (137, 1, 4), (272, 1, 4)],
+)
+def test_rows_are_merged_while_decode_runs(rows, slices, waves, runs):
     """On sm_90, by as many workgroups for each as find room beside it."""
     sm_90 = archs.get("sm_90")
-    point = config.awaiting(sm_90, 512, rows=rows, batch=1, splits=64, busy=64)
+    point = config.awaiting(sm_90, 512, rows=rows, batch=1, splits=64, busy=64, runs=runs)
     assert point is not None
     assert point.instance in built_instances("sm_90")
-    assert (point.slices, point.threads, point.grid(rows)) == (slices, 256, slices * rows)
+    assert (point.slices, point.threads, point.grid(rows)) == (slices, 32 * waves, slices * rows)
     assert point.grid(rows) <= point.resident * 68
 
 
@@ -165,17 +169,20 @@ def test_rows_are_merged_while_decode_runs(rows, slices):
         (dict(), True),
         (dict(rows=1, splits=128, busy=128), True),
         (dict(splits=129), False),
-        (dict(rows=137), False),
+        (dict(rows=272), True),
+        (dict(rows=273), False),
         (dict(busy=67), False),  # neighbours
         (dict(rows=8, busy=67), True),
-        (dict(batch=8, busy=66), True),
-        (dict(batch=9, busy=66), False),
+        (dict(rows=64, busy=88, runs=4), True),  # which fill half as much
+        (dict(rows=177, busy=88, runs=4), False),
+        (dict(batch=16, busy=66), True),
+        (dict(batch=17, busy=66), False),
         (dict(head_dim_v=128), False),
         (dict(arch=archs.get("gfx950")), False),
     ],
 )
 def test_which_rows_are_merged_while_decode_runs(changed, taken):
-    facts = dict(arch=archs.get("sm_90"), head_dim_v=512, rows=16, batch=1, splits=64, busy=64) | changed
+    facts = dict(arch=archs.get("sm_90"), head_dim_v=512, rows=16, batch=1, splits=64, busy=64, runs=2) | changed
     assert (config.awaiting(**facts) is not None) is taken
 
 

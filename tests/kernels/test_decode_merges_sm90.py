@@ -17,8 +17,11 @@ from mla_suite.ops.decode.samples import decode_sample
         (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
         (dict(heads=16, num_splits=8, page=7), False),  # gathered: whoever would fill brings keys
         (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
-        (dict(heads=128, num_splits=4), False),  # no room for a workgroup of each row beside
-        (dict(heads=16, num_splits=40), False),  # neighbours
+        (dict(heads=128, num_splits=4), True),
+        (dict(heads=128, num_splits=3), True),
+        (dict(heads=128, q_len=2, num_splits=4), False),  # no room for a workgroup of each row beside
+        (dict(heads=16, num_splits=39), False),  # neighbours
+        (dict(heads=16, num_splits=40), True),  # neighbours that have one side each
         (dict(heads=8, num_splits=66), False),  # two items for some blocks
         (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
         (dict(heads=16, planned=True), False),
@@ -33,40 +36,45 @@ def test_which_partials_are_awaited(monkeypatch, options, awaited):
 
 
 @pytest.mark.parametrize(
-    ("options", "merged"),
+    ("options", "exchange"),
     [
-        (dict(heads=33), True),
-        (dict(heads=16, q_len=4, varlen=True, sink=True), True),
-        (dict(heads=33, num_splits=3), False),
-        (dict(heads=33, page=24), False),  # gathered
-        (dict(heads=33, split_size=256), False),  # the order of the merge may not depend on the batch
-        (dict(heads=128, q_len=12), False),  # 24 tiles: two items for some blocks
-        (dict(heads=16, num_splits=20), False),  # combine merges so few rows beside decode
+        (dict(heads=33), "probabilities"),
+        (dict(heads=16, q_len=4, varlen=True, sink=True), "probabilities"),
+        (dict(lens=(4000, 700, 5), heads=33), "results"),
+        (dict(heads=33, num_splits=3), "none"),
+        (dict(heads=33, page=24), "none"),  # gathered
+        (dict(heads=33, split_size=256), "none"),  # the order of the merge may not depend on the batch
+        (dict(heads=128, q_len=12), "none"),  # 24 tiles: two items for some blocks
+        (dict(lens=(700,), heads=16, num_splits=20), "none"),  # combine merges so few rows beside decode
     ],
 )
-def test_which_cuts_a_cluster_merges(monkeypatch, options, merged):
+def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
+    merged = exchange != "none"
     launches = []
     monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
     cut = {} if "split_size" in options else dict(num_splits=2)
-    sample = decode_sample((700, 90, 5), **cut | options)
+    sample = decode_sample(**dict(lens=(700, 90, 5)) | cut | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith("_cuts-2") is merged
+    assert instance.endswith(f"_exchange-{exchange}")
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
         assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == 210992 + 4 * 64 + 8 * 18
+        assert shared == (210992 + 4 * 64 + 8 * 18 if exchange == "results" else 219328)
 
 
-def test_more_cuts_leave_half_as_many_partials(monkeypatch):
+@pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "results", 9), (1000, "probabilities", 1)])
+def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two cuts are one partial."""
     merges = []
     monkeypatch.setattr(
         combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
     )
-    sample = decode_sample((4000,) * 16, heads=128, num_splits=4)
-    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith("_cuts-2")
+    boxes = []
+    sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
+    (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes)
+    assert instance.endswith(f"_exchange-{exchange}")
     assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
     assert [merge[6] for merge in merges] == [2], "partials of each sequence"
+    assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"

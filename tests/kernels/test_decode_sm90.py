@@ -21,7 +21,7 @@ from mla_suite.runtime import DriverError, has_kernel, tensor_map
 from mla_suite.toolchain import compilers, manifest, params
 from mla_suite.toolchain.instances import instances
 
-SOURCES = (("tma", 1), ("tma", 2), ("gather", 1))  # and cuts that a cluster merges
+SOURCES = (("tma", "none"), ("tma", "results"), ("tma", "probabilities"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"layout": "fp16", "dtype": torch.float16}
 
@@ -41,8 +41,8 @@ def test_every_point_is_declared():
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
         ({"source": "hope"}, "source is one of tma, gather"),
-        ({"cuts": 3}, "cuts is one of 1, 2"),
-        ({"source": "gather", "cuts": 2}, "cuts is one of 1"),
+        ({"exchange": "keys"}, "exchange is one of none, results, probabilities"),
+        ({"source": "gather", "exchange": "results"}, "exchange is one of none"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -51,7 +51,8 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    assert str(HopperConfig(H200, "bf16", 576, "tma")) == "HopperConfig(dtype='bf16', width=576, source='tma', cuts=1)"
+    printed = "HopperConfig(dtype='bf16', width=576, source='tma', exchange='none')"
+    assert str(HopperConfig(H200, "bf16", 576, "tma")) == printed
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
@@ -62,12 +63,11 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
     for point in POINTS:
         config = HopperConfig(H200, *point)
-        together = "true" if config.cuts == 2 else "false"
-        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, 5, false, {together}>"
+        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, Exchange::{config.exchange}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
-            f'static_assert({policy}::STAGES == {hopper.STAGES} && THREADS == {config.threads}, "block");',
+            f'static_assert({policy}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
         ]
     source = tmp_path / "layout.cu"
     source.write_text("\n".join(lines) + "\n")
@@ -96,10 +96,10 @@ def offered(monkeypatch, built=True, **options):
 @pytest.mark.parametrize(
     ("options", "instance"),
     [
-        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1"),
-        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_cuts-1"),
-        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_cuts-1"),
-        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_cuts-1"),
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_exchange-none"),
+        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_exchange-none"),
+        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_exchange-none"),
+        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_exchange-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
     ],
 )
@@ -146,7 +146,7 @@ def test_the_maps_lie_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_cuts-1", 512, 215104)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_exchange-none", 512, 215104)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
@@ -183,7 +183,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "split_size": 0,
         "plan_words": 0,
         "workers": 9,
-        "awaited": 0,
+        "awaited": 1,
         "causal": 1,
     }
     scale = fields.pop("softmax_scale")
@@ -195,7 +195,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather_cuts-1")
+    assert instance.endswith("kvsource-gather_exchange-none")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
@@ -261,7 +261,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
     tensor_map.swizzled.cache_clear()
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
-    words = tensor_map.swizzled(cache.data_ptr(), *hopper.key_boxes(cache.shape, cache.stride(), dtype))
+    words = tensor_map.swizzled(cache.data_ptr(), *hopper.key_boxes(cache.shape, cache.stride(), dtype, 9))
     assert driver.given == (
         (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
         ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
@@ -319,7 +319,7 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
 def test_a_cache_of_one_page_or_none(monkeypatch):
     """A stride between pages means nothing then, and the map of nothing takes the queries' address."""
     boxes = [
-        hopper.key_boxes(shape, strides, torch.bfloat16)
+        hopper.key_boxes(shape, strides, torch.bfloat16, 9)
         for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
     ]
     assert [given[1:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
