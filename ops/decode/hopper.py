@@ -35,7 +35,7 @@ MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 
 MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to 469 times of 44 shapes
-# on an H200 (csrc/sm_90/README.md), which the sum meets within 5 % on average.
+# on an H200 (csrc/sm_90/merges.md), which the sum meets within 5 % on average.
 STAGE_US = 0.72
 BUSY_STAGE_US = 0.12  # more where every unit is busy, and in proportion: power holds the clock down
 ITEM_US = 4.5  # of each item of a block beside its stages
