@@ -29,6 +29,13 @@ MLA_DEVICE void scaled_tile(const Products& o, int tile, const float (&factor)[2
   for (int i = 0; i < 4; ++i) four[i] = o[tile / 16][tile % 16 * 4 + i] * factor[i / 2];
 }
 
+// Takes a row, the thread's first or second, out of all its tiles: what counts nothing may be anything.
+MLA_DEVICE void clear_row(Products& o, int half) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i)
+    if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
+}
+
 template <class Policy>
 class Results {
   using T = typename Policy::Type;

@@ -96,10 +96,7 @@ class Sides {
   MLA_DEVICE void merge(Products& o, const Ending& ending) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (bit_cast<uint32_t>(ending.inverse[half]) == bit_cast<uint32_t>(NOTHING))
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-          if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
+      if (bit_cast<uint32_t>(ending.inverse[half]) == bit_cast<uint32_t>(NOTHING)) clear_row(o, half);
     group_sync(GROUP_BARRIER + group_);  // the other warps read these keys, too
     give(o, ending, 0);
     results_.store(shared_ + ROOM + (group_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES, ending,

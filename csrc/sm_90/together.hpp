@@ -108,10 +108,7 @@ class Together {
       peer[half] = share.peer;
       __syncwarp();
       if (group_thread() % 4 == 0) store_shared(lse, share.lse);
-      if (bit_cast<int>(share.own) == 0)  // what counts nothing may be anything
-#pragma unroll
-        for (int i = 0; i < 64; ++i)
-          if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
+      if (bit_cast<int>(share.own) == 0) clear_row(o, half);
     }
     __syncwarp();
     if (side_ == 0) Results<Policy>(params_, side_ * VALUE_COLUMNS).store_lse(ending, shared_ + Policy::PEER_LSE);

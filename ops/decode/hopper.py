@@ -79,7 +79,7 @@ class HopperConfig:
             ("dtype", self.dtype, tuple(ELEMENTS.values())),
             ("width", self.width, WIDTHS),
             ("source", self.source, SOURCES),
-            ("exchange", self.exchange, EXCHANGES if self.source == "tma" else EXCHANGES[:1]),
+            ("exchange", self.exchange, exchanges(self.source)),
         ):
             if value not in possible:
                 self._refuse(f"{name} is one of {', '.join(map(str, possible))}")
@@ -119,6 +119,11 @@ class HopperConfig:
         return -(-rows // ROWS)
 
 
+def exchanges(source: str) -> tuple[str, ...]:
+    """What the blocks of a cluster may send each other, by how keys come."""
+    return EXCHANGES if source == "tma" else EXCHANGES[:1]
+
+
 def block_bytes(width: int, stages: int, register_steps: int) -> int:
     """Shared memory of a block with a ring of `stages` for rows of `width` values, as DecodePolicy lays it out."""
     keys = stages * KEYS * width * 2
@@ -137,9 +142,8 @@ def offer(problem: Any, arch: Arch) -> Offer | Refusal:
     if why is not None:
         return Refusal(why)
     config = hopper_config(problem, arch)
-    exchanges = EXCHANGES if config.source == "tma" else EXCHANGES[:1]
     for needed in (
-        *(replace(config, exchange=exchange).instance for exchange in exchanges),
+        *(replace(config, exchange=exchange).instance for exchange in exchanges(config.source)),
         combine_configs.invariant(arch, problem.head_dim_v).instance,
     ):
         if not has_kernel(arch, needed):
