@@ -28,17 +28,21 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
     for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
       barrier_init(barriers.p_full(slot), 128);  // the scores
       barrier_init(barriers.p_empty(slot),
-                   Policy::SIDES ? 128 + 4 : 256);  // the values, and warps of the other block's
+                   Policy::SIDES ? 128 + 4 + 32 : 256);  // the values, warps of the other block's, and who sends
     }
     for (int slot = 0; slot < Policy::ITEMS; ++slot) {
       barrier_init(barriers.item_full(slot), 1);     // the loader
       barrier_init(barriers.item_empty(slot), 128);  // the scores
     }
     if constexpr (Policy::AWAITABLE) barrier_init(barriers.filled(), 32);  // a warp
+    if constexpr (Policy::TWO_CUTS) {
+      barrier_init(barriers.rows_sent(), 1);
+      barrier_expect(barriers.rows_sent(), 2 * ROWS * 4);
+      barrier_init(barriers.weighed(), 128);  // the scores
+    }
     if constexpr (Policy::TOGETHER) {
-      barrier_init(barriers.taken(), 4);  // a warp each of the peer's
-      barrier_init(barriers.lse_sent(), 1);
-      barrier_expect(barriers.lse_sent(), ROWS * 4);
+      barrier_init(barriers.ring_left(), 8);  // the peer's values, by warp
+      barrier_init(barriers.taken(), 4);      // of these, those that merge
       for (int warp = 0; warp < 4; ++warp)
         for (int chunk = 0; chunk < SENT_CHUNKS; ++chunk) {
           barrier_init(barriers.sent(warp, chunk), 1);
@@ -46,9 +50,6 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
         }
     }
     if constexpr (Policy::SIDES) {
-      barrier_init(barriers.lse_sent(), 1);
-      barrier_expect(barriers.lse_sent(), 2 * ROWS * 4);
-      barrier_init(barriers.weighed(), 128);  // the scores
       for (int slot = 0; slot < Policy::P_SLOTS; ++slot) {
         barrier_init(barriers.p_written(slot), 128);               // the scores
         barrier_init(barriers.p_full(Policy::P_SLOTS + slot), 1);  // whoever waits for the other block's
@@ -74,11 +75,9 @@ MLA_DEVICE void run_block(const typename Policy::Params& params) {
   } else if (group & 1) {
     take_registers<Policy::SCORES_REGISTERS>();
     Scores<Policy>(params, shared).run();
-    if constexpr (Policy::TWO_CUTS) cluster_meet();  // with the values, which do when they are done with the ring
   } else {
     give_registers<Policy::LOADER_REGISTERS>();
     KeyLoader(params, shared).run();
-    if constexpr (Policy::TWO_CUTS) cluster_meet();
   }
 }
 

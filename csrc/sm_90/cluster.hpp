@@ -49,16 +49,11 @@ MLA_DEVICE void peer_store4(uint32_t there, uint32_t value, uint32_t barrier) {
                : "memory");
 }
 
-// All threads of both blocks that have not ended: none goes on from `wait` before the others have come to `arrive`.
-MLA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-MLA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-MLA_DEVICE void cluster_meet() {
-  cluster_arrive();
-  cluster_wait();
-}
-
-// Before any role begins: the barriers of this block, and of a pair, are there, fenced by whoever made them.
-// Not the aligned form: nothing says that the lanes of a warp come together.
+// Before any role begins: the barriers of this block, and of a pair, are there, fenced by whoever made them. Not the
+// aligned form: nothing says that the lanes of a warp come together.
+//
+// A pair does not meet again, for that would fence global memory, too. Each block ends when it has waited for all that
+// the other does in its shared memory, and reads of it.
 template <class Policy>
 MLA_DEVICE void blocks_meet() {
   if constexpr (Policy::EXCHANGE != Exchange::none)

@@ -77,6 +77,7 @@ class Loader {
     work.load_pages();
     const int32_t* pages = pages_of(work);
     work.measure();
+    if (!work.more()) let_fill();
     for (bool begun = false; work.more(); begun = true) {
       if (begun) meet();
       const Item item = work.item();
@@ -87,11 +88,23 @@ class Loader {
       for (int first = item.first; first < item.end; first += Policy::KEYS) {
         boxes<Policy::STAGE_BYTES>(pages, first, 0, stage(ring));
         ring.next();
-        if (first == item.first) look_up(work);
+        if (first == item.first) go_on(work);
       }
-      if (item.keys() == 0) look_up(work);
+      if (item.keys() == 0) go_on(work);
       pages = pages_of(work);
     }
+  }
+
+  // Once an item's first keys are asked for.
+  MLA_DEVICE void go_on(WorkList& work) const {
+    let_fill();
+    look_up(work);
+  }
+
+  // Where combine waits for words, a block has one item.
+  MLA_DEVICE void let_fill() const {
+    if constexpr (Policy::AWAITABLE)
+      if (Policy::awaited(params_)) asm volatile("bar.arrive %0, 64;" ::"n"(FILL_BARRIER) : "memory");
   }
 
   // A block's first queries do not wait for the sequence's length, so they come even if it has no keys.

@@ -22,6 +22,7 @@ constexpr int SCORES_BARRIER = 1;
 constexpr int LOADER_BARRIER = 2;
 constexpr int VALUES_BARRIER = 3;
 constexpr int GROUP_BARRIER = 4;
+constexpr int FILL_BARRIER = 6;  // of the warp that asks for keys and the one that then fills partials (promise.hpp)
 
 // How keys come: by 16-byte copies from pages of any size, by the copy engine from pages that are multiples of a box,
 // or chosen one by one (sparse_policy.hpp).
@@ -104,18 +105,19 @@ struct DecodePolicy {
       P_OFFSET + ALL_P_SLOTS * P_SLOT_BYTES;  // Item[ITEMS], from the loader to the scores
   static constexpr int ITEMS = 4;
   static constexpr int BARRIER_OFFSET = ITEM_OFFSET + ITEMS * 32;  // uint64: see Barriers
-  // Then what only blocks of one kind have. Those that merge: the peer's lse, float[64], where each has one side also
-  // its reciprocals, then both cuts' weights and the lse of both; and more barriers.
+  // Then what only blocks of one kind have. Those that merge: references and sums of the peer's cut, float[2][64], what
+  // the results of both cuts are multiplied by, likewise, and the lse of both; and more barriers.
   static constexpr int REST = BARRIER_OFFSET + 8 * (2 * STAGES + ALL_P_SLOTS + P_SLOTS + 2 * ITEMS);
-  static constexpr int PEER_LSE = REST;
-  static constexpr int WEIGHTS = 2 * ROWS * 4;  // from PEER_LSE on
-  static constexpr int PEER_BARRIERS = PEER_LSE + (SIDES ? WEIGHTS + 3 * ROWS * 4 : ROWS * 4);
+  static constexpr int PEER_ROWS = REST;
+  static constexpr int WEIGHTS = PEER_ROWS + 2 * ROWS * 4;
+  static constexpr int BOTH_LSE = WEIGHTS + 2 * ROWS * 4;
+  static constexpr int PEER_BARRIERS = BOTH_LSE + ROWS * 4;
   // Those whose words combine may wait for: a barrier, and what the words are before they have come.
   static constexpr bool AWAITABLE = SOURCE == Source::tma && !TOGETHER;  // else the loader has no idle warp
   static constexpr int FILLED = SIDES ? PEER_BARRIERS + 8 * (2 + P_SLOTS + 2 * PEER_STAGES + 2 * GIVEN_CHUNKS) : REST;
   static constexpr int PATTERN = (FILLED + 8 + 15) / 16 * 16;
   static constexpr int PATTERN_BYTES = SIDES ? BLOCK_COLUMNS * 4 : 4096;
-  static constexpr int SHARED_BYTES = TOGETHER    ? PEER_BARRIERS + 8 * (4 * SENT_CHUNKS + 2)
+  static constexpr int SHARED_BYTES = TOGETHER    ? PEER_BARRIERS + 8 * (4 + 4 * SENT_CHUNKS)
                                       : AWAITABLE ? PATTERN + PATTERN_BYTES
                                                   : REST;
   static_assert(SHARED_BYTES <= 232448, "a block has 227 KiB");
@@ -143,14 +145,16 @@ struct Barriers {
   MLA_DEVICE uint32_t item_empty(int slot) const { return item_full(Policy::ITEMS + slot); }
   // Where combine waits for words: that they are NOT_YET.
   MLA_DEVICE uint32_t filled() const { return base - Policy::BARRIER_OFFSET + Policy::FILLED; }
-  // Where cuts are merged together: what the peer sends of its lse, and of a warp's rows of a chunk; that it has all
-  // that this block sends.
-  MLA_DEVICE uint32_t lse_sent() const { return base - Policy::BARRIER_OFFSET + Policy::PEER_BARRIERS; }
-  MLA_DEVICE uint32_t taken() const { return lse_sent() + 8; }
-  MLA_DEVICE uint32_t sent(int warp, int chunk) const { return lse_sent() + 16 + 8 * (chunk * 4 + warp); }
-  // Where each block has one side: what both cuts count; that a P can be sent; the ring of the other block's keys;
-  MLA_DEVICE uint32_t weighed() const { return lse_sent() + 8; }
-  MLA_DEVICE uint32_t p_written(int slot) const { return lse_sent() + 16 + 8 * slot; }
+  // Of two cuts: what the peer sends of its rows, and what both cuts count.
+  MLA_DEVICE uint32_t rows_sent() const { return base - Policy::BARRIER_OFFSET + Policy::PEER_BARRIERS; }
+  MLA_DEVICE uint32_t weighed() const { return rows_sent() + 8; }
+  // Where results are sent: that the peer is done with its ring; that it has all that this block sends; what it sends
+  // of a warp's rows of a chunk.
+  MLA_DEVICE uint32_t ring_left() const { return rows_sent() + 16; }
+  MLA_DEVICE uint32_t taken() const { return rows_sent() + 24; }
+  MLA_DEVICE uint32_t sent(int warp, int chunk) const { return rows_sent() + 32 + 8 * (chunk * 4 + warp); }
+  // Where each block has one side: that a P can be sent; the ring of the other block's keys;
+  MLA_DEVICE uint32_t p_written(int slot) const { return rows_sent() + 16 + 8 * slot; }
   MLA_DEVICE uint32_t peer_full(int stage) const { return p_written(Policy::P_SLOTS + stage); }
   MLA_DEVICE uint32_t peer_empty(int stage) const { return peer_full(Policy::PEER_STAGES + stage); }
   // and what one values warpgroup gives the other of a chunk of columns.

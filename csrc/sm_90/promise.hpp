@@ -29,6 +29,7 @@ class Promise {
     fence_async();
     __syncwarp();
     wait_for_turn();
+    asm volatile("bar.sync %0, 64;" ::"n"(FILL_BARRIER) : "memory");  // keys would wait behind it
     const int number = static_cast<int>(blockIdx.y) / (Policy::SIDES ? 2 : 1);
     const int64_t first = static_cast<int64_t>(number) * Policy::rows(params_) + first_row();
     const int rows = min(ROWS, Policy::rows(params_) - first_row());

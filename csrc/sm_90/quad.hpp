@@ -5,6 +5,10 @@
 
 namespace mla::sm90 {
 
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float INFINITE = __builtin_huge_valf();
+
 MLA_DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

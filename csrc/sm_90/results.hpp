@@ -10,13 +10,13 @@
 namespace mla::sm90 {
 
 // Where this warp's rows go: a lane stores 16 bytes at a time, of every fourth row. And what the values of the lane's
-// rows of O, which are other rows, are multiplied by on their way: the reciprocal denominators.
+// rows of O, which are other rows, are multiplied by on their way: the reciprocal denominators, or what a cut counts.
 struct Ending {
   bool partial;
   float* lse;          // of the block's rows
   char* begin;         // of the sequence's rows
   uint32_t offset[4];  // from `begin`, in units of 16 bytes; NO_ROW where there is no row
-  float inverse[2];
+  float factor[2];
 };
 constexpr uint32_t NO_ROW = ~0u;
 
@@ -27,13 +27,6 @@ using Products = float[2][64];
 MLA_DEVICE void scaled_tile(const Products& o, int tile, const float (&factor)[2], float (&four)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) four[i] = o[tile / 16][tile % 16 * 4 + i] * factor[i / 2];
-}
-
-// Takes a row, the thread's first or second, out of all its tiles: what counts nothing may be anything.
-MLA_DEVICE void clear_row(Products& o, int half) {
-#pragma unroll
-  for (int i = 0; i < 64; ++i)
-    if (i / 2 % 2 == half) o[0][i] = o[1][i] = 0.0f;
 }
 
 template <class Policy>

@@ -12,15 +12,12 @@
 #include "sm_90/cluster.hpp"
 #include "sm_90/loader.hpp"
 #include "sm_90/quad.hpp"
-#include "sm_90/together.hpp"
+#include "sm_90/two_cuts.hpp"
 
 namespace mla::sm90 {
 
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float MOST_PROBABILITY = 256.0f;  // summed over a thread's keys of a row
 constexpr float LOWEST = -1e38f;            // the reference of a row that has seen no key
-constexpr float INFINITE = __builtin_huge_valf();
 
 template <class Policy>
 class Scores {
@@ -42,6 +39,7 @@ class Scores {
     for (; next_item(); any = true) one_item();
     // Blocks that have two cuts together have one item, or none, and their values await no order behind it.
     if (!Policy::TWO_CUTS || !any) order_only(STOP);
+    if constexpr (Policy::SIDES) await_slots();
   }
 
  private:
@@ -213,11 +211,11 @@ class Scores {
   }
 
   MLA_DEVICE void finish_item() {
+    if constexpr (Policy::TWO_CUTS)
+      return weigh_cuts<Policy>(params_, shared_, reference_, {quad_sum(sum_[0]), quad_sum(sum_[1])});
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
-    if constexpr (Policy::SIDES) return weigh_sides<Policy>(params_, shared_, inverse, lse);
-    if constexpr (Policy::TOGETHER) send_lse<Policy>(shared_, lse);
     const uint32_t row = slot() + quad_row() * 4;
     barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
     if (group_thread() % 4 == 0) {
@@ -306,12 +304,16 @@ class Scores {
       store_shared(slot() + Policy::LSE + group_thread() * 4, -INFINITE);
     }
     group_sync(SCORES_BARRIER);  // a values warp waits for all four, but reads rows that another one wrote
-    if constexpr (Policy::TOGETHER)
-      if (order & FINISH) send_lse<Policy>(shared_, {-INFINITE, -INFINITE});
     write_order(order);
     hand_over();
-    if constexpr (Policy::SIDES)
-      if (order & FINISH) weigh_sides<Policy>(params_, shared_, {0.0f, 0.0f}, {-INFINITE, -INFINITE});
+    if constexpr (Policy::TWO_CUTS)
+      if (order & FINISH) weigh_cuts<Policy>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f});
+  }
+
+  // Until all P's are read, here and by the peer: then a block may end.
+  MLA_DEVICE void await_slots() {
+    for (int i = 0; i < Policy::P_SLOTS; ++i, slots_.next())
+      barrier_wait(barriers_.p_empty(slots_.stage), slots_.parity ^ 1);
   }
 
   MLA_DEVICE uint32_t slot() const { return shared_ + Policy::P_OFFSET + slots_.stage * Policy::P_SLOT_BYTES; }

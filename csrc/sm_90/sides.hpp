@@ -7,7 +7,7 @@
 
 #include "sm_90/cluster.hpp"
 #include "sm_90/results.hpp"
-#include "sm_90/share.hpp"
+#include "sm_90/two_cuts.hpp"
 
 namespace mla::sm90 {
 
@@ -20,49 +20,14 @@ MLA_DEVICE void send_probabilities(uint32_t shared) {
   for (int order = 0; !(order & (LAST | FINISH | STOP)); slots.next()) {
     const uint32_t from = shared + Policy::P_OFFSET + slots.stage * Policy::P_SLOT_BYTES;
     const uint32_t to = from + Policy::P_SLOTS * Policy::P_SLOT_BYTES;
+    const uint32_t there = at_peer(to), full = at_peer(barriers.p_full(Policy::P_SLOTS + slots.stage));
     barrier_wait(barriers.p_written(slots.stage), slots.parity);
-    order = uniform(load_shared<int>(from + Policy::ORDER));
     fence_async();
+    if (group_thread() % 32 == 0) peer_copy(there, from, Policy::P_SLOT_BYTES, full);
     __syncwarp();
-    if (group_thread() % 32 == 0)
-      peer_copy(at_peer(to), from, Policy::P_SLOT_BYTES, at_peer(barriers.p_full(Policy::P_SLOTS + slots.stage)));
+    order = uniform(load_shared<int>(from + Policy::ORDER));
+    barrier_arrive(barriers.p_empty(slots.stage));  // the order is read; when the rest is, both blocks' values tell
   }
-}
-
-// What results of a row are multiplied by that count nothing, whatever they are. No product of weights is it.
-constexpr float NOTHING = -0.0f;
-
-// As the scores end, while the last products are computed: from this thread's rows' reciprocal denominators and lse of
-// this block's cut, and the peer's of its own, what both cuts' results are multiplied by, and the rows' lse.
-template <class Policy>
-MLA_DEVICE void weigh_sides(const typename Policy::Params& params, uint32_t shared, const float (&inverse)[2],
-                            const float (&lse)[2]) {
-  const Barriers<Policy> barriers(shared);
-  const bool leads = group_thread() % 4 == 0;
-  const uint32_t mine = shared + Policy::PEER_LSE + quad_row() * 4;  // and 8 rows further on
-  const uint32_t there = at_peer(mine), sent = at_peer(barriers.lse_sent());
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (!leads) continue;
-    peer_store4(there + half * 32, bit_cast<uint32_t>(lse[half]), sent);
-    peer_store4(there + half * 32 + ROWS * 4, bit_cast<uint32_t>(inverse[half]), sent);
-  }
-  barrier_wait(barriers.lse_sent(), 0);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t at = mine + half * 32;
-    const int row = first_row() + quad_row() + half * 8;
-    const float* sink =
-        params.num_splits == 2 && params.attn_sink != nullptr ? params.attn_sink + row % params.heads : nullptr;
-    const Share share(lse[half], load_shared<float>(at), sink);
-    const float peer_inverse = load_shared<float>(at + ROWS * 4);
-    __syncwarp();
-    if (!leads) continue;
-    store_shared(at + Policy::WEIGHTS, bit_cast<int>(share.own) == 0 ? NOTHING : inverse[half] * share.own);
-    store_shared(at + Policy::WEIGHTS + ROWS * 4, bit_cast<int>(share.peer) == 0 ? NOTHING : peer_inverse * share.peer);
-    store_shared(at + Policy::WEIGHTS + 2 * ROWS * 4, share.lse);
-  }
-  barrier_arrive(barriers.weighed());
 }
 
 // The merge as each values thread does it. What a warpgroup gives lies where its keys were; results get to memory by
@@ -84,19 +49,14 @@ class Sides {
 
   // Once it is known, what this thread's rows are multiplied by; and the lse to memory.
   MLA_DEVICE void weigh(Ending& ending) const {
-    const uint32_t weights = shared_ + Policy::PEER_LSE + Policy::WEIGHTS;
     barrier_wait(barriers_.weighed(), 0);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      ending.inverse[half] = load_shared<float>(weights + (group_ * ROWS + quad_row() + half * 8) * 4);
-    if (group_ == 0 && cluster_rank() == 0) results_.store_lse(ending, weights + 2 * ROWS * 4);
+    load_weights<Policy>(shared_, group_, ending.factor);
+    if (group_ == 0 && cluster_rank() == 0) results_.store_lse(ending, shared_ + Policy::BOTH_LSE);
   }
 
   // `o` holds the columns that this warpgroup keeps, and then those that it gives away.
   MLA_DEVICE void merge(Products& o, const Ending& ending) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (bit_cast<uint32_t>(ending.inverse[half]) == bit_cast<uint32_t>(NOTHING)) clear_row(o, half);
+    clear_nothing(o, ending.factor);
     group_sync(GROUP_BARRIER + group_);  // the other warps read these keys, too
     give(o, ending, 0);
     results_.store(shared_ + ROOM + (group_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES, ending,
@@ -114,7 +74,7 @@ class Sides {
     for (int i = 0; i < CHUNK_TILES; ++i) {
       const int tile = chunk * CHUNK_TILES + i;
       float four[4];
-      scaled_tile(o, TILES + tile, ending.inverse, four);
+      scaled_tile(o, TILES + tile, ending.factor, four);
       store16(place(group_, tile), four);
     }
     barrier_arrive(barriers_.given(group_, chunk));
@@ -131,7 +91,7 @@ class Sides {
     load16(place(group_ ^ 1, tile), given);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      four[i] = __fmaf_rn(o[tile / 16][tile % 16 * 4 + i], ending.inverse[i / 2], bit_cast<float>(given[i]));
+      four[i] = __fmaf_rn(o[tile / 16][tile % 16 * 4 + i], ending.factor[i / 2], bit_cast<float>(given[i]));
   }
 
   const Results<Policy>& results_;

@@ -6,19 +6,9 @@
 
 #include "sm_90/cluster.hpp"
 #include "sm_90/results.hpp"
-#include "sm_90/share.hpp"
+#include "sm_90/two_cuts.hpp"
 
 namespace mla::sm90 {
-
-// From the scores to the block that has the other cut: the lse of this thread's rows.
-template <class Policy>
-MLA_DEVICE void send_lse(uint32_t shared, const float (&lse)[2]) {
-  if (group_thread() % 4 != 0) return;
-  const uint32_t there = at_peer(shared + Policy::PEER_LSE + quad_row() * 4);
-  const uint32_t barrier = at_peer(Barriers<Policy>(shared).lse_sent());
-  peer_store4(there, bit_cast<uint32_t>(lse[0]), barrier);
-  peer_store4(there + 32, bit_cast<uint32_t>(lse[1]), barrier);
-}
 
 // The merge as each values thread does it. In shared memory, where the ring of stages was: what the peer sends, what it
 // is sent, and room for the results.
@@ -33,25 +23,22 @@ class Together {
   MLA_DEVICE Together(const Params& params, uint32_t shared, int side)
       : params_(params), barriers_(shared), shared_(shared), side_(side) {}
 
-  // `slot` is where the scores left the cut's lse. On return a block may end.
-  MLA_DEVICE void merge(Products& o, const Ending& ending, uint32_t slot) const {
-    cluster_arrive();  // this thread is done with the ring of stages
+  // On return a block may end.
+  MLA_DEVICE void merge(Products& o, const Ending& ending) const {
+    peer_arrive(at_peer(barriers_.ring_left()), group_thread() % 32 == 0);  // this warp is done with it, and has met
     if (side_ != static_cast<int>(cluster_rank())) {
       asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
-      if (has_rows(ending))
-        send(o, ending);
-      else
-        cluster_wait();
+      if (has_rows(ending)) send(o);
+      barrier_wait(barriers_.ring_left(), 0);
       barrier_wait(barriers_.taken(), 0);
     } else {
       asm volatile("bar.arrive %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
-      float own[2], peer[2];
-      weigh(o, ending, slot, own, peer);
-      cluster_wait();
+      float peer[2];
+      weigh(o, ending, peer);
       if (has_rows(ending))
         Results<Policy>(params_, side_ * VALUE_COLUMNS)
             .store(shared_ + ROOM + group_thread() / 32 * Results<Policy>::ROOM_BYTES, ending,
-                   [&](int tile, float (&four)[4]) { both(o, tile, own, peer, four); });
+                   [&](int tile, float (&four)[4]) { both(o, tile, peer, four); });
       else
         tell_taken();
     }
@@ -68,21 +55,18 @@ class Together {
   MLA_DEVICE static uint32_t place_of_chunk(int chunk) { return (chunk * 4 + group_thread() / 32) * CHUNK_BYTES; }
 
   // Through this block's shared memory by the copy engine, which takes a third less time than stores to the peer's.
-  MLA_DEVICE void send(const Products& o, const Ending& ending) const {
+  MLA_DEVICE void send(const Products& o) const {
 #pragma unroll
     for (int chunk = 0; chunk < SENT_CHUNKS; ++chunk) {
 #pragma unroll
       for (int i = 0; i < CHUNK_TILES; ++i) {
         const int tile = chunk * CHUNK_TILES + i;
-        float four[4];
-        scaled_tile(o, tile, ending.inverse, four);
-        store16(shared_ + GIVEN + place(tile), four);
+        const float* four = &o[tile / 16][tile % 16 * 4];
+        store16(shared_ + GIVEN + place(tile), {four[0], four[1], four[2], four[3]});
       }
       fence_async();
-      if (chunk == 0)
-        cluster_wait();  // the peer is done with its ring, too
-      else
-        __syncwarp();
+      if (chunk == 0) barrier_wait(barriers_.ring_left(), 0);
+      __syncwarp();
       const uint32_t from = shared_ + place_of_chunk(chunk);
       if (group_thread() % 32 == 0) peer_copy(at_peer(from + TAKEN), from + GIVEN, CHUNK_BYTES, at_peer(sent(chunk)));
     }
@@ -94,40 +78,32 @@ class Together {
   MLA_DEVICE void tell_taken() const { peer_arrive(at_peer(barriers_.taken()), group_thread() % 32 == 0); }
 
   // What both cuts of this lane's rows count, and the rows' lse to memory.
-  MLA_DEVICE void weigh(Products& o, const Ending& ending, uint32_t slot, float (&own)[2], float (&peer)[2]) const {
-    barrier_wait(barriers_.lse_sent(), 0);
-    const Heads heads(params_);
+  MLA_DEVICE void weigh(Products& o, const Ending& ending, float (&peer)[2]) const {
+    float own[2];
+    barrier_wait(barriers_.weighed(), 0);
+    if (side_ == 0) Results<Policy>(params_, 0).store_lse(ending, shared_ + Policy::BOTH_LSE);
+    load_weights<Policy>(shared_, 0, own);
+    load_weights<Policy>(shared_, 1, peer);
+    clear_nothing(o, own);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int at = quad_row() + half * 8, row = first_row() + at;
-      const bool sinks = !ending.partial && params_.attn_sink != nullptr;
-      const float* sink = sinks ? params_.attn_sink + heads.head(row, heads.token(row)) : nullptr;
-      const uint32_t lse = shared_ + Policy::PEER_LSE + at * 4;
-      const Share share(load_shared<float>(slot + Policy::LSE + at * 4), load_shared<float>(lse), sink);
-      own[half] = ending.inverse[half] * share.own;
-      peer[half] = share.peer;
-      __syncwarp();
-      if (group_thread() % 4 == 0) store_shared(lse, share.lse);
-      if (bit_cast<int>(share.own) == 0) clear_row(o, half);
+    for (int i = 0; i < 64; ++i) {
+      o[0][i] *= own[i / 2 % 2];
+      o[1][i] *= own[i / 2 % 2];
     }
-    __syncwarp();
-    if (side_ == 0) Results<Policy>(params_, side_ * VALUE_COLUMNS).store_lse(ending, shared_ + Policy::PEER_LSE);
   }
 
   // A tile of both cuts.
-  MLA_DEVICE void both(const Products& o, int tile, const float (&own)[2], const float (&peer)[2],
-                       float (&four)[4]) const {
+  MLA_DEVICE void both(const Products& o, int tile, const float (&peer)[2], float (&four)[4]) const {
     if (tile % CHUNK_TILES == 0) {
       barrier_wait(sent(tile / CHUNK_TILES), 0);
       if (tile / CHUNK_TILES == SENT_CHUNKS - 1) tell_taken();
     }
     uint32_t others[4];
     load16(shared_ + TAKEN + place(tile), others);
-    scaled_tile(o, tile, own, four);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float other = bit_cast<int>(peer[i / 2]) == 0 ? 0.0f : bit_cast<float>(others[i]);
-      four[i] = __fmaf_rn(other, peer[i / 2], four[i]);
+      const float other = is_nothing(peer[i / 2]) ? 0.0f : bit_cast<float>(others[i]);
+      four[i] = __fmaf_rn(other, peer[i / 2], o[tile / 16][tile % 16 * 4 + i]);
     }
   }
 

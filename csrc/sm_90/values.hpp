@@ -31,7 +31,10 @@ class Values {
   MLA_DEVICE void run() {
     for (;;) {
       int order = next_order();
-      if (order & STOP) return;
+      if (order & STOP) {
+        if constexpr (Policy::SIDES) give_back_slot();
+        return;
+      }
       // Written for both cases: otherwise the compiler takes the registers to be live since the last item.
 #pragma unroll
       for (int i = 0; i < 64; ++i) o_[0][i] = o_[1][i] = 0.0f;
@@ -39,31 +42,22 @@ class Values {
         stages_.next();
         stages_.next();
       }
+      if constexpr (Policy::TWO_CUTS) return merge_two(order);
       if (order & MULTIPLY) {
-        begin_product(order & ~RESCALE);
-        while (!(order & LAST)) {
-          end_product();
-          give_back_slot();
-          order = next_order();
-          begin_product(order);
-        }
+        multiply(order, [] {});
         Ending ending = find_rows();
-        if constexpr (Policy::SIDES) return merge_sides(ending);
         const int last = slots_.stage;
         slots_.next();
         next_order();
         finish_rows(ending);
         wait_for_product();
         barrier_arrive(barriers_.p_empty(last));
-        if constexpr (Policy::TOGETHER) return merge(ending);
         store(ending);
         __syncwarp();
         give_back_stage();
       } else {
         Ending ending = find_rows();
-        if constexpr (Policy::SIDES) return merge_sides(ending);
         finish_rows(ending);
-        if constexpr (Policy::TOGETHER) return merge(ending);
         results_.store_zeros(ending);
       }
     }
@@ -92,6 +86,20 @@ class Values {
     else
       barrier_arrive(empty);
     slots_.next();
+  }
+
+  // All of an item's products, from the first `order` on; `meanwhile` runs beside the first. Of the last, nobody waits
+  // for the end yet.
+  template <class Meanwhile>
+  MLA_DEVICE void multiply(int order, const Meanwhile& meanwhile) {
+    begin_product(order & ~RESCALE);
+    meanwhile();
+    while (!(order & LAST)) {
+      end_product();
+      give_back_slot();
+      order = next_order();
+      begin_product(order);
+    }
   }
 
   // Starts O = O * factor + P V.
@@ -161,33 +169,57 @@ class Values {
 
   // Of the item that the slot names; called while the last product is computed.
   MLA_DEVICE Ending find_rows() const {
+    await_filled();
+    const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
+    const int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
+    return results_.find_rows(sequence, partial_row);
+  }
+
+  // Of a block's only item, the number of which is the block's; of the cluster's, once they are merged.
+  MLA_DEVICE Ending find_only_rows() const {
+    const int number = static_cast<int>(blockIdx.y);
+    const int sequence = divided(number, params_.splits_magic, params_.splits_shift);
+    return results_.find_rows(sequence, params_.num_splits == 2 ? -1 : number / 2);
+  }
+
+  // That what combine waits for is NOT_YET.
+  MLA_DEVICE void await_filled() const {
     if constexpr (Policy::AWAITABLE)
       if (Policy::awaited(params_)) barrier_wait(barriers_.filled(), 0);
-    int partial_row = uniform(load_shared<int>(slot() + Policy::ITEM + 4));
-    const int sequence = uniform(load_shared<int>(slot() + Policy::ITEM));
-    if constexpr (Policy::TWO_CUTS) partial_row = params_.num_splits == 2 ? -1 : partial_row / 2;
-    return results_.find_rows(sequence, partial_row);
   }
 
   // Takes the reciprocals from the slot that finishes the item, and writes the rows' lse to memory.
   MLA_DEVICE void finish_rows(Ending& ending) {
-    ending.inverse[0] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4);
-    ending.inverse[1] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4 + 32);
-    if constexpr (Policy::TOGETHER) return;  // the merge takes the lse from the slot
+    ending.factor[0] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4);
+    ending.factor[1] = load_shared<float>(slot() + Policy::INVERSE + quad_row() * 4 + 32);
     if (group_ == 0) results_.store_lse(ending, slot() + Policy::LSE);
     give_back_slot();
   }
 
-  MLA_DEVICE void merge(const Ending& ending) { Together<Policy>(params_, shared_, group_).merge(o_, ending, slot()); }
+  // The only item of a block that has one of two cuts. Its rows are found early, when nothing waits for it.
+  MLA_DEVICE void merge_two(int order) {
+    if constexpr (Policy::TOGETHER) {
+      const Ending ending = find_only_rows();
+      if (order & MULTIPLY) multiply(order, [] {});
+      wait_for_product();
+      Together<Policy>(params_, shared_, group_).merge(o_, ending);
+    } else if (order & MULTIPLY) {  // a path for each: where they met, the last product would be waited for
+      Ending ending;
+      multiply(order, [&] { ending = find_only_rows(); });
+      merge_sides(ending);
+    } else {
+      Ending ending = find_only_rows();
+      merge_sides(ending);
+    }
+  }
 
-  // The last product, if there is one, may still be computed.
   MLA_DEVICE void merge_sides(Ending& ending) {
-    cluster_arrive();  // nothing is left to tell the peer
+    await_filled();
     const Sides<Policy> sides(results_, shared_, group_);
     sides.weigh(ending);
     wait_for_product();
+    give_back_slot();
     sides.merge(o_, ending);
-    cluster_wait();
   }
 
   // By way of the stage that was read last, once both warpgroups are done with it.
@@ -195,7 +227,7 @@ class Values {
     asm volatile("bar.sync %0, 256;" ::"n"(VALUES_BARRIER) : "memory");
     const uint32_t room = shared_ + Policy::KV_OFFSET + stages_.stage * Policy::STAGE_BYTES +
                           (group_ * 4 + group_thread() / 32) * Results<Policy>::ROOM_BYTES;
-    results_.store(room, ending, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, ending.inverse, four); });
+    results_.store(room, ending, [&](int tile, float (&four)[4]) { scaled_tile(o_, tile, ending.factor, four); });
   }
   static_assert(8 * Results<Policy>::ROOM_BYTES <= Policy::STAGE_BYTES, "all warps' room is in a stage");
 

@@ -62,6 +62,8 @@ def broken(instance: Instance, resources: Resources) -> list[str]:
         elif not rule.startswith("min_") and given > allowed:
             scalar = f" ({resources.scalar_spills} of them scalar)" if rule == "spills" else ""
             sentences.append(f"{where}: {rule} is {given:g}{scalar}, at most {allowed:g} is allowed")
+    if resources.serialized:
+        sentences.append(f"{where}: ptxas makes every wgmma wait for the one before, due to {resources.serialized}")
     return sentences
 
 

@@ -46,6 +46,7 @@ class Resources:
 
     `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `spills` counts spilled registers on AMD
     (`scalar_spills` of them scalar) and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
+    `serialized` says why ptxas makes every wgmma wait for the one before, which takes half as long again, or is "".
     """
 
     threads: int
@@ -60,6 +61,7 @@ class Resources:
     code_bytes: int
     params: int
     loop: Loop | None
+    serialized: str = ""
 
 
 _LOAD_BYTES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "x2": 8, "x3": 12, "x4": 16}
@@ -205,7 +207,14 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
         code_bytes=len(sections[f".text.{symbol}"]),
         params=params,
         loop=None,
+        serialized=serialization(log, symbol),
     )
+
+
+def serialization(log: str, symbol: str) -> str:
+    """Why kernel `symbol` has every wgmma wait for the one before, by ptxas's report; "" where it does not."""
+    why = re.search(rf"wgmma\.mma_async instructions are serialized due to (.*) in the function '{symbol}'", log)
+    return why.group(1) if why else ""
 
 
 def _elf_sections(data: bytes) -> dict[str, bytes]:

@@ -22,10 +22,10 @@ STAGES = 5
 # 16-value steps of Q K^T whose queries lie in registers, by source of the keys.
 REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
 PROBABILITY_BYTES = ROWS * KEYS * 2 + 3 * 4 * ROWS + 128  # a slot of them
-PAIR_BYTES = 4 * ROWS + 8 * (2 + 4 * 4)  # for the merge by two blocks: the other's lse, and barriers
+PAIR_BYTES = 5 * 4 * ROWS + 8 * (4 + 4 * 4)  # for the merge by two blocks: what both cuts count, and barriers
 PROMISE_BYTES = 16 + 4096  # where combine waits for words: a barrier, and what they are at first
 SIDE_STAGES = 4  # where probabilities are exchanged: there are two stages of 256 columns of the other's keys, two slots
-# of its probabilities, lse and weights, barriers, and what one row's side is at first.
+# of its probabilities, what both cuts count, barriers, and what one row's side is at first.
 SIDES_BYTES = 2 * KEYS * 512 + 2 * PROBABILITY_BYTES + 5 * 4 * ROWS + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,8 +34,8 @@ EXCHANGES = ("none", "results", "probabilities")
 MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 bytes
 MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
-# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 469 times of 44 shapes
-# on an H200 (csrc/sm_90/merges.md), which the sum meets within 5 % on average.
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to times on an H200, which
+# the sum meets within 7 % on average (csrc/sm_90/merges.md).
 STAGE_US = 0.72
 BUSY_STAGE_US = 0.12  # more where every unit is busy, and in proportion: power holds the clock down
 ITEM_US = 4.5  # of each item of a block beside its stages
@@ -45,14 +45,14 @@ MERGE_US = 2.6  # of combine, however little it merges
 MERGED_BYTES_PER_US = 0.1e6  # of partials, written and read, by a unit
 LATE_MERGE_US = 3.1  # more of combine where some of its workgroups found no unit before decode ended
 SHARED_WAY_US = 0.7  # more where blocks are neighbours: two units have one way to L2, and partials are to go it
-AWAITED_US = 0.9  # less of a merge where combine need not wait for the end of decode
+AWAITED_US = 1.3  # less of a merge where combine need not wait for the end of decode
 FILLED_ROWS = 32  # of a block that decode fills while its first keys are on their way; more of them take as long as
 FILLING_STAGES = 4  # of its keys
-TOGETHER_US = 2.2  # of a merge of two cuts by the two blocks of a cluster,
-TOGETHER_GAIN = 0.09  # less so much of decode's own time, which partials would draw out
-SIDES_STAGE_US = 0.06  # more of a stage where these send each other probabilities,
-SIDES_US = -0.3  # but less once, for what they begin with comes to both
-SIDES_AWAITED_US = 0.5  # as AWAITED_US, where they do
+TOGETHER_US = 1.0  # of a merge of two cuts by the two blocks of a cluster,
+TOGETHER_GAIN = 0.1  # less so much of decode's own time, which partials would draw out
+SIDES_US = -0.5  # where these send each other probabilities: what they begin with comes to both
+SIDES_AWAITED_US = 0.7  # as AWAITED_US, where they do
+SIDES_BEHIND_US = 0.4  # more where combine merges their partials behind decode: neighbours store these at once
 
 
 @dataclass(frozen=True)
@@ -248,11 +248,12 @@ class Estimate(NamedTuple):
 
     def merge_sides(self, splits: int) -> float:
         """The same by sending probabilities."""
-        pair = SIDES_US + SIDES_STAGE_US * self.stages_of(splits)
         if splits == 2:
-            return pair
-        saved = SIDES_AWAITED_US if self.awaiting(splits, "probabilities") is not None else 0.0
-        return pair + self.combine(splits, splits // 2) - saved
+            return SIDES_US
+        pair = SIDES_US + self.combine(splits, splits // 2)
+        if self.awaiting(splits, "probabilities") is not None:
+            return pair - SIDES_AWAITED_US
+        return pair + SIDES_BEHIND_US + self.shared_way(splits)
 
     def shared_way(self, splits: int) -> float:
         """More where blocks are neighbours."""

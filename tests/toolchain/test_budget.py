@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from sample_tree import make
 
-from mla_suite.toolchain import BuildError, budget, build, builder
+from mla_suite.toolchain import BuildError, budget, build, builder, report
 from mla_suite.toolchain.instances import instances
 from mla_suite.toolchain.report import Resources
 
@@ -39,6 +39,19 @@ def test_a_kernel_within_its_budget(item):
 def test_what_is_never_allowed(item, cost, declared, sentence):
     broken = budget.broken(replace(item, budget=declared), replace(COST, **cost))
     assert f"gfx942 scale_threads-256: {sentence}" in broken
+
+
+def test_matrix_products_that_wait_for_each_other(item):
+    log = (
+        "ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non "
+        "wgmma instructions defining accumulator registers of a wgmma between start and end of the pipeline stage in "
+        "the function 'scale'\n"
+    )
+    assert report.serialization(log, "other") == ""
+    cost = replace(COST, serialized=report.serialization(log, "scale"))
+    (sentence,) = budget.broken(item, cost)
+    assert sentence.startswith("gfx942 scale_threads-256: ptxas makes every wgmma wait for the one before, due to non ")
+    assert sentence.endswith("of the pipeline stage")
 
 
 def test_dynamic_lds_counts(item):
