@@ -60,7 +60,7 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
         assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == (210992 + 4 * 64 + 8 * 18 if exchange == "results" else 219328)
+        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "results" else 219328)
 
 
 @pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "results", 9), (1000, "probabilities", 1)])
