@@ -164,11 +164,16 @@ def _clang_of(place: Path) -> AmdCompiler | None:
 def find_nvidia() -> NvidiaCompiler | None:
     """nvcc from PATH, else from /usr/local/cuda, or None if neither is of CUDA 12, which sm_90a begins with.
 
-    BuildError when one cannot be run.
+    One that cannot be run is passed over, and stderr is told.
     """
-    for program in (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")):
-        release = re.search(r"V((\d+)[\d.]*)", _version([program])) if program else None
-        if program and release is not None and int(release.group(2)) >= 12:
+    found = (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"))
+    for program in filter(None, found):
+        try:
+            release = re.search(r"V((\d+)[\d.]*)", _version([program]))
+        except BuildError as error:
+            print(f"{error}; it is passed over", file=sys.stderr)
+            continue
+        if release is not None and int(release.group(2)) >= 12:
             return NvidiaCompiler(program, f"nvcc {release.group(1)}")
     return None
 

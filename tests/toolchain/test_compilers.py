@@ -73,7 +73,7 @@ def test_a_rocm_that_cannot_be_run(rocm, capsys, script, why):
     assert said == f"{caught.value}: {compilers.packaged().version} of the ziglang wheel is used\n"
 
 
-def test_nvcc(tmp_path, monkeypatch):
+def test_nvcc(tmp_path, monkeypatch, capsys):
     old = shell(tmp_path / "bin/nvcc", "echo 'Cuda compilation tools, release 11.8, V11.8.89'")
     new = shell(tmp_path / "cuda/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
 
@@ -86,9 +86,13 @@ def test_nvcc(tmp_path, monkeypatch):
     for places in ((old, None), (None, old), (None, None)):
         which(*places)
         assert compilers.find_nvidia() is None
-    which(shell(tmp_path / "broken/nvcc", "exit 1"), None)
-    with pytest.raises(BuildError, match=r"the compiler .*broken/nvcc cannot be run: .*exit status 1"):
-        compilers.find_nvidia()
+    broken = shell(tmp_path / "broken/nvcc", "exit 1")
+    for in_cuda, found in ((new, str(new)), (None, None)):
+        which(broken, in_cuda)
+        nvidia = compilers.find_nvidia()
+        assert (nvidia and nvidia.nvcc) == found
+        assert f"the compiler {broken} cannot be run: " in (said := capsys.readouterr().err)
+        assert said.endswith("it is passed over\n")
 
 
 def test_what_no_compiler_makes_stays_while_it_is_up_to_date(csrc, tmp_path, monkeypatch, capsys):
