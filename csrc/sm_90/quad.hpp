@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm_90/mbarrier.hpp"
+#include "sm_90/policy.hpp"
 
 namespace mla::sm90 {
 
@@ -17,6 +18,19 @@ MLA_DEVICE float exp2_fast(float x) {
 
 // A quad's first row of a block's products; the second is 8 further on.
 MLA_DEVICE int quad_row() { return group_thread() / 32 * 16 + group_thread() % 32 / 4; }
+
+// The log-sum-exp of a row's scores, from the reference that was subtracted and the sum of what is left: -inf without
+// keys. NaN stays NaN.
+MLA_DEVICE float lse_of_row(float reference, float sum) {
+  return sum != 0.0f ? (reference + __log2f(sum)) * LN2 : -INFINITE;
+}
+
+// What the sink of this thread's first or second row adds to such a sum.
+template <class Params>
+MLA_DEVICE float sink_part(const Params& params, int half, float reference) {
+  const int row = first_row() + quad_row() + half * 8;
+  return exp2_fast(__ldg(params.attn_sink + row % params.heads) * LOG2E - reference);
+}
 
 MLA_DEVICE float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));

@@ -332,13 +332,10 @@ class Scores {
       const float sum = quad_sum(sum_[half]);
       const bool any = sum != 0.0f;  // NaN included
       float denominator = sum;
-      if (any && item_.partial_row < 0 && params_.attn_sink != nullptr) {
-        const int row = first_row() + quad_row() + half * 8;
-        const float sink = __ldg(params_.attn_sink + row % params_.heads);
-        denominator += exp2_fast(sink * LOG2E - reference_[half]);
-      }
+      if (any && item_.partial_row < 0 && params_.attn_sink != nullptr)
+        denominator += sink_part(params_, half, reference_[half]);
       inverse[half] = any ? __fdividef(1.0f, denominator) : 0.0f;
-      lse[half] = any ? (reference_[half] + __log2f(sum)) * LN2 : -INFINITE;
+      lse[half] = lse_of_row(reference_[half], sum);
     }
   }
 

@@ -44,17 +44,14 @@ MLA_DEVICE void weigh_cuts(const typename Policy::Params& params, uint32_t share
     const float common = fmaxf(reference[half], peer_reference);
     const float own = exp2_fast(reference[half] - common), peer = exp2_fast(peer_reference - common);
     const float own_part = own * sum[half], peer_part = peer * peer_sum, both = own_part + peer_part;
-    const bool any = both != 0.0f;  // NaN included
     float denominator = both;
-    if (any && params.num_splits == 2 && params.attn_sink != nullptr) {
-      const int row = first_row() + quad_row() + half * 8;
-      denominator += exp2_fast(__ldg(params.attn_sink + row % params.heads) * LOG2E - common);
-    }
+    if (both != 0.0f && params.num_splits == 2 && params.attn_sink != nullptr)  // NaN included
+      denominator += sink_part(params, half, common);
     const float inverse = __fdividef(1.0f, denominator);
     if (!leads) continue;
     store_shared(row_at + Policy::WEIGHTS, weight_of(own, own_part, inverse));
     store_shared(row_at + Policy::WEIGHTS + ROWS * 4, weight_of(peer, peer_part, inverse));
-    store_shared(row_at + Policy::BOTH_LSE, any ? (common + __log2f(both)) * LN2 : -INFINITE);
+    store_shared(row_at + Policy::BOTH_LSE, lse_of_row(common, both));
   }
   barrier_arrive(barriers.weighed());
 }

@@ -213,6 +213,7 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
 
 def serialization(log: str, symbol: str) -> str:
     """Why kernel `symbol` has every wgmma wait for the one before, by ptxas's report; "" where it does not."""
+    symbol = re.escape(symbol)
     why = re.search(rf"wgmma\.mma_async instructions are serialized due to (.*) in the function '{symbol}'", log)
     return why.group(1) if why else ""
 
