@@ -26,6 +26,7 @@ struct Wave {
   // Parameters are read when they are wanted: nothing is waited for that they could be read before.
   template <class... Words>
   MLA_DEVICE static void want(Words...) {}
+  MLA_DEVICE static void want_line(const int32_t*) {}
 
   // The value of lane `source` (0..63, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __builtin_amdgcn_ds_bpermute(source * 4, x); }

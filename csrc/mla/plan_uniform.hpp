@@ -21,7 +21,7 @@ struct UniformPlan : PlanLine<Wave, waves>, PlanWords {
       chunk = p.split_size;
       if (p.num_splits > 0) {
         const int64_t granules = (keys + granule - 1) / granule;
-        chunk = larger(divide(granules + splits - 1, splits), 1) * granule;
+        chunk = larger(divide(granules + splits - 1, splits), int64_t{1}) * granule;
       }
       whole = static_cast<int>(divide(keys, chunk) < splits - 1 ? divide(keys, chunk) : splits - 1);
       const int64_t left = keys - whole * chunk;

@@ -25,6 +25,11 @@ struct Wave {
     (want_word(words), ...);
   }
 
+  // What lies at an address is on its way to L1: a load that nobody waits for.
+  MLA_DEVICE static void want_line(const int32_t* address) {
+    asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
+  }
+
   // The value of lane `source` (0..31, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
 

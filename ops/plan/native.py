@@ -18,12 +18,22 @@ from mla_suite.runtime import Buffer, bind, has_kernel
 from mla_suite.toolchain.params import load
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
-WAVES = {"nvidia": dict(search=8, balanced=8, uniform=8), "amd": dict(search=4, balanced=8, uniform=4)}
+# Of a workgroup, for up to FEW sequences and for more: on an H200 five warps, a cut a lane for 132 workers, are the
+# fastest as long as each sequence has a thread, too.
+FEW = 160
+WAVES = {
+    "nvidia": dict(search=(5, 8), balanced=(5, 16), uniform=(8, 8)),
+    "amd": dict(search=(4, 4), balanced=(8, 8), uniform=(4, 4)),
+}
 _NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
 
 
-def instance(arch: Arch, step: str) -> str:
-    return f"plan_step-{step}_waves-{WAVES[arch.vendor][step]}"
+def waves(arch: Arch, step: str, batch: int) -> int:
+    return WAVES[arch.vendor][step][batch > FEW]
+
+
+def instance(arch: Arch, step: str, batch: int) -> str:
+    return f"plan_step-{step}_waves-{waves(arch, step, batch)}"
 
 
 def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
@@ -36,7 +46,7 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if problem.batch < 1 or problem.batch > MOST_SEQUENCES:
         return Refusal(f"{problem.batch} sequences; it takes 1 to {MOST_SEQUENCES}")
     steps = _steps(problem.num_splits, problem.split_size)
-    for needed in (instance(arch, step) for step in steps):
+    for needed in (instance(arch, step, problem.batch) for step in steps):
         if not has_kernel(arch, needed):
             return Refusal(f"kernel {needed} is not built for {arch.name}; run `python -m mla_suite build`")
     return Offer(arch, f"{' then '.join(steps)}, {len(steps)} launch{'es' if len(steps) > 1 else ''}")
@@ -64,7 +74,7 @@ def _prepare(
     header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
     splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
     costs = figures(arch, rows)
-    threads = WAVES[arch.vendor]["uniform"] * arch.wavefront
+    threads = waves(arch, "uniform", batch) * arch.wavefront
     workgroups = min(-(-batch * splits // threads), arch.compute_units) if splits > 0 else 1
     packed = load("plan").pack(
         **dict.fromkeys(_POINTERS, 0),
@@ -77,7 +87,7 @@ def _prepare(
     )
     groups = {"uniform": workgroups, "search": workers, "balanced": 1}
     steps = tuple(
-        _Step(step, instance(arch, step), (groups[step], 1, 1), WAVES[arch.vendor][step] * arch.wavefront)
+        _Step(step, instance(arch, step, batch), (groups[step], 1, 1), waves(arch, step, batch) * arch.wavefront)
         for step in _steps(num_splits, split_size)
     )
     return packed[8 * len(_POINTERS) :], steps

@@ -22,8 +22,9 @@ ARCHS = ("gfx942", "gfx950")
 def record(name):
     found = archs.get(name)
     for step in ("search", "balanced", "uniform"):
-        if not has_kernel(name, native.instance(found, step)):
-            pytest.skip(f"{native.instance(found, step)} is not built for {name}; run `python -m mla_suite build`")
+        needed = native.instance(found, step, batch=1)
+        if not has_kernel(name, needed):
+            pytest.skip(f"{needed} is not built for {name}; run `python -m mla_suite build`")
     return found
 
 
@@ -94,6 +95,17 @@ def test_the_most_workers():
 def test_balanced_edges(seq_lens):
     for rows in (1, 128, 300):
         check((seq_lens,), arguments(rows=rows))
+
+
+@pytest.mark.parametrize("rows", [1, 128])
+def test_lines_that_32_bits_just_hold_or_do_not(rows):
+    """Places on a line are reckoned in 32 bits as long as (item + 1) times the line is no more than they hold."""
+    item = cost.item_cost(rows)
+    most = (2**31 - 1) // (item + 1) - item  # keys of one sequence
+    whole = most // cost.GRANULE * cost.GRANULE
+    for keys in (whole, whole + cost.GRANULE):
+        for others in ((), (1,), (70_000, 64, 0)):
+            check((lens(keys - sum(cost.round_up(other) + item for other in others), *others),), arguments(rows=rows))
 
 
 @pytest.mark.parametrize("name", ARCHS)

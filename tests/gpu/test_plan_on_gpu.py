@@ -1,0 +1,90 @@
+"""plan's own kernels on a real GPU: the definition's words, on the same device, exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_suite.core import dispatch
+from mla_suite.ops.plan import PLAN, cost, native
+from mla_suite.testing import poison
+
+DEVICE = torch.device("cuda")
+WORKERS = (1, 2, 7, 31, 62, 66, 132, 160, 161, 321, 1024)  # of a round of warps, and one more
+BATCHES = (1, 2, 31, 32, 33, 128, native.FEW, native.FEW + 1, 600, native.MOST_SEQUENCES)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+
+
+def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
+    """The native kernels' words, or a skip that names what is missing."""
+    offer = native.offer(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
+    if not isinstance(offer, dispatch.Offer):
+        pytest.skip(str(offer))
+    native.run(offer.config, (made,), lens, ends, **kwargs)
+
+
+def definition(lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> torch.Tensor:
+    words = poison(torch.empty(PLAN.specify(lens, ends, **kwargs)[0].shape, dtype=torch.int32, device=DEVICE))
+    PLAN.backends[-1].run(None, (words,), lens, ends, **kwargs)
+    return words
+
+
+def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given: int) -> None:
+    """The words are those of the definition, whatever was in memory before."""
+    lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
+    ends = None if cu_seqlens_q is None else torch.tensor(cu_seqlens_q, dtype=torch.int32, device=DEVICE)
+    kwargs = dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0) | given
+    right = definition(lens, ends, kwargs)
+    for _ in range(2):
+        made = poison(torch.empty_like(right))
+        into(made, lens, ends, kwargs)
+        different = (made != right).nonzero().flatten().tolist()
+        assert not different, f"words {different[:8]} of {made.numel()} differ, {len(seq_lens)} sequences, {kwargs}"
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_random_lengths(batch: int, workers: int) -> None:
+    for longest in (1, 5000, 200_000):
+        check(torch.randint(0, longest + 1, (batch,)).tolist(), rows=(16, 128, 300)[longest % 3], workers=workers)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128, 4096, 10**9])
+def test_lines_of_any_length(rows: int) -> None:
+    """Empty, equal, one long among short ones; around what 32 bits hold, and beyond."""
+    for lens in ([0], [1], [0] * 40, [63, 64, 65, 0, 128], [512] * 128, [6144] * 128, [100_000] + [64] * 300):
+        check(lens, rows=rows)
+    most = (2**31 - 1) // (cost.FIXED + 1) - cost.FIXED
+    for keys in (most // 64 * 64, most // 64 * 64 + 64, 2 * most, 100 * most, 2**31 - 1):
+        check([keys], rows=rows)
+        check([keys - 70_000, 64, 69_000, 0], rows=rows, workers=66)
+    check([2**31 - 1] * 2048, rows=rows, workers=1024)
+
+
+def test_sequences_without_a_query_token() -> None:
+    check([500, 600, 700, 800], cu_seqlens_q=[0, 2, 2, 5, 5])
+    check([3000] * 300, cu_seqlens_q=torch.arange(301).div(2, rounding_mode="floor").tolist())
+
+
+@pytest.mark.parametrize("batch", [1, 33, native.FEW + 1, native.MOST_SEQUENCES])
+def test_equal_splits(batch: int) -> None:
+    lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,)).tolist()
+    for splits in (dict(num_splits=1), dict(num_splits=33), dict(split_size=64), dict(split_size=4096)):
+        for workers in (1, 132, 304):
+            check(lens, workers=workers, max_kv_len=9000 if batch < 100 else 500, **splits)
+
+
+def test_many_plans_behind_each_other() -> None:
+    """Each begins while the one before it runs, in the same memory; the last lengths are what counts."""
+    lens = torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    kwargs = dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0)
+    made = torch.empty_like(definition(lens, None, kwargs))
+    steps = [torch.randint(0, 9000, (40,), dtype=torch.int32, device=DEVICE) for _ in range(200)]
+    kept = []
+    for step in steps:
+        lens.copy_(step)
+        into(made, lens, None, kwargs)
+        kept.append(made.clone())
+    for step, words in zip(steps, kept, strict=True):
+        assert torch.equal(words, definition(step, None, kwargs))
