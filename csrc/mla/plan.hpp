@@ -7,8 +7,8 @@
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
 // Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
-// What the two kernels wait for is themselves: an instruction depends on the one before, and the device runs one in
-// 4 or 5 clocks. So whatever can be known before a wait is made out before it, and numbers have 32 bits where these do.
+// What the two kernels wait for is themselves: an instruction depends on the one before, and on an H200 takes about
+// 5 clocks. So whatever can be known before a wait is made out before it, and numbers have 32 bits where these do.
 // Fewer launches were slower on an H200 (csrc/sm_90/README.md).
 #pragma once
 
@@ -58,7 +58,7 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     want_params(p);
     Wave::wait_for_producer();
     Wave::release_consumer();
-    if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());
+    if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());  // while the divisor is made
     const Divisor used(block_id_x() + 1);
     Base::lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     if (Base::is_short(p, s.line))
