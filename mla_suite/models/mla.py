@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mla_suite
-from mla_suite.core import layouts
+from mla_suite.core import debug, layouts
 from mla_suite.models import prefill
 from mla_suite.models.cache import Step
 from mla_suite.models.config import LATENT, ROPE, MLAConfig
@@ -190,13 +190,16 @@ class MLA(nn.Module):
     ) -> torch.Tensor:
         """Attend among new tokens without absorption, and write their latents if there is a cache.
 
-        x is [tokens, hidden_size] with `q_lens`, the host's list of tokens per sequence, or [batch, tokens,
+        x is [tokens, hidden_size] with `q_lens`, the host's list of tokens per sequence as appended, or [batch, tokens,
         hidden_size] with `valid` (bool [batch, tokens]) marking real tokens where the batch is padded on the left.
         `prefix` says that some sequence already has cached tokens; they are attended to absorbed, through
         `mla_suite.decode`, and merged by lse. Without `step` (no cache) `positions` [batch, tokens] or [tokens] are
         needed. New tokens see each other unquantised whatever the layout. Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
+        reads_values = not torch.compiler.is_compiling() and (x.is_cpu or debug.enabled())
+        if reads_values and kv_cache is not None and step is not None and q_lens is not None:
+            prefill.check_order(q_lens, step, kv_cache.shape[1])
         where = step.positions if step is not None else positions
         assert where is not None
         rows = cos_sin[where].view(*x.shape[:-1], cos_sin.shape[-1])

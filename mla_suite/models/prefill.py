@@ -139,6 +139,23 @@ def check(
         )
 
 
+def check_order(q_lens: Sequence[int], step: Step, page_size: int) -> None:
+    """ValueError where a token's slot is in no page of the sequence that `q_lens` counts it to. Reads values."""
+    owner = torch.repeat_interleave(torch.tensor(list(q_lens), device=step.slot_mapping.device))
+    page = torch.arange(step.block_table.shape[1], device=step.block_table.device)
+    pages = step.block_table.masked_fill(page * page_size >= step.seq_lens[:, None], -1)
+    own_page = step.slot_mapping // page_size
+    right = (pages[owner] == own_page[:, None]).any(1) | (step.slot_mapping < 0)
+    if right.all():
+        return
+    token = int(right.logical_not().nonzero()[0])
+    raise ValueError(
+        f"prefill: by q_lens {list(q_lens)} token {token} of x is of sequence {int(owner[token])} of the step, but its "
+        f"slot is in page {int(own_page[token])}, which is not that sequence's; give q_lens and tokens in the order of "
+        "append's counts"
+    )
+
+
 def _visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:
     """bool, broadcastable to [batch, heads, stop - start, keys]: may query `start + i` see key j?"""
     rows = torch.arange(start, stop, device=device)[:, None]

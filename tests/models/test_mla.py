@@ -232,6 +232,9 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
         layer.prefill(x, table, kv_cache, step, q_lens=[2, 2], prefix=True)
     with pytest.raises(ValueError, match="4 positions for 3 tokens"):
         layer.prefill(x[:3], table, kv_cache, step, q_lens=[3])
+    two = cache.append([cache.allocate(), cache.allocate()], [3, 1])
+    with pytest.raises(ValueError, match=r"by q_lens \[1, 3\] token 1 of x is of sequence 1 .* its slot is in page 1,"):
+        layer.prefill(x, table, kv_cache, two, q_lens=[1, 3])
     with pytest.raises(ValueError, match=r"valid is torch.int64 \(1, 4\); it takes bool \[batch, tokens\] = \(1, 4\)"):
         layer.prefill(x[None], table, kv_cache, step, valid=torch.ones(1, 4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"MLA.decode: x has shape \(4, 128\) for a step of 1 sequences"):
