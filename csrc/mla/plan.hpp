@@ -170,7 +170,7 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
       for (int i = 0; i < each; ++i) {
         const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
         at_[i] = found_prices(p) + (number < p.workers ? number : p.workers - 1);
-        Wave::want(at_[i]);
+        Wave::want(at_[i]);  // now: the compiler would make it behind the wait
       }
     }
     MLA_DEVICE int64_t lowest() const {

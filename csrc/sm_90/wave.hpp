@@ -18,8 +18,8 @@ struct Wave {
   template <class Params>
   MLA_DEVICE static const Params& again(const Params& p) { return p; }
 
-  // These words of parameters, and 64 bytes around each, are in the constant cache from here on. What is first wanted
-  // behind a wait would be waited for in its turn.
+  // These words are known from here on; of parameters, 64 bytes around each are in the constant cache. What is first
+  // wanted behind a wait would be waited for in its turn.
   template <class... Words>
   MLA_DEVICE static void want(Words... words) {
     (want_word(words), ...);
