@@ -74,6 +74,23 @@ def test_outputs_whose_rows_share_memory_are_refused(op, sample):
             packet(op).out(*args, **kwargs, **outputs_for(op, args, kwargs) | expanded)
 
 
+@each([pair for pair in FIRST if pair[0].outputs])
+def test_outputs_in_memory_that_is_still_needed_are_refused(op, sample):
+    (first, *rest), kwargs = sample.make(CPU)
+    outputs = outputs_for(op, (first, *rest), kwargs)
+    (out, good), (lse, small) = outputs.items()
+
+    def at_the_beginning(memory, like):
+        return memory.view(torch.uint8).flatten()[: like.nbytes].view(like.dtype).view(like.shape)
+
+    room = torch.empty(first.nbytes + good.nbytes, dtype=torch.uint8)
+    first = at_the_beginning(room, first).copy_(first)
+    cases = (out, at_the_beginning(room, good), op.arguments[0]), (lse, at_the_beginning(good, small), out)
+    for name, shared, other in cases:
+        with pytest.raises(ValueError, match=f"{name} shares memory with {other}, which the call still needs"):
+            packet(op).out(first, *rest, **kwargs, **outputs | {name: shared})
+
+
 @each(SAMPLES)
 def test_compiled_equals_eager(op, sample):
     args, kwargs = sample.make(CPU)

@@ -1,4 +1,5 @@
-"""Argument checks that read metadata only, so they also hold for fake tensors and symbolic sizes.
+"""Argument checks that read metadata only, so they also hold for fake tensors and symbolic sizes; all but one, which
+asks where tensors lie.
 
 Every message is one sentence: `<op>: <argument> <what was given>; <what is possible>`.
 """
@@ -70,6 +71,14 @@ def certain(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # sympy, which only a trace has loaded already
 
     return guard_or_false(condition)
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common. Of one with gaps False is said: the other may lie in these."""
+    if not (one.numel() and other.numel() and one.is_contiguous() and other.is_contiguous()):
+        return False
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def written_whole(op: str, argument: str, value: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from mla_suite.core import checks, debug, dispatch, repeats
 from mla_suite.core.allocation import Output as Output
@@ -268,7 +269,7 @@ def _out(op: Op) -> Callable[..., None]:
                 check(*args, **kwargs)
             else:
                 repeats.keep(name, tensors, options, known)
-        _validate(op, args, options)
+        _validate(op, args, options, outputs)
         if known is None:
             start = _ready(op, outputs, args, dict(zip(op.out_options, options, strict=True)))
             known = dispatch.remember(key, Known(tuple, start, tuple(map(type, options)), {}))
@@ -312,10 +313,21 @@ def _check_outputs(op: Op) -> Callable[..., None]:
     return check
 
 
-def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-    if op.validate is not None and (args[0].is_cpu or debug.enabled()):
+def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...], outputs: tuple[torch.Tensor, ...] = ()) -> None:
+    if not (args[0].is_cpu or debug.enabled()):
+        return
+    if op.validate is not None:
         # The `.out` overload's own options come last and concern no value.
         op.validate(*args, **dict(zip(op.options, options, strict=False)))
+    for index, (name, output) in enumerate(zip(op.outputs, outputs, strict=False)):
+        # Arguments, then the outputs before this one.
+        others = zip((*op.arguments[: len(args)], *op.outputs), (*args, *outputs[:index]), strict=False)
+        for other, value in others:
+            if any(isinstance(leaf, torch.Tensor) and checks.share_memory(output, leaf) for leaf in tree_leaves(value)):
+                raise ValueError(
+                    f"{op.name}.out: {name} shares memory with {other}, which the call still needs when it writes "
+                    f"{name}; give {name} memory of its own"
+                )
 
 
 def _fall_through(name: str) -> None:
