@@ -22,7 +22,8 @@ ORDERS = ("forward", "reverse", "shuffle:1")
 
 
 class Launch(NamedTuple):
-    """A launch that can be done again; `owners` keeps alive what `memory` has the addresses of."""
+    """A launch that can be done again; `owners` keeps alive what `memory` has the addresses of, and `contents` is what
+    was there."""
 
     machine: Emulator
     text: str
@@ -33,20 +34,24 @@ class Launch(NamedTuple):
     params: bytes
     memory: Sequence[Memory]
     owners: Sequence[object]
+    contents: Sequence[bytes]
 
     def run(self, text: str, order: str) -> tuple[Report, tuple[bytes, ...]]:
-        """Report and the bytes of every buffer that may be written; memory is as before afterwards."""
+        """Report and the bytes of every buffer that may be written, from the same contents each time."""
         program = self.machine.load_text(text, self.kernel)
         spans = [(m.address, span(m)) for m in self.memory]
-        before = [ctypes.string_at(*item) for item in spans]
+        for (address, size), data in zip(spans, self.contents, strict=True):
+            ctypes.memmove(address, data, size)
         report = self.machine.launch(
             program, self.grid, self.block, self.dynamic_lds, self.params, self.memory, threads=1, order=order,
             spin_limit=512, instruction_limit=200_000,
         )  # fmt: skip
         written = tuple(ctypes.string_at(*s) for s, m in zip(spans, self.memory, strict=True) if m.access != "r")
-        for (address, size), data in zip(spans, before, strict=True):
-            ctypes.memmove(address, data, size)
         return report, written
+
+
+def contents(memory: Sequence[Memory]) -> list[bytes]:
+    return [ctypes.string_at(m.address, span(m)) for m in memory]
 
 
 def span(memory: Memory) -> int:
