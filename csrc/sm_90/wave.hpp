@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mla/device.hpp"
+#include "sm_90/mbarrier.hpp"
 
 namespace sm_90 {
 
@@ -25,10 +26,8 @@ struct Wave {
     (want_word(words), ...);
   }
 
-  // What lies at an address is on its way to L1: a load that nobody waits for.
-  MLA_DEVICE static void want_line(const int32_t* address) {
-    asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
-  }
+  // The line that holds an address is on its way to L1.
+  MLA_DEVICE static void want_line(const int32_t* address) { mla::sm90::load_line(address); }
 
   // The value of lane `source` (0..31, any lane may ask for another).
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
@@ -113,8 +112,8 @@ struct Wave {
 
   // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
   // may be scheduled once every block has passed the second. Without such a launch both do nothing.
-  MLA_DEVICE static void wait_for_producer() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-  MLA_DEVICE static void release_consumer() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+  MLA_DEVICE static void wait_for_producer() { mla::sm90::wait_for_turn(); }
+  MLA_DEVICE static void release_consumer() { mla::sm90::give_turn(); }
 
  private:
   template <class Word>

@@ -319,15 +319,20 @@ def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...], outputs: 
     if op.validate is not None:
         # The `.out` overload's own options come last and concern no value.
         op.validate(*args, **dict(zip(op.options, options, strict=False)))
-    for index, (name, output) in enumerate(zip(op.outputs, outputs, strict=False)):
-        # Arguments, then the outputs before this one.
-        others = zip((*op.arguments[: len(args)], *op.outputs), (*args, *outputs[:index]), strict=False)
-        for other, value in others:
-            if any(isinstance(leaf, torch.Tensor) and checks.share_memory(output, leaf) for leaf in tree_leaves(value)):
+    _refuse_shared_memory(op, args, outputs)
+
+
+def _refuse_shared_memory(op: Op, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    """ValueError where an output lies in memory of an argument, or of another output."""
+    needed = [(name, leaf) for name, value in zip(op.arguments, args, strict=False) for leaf in tree_leaves(value)]
+    for name, output in zip(op.outputs, outputs, strict=False):
+        for other, value in needed:
+            if isinstance(value, torch.Tensor) and checks.share_memory(output, value):
                 raise ValueError(
                     f"{op.name}.out: {name} shares memory with {other}, which the call still needs when it writes "
                     f"{name}; give {name} memory of its own"
                 )
+        needed.append((name, output))
 
 
 def _fall_through(name: str) -> None:

@@ -39,15 +39,13 @@ class Launch(NamedTuple):
     def run(self, text: str, order: str) -> tuple[Report, tuple[bytes, ...]]:
         """Report and the bytes of every buffer that may be written, from the same contents each time."""
         program = self.machine.load_text(text, self.kernel)
-        spans = [(m.address, span(m)) for m in self.memory]
-        for (address, size), data in zip(spans, self.contents, strict=True):
-            ctypes.memmove(address, data, size)
+        for memory, data in zip(self.memory, self.contents, strict=True):
+            ctypes.memmove(memory.address, data, span(memory))
         report = self.machine.launch(
             program, self.grid, self.block, self.dynamic_lds, self.params, self.memory, threads=1, order=order,
             spin_limit=512, instruction_limit=200_000,
         )  # fmt: skip
-        written = tuple(ctypes.string_at(*s) for s, m in zip(spans, self.memory, strict=True) if m.access != "r")
-        return report, written
+        return report, tuple(contents([memory for memory in self.memory if memory.access != "r"]))
 
 
 def contents(memory: Sequence[Memory]) -> list[bytes]:

@@ -56,7 +56,8 @@ def test_lines_of_any_length(rows: int) -> None:
     for lens in ([0], [1], [0] * 40, [63, 64, 65, 0, 128], [512] * 128, [6144] * 128, [100_000] + [64] * 300):
         check(lens, rows=rows)
     most = (2**31 - 1) // (cost.FIXED + 1) - cost.FIXED
-    for keys in (most // 64 * 64, most // 64 * 64 + 64, 2 * most, 100 * most, 2**31 - 1):
+    whole = most // cost.GRANULE * cost.GRANULE
+    for keys in (whole, whole + cost.GRANULE, 2 * most, 100 * most, 2**31 - 1):
         check([keys], rows=rows)
         check([keys - 70_000, 64, 69_000, 0], rows=rows, workers=66)
     check([2**31 - 1] * 2048, rows=rows, workers=1024)
