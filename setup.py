@@ -25,13 +25,13 @@ class BuildWithObjects(build_py):
     def run(self) -> None:
         super().run()
         sys.path.insert(0, str(ROOT))
-        from mla_suite import toolchain
+        from mla_suite import build
 
         if self.editable_mode:
-            toolchain.build(csrc=ROOT / "csrc", out=ROOT / "mla_suite" / "objects")
+            build.build(csrc=ROOT / "csrc", out=ROOT / "mla_suite" / "objects")
             return
         staged = Path(self.get_finalized_command("build").build_temp).absolute() / "objects"
-        manifest = toolchain.build(csrc=ROOT / "csrc", out=staged)
+        manifest = build.build(csrc=ROOT / "csrc", out=staged)
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
         shutil.rmtree(target, ignore_errors=True)  # objects of the source tree's own builds
         for name in manifest.files():

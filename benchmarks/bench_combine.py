@@ -24,7 +24,7 @@ from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE, config, native
-from mla_suite.ops.combine import triton as portable
+from mla_suite.ops.combine import triton as triton_kernel
 from mla_suite.testing import Exact, assert_close
 
 HEAD_DIM_V = 512
@@ -86,7 +86,7 @@ def contenders(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]
             True,
         )
     options = dict(num_splits=splits, out_dtype=torch.bfloat16)
-    yield "triton", lambda turn: portable.run(None, (turn.out, turn.lse), *turn[:2], **options), True
+    yield "triton", lambda turn: triton_kernel.run(None, (turn.out, turn.lse), *turn[:2], **options), True
     yield "torch", lambda turn: in_torch(turn.partial_out, turn.partial_lse, splits), False
     compiled = torch.compile(in_torch, dynamic=False)
     yield "torch compiled", lambda turn: compiled(turn.partial_out, turn.partial_lse, splits), False

@@ -30,7 +30,7 @@ def plain(q, kv_cache, seq_lens, block_table, *_, softmax_scale, head_dim_v, **o
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_decode_beside_plain_torch(benchmark, dtype, formulation):
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    sample = decode_sample([KV_LEN] * BATCH, heads=HEADS, layout=dtype, dtype=torch_dtype)
+    sample = decode_sample([KV_LEN] * BATCH, heads=HEADS, kv_format=dtype, dtype=torch_dtype)
     args, kwargs = sample.make(torch.device("cpu"))
     run = {"decode": mla_suite.decode, "plain": plain}[formulation]
     out, lse = benchmark(run, *args, **kwargs)

@@ -33,7 +33,7 @@ from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
 from mla_suite.ops.decode import DECODE, hopper
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.ops.plan.layout import Plan, Word
+from mla_suite.ops.plan.metadata import Plan, Word
 from mla_suite.testing import exact_decode
 
 CUDA = torch.device("cuda")
@@ -146,7 +146,7 @@ def with_plan(turn: Call, rows: int) -> Call:
     """The same call with the plan that a user makes for it."""
     lens = turn.args[2]
     workers = mla_suite.workers(lens, rows)
-    plan = mla_suite.plan(lens, rows=rows, workers=workers, max_kv_len=turn.kwargs["max_kv_len"])
+    plan = mla_suite.plan(lens, rows=rows, workers=workers, max_seqlen_kv=turn.kwargs["max_seqlen_kv"])
     return turn._replace(args=(*turn.args[:PLAN], plan, *turn.args[PLAN + 1 :]))
 
 
@@ -158,7 +158,7 @@ def compare_planned(row: Row, width: int) -> str:
     """A line: items, pieces and time with a plan beside cuts and time without, rounds of both in turns."""
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
     args, kwargs = sample.make(CUDA)
-    kwargs["max_kv_len"] = max(row.lens())
+    kwargs["max_seqlen_kv"] = max(row.lens())
     bare = Call(args, kwargs)
     planned = with_plan(bare, row.heads * row.q_len)
     header = Plan.read(planned.args[PLAN]).header
@@ -191,7 +191,7 @@ def prepare(row: Row) -> Work:
     """The calls of a shape, with a plan where it is ragged; the first one's result is right."""
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
     args, kwargs = sample.make(CUDA)
-    kwargs["max_kv_len"] = max(row.lens())
+    kwargs["max_seqlen_kv"] = max(row.lens())
     splits = None if row.ragged else unplanned_cuts(row, args[0])
     first = Call(args, kwargs)
     if row.ragged:

@@ -88,7 +88,7 @@ def measure(row: Row, planned: bool, others: bool) -> str:
     case = sets.decode(row.batch, row.heads, row.kv_len, row.q_len, planned=planned)
     op, device = library.get("decode"), torch.device("cuda")
     call = inputs.make(case, device)
-    backend = next(each for each in op.backends if each.name == "portable")
+    backend = next(each for each in op.backends if each.name == "triton")
     problem = op.problem(*call.args, **call.kwargs)
     offer = backend.offer(problem, dispatch.arch_of(call.args[0]))
     if not isinstance(offer, Offer):

@@ -53,7 +53,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, config: MLAConfig, longest: int, device: torch.device, fused: bool = True) -> None:
         super().__init__()
-        self.attention = MLA(config, layout="bf16", dtype=torch.bfloat16, device=device).requires_grad_(False)
+        self.attention = MLA(config, kv_format="bf16", dtype=torch.bfloat16, device=device).requires_grad_(False)
         for parameter in self.attention.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))

@@ -24,8 +24,8 @@ from by_shape import Work, assert_native, assert_right, operator_call
 from mla_suite.bench.clock import cold_bytes
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper
 from mla_suite.testing import attention
 
@@ -44,7 +44,7 @@ class Pool(NamedTuple):
 class Row(NamedTuple):
     """FlashMLA's time and its ratio to the floor."""
 
-    layout: str
+    kv_format: str
     batch: int
     heads: int
     pools: tuple[Pool, ...]
@@ -54,7 +54,7 @@ class Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{self.layout} B{self.batch} H{self.heads} k{'+'.join(str(pool.topk) for pool in self.pools)}"
+        return f"{self.kv_format} B{self.batch} H{self.heads} k{'+'.join(str(pool.topk) for pool in self.pools)}"
 
     @property
     def keys(self) -> int:
@@ -62,12 +62,14 @@ class Row(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        width = layout(self.layout).head_dim
-        return self.batch * (self.keys * (layout(self.layout).token_bytes + 4) + self.heads * ((width + 512) * 2 + 4))
+        width = kv_format(self.kv_format).head_dim
+        return self.batch * (
+            self.keys * (kv_format(self.kv_format).token_bytes + 4) + self.heads * ((width + 512) * 2 + 4)
+        )
 
     @property
     def flops(self) -> int:
-        return 2 * self.batch * self.keys * self.heads * (layout(self.layout).head_dim + 512)
+        return 2 * self.batch * self.keys * self.heads * (kv_format(self.kv_format).head_dim + 512)
 
 
 def v32(batch: int, heads: int, peer_us: float, peer_over_floor: float) -> Row:
@@ -103,7 +105,7 @@ ROWS = (
 
 def filled(name: str, tokens: int, page: int) -> torch.Tensor:
     """A pool of at least `tokens`: random rows, the same ones again every MADE_PAGES pages."""
-    kind = layout(name)
+    kind = kv_format(name)
     made = caches.pack(kind, torch.randn(MADE_PAGES, page, kind.head_dim, device=CUDA))
     times = -(-tokens // (MADE_PAGES * page))
     stride = made.stride(0)
@@ -113,13 +115,13 @@ def filled(name: str, tokens: int, page: int) -> torch.Tensor:
 
 def turns_of(row: Row, count: int) -> list[Call]:
     """Calls with queries and selections of their own; request b of turn i selects from its own stretch of each pool."""
-    width = layout(row.layout).head_dim
+    width = kv_format(row.kv_format).head_dim
     kv_caches, stretches = [], []
     for pool in row.pools:
         stretch = max(row.batch, -(-(1 << 19) // pool.tokens))
-        kv_caches.append(filled(row.layout, stretch * pool.tokens, pool.page))
+        kv_caches.append(filled(row.kv_format, stretch * pool.tokens, pool.page))
         stretches.append(stretch)
-    kwargs = {"layouts": [row.layout] * len(row.pools), "softmax_scale": width**-0.5}
+    kwargs = {"kv_formats": [row.kv_format] * len(row.pools), "softmax_scale": width**-0.5}
     none = [None] * len(row.pools)
     calls = []
     for turn in range(count):
@@ -140,8 +142,8 @@ def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     heads = q.shape[2]
     sinks = torch.full((heads,), -torch.inf) if sink is None else sink.cpu()
     for b in sorted({0, q.shape[0] - 1}):
-        pools = zip(turn.kwargs["layouts"], kv_caches, indices, strict=True)
-        rows = [caches.gather(layout(name), cache, index[b, 0].long()) for name, cache, index in pools]
+        pools = zip(turn.kwargs["kv_formats"], kv_caches, indices, strict=True)
+        rows = [caches.gather(kv_format(name), cache, index[b, 0].long()) for name, cache, index in pools]
         keys = torch.cat(rows).bfloat16().cpu()
         seen = torch.full((heads,), len(keys))
         exact = attention(q[b, 0].cpu(), keys, seen, turn.kwargs["softmax_scale"], 512, sinks)

@@ -27,9 +27,9 @@ from mla_suite.bench.inputs import Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import library
 from mla_suite.core.library import Op, Sample
+from mla_suite.launch.device import compute_units
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.plan.samples import sample as plan_sample
-from mla_suite.runtime.device import compute_units
 
 BATCHES = (1, 8, 32, 128, 512)
 TOKENS = (1, 128, 8192, 65536)
@@ -80,7 +80,7 @@ def plan_case(batch: int, rows: int, device: torch.device) -> Sample:
     lens = torch.randint(1, LONGEST + 1, (batch,), generator=generator)
     lens[0] = LONGEST
     workers = mla_suite.workers(torch.empty(0, device=device), rows)
-    return plan_sample(lens.tolist(), rows=rows, workers=workers, max_kv_len=LONGEST)
+    return plan_sample(lens.tolist(), rows=rows, workers=workers, max_seqlen_kv=LONGEST)
 
 
 def show_plan(device: torch.device) -> None:

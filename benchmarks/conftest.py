@@ -10,7 +10,7 @@ from mla_suite.bench import sets
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", default="quick", help=f"shapes of bench_operators: {', '.join(sets.SETS)}")
-    parser.addoption("--backend", default=None, help="native, portable or reference (default: those of this device)")
+    parser.addoption("--backend", default=None, help="native, triton or reference (default: those of this device)")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def device() -> torch.device:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parameters are strings, so that a saved benchmark says what it ran."""
     if {"shape", "backend"} <= set(metafunc.fixturenames):
-        usual = ["native", "portable"] if torch.cuda.is_available() else ["reference"]
+        usual = ["native", "triton"] if torch.cuda.is_available() else ["reference"]
         asked = metafunc.config.getoption("--backend")
         metafunc.parametrize("backend", [asked] if asked else usual)
         metafunc.parametrize("shape", [case.id for case in sets.named(metafunc.config.getoption("--set"))])

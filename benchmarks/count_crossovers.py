@@ -18,17 +18,17 @@ from rich.console import Console
 from rich.progress import track
 
 import mla_suite
+from mla_suite import emulator
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import Arch
 from mla_suite.ops.decode import prepare
 from mla_suite.ops.decode.crossover import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import emulator
 
 KINDS = {
     ("16bit", "16bit"): {},
-    ("16bit", "fp8"): {"layout": "fp8"},
-    ("fp8", "fp8"): {"layout": "fp8", "dtype": torch.float8_e4m3fn},
+    ("16bit", "fp8"): {"kv_format": "fp8"},
+    ("fp8", "fp8"): {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},
 }
 ROWS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

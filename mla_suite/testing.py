@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import layouts
-from mla_suite.core.layouts import cache as caches
+from mla_suite import kv_formats
+from mla_suite.kv_formats import cache as caches
 
 
 class Exact(NamedTuple):
@@ -63,7 +63,7 @@ def exact_decode(
     softmax_scale: float,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     **choices: int,
 ) -> Exact:
     """What `mla_suite.decode` of the same arguments approximates. Splits and plans (`choices`) change nothing."""
@@ -74,7 +74,7 @@ def exact_decode(
     for b, length in enumerate(seq_lens.tolist()):
         pages = block_table[b] if block_table is not None else kv_indices[kv_indptr[b] : kv_indptr[b + 1]]  # type: ignore[index]  # one of the two is given
         used = pages[: -(-length // page)].long()
-        keys = caches.unpack(layouts.layout(layout), kv_cache[used]).flatten(0, 1)[:length].double()
+        keys = caches.unpack(kv_formats.kv_format(kv_format), kv_cache[used]).flatten(0, 1)[:length].double()
         keys = keys if kv_descale is None else keys * kv_descale.double()
         keys = keys if rope_cos_sin is None else _turned(keys, rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]

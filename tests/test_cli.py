@@ -9,11 +9,11 @@ import torch
 
 import mla_suite
 from mla_suite.__main__ import main
+from mla_suite.build import KernelEntry
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
 from mla_suite.core import dispatch
+from mla_suite.launch import launcher
 from mla_suite.ops.decode import native as decode_native
-from mla_suite.runtime import launcher
-from mla_suite.toolchain import KernelEntry
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -43,7 +43,7 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("explain foo", "explain: no operator 'foo'; registered are "),
         ("explain decode --on sm_90", "sm_90 is not an AMD arch; the emulator executes gfx942 and gfx950"),
-        ("demo --layout nope", "demo: layout 'nope' is unknown; the layouts are bf16, "),
+        ("demo --kv_format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
         ("support --write nowhere/README.md", "support: nowhere/README.md cannot be read: No such file or directory"),
     ],
 )
@@ -58,7 +58,7 @@ def test_a_wrong_argument_is_one_sentence(words: str, sentence: str, capsys: pyt
     [
         ("demo --tokens 0", "argument --tokens: '0'; it is a number, 1 at least"),
         ("demo --layers two", "argument --layers: 'two'; it is a number, 1 at least"),
-        ("layouts --page -1", "argument --page: '-1'; it is a number, 1 at least"),
+        ("kv_formats --page -1", "argument --page: '-1'; it is a number, 1 at least"),
         ("explain --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("bench --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("explain --device cuda:99", "GPUs that torch can use"),
@@ -205,9 +205,9 @@ def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFix
 
 def test_emulate_fails_where_the_reference_served(capsys: pytest.CaptureFixture[str]) -> None:
     """It differs by nothing from itself."""
-    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--layout", "v32"]) == 1
+    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--kv_format", "v32"]) == 1
     printed = capsys.readouterr()
-    assert "not native: layout v32" in printed.out
+    assert "not native: kv_format v32" in printed.out
     assert printed.err == "emulate: nothing ran on an emulated gfx942: decode chose another backend\n"
 
 
@@ -261,7 +261,7 @@ def test_emulate_prints_findings_with_their_source_lines(
         dispatch.forget()
     printed = capsys.readouterr().out
     assert re.search(
-        r"lds_race: combine_\S+: `ds_read.*` at \S*csrc/mla/combine.hpp:\d+: wave \d+ touched the same", printed
+        r"lds_race: combine_\S+: `ds_read.*` at \S*csrc/common/combine.hpp:\d+: wave \d+ touched the same", printed
     )
     assert "sanitizer: see above" in printed
 

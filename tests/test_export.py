@@ -93,11 +93,11 @@ class Step5(torch.nn.Module):
 
     def forward(self, q, kv_c, k_pe, kv_cache, slot_mapping, block_table, seq_lens, indices):
         ops = torch.ops.mla_suite
-        ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, layout="bf16")
-        plan = ops.plan(seq_lens, rows=q.shape[1] * q.shape[2], workers=4, max_kv_len=0)
+        ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, kv_format="bf16")
+        plan = ops.plan(seq_lens, rows=q.shape[1] * q.shape[2], workers=4, max_seqlen_kv=0)
         dense, lse = ops.decode(q, kv_cache, seq_lens, block_table, plan=plan, softmax_scale=0.05)
         chosen, chosen_lse = ops.sparse_decode(
-            q, [kv_cache], [indices], [None], [None], layouts=["bf16"], softmax_scale=0.05
+            q, [kv_cache], [indices], [None], [None], kv_formats=["bf16"], softmax_scale=0.05
         )
         halves = torch.stack((dense, chosen), 1).float().flatten(0, 1).flatten(1, 2)
         lses = torch.stack((lse, chosen_lse), 1).flatten(0, 1).flatten(1, 2)
@@ -156,7 +156,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = MLA(CONFIG, layout="bf16", dtype=torch.bfloat16).requires_grad_(False)
+        self.attention = MLA(CONFIG, kv_format="bf16", dtype=torch.bfloat16).requires_grad_(False)
         for parameter in self.attention.parameters():
             parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
         self.register_buffer("cos_sin", cos_sin_table(CONFIG, 256), persistent=False)

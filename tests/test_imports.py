@@ -12,11 +12,31 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mla_suite"
-FLOORS = {"core": 1, "toolchain": 2, "runtime": 2, "ops": 3, "models": 4, "integrations": 5, "bench": 5, "cli": 5}
+FLOORS = {
+    "kv_formats": 1,
+    "core": 1,
+    "build": 2,
+    "launch": 2,
+    "emulator": 2,
+    "ops": 3,
+    "models": 4,
+    "integrations": 5,
+    "bench": 5,
+    "cli": 5,
+}
 # What is in the package itself. `__init__` names the operators, so it stands on their floor: what is above may use it.
 HOUSE = {"__init__": 3, "testing": 4, "__main__": 6}
 # Parts of one floor that may use each other, and operators that may use other operators.
-SIBLINGS = {("runtime", "toolchain"), ("cli", "integrations"), ("cli", "bench")}
+SIBLINGS = {
+    ("launch", "build"),
+    ("launch", "emulator"),
+    ("emulator", "launch"),
+    ("emulator", "build"),
+    ("kv_formats", "core"),
+    ("core", "kv_formats"),
+    ("cli", "integrations"),
+    ("cli", "bench"),
+}
 OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
 OPERATORS |= {("sparse_decode", "combine")}
 
@@ -129,9 +149,9 @@ sys.meta_path.insert(0, Missing())
 import torch
 import mla_suite
 lens = torch.tensor([3], dtype=torch.int32)
-mla_suite.plan(lens, rows=1, workers=1, max_kv_len=3)
+mla_suite.plan(lens, rows=1, workers=1, max_seqlen_kv=3)
 table, q, cache = lens[None] * 0, torch.ones(1, 1, 2, 8), torch.ones(1, 4, 8)
-out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1.0, head_dim_v=8, layout="fp32")
+out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1.0, head_dim_v=8, kv_format="fp32")
 print(out.sum().item())
 """
     printed = run(code, CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", PATH=str(tmp_path))
@@ -139,14 +159,14 @@ print(out.sum().item())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before 3.11 arch records need tomli, which -S hides with torch")
-def test_without_torch_the_toolchain_is_usable():
+def test_without_torch_the_build_is_usable():
     code = """
 import sys
 sys.path.insert(0, ".")
 import importlib.util
 assert importlib.util.find_spec("torch") is None
-import mla_suite, mla_suite.core.arch, mla_suite.core.layouts, mla_suite.core.tuning, mla_suite.toolchain
+import mla_suite, mla_suite.core.arch, mla_suite.kv_formats, mla_suite.core.tuning, mla_suite.build
 assert not hasattr(mla_suite, "decode")
-print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.core.layouts.LAYOUTS))
+print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
 """
     assert run(code, "-S", "-P").startswith("gfx950")

@@ -9,8 +9,8 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/matrix.hpp"
 #include "cdna/transpose.hpp"
-#include "mla/online_softmax.hpp"
-#include "mla/problem.hpp"
+#include "common/online_softmax.hpp"
+#include "common/problem.hpp"
 
 namespace cdna {
 

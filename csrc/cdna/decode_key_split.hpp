@@ -11,8 +11,8 @@
 #include "cdna/query.hpp"
 #include "cdna/rope.hpp"
 #include "cdna/work_list.hpp"
-#include "mla/epilogue.hpp"
-#include "mla/kv_source.hpp"
+#include "common/epilogue.hpp"
+#include "common/kv_source.hpp"
 
 namespace cdna {
 

@@ -14,7 +14,7 @@
 #include "cdna/query.hpp"
 #include "cdna/row_stage.hpp"
 #include "cdna/work_list.hpp"
-#include "mla/epilogue.hpp"
+#include "common/epilogue.hpp"
 
 namespace cdna {
 

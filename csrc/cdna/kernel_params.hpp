@@ -1,7 +1,7 @@
 // The kernel's parameter struct, read again from where the dispatcher put it.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace cdna {
 

@@ -3,9 +3,9 @@
 
 #include "cdna/convert.hpp"
 #include "cdna/lds.hpp"
-#include "mla/kv_format.hpp"
-#include "mla/mask.hpp"
-#include "mla/online_softmax.hpp"
+#include "common/kv_format.hpp"
+#include "common/mask.hpp"
+#include "common/online_softmax.hpp"
 
 namespace cdna {
 

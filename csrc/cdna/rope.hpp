@@ -3,8 +3,8 @@
 #pragma once
 
 #include "cdna/types.hpp"
-#include "mla/kv_format.hpp"
-#include "mla/problem.hpp"
+#include "common/kv_format.hpp"
+#include "common/problem.hpp"
 
 namespace cdna {
 

@@ -10,9 +10,9 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/rope.hpp"
-#include "mla/kv_source.hpp"
-#include "mla/problem.hpp"
-#include "mla/work_item.hpp"
+#include "common/kv_source.hpp"
+#include "common/problem.hpp"
+#include "common/work_item.hpp"
 
 namespace cdna {
 

@@ -5,9 +5,9 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/rope.hpp"
 #include "cdna/slotted_tile.hpp"
-#include "mla/kv_source.hpp"
-#include "mla/problem.hpp"
-#include "mla/work_item.hpp"
+#include "common/kv_source.hpp"
+#include "common/problem.hpp"
+#include "common/work_item.hpp"
 
 namespace cdna {
 

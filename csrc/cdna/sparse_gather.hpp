@@ -4,7 +4,7 @@
 
 #include "cdna/cross_lane.hpp"
 #include "cdna/sparse_record.hpp"
-#include "mla/work_item.hpp"
+#include "common/work_item.hpp"
 
 namespace cdna {
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "cdna/types.hpp"
-#include "mla/kv_format.hpp"
-#include "mla/online_softmax.hpp"
-#include "mla/problem.hpp"
-#include "mla/selection.hpp"
+#include "common/kv_format.hpp"
+#include "common/online_softmax.hpp"
+#include "common/problem.hpp"
+#include "common/selection.hpp"
 
 namespace cdna {
 

@@ -8,8 +8,8 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/slotted_tile.hpp"
-#include "mla/division.hpp"
-#include "mla/selection.hpp"
+#include "common/division.hpp"
+#include "common/selection.hpp"
 
 namespace cdna {
 

@@ -4,7 +4,7 @@
 #include "cdna/accumulation.hpp"
 #include "cdna/lds.hpp"
 #include "cdna/wide_matrix.hpp"
-#include "mla/problem.hpp"
+#include "common/problem.hpp"
 
 namespace cdna {
 

@@ -1,7 +1,7 @@
 // Vectors as the CDNA instructions take them, and the lane's place in its wave.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace cdna {
 

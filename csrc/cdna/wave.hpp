@@ -4,7 +4,7 @@
 
 #include "cdna/kernel_params.hpp"
 #include "cdna/types.hpp"
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace cdna {
 

@@ -9,8 +9,8 @@
 #include "cdna/rope.hpp"
 #include "cdna/wide_products.hpp"
 #include "cdna/work_list.hpp"
-#include "mla/epilogue.hpp"
-#include "mla/kv_source.hpp"
+#include "common/epilogue.hpp"
+#include "common/kv_source.hpp"
 
 namespace cdna {
 

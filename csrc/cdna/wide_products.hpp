@@ -8,8 +8,8 @@
 #include "cdna/cross_lane.hpp"
 #include "cdna/query.hpp"
 #include "cdna/slotted_tile.hpp"
-#include "mla/online_softmax.hpp"
-#include "mla/problem.hpp"
+#include "common/online_softmax.hpp"
+#include "common/problem.hpp"
 
 namespace cdna {
 

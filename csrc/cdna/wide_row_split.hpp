@@ -11,7 +11,7 @@
 #include "cdna/slot_ring.hpp"
 #include "cdna/wide_products.hpp"
 #include "cdna/work_list.hpp"
-#include "mla/epilogue.hpp"
+#include "common/epilogue.hpp"
 
 namespace cdna {
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "cdna/cross_lane.hpp"
-#include "mla/params/decode.hpp"
-#include "mla/params/sparse_decode.hpp"
-#include "mla/plan_header.hpp"
-#include "mla/work_item.hpp"
+#include "common/params/decode.hpp"
+#include "common/params/sparse_decode.hpp"
+#include "common/plan_header.hpp"
+#include "common/work_item.hpp"
 
 namespace cdna {
 

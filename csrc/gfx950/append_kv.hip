@@ -1,6 +1,6 @@
 // append_kv on this arch, for every layout, TOKENS to a workgroup.
 #include "cdna/wave.hpp"
-#include "mla/append_kv.hpp"
+#include "common/append_kv.hpp"
 
 namespace {
 using Kernel = mla::AppendKv<cdna::Wave<true>, TOKENS>;

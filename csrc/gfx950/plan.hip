@@ -1,6 +1,6 @@
 // plan on this arch: STEP is search, balanced or uniform.
 #include "cdna/wave.hpp"
-#include "mla/plan.hpp"
+#include "common/plan.hpp"
 
 namespace {
 using Kernel = mla::Plan<cdna::Wave<true>, WAVES>;

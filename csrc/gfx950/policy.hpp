@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cdna/types.hpp"
-#include "mla/kv_format.hpp"
+#include "common/kv_format.hpp"
 
 namespace gfx950 {
 

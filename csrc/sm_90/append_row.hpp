@@ -1,7 +1,7 @@
 // A bf16 row that append_kv stores as it comes, apart from rotation, and the indices it reads on this arch.
 #pragma once
 
-#include "mla/append_kv.hpp"
+#include "common/append_kv.hpp"
 #include "sm_90/wave.hpp"
 
 namespace sm_90 {

@@ -5,7 +5,7 @@
 // merge.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla::sm90 {
 

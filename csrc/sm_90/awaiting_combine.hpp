@@ -4,7 +4,7 @@
 // order in which decode stores them, so that what has come is merged while the rest is stored.
 #pragma once
 
-#include "mla/combine.hpp"
+#include "common/combine.hpp"
 #include "sm_90/awaited.hpp"
 #include "sm_90/mbarrier.hpp"
 #include "sm_90/wave.hpp"

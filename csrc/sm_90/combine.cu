@@ -1,7 +1,7 @@
 // combine on this arch. D_V columns, ROWS rows and WAVES waves per workgroup, VEC columns per lane and load; SLICES
 // workgroups share the columns of a row.
 #include "sm_90/wave.hpp"
-#include "mla/combine.hpp"
+#include "common/combine.hpp"
 
 namespace {
 struct Shape {

@@ -1,7 +1,7 @@
 // Stored e4m3 values (OCP) times their scale, as bf16, 16 at a time.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla::sm90 {
 

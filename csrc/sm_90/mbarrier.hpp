@@ -1,7 +1,7 @@
 // Waiting without spinning on memory: mbarriers, register hand-over, and the copies that arrive on mbarriers.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla::sm90 {
 

@@ -1,6 +1,6 @@
 // plan on this arch: STEP is search, balanced or uniform.
 #include "sm_90/wave.hpp"
-#include "mla/plan.hpp"
+#include "common/plan.hpp"
 
 namespace {
 using Kernel = mla::Plan<sm_90::Wave, WAVES>;

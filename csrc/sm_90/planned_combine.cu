@@ -1,6 +1,6 @@
 // combine behind a planned decode on this arch: D_V columns, WAVES waves per workgroup; SLICES workgroups share the
 // columns of a row whose splits are many; the device holds RESIDENT waves.
-#include "mla/planned_combine.hpp"
+#include "common/planned_combine.hpp"
 #include "sm_90/wave.hpp"
 
 namespace {

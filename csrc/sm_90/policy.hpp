@@ -1,7 +1,7 @@
 // What a decode block of sm_90 looks like: roles, registers, tile sizes and the picture of shared memory.
 #pragma once
 
-#include "mla/params/decode_tma.hpp"
+#include "common/params/decode_tma.hpp"
 #include "sm_90/wgmma.hpp"
 
 namespace mla::sm90 {

@@ -2,7 +2,7 @@
 // time.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla::sm90 {
 

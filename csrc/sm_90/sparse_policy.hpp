@@ -1,8 +1,8 @@
 // What a sparse decode block of sm_90 looks like beside a decode block: the records, and the memory of its loader.
 #pragma once
 
-#include "mla/params/sparse_decode_tma.hpp"
-#include "mla/selection.hpp"
+#include "common/params/sparse_decode_tma.hpp"
+#include "common/selection.hpp"
 #include "sm_90/policy.hpp"
 #include "sm_90/shared_copies.hpp"
 

@@ -1,7 +1,7 @@
 // Which keys of which query token a block of sparse decode takes next, and where a key's token lies.
 #pragma once
 
-#include "mla/division.hpp"
+#include "common/division.hpp"
 #include "sm_90/loader.hpp"
 #include "sm_90/sparse_policy.hpp"
 

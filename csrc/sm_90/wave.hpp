@@ -2,7 +2,7 @@
 // functions, programmatic dependence. csrc/cdna/wave.hpp has the same face.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 #include "sm_90/mbarrier.hpp"
 
 namespace sm_90 {

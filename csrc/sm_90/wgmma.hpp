@@ -4,7 +4,7 @@
 // acc[4i+2] and acc[4i+3] for the second.
 #pragma once
 
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla::sm90 {
 

@@ -1,10 +1,10 @@
 // The work list: which keys of which sequence a block takes next. Every role of a block walks the same list.
 #pragma once
 
-#include "mla/division.hpp"
-#include "mla/params/decode_tma.hpp"
-#include "mla/params/sparse_decode_tma.hpp"
-#include "mla/plan_header.hpp"
+#include "common/division.hpp"
+#include "common/params/decode_tma.hpp"
+#include "common/params/sparse_decode_tma.hpp"
+#include "common/plan_header.hpp"
 #include "sm_90/mbarrier.hpp"
 
 namespace mla::sm90 {

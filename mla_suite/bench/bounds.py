@@ -9,7 +9,7 @@ from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
 from mla_suite.core import arch as arch_records
 from mla_suite.core import dispatch, library
-from mla_suite.runtime import LaunchError, emulate
+from mla_suite.launch import LaunchError, emulate
 
 MOST_FLOPS = 10**9
 """Larger cases would take the emulator minutes."""
@@ -36,7 +36,7 @@ def count(case: Case, arch: str) -> Result:
             found.failure = dict(choice.refused).get("native", f"{case.op} has no kernel of its own for {arch}")
             return found
         # Only here: the emulator's library is built at its first use, and most runs never need it.
-        from mla_suite.runtime.emulator import configured
+        from mla_suite.emulator import configured
 
         found.config, found.reason = str(choice.offer.config), choice.offer.reason
         try:

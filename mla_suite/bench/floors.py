@@ -13,7 +13,7 @@ import torch
 
 from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
 from mla_suite.bench.noise import median
-from mla_suite.runtime.device import compute_units
+from mla_suite.launch.device import compute_units
 
 READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """256 KiB to 1 GiB."""

@@ -42,7 +42,7 @@ def make(case: Case, device: torch.device) -> Call:
     rows = case.facts["heads"] * case.facts["q_len"]
     workers = mla_suite.workers(seq_lens, rows)
     made = torch.ops.mla_suite.plan(
-        seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_kv_len=int(seq_lens.max()) if len(q) else 0
+        seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=int(seq_lens.max()) if len(q) else 0
     )
     return Call((*args[:PLAN], made, *args[PLAN + 1 :]), kwargs)
 
@@ -53,7 +53,7 @@ def copy(call: Call) -> Call:
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        # clone() would drop the padding between blocks that a layout prescribes
+        # clone() would drop the padding between blocks that a kv_format prescribes
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
     return Call(*pytree.tree_map(copied, tuple(call)))

@@ -15,7 +15,7 @@ NONE_YET = (
 )
 SHAPES = (
     "In a shape's name `b` is the batch, `h` heads, `q` query tokens per sequence, `kv` cached keys per sequence, `p` "
-    "the page, `plan` a plan made once per step; a sparse pool is `layout.page.keys`."
+    "the page, `plan` a plan made once per step; a sparse pool is `kv_format.page.keys`."
 )
 
 

@@ -41,7 +41,7 @@ def run(
 ) -> list[Result]:
     """Every case in every pass, so that a shape's rounds lie apart in time; then again those that did not settle.
 
-    backends   names to run; empty: native and portable on a GPU, the reference on a CPU
+    backends   names to run; empty: native and triton on a GPU, the reference on a CPU
     emulated   AMD archs whose bounds are counted in the emulator; on a CPU only
 
     Stopped, a KeyboardInterrupt, has what was measured when Ctrl-C came.
@@ -112,7 +112,7 @@ def _case(
     except RuntimeError as error:  # after a kernel's fault the device refuses everything: what was measured is kept
         yield Result(case.op, case.shape, "any backend", *shape, failure=" ".join(str(error).split()), wrong=True)
         return
-    wanted = backends or (("native", "portable") if device.type == "cuda" else ("reference",))
+    wanted = backends or (("native", "triton") if device.type == "cuda" else ("reference",))
     contenders = list(contend(op, call, wanted, device))
     if with_peers and device.type == "cuda":
         contenders += [peer.contend(case, call) for peer in peers.installed()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mla_suite.toolchain import locations
+from mla_suite.build import locations
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -141,7 +141,7 @@ SETS: Mapping[str, NamedSet] = {
     "flashmla": NamedSet("dense decode, bf16, pages of 64: DeepSeek head counts over batch and context", _flash_mla),
     "aiter-3003": NamedSet(
         "AITER pull request 3003: fp8 queries and keys, 32 heads, 4 query tokens, pages of 1",
-        partial(_aiter_pr_3003, layout="fp8", dtype=torch.float8_e4m3fn),
+        partial(_aiter_pr_3003, kv_format="fp8", dtype=torch.float8_e4m3fn),
     ),
     "aiter-3003-bf16": NamedSet("the same grid in bf16", _aiter_pr_3003),
     "aiter-3468": NamedSet(
@@ -152,7 +152,7 @@ SETS: Mapping[str, NamedSet] = {
     "decode-merge": NamedSet("what decode's cuts leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
-    "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, layout="fp8")),
+    "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),
     "v4": NamedSet("DeepSeek V4 sparse decode: a window of 128 keys beside 512 or 1024 compressed ones, sink", _v4),
 }

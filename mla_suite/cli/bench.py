@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the sets and stop")
     parser.add_argument("--op", help="only this operator's shapes")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
-    parser.add_argument("--backend", action="append", choices=("native", "portable", "reference"), help="repeatable")
+    parser.add_argument("--backend", action="append", choices=("native", "triton", "reference"), help="repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
@@ -226,9 +226,9 @@ def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
 
 def _built() -> list[str]:
     """AMD archs that have kernels here, and so can be emulated."""
+    from mla_suite.build import manifest
+    from mla_suite.build.errors import ObjectError
     from mla_suite.core import arch
-    from mla_suite.toolchain import manifest
-    from mla_suite.toolchain.errors import ObjectError
 
     try:
         built = {name for name, _ in manifest.installed().kernels}

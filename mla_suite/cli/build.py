@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mla_suite.build import BuildError, ObjectError, build
 from mla_suite.cli.arguments import positive
-from mla_suite.toolchain import BuildError, ObjectError, build
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

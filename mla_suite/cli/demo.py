@@ -6,7 +6,7 @@ cache. Afterwards every step's logits are compared with an eager fp32 forward of
 cache nor absorption nor any operator of this package.
 
   python -m mla_suite demo                      64 tokens per prompt, on the CPU
-  python -m mla_suite demo --layout fp16        another cache layout
+  python -m mla_suite demo --kv_format fp16        another cache kv_format
   python -m mla_suite demo --json               the numbers, for a machine
   python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
 
@@ -34,7 +34,7 @@ VOCABULARY = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode per sequence (default 64)")
     parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
-    parser.add_argument("--layout", default="bf16", help="KV cache layout: bf16, fp16 or fp32 (default bf16)")
+    parser.add_argument("--kv_format", default="bf16", help="KV cache kv_format: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.emulate:
         return _emulated(args.emulate, as_json=args.json)
-    report = decode(args.tokens, args.layers, args.layout, args.seed, quiet=args.json)
+    report = decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 def _emulated(arch: str, *, as_json: bool) -> int:
     from rich.console import Console
 
+    from mla_suite.build import ObjectError
     from mla_suite.cli import demo_emulated
-    from mla_suite.runtime import DriverError, LaunchError
-    from mla_suite.toolchain import ObjectError
+    from mla_suite.launch import DriverError, LaunchError
 
     try:
         report = demo_emulated.report(arch, quiet=as_json)
@@ -70,17 +70,17 @@ def _emulated(arch: str, *, as_json: bool) -> int:
     return 1 if report["problems"] else 0
 
 
-def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> dict[str, Any]:
+def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) -> dict[str, Any]:
     """Prefill, decode compiled, compare; -> the report that is printed."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     import mla_suite
+    from mla_suite.launch import current_arch
     from mla_suite.models import MLAConfig, PagedLatentCache
     from mla_suite.models.config import LATENT, ROPE
     from mla_suite.models.decoder import Decoder
-    from mla_suite.runtime import current_arch
 
     torch.manual_seed(seed)
     r1 = MLAConfig.deepseek_r1()
@@ -92,10 +92,10 @@ def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> 
         yarn=r1.yarn,
         max_position=max(PROMPTS) + tokens,
     )
-    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(layout, torch.bfloat16)
-    model = Decoder(config, VOCABULARY, layout=layout, dtype=dtype).eval()
+    dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kv_format, torch.bfloat16)
+    model = Decoder(config, VOCABULARY, kv_format=kv_format, dtype=dtype).eval()
     pages = sum(-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS)
-    cache = PagedLatentCache(layers, pages, PAGE_SIZE, layout=layout)
+    cache = PagedLatentCache(layers, pages, PAGE_SIZE, kv_format=kv_format)
     sequences = [cache.allocate(n + tokens) for n in PROMPTS]
     prompts = [torch.randint(VOCABULARY, (n,)) for n in PROMPTS]
     width = max(-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS)
@@ -139,13 +139,13 @@ def decode(tokens: int, layers: int, layout: str, seed: int, *, quiet: bool) -> 
     k_pe = torch.zeros(len(PROMPTS), ROPE, dtype=dtype)
     table, lengths, layer = step.block_table, step.seq_lens, cache.layers[0]
     explained = {
-        "decode": mla_suite.explain("decode", q, layer, lengths, table, softmax_scale=1.0, layout=layout),
-        "append_kv": mla_suite.explain("append_kv", kv_c, k_pe, layer, step.slot_mapping, layout=layout),
+        "decode": mla_suite.explain("decode", q, layer, lengths, table, softmax_scale=1.0, kv_format=kv_format),
+        "append_kv": mla_suite.explain("append_kv", kv_c, k_pe, layer, step.slot_mapping, kv_format=kv_format),
     }
     emulated = current_arch(torch.empty(0))
     full = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
     return {
-        "model": f"{layers} layers, {config.num_heads} heads of {r1.qk_nope_head_dim} + {ROPE}, {layout}",
+        "model": f"{layers} layers, {config.num_heads} heads of {r1.qk_nope_head_dim} + {ROPE}, {kv_format}",
         "prompts": list(PROMPTS),
         "tokens_decoded": tokens * len(PROMPTS),
         "compile_seconds": round(compile_seconds, 2),

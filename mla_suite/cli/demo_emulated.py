@@ -14,13 +14,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
+from mla_suite import emulator
 from mla_suite.cli.demo_layers import Part, parts
 from mla_suite.cli.emulate import launch_record
 from mla_suite.cli.support import serving
 from mla_suite.core import library
 from mla_suite.core.arch import Arch
 from mla_suite.core.explain import Explanation
-from mla_suite.runtime import current_arch, emulator
+from mla_suite.launch import current_arch
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,8 +12,8 @@ from torch import nn
 
 import mla_suite
 from mla_suite.core.arch import Arch
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 from mla_suite.models.rope import rotate
 
@@ -98,11 +98,11 @@ def _paged(arch: Arch, layer: MLA, name: str, *, q_len: int) -> Part:
     config, page, prefills = layer.config, 64, (700, 90)
     draw = torch.Generator().manual_seed(q_len)
     pages = sum(-(-(n + q_len) // page) for n in prefills)
-    cache = PagedLatentCache(1, pages, page, layout=layer.layout)
+    cache = PagedLatentCache(1, pages, page, kv_format=layer.kv_format)
     sequences = [cache.allocate() for _ in prefills]
     cache.append(sequences, list(prefills))
     rows = torch.empty(pages, page, 576).normal_(generator=draw)
-    kind = declared(layer.layout)
+    kind = declared(layer.kv_format)
     descale = rows.abs().max() / FP8_LARGEST if kind.per_tensor_descale else None
     filled = caches.pack(kind, rows, descale=descale)
     x = torch.empty(len(prefills), q_len, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)
@@ -114,7 +114,7 @@ def _paged(arch: Arch, layer: MLA, name: str, *, q_len: int) -> Part:
         y = _decoded(arch, layer, x, kv_cache, where, angles, kv_descale=descale)
         return {"y": y, "cache": kv_cache}
 
-    title = f"{name}, {config.num_heads} heads, {layer.layout} cache, lengths {prefills}, q_len {q_len}"
+    title = f"{name}, {config.num_heads} heads, {layer.kv_format} cache, lengths {prefills}, q_len {q_len}"
     return Part(title, ("plan", "append_kv", "decode"), step)
 
 
@@ -122,7 +122,7 @@ def _decoded(
     arch: Arch, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
 ) -> torch.Tensor:
     rows = layer.config.num_heads * x.shape[1]
-    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=mla_suite.workers(kv_cache, rows), max_kv_len=0)
+    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=mla_suite.workers(kv_cache, rows), max_seqlen_kv=0)
     return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
@@ -165,16 +165,16 @@ def sparse_layer(arch: Arch) -> Part:
         q = torch.cat((q[..., :-rope], rotate(q[..., -rope:], angles, interleaved=True)), dim=-1)
         kv = (x @ kv_down.T)[:, 0]
         mla_suite.append_kv(
-            kv[:, :-rope], kv[:, -rope:].contiguous(), kv_cache, slots, None, table, positions, layout="dsv4"
+            kv[:, :-rope], kv[:, -rope:].contiguous(), kv_cache, slots, None, table, positions, kv_format="dsv4"
         )
-        plan = mla_suite.plan(selected, rows=heads, workers=mla_suite.workers(kv_cache, heads), max_kv_len=0)
+        plan = mla_suite.plan(selected, rows=heads, workers=mla_suite.workers(kv_cache, heads), max_seqlen_kv=0)
         out, _ = mla_suite.sparse_decode(
             q,
             [kv_cache, compressed],
             [seen, chosen],
             attn_sink=sink,
             plan=plan,
-            layouts=["dsv4", "dsv4"],
+            kv_formats=["dsv4", "dsv4"],
             softmax_scale=head_dim**-0.5,
         )
         out = torch.cat((out[..., :-rope], rotate(out[..., -rope:], back, interleaved=True)), dim=-1)
@@ -184,10 +184,10 @@ def sparse_layer(arch: Arch) -> Part:
     return Part(title, ("plan", "append_kv", "sparse_decode"), step)
 
 
-def _layer(config: MLAConfig, layout: str, like: MLA | None = None) -> MLA:
+def _layer(config: MLAConfig, kv_format: str, like: MLA | None = None) -> MLA:
     """A layer of random bf16 weights, or of this rank's share of another's."""
     with torch.device("meta"):
-        layer = MLA(config, layout=layout, dtype=torch.bfloat16)
+        layer = MLA(config, kv_format=kv_format, dtype=torch.bfloat16)
     if like is not None and like.config == config:
         layer.load_state_dict(like.state_dict(), assign=True)
     elif like is not None:

@@ -4,7 +4,7 @@
   python -m mla_suite emulate decode                  the first sample of decode, on gfx942
   python -m mla_suite emulate decode NAME --on gfx950
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
-  python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --layout fp8
+  python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv_format fp8
   python -m mla_suite emulate combine --json
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
@@ -25,7 +25,7 @@ from mla_suite.cli.arguments import positive
 if TYPE_CHECKING:
     from mla_suite.core.arch import Arch
     from mla_suite.core.library import Op, Sample
-    from mla_suite.runtime.emulator import Report
+    from mla_suite.emulator import Report
 
 
 Q_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz")
@@ -41,16 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--heads", type=positive, help="heads of the queries")
     own.add_argument("--kv", type=int, help="cached keys")
     own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
-    own.add_argument("--layout", help="the cache's layout (default bf16)")
+    own.add_argument("--kv_format", help="the cache's kv_format (default bf16)")
     own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
     own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    from mla_suite.build import ObjectError
     from mla_suite.core import library
-    from mla_suite.runtime import DriverError, LaunchError
-    from mla_suite.toolchain import ObjectError
+    from mla_suite.launch import DriverError, LaunchError
 
     if args.op is None:
         for op in library.registry().values():
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:
-    given = {name: getattr(args, name) for name in ("heads", "kv", "q_len", "layout", "q_dtype", "num_splits")}
+    given = {name: getattr(args, name) for name in ("heads", "kv", "q_len", "kv_format", "q_dtype", "num_splits")}
     if any(value is not None for value in given.values()):
         if args.heads is None or args.kv is None or op.name != "decode" or args.sample:
             raise ValueError(
@@ -85,9 +85,9 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
 
         from mla_suite.ops.decode.samples import decode_sample
 
-        dtype, layout = getattr(torch, args.q_dtype or "bfloat16"), args.layout or "bf16"
+        dtype, kv_format = getattr(torch, args.q_dtype or "bfloat16"), args.kv_format or "bf16"
         shape = dict(heads=args.heads, q_len=args.q_len or 1, num_splits=args.num_splits or 0)
-        return decode_sample([args.kv], layout=layout, dtype=dtype, **shape)
+        return decode_sample([args.kv], kv_format=kv_format, dtype=dtype, **shape)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
@@ -100,8 +100,8 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
     import torch
 
     import mla_suite
+    from mla_suite import emulator
     from mla_suite.core.explain import explain
-    from mla_suite.runtime import emulator
 
     device = torch.device("cpu")
     operator = getattr(torch.ops.mla_suite, op.name)

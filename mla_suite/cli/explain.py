@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import mla_suite
     from mla_suite.core import library
-    from mla_suite.runtime import emulate
+    from mla_suite.launch import emulate
 
     ops = [library.get(args.op)] if args.op else list(library.registry().values())
     with emulate(args.on) if args.on else nullcontext():

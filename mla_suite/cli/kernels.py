@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from mla_suite.toolchain import KernelEntry, ObjectError
-from mla_suite.toolchain.manifest import installed, read
+from mla_suite.build import KernelEntry, ObjectError
+from mla_suite.build.manifest import installed, read
 
 _NUMBERS = (
     "threads",

@@ -1,6 +1,6 @@
 """Print which implementation serves each operator on each arch, as the Markdown table of the README.
 
-native = a kernel of this repository for that arch, portable = Triton, reference = the fp32 definition in torch.
+native = a kernel of this repository for that arch, triton = Triton, reference = the fp32 definition in torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def serving(op: str, arch: str) -> str:
-    """The implementation that serves an operator on an arch: native, portable or reference."""
+    """The implementation that serves an operator on an arch: native, triton or reference."""
+    from mla_suite.build.instances import instances
     from mla_suite.core import library
-    from mla_suite.toolchain.instances import instances
 
     backends = {backend.name for backend in library.get(op).backends}
     if "native" in backends and any(instance.kernel == op for instance in instances(arch)):
         return "native"
-    return "portable" if "portable" in backends else "reference"
+    return "triton" if "triton" in backends else "reference"
 
 
 def table() -> str:
@@ -41,7 +41,7 @@ def table() -> str:
     columns = arch.names()
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
     for op in library.registry().values():
-        other = "portable" if any(backend.name == "portable" for backend in op.backends) else "reference"
+        other = "triton" if any(backend.name == "triton" for backend in op.backends) else "reference"
         cells = [serving(op.name, name) for name in columns]
         lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")
     return "\n".join(lines)

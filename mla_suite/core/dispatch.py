@@ -1,4 +1,4 @@
-"""Which backend runs a problem, and why: native, then portable, then reference.
+"""Which backend runs a problem, and why: native, then triton, then reference.
 
 `choose` is pure: it sees the problem (hashable facts from metadata), the arch and the device type, never a tensor, so
 it is cached and can be explained. A backend answers with an `Offer` or with a `Refusal` in one sentence.
@@ -70,7 +70,7 @@ def readied(name: str, offer: Callable[[Any, Arch | None], Offer | Refusal], rea
     return Backend(name, offer, run, ready=ready)
 
 
-def portable(module: str) -> Backend:
+def triton_backend(module: str) -> Backend:
     """The Triton backend in `module`, which has `offer` and `run`; imported at first use, since triton is optional.
 
     Triton launches on the current device, so that is made the tensors'.
@@ -86,7 +86,7 @@ def portable(module: str) -> Backend:
         with torch.cuda.device_of(first_tensor(args)):
             import_module(module).run(config, outputs, *args, **kwargs)
 
-    return Backend("portable", offer, run, devices=("cuda",))
+    return Backend("triton", offer, run, devices=("cuda",))
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import mla_suite
 from mla_suite.integrations import plans
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
-from mla_suite.integrations.dense import FP8, LAYOUTS
+from mla_suite.integrations.dense import FP8, KV_FORMATS
 from mla_suite.integrations.refusal import refuse as _refuse
 
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
@@ -94,7 +94,7 @@ def mla_decode_fwd(
         _refuse(name, f"cp_world_size is {cp_world_size}", "round-robin context parallel is not supported: pass 1")
     if return_logits:
         _refuse(name, "return_logits is True", "splits merge inside and leave no partial results: pass False")
-    if kv_buffer.dtype not in LAYOUTS:
+    if kv_buffer.dtype not in KV_FORMATS:
         possible = "it takes bfloat16, float16, float32 or float8 rows; three-buffer and packed pages are not supported"
         _refuse(name, f"kv_buffer is {kv_buffer.dtype}", possible, TypeError)
     if kv_buffer.dim() != 4 or kv_buffer.shape[1:3] != (page_size, 1):
@@ -129,10 +129,10 @@ def mla_decode_fwd(
         kv_scale if kv_buffer.dtype in FP8 else None,
         plan=plan,
         softmax_scale=scale,
-        max_q_len=max_seqlen_q,
+        max_seqlen_q=max_seqlen_q,
         head_dim_v=o.shape[-1],
         causal=causal,
-        layout=LAYOUTS[kv_buffer.dtype],
+        kv_format=KV_FORMATS[kv_buffer.dtype],
         num_splits=0 if plan is not None or num_kv_splits is None else num_kv_splits,
         out=o,
         lse=lse,
@@ -247,7 +247,7 @@ def get_mla_metadata_v1(
     if reduce_indptr.shape[0] < batch + 1 or reduce_final_map.shape[0] < batch:
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         _refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
-    plan = mla_suite.plan(seq_lens, queries, rows=num_heads_per_head_k * q_len, workers=workers, max_kv_len=0)
+    plan = mla_suite.plan(seq_lens, queries, rows=num_heads_per_head_k * q_len, workers=workers, max_seqlen_kv=0)
     sizes = dict(workers=workers, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
         made = plans.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
@@ -290,7 +290,7 @@ def _decode_selected(
         [kv_indices.view(-1)[: tokens * topk].view(tokens, topk)],
         [None],
         [_selected_lens(name, kv_indptr, tokens, topk)],
-        layouts=[LAYOUTS[kv_buffer.dtype]],
+        kv_formats=[KV_FORMATS[kv_buffer.dtype]],
         softmax_scale=scale,
         head_dim_v=o.shape[-1],
         out=o,

@@ -81,7 +81,7 @@ def _older(
         _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
     workers = mla_suite.workers(cache_seqlens, rows)
-    plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_kv_len=0)
+    plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_seqlen_kv=0)
     made = plans.to_flash_mla(plan, lengths, workers=workers, columns=plans.OlderFlashMlaColumn)
     plans.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
@@ -109,7 +109,7 @@ def flash_mla_with_kvcache(
 
     q                [batch, q_len, heads, head_dim]
     k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
-                     layout v32) or 584 (V4, dsv4), told apart by the last dimension
+                     kv_format v32) or 584 (V4, dsv4), told apart by the last dimension
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned
     softmax_scale    1 / sqrt(head_dim) if None
@@ -125,7 +125,7 @@ def flash_mla_with_kvcache(
     name, plan = "flash_mla_with_kvcache", None
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
-    cache, layout = _pool(name, "k_cache", k_cache, is_fp8_kvcache)
+    cache, kv_format = _pool(name, "k_cache", k_cache, is_fp8_kvcache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],
@@ -145,13 +145,13 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
-        caches, chosen, lengths, layouts = [cache], [indices], [topk_length], [layout]
+        caches, chosen, lengths, kv_formats = [cache], [indices], [topk_length], [kv_format]
         if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            extra, extra_layout = _pool(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache)
+            extra, extra_kv_format = _pool(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache)
             caches.append(extra)
             chosen.append(extra_indices_in_kvcache)
             lengths.append(extra_topk_length)
-            layouts.append(extra_layout)
+            kv_formats.append(extra_kv_format)
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
         out, lse = mla_suite.sparse_decode(
@@ -161,7 +161,7 @@ def flash_mla_with_kvcache(
             None,
             lengths,
             attn_sink,
-            layouts=layouts,
+            kv_formats=kv_formats,
             softmax_scale=scale,
             head_dim_v=head_dim_v,
         )
@@ -179,10 +179,10 @@ def flash_mla_with_kvcache(
             attn_sink=attn_sink,
             plan=plan,
             softmax_scale=scale,
-            max_q_len=q.shape[1],
+            max_seqlen_q=q.shape[1],
             head_dim_v=head_dim_v,
             causal=causal,
-            layout=layout,
+            kv_format=kv_format,
         )
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
@@ -223,7 +223,7 @@ def flash_mla_sparse_fwd(
         None,
         [topk_length],
         attn_sink,
-        layouts=[WIDE[kv.dtype]],
+        kv_formats=[WIDE[kv.dtype]],
         softmax_scale=sm_scale,
         head_dim_v=d_v,
     )
@@ -266,13 +266,13 @@ def _max_logits(
 
 
 def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> tuple[torch.Tensor, str]:
-    """The cache as [pages, page, width] and its layout."""
+    """The cache as [pages, page, width] and its kv_format."""
     if cache.dim() != 4 or cache.shape[2] != 1:
         _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width], 1 KV head")
     width = cache.shape[-1]
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
-    layout = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
-    if layout is None:
+    kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
+    if kv_format is None:
         _refuse(
             name,
             f"{argument} is {cache.dtype} of width {width}",
@@ -281,7 +281,7 @@ def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -
         )
     if is_fp8_kvcache != (cache.dtype.itemsize == 1):
         _refuse(name, f"is_fp8_kvcache is {is_fp8_kvcache} and {argument} is {cache.dtype}", "the two must agree")
-    return (cache.view(torch.uint8) if cache.dtype == torch.int8 else cache).squeeze(2), layout
+    return (cache.view(torch.uint8) if cache.dtype == torch.int8 else cache).squeeze(2), kv_format
 
 
 def _check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:
@@ -308,7 +308,7 @@ def _plan_of(
         if metadata.tile_scheduler_metadata is not None:
             return metadata.tile_scheduler_metadata
         workers = mla_suite.workers(cache_seqlens, rows)
-        return mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_kv_len=0)
+        return mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_seqlen_kv=0)
     if not isinstance(metadata, torch.Tensor):
         given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
         _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)

@@ -24,7 +24,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_suite.ops.plan.cost import Cuts
-from mla_suite.ops.plan.layout import ITEM_WORDS, OPEN, Item, Layout, assemble
+from mla_suite.ops.plan.metadata import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
 
 FLASH_MLA_BLOCK = 64
@@ -258,7 +258,7 @@ def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
     places[0].fill_(0)  # whatever precedes the first worker's place is still somebody's
     layout = Layout(batch, workers, batch + workers)
     plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
-    header = layout.header(num_splits=0, split_size=0, max_kv_len=0)
+    header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=0)
     assemble(layout, header, *items_between(Cuts(places // _SPAN, places % _SPAN), batch), into=plan)
     return plan
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations.dense import LAYOUTS
+from mla_suite.integrations.dense import KV_FORMATS
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
@@ -88,7 +88,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             plan=self._plan,
             softmax_scale=layer.scaling,
             head_dim_v=width_v,
-            layout=LAYOUTS[cache.dtype],
+            kv_format=KV_FORMATS[cache.dtype],
             split_size=self._split_size,
         )
         return out.view(-1, heads * width_v)
@@ -110,4 +110,4 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._plan = None
         if not self._split_size:
             workers = mla_suite.workers(self._lens, heads)
-            self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_kv_len=0)
+            self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_seqlen_kv=0)

@@ -23,7 +23,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from mla_suite.integrations.dense import WIDE
-from mla_suite.integrations.transformers_cache import LatentCache, layout_of
+from mla_suite.integrations.transformers_cache import LatentCache, kv_format_of
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig, Yarn
 from mla_suite.models.mla import MLA
@@ -80,7 +80,7 @@ class LatentAttention(MLA):
     def __init__(self, original: nn.Module, config: MLAConfig) -> None:
         with torch.device("meta"):
             super().__init__(config)
-        self.layout = layout_of(cast(nn.Linear, original.kv_b_proj).weight.dtype)
+        self.kv_format = kv_format_of(cast(nn.Linear, original.kv_b_proj).weight.dtype)
         self.layer_idx = cast(int, original.layer_idx)
         for name, module in original.named_children():
             setattr(self, name, module)
@@ -88,7 +88,7 @@ class LatentAttention(MLA):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LatentAttention:
         super()._apply(fn, recurse)  # .half() and its like: caches made from now on have the new dtype
-        self.layout = WIDE.get(self.kv_b_proj.weight.dtype, self.layout)
+        self.kv_format = WIDE.get(self.kv_b_proj.weight.dtype, self.kv_format)
         return self
 
     def forward(  # type: ignore[override]  # the signature is that of the module it stands in for

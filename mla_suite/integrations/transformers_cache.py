@@ -29,7 +29,7 @@ class LatentCache(Cache):
         self.growable = max_len is None
         width = 1 if max_len is None else -(-max_len // page_size)
         layers = cast(Any, model.config).num_hidden_layers
-        self.paged = PagedLatentCache(layers, batch * width, page_size, layout=layout_of(dtype), device=device)
+        self.paged = PagedLatentCache(layers, batch * width, page_size, kv_format=kv_format_of(dtype), device=device)
         self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
         self.block_table = self._table()
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -164,8 +164,8 @@ class _CacheLayer(CacheLayerMixin):
         raise TypeError("LatentCache: a layer holds no keys and values of its own; call patch(model) before using it")
 
 
-def layout_of(dtype: torch.dtype) -> str:
-    """The cache layout that stores latents in the model's own dtype."""
+def kv_format_of(dtype: torch.dtype) -> str:
+    """The cache kv_format that stores latents in the model's own dtype."""
     if dtype not in WIDE:
         raise TypeError(
             f"patch: a model in {dtype}; possible are bfloat16, float16 and float32: convert it with model.to"

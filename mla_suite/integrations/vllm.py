@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations.dense import LAYOUTS
+from mla_suite.integrations.dense import KV_FORMATS
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -110,7 +110,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         if not envs.VLLM_BATCH_INVARIANT:
             rows = self.num_heads * max(num_decode_tokens // batch, 1)
             workers = mla_suite.workers(seq_lens_device, rows)
-            made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_kv_len=0)
+            made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_seqlen_kv=0)
             plan = self._plans.setdefault((batch, workers), made)
             if plan is not made:
                 plan.copy_(made)
@@ -192,9 +192,9 @@ class MLASuiteImpl(MLACommonImpl):
             kv_descale=layer._k_scale.reshape(1) if fp8 else None,
             plan=plan,
             softmax_scale=self.scale,
-            max_q_len=batched.shape[1],
+            max_seqlen_q=batched.shape[1],
             head_dim_v=self.kv_lora_rank,
-            layout=LAYOUTS[cache.dtype],
+            kv_format=KV_FORMATS[cache.dtype],
             split_size=INVARIANT_SPLIT if plan is None else 0,
         )
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import layouts
+from mla_suite import kv_formats
 from mla_suite.models.config import LATENT, ROPE
 from mla_suite.models.pages import PagePool
 
@@ -64,14 +64,14 @@ class PagedLatentCache:
         num_pages: int,
         page_size: int,
         *,
-        layout: str = "bf16",
+        kv_format: str = "bf16",
         device: torch.device | str | None = None,
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"PagedLatentCache: num_layers {num_layers}; it must be 1 or more")
         self.pool = PagePool(num_pages, page_size)
-        self.layout = layout
-        self.layers = tuple(_storage(layout, num_pages, page_size, device) for _ in range(num_layers))
+        self.kv_format = kv_format
+        self.layers = tuple(_storage(kv_format, num_pages, page_size, device) for _ in range(num_layers))
 
     @classmethod
     def contiguous(
@@ -80,11 +80,11 @@ class PagedLatentCache:
         batch: int,
         max_len: int,
         *,
-        layout: str = "bf16",
+        kv_format: str = "bf16",
         device: torch.device | str | None = None,
     ) -> tuple[PagedLatentCache, list[int]]:
         """A cache of one page per sequence, so `layers[i]` reads as [batch, max_len, ...]; sequence b is page b."""
-        cache = cls(num_layers, batch, max_len, layout=layout, device=device)
+        cache = cls(num_layers, batch, max_len, kv_format=kv_format, device=device)
         return cache, [cache.allocate(max_len) for _ in range(batch)]
 
     @property
@@ -182,12 +182,12 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _storage(layout: str, num_pages: int, page_size: int, device: torch.device | str | None) -> torch.Tensor:
+def _storage(kv_format: str, num_pages: int, page_size: int, device: torch.device | str | None) -> torch.Tensor:
     """Zeros [num_pages, page_size, width]; zeros, because a page is read whole by some kernels before it is full."""
-    declared = layouts.layout(layout)
+    declared = kv_formats.kv_format(kv_format)
     if declared.head_dim != LATENT + ROPE:
         raise ValueError(
-            f"PagedLatentCache: layout {layout!r} holds rows of {declared.head_dim} values, this cache rows of "
+            f"PagedLatentCache: kv_format {kv_format!r} holds rows of {declared.head_dim} values, this cache rows of "
             f"{LATENT + ROPE}: use bf16, fp16, fp32, fp8, fp8_fnuz or v32"
         )
     return torch.zeros(num_pages, page_size, declared.width, dtype=getattr(torch, declared.dtypes[0]), device=device)

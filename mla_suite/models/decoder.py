@@ -18,11 +18,11 @@ from mla_suite.models.rope import cos_sin_table
 class Block(nn.Module):
     """Attention and a SwiGLU feed-forward, each behind an RMS norm and added to the residual."""
 
-    def __init__(self, config: MLAConfig, *, layout: str, dtype: torch.dtype) -> None:
+    def __init__(self, config: MLAConfig, *, kv_format: str, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, 2 * config.hidden_size
         self.attention_norm = LatentNorm(hidden, config.norm_eps, dtype=dtype)
-        self.attention = MLA(config, layout=layout, dtype=dtype)
+        self.attention = MLA(config, kv_format=kv_format, dtype=dtype)
         self.feed_norm = LatentNorm(hidden, config.norm_eps, dtype=dtype)
         self.gate_up = nn.Linear(hidden, 2 * inner, bias=False, dtype=dtype)
         self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
@@ -36,18 +36,18 @@ class Decoder(nn.Module):
     """Token ids to logits. Weights are random but scaled like a trained model's, so logits stay in a sensible range.
 
     vocabulary  number of token ids
-    layout      how the caches store tokens; `caches` in the calls below are the tensors of a `PagedLatentCache`
+    kv_format      how the caches store tokens; `caches` in the calls below are the tensors of a `PagedLatentCache`
     """
 
     cos_sin: torch.Tensor
 
     def __init__(
-        self, config: MLAConfig, vocabulary: int, *, layout: str = "bf16", dtype: torch.dtype = torch.bfloat16
+        self, config: MLAConfig, vocabulary: int, *, kv_format: str = "bf16", dtype: torch.dtype = torch.bfloat16
     ) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(vocabulary, config.hidden_size, dtype=dtype)
-        blocks = nn.ModuleList(Block(config, layout=layout, dtype=dtype) for _ in range(config.num_layers))
+        blocks = nn.ModuleList(Block(config, kv_format=kv_format, dtype=dtype) for _ in range(config.num_layers))
         self.blocks = cast("Iterable[Block]", blocks)
         self.norm = LatentNorm(config.hidden_size, config.norm_eps, dtype=dtype)
         self.head = nn.Linear(config.hidden_size, vocabulary, bias=False, dtype=dtype)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import mla_suite
-from mla_suite.core import debug, layouts
+from mla_suite import kv_formats
+from mla_suite.core import debug
 from mla_suite.models import prefill
 from mla_suite.models.cache import Step
 from mla_suite.models.config import LATENT, ROPE, MLAConfig
@@ -22,7 +23,7 @@ class MLA(nn.Module):
     """One attention layer of a DeepSeek-style model, on one tensor-parallel rank.
 
     Parameters carry the names of DeepSeek's checkpoints (`q_a_proj`, `kv_b_proj`, ...), so their state dicts load as
-    they are. `layout` names how `kv_cache` stores tokens. Three ways through:
+    they are. `kv_format` names how `kv_cache` stores tokens. Three ways through:
 
     - `decode`: any number of new tokens per sequence over the cache, absorbed (W_UK into q, W_UV into the output);
     - `prefill`: new tokens among themselves, un-absorbed, and over a cached prefix by merging with lse;
@@ -39,17 +40,17 @@ class MLA(nn.Module):
         self,
         config: MLAConfig,
         *,
-        layout: str = "bf16",
+        kv_format: str = "bf16",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if layouts.layout(layout).head_dim != LATENT + ROPE:
+        if kv_formats.kv_format(kv_format).head_dim != LATENT + ROPE:
             raise ValueError(
-                f"MLA: layout {layout!r}; this layer caches rows of {LATENT + ROPE} values, as bf16 and v32 do"
+                f"MLA: kv_format {kv_format!r}; this layer caches rows of {LATENT + ROPE} values, as bf16 and v32 do"
             )
         self.config = config
-        self.layout = layout
+        self.kv_format = kv_format
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
@@ -119,15 +120,15 @@ class MLA(nn.Module):
         kv_descale: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
         topk_indices: torch.Tensor | None = None,
-        max_kv_len: int = 0,
+        max_seqlen_kv: int = 0,
         split_size: int = 0,
     ) -> torch.Tensor:
         """Write the new tokens' latents, then attend to everything cached.
 
-        x [batch, q_len, hidden_size]; kv_cache as the layout says, written in place; `step` has batch x q_len slots
+        x [batch, q_len, hidden_size]; kv_cache as the kv_format says, written in place; `step` has batch x q_len slots
         and positions, its seq_lens include the new tokens; cos_sin fp32 [max_len, 64] from `rope.cos_sin_table`.
         Query i of q_len sees keys up to seq_lens - q_len + i. Returns [batch, q_len, hidden_size]. Traceable with
-        fullgraph; lengths are read on the device only. `plan`, `max_kv_len` and `split_size` go to
+        fullgraph; lengths are read on the device only. `plan`, `max_seqlen_kv` and `split_size` go to
         `mla_suite.decode`.
 
         topk_indices int32 [batch, q_len, topk], from a sparse indexer (V3.2): slots, page x page_size + offset, that
@@ -158,9 +159,9 @@ class MLA(nn.Module):
                 rope_cos_sin=None if self.config.cache_rotated else cos_sin,
                 plan=plan,
                 softmax_scale=scale,
-                max_q_len=x.shape[1],
-                max_kv_len=max_kv_len,
-                layout=self.layout,
+                max_seqlen_q=x.shape[1],
+                max_seqlen_kv=max_seqlen_kv,
+                kv_format=self.kv_format,
                 split_size=split_size,
             )
         else:
@@ -169,7 +170,7 @@ class MLA(nn.Module):
                 [kv_cache],
                 [topk_indices],
                 plan=plan,
-                layouts=[self.layout],
+                kv_formats=[self.kv_format],
                 softmax_scale=scale,
                 split_size=split_size,
             )
@@ -194,7 +195,7 @@ class MLA(nn.Module):
         hidden_size] with `valid` (bool [batch, tokens]) marking real tokens where the batch is padded on the left.
         `prefix` says that some sequence already has cached tokens; they are attended to absorbed, through
         `mla_suite.decode`, and merged by lse. Without `step` (no cache) `positions` [batch, tokens] or [tokens] are
-        needed. New tokens see each other unquantised whatever the layout. Returns x's shape.
+        needed. New tokens see each other unquantised whatever the kv_format. Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
         reads_values = not torch.compiler.is_compiling() and (x.is_cpu or debug.enabled())
@@ -306,7 +307,7 @@ class MLA(nn.Module):
             kv_descale,
             cos_sin if rotated else None,
             step.positions if rotated else None,
-            layout=self.layout,
+            kv_format=self.kv_format,
             interleaved=self.config.rope_interleaved,
         )
 
@@ -340,9 +341,9 @@ class MLA(nn.Module):
             kv_descale=kv_descale,
             rope_cos_sin=None if self.config.cache_rotated else cos_sin,
             softmax_scale=self.config.softmax_scale,
-            max_q_len=longest,
+            max_seqlen_q=longest,
             causal=False,
-            layout=self.layout,
+            kv_format=self.kv_format,
         )
         return head_values(out, w_uv), lse
 

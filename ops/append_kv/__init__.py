@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.append_kv import native, reference, samples
 
 SCHEMA = (
     "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
-    "Tensor? cos_sin=None, Tensor? positions=None, *, str layout, bool interleaved=True) -> ()"
+    "Tensor? cos_sin=None, Tensor? positions=None, *, str kv_format, bool interleaved=True) -> ()"
 )
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int32, torch.int64)
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
     latent: int
     rope: int
     page: int
-    layout: str
+    kv_format: str
     dtype: torch.dtype
     slot_dtype: torch.dtype
     rotate: bool
@@ -45,19 +45,19 @@ def append_kv(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> None:
     """Write `tokens` new rows into `kv_cache`, each at its slot. Mutates `kv_cache` and nothing else.
 
     kv_c          [tokens, latent] bfloat16, float16 or float32: the un-rotated part (512; 448 for dsv4)
     k_pe          [tokens, rope] of the same dtype: the part that carries positions (64)
-    kv_cache      [pages, page, width] in `layout`; blocks may lie further apart than their tokens need
+    kv_cache      [pages, page, width] in `kv_format`; blocks may lie further apart than their tokens need
     slot_mapping  [tokens] int32 or int64: page id * page + offset; a negative slot skips its token
     kv_descale    [] or [1] fp32 above 0, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
     cos_sin       [max_len, rope] float: cosines then sines, rope / 2 each; rotates k_pe before it is stored
     positions     [tokens] int32 or int64: the row of cos_sin of each token; given exactly when cos_sin is
-    layout        a name of `python -m mla_suite layouts`; its scale rule quantises
+    kv_format        a name of `python -m mla_suite formats`; its scale rule quantises
     interleaved   True pairs k_pe elements (2i, 2i + 1), False pairs (i, i + rope / 2)
 
     Every byte of a written token is written, padding of the record as zero; no other byte changes. Values are rotated
@@ -66,7 +66,7 @@ def append_kv(
     refused on the CPU and in debug mode.
     """
     tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
-    faces.call(APPEND_KV, tensors, (layout, interleaved))
+    faces.call(APPEND_KV, tensors, (kv_format, interleaved))
 
 
 def specify(
@@ -78,10 +78,10 @@ def specify(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> tuple[Output, ...]:
-    kind = declared(layout)
+    kind = declared(kv_format)
     checks.tensor("append_kv", "kv_c", kv_c, rank=2, dtypes=INPUT_DTYPES)
     checks.tensor("append_kv", "k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), like=kv_c)
     tokens, latent = kv_c.shape
@@ -90,8 +90,8 @@ def specify(
     checks.tensor("append_kv", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=kv_c)
     checks.written_whole("append_kv", "kv_cache", kv_cache)
     if not kind.dense:
-        checks.shape("append_kv", "kv_c", kv_c, (tokens, kind.latent), f"[tokens, latent] of layout {layout!r}")
-        checks.shape("append_kv", "k_pe", k_pe, (tokens, kind.rope), f"[tokens, rope] of layout {layout!r}")
+        checks.shape("append_kv", "kv_c", kv_c, (tokens, kind.latent), f"[tokens, latent] of kv_format {kv_format!r}")
+        checks.shape("append_kv", "k_pe", k_pe, (tokens, kind.rope), f"[tokens, rope] of kv_format {kv_format!r}")
     caches.check(kind, kv_cache, latent + rope, op="append_kv", argument="kv_cache")
     caches.check_descale(kind, kv_descale, kv_c, op="append_kv", argument="kv_descale")
     checks.tensor("append_kv", "slot_mapping", slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=kv_c)
@@ -118,7 +118,7 @@ def problem(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> Problem:
     tokens, latent = kv_c.shape
@@ -127,7 +127,7 @@ def problem(
         latent,
         k_pe.shape[1],
         kv_cache.shape[1],
-        layout,
+        kv_format,
         kv_c.dtype,
         slot_mapping.dtype,
         cos_sin is not None,
@@ -145,10 +145,10 @@ def validate(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> None:
-    caches.check_base(declared(layout), kv_cache, op="append_kv", argument="kv_cache")
+    caches.check_base(declared(kv_format), kv_cache, op="append_kv", argument="kv_cache")
     factor = 1.0 if kv_descale is None else float(kv_descale)
     if not 0.0 < factor < math.inf:
         checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")
@@ -174,7 +174,7 @@ APPEND_KV = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.append_kv.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.append_kv.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )

@@ -1,4 +1,4 @@
-"""append_kv on our own kernels: tensors and the layout's numbers -> parameters -> launch."""
+"""append_kv on our own kernels: tensors and the kv_format's numbers -> parameters -> launch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from mla_suite.build.params import load, reciprocal
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
-from mla_suite.core.layouts import layout as declared
-from mla_suite.runtime import Buffer, bind, has_kernel
-from mla_suite.toolchain.params import load, reciprocal
+from mla_suite.kv_formats import kv_format as declared
+from mla_suite.launch import Buffer, bind, has_kernel
 
 WAVES = 8  # of a workgroup of one token
 THREADS = 1024  # of one of several tokens
@@ -51,19 +51,23 @@ class Config:
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if arch is None:
         return Refusal("no arch of ours runs these tensors: it takes gfx942, gfx950 and sm_90, AMD's also emulated")
-    kind = declared(problem.layout)
+    kind = declared(problem.kv_format)
     if kind.scale_rule is not None and kind.scale_rule.tile > LONGEST_TILE:
-        return Refusal(f"layout {problem.layout} shares a scale among {kind.scale_rule.tile}; it takes {LONGEST_TILE}")
+        return Refusal(
+            f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}; it takes {LONGEST_TILE}"
+        )
     needed = min(kind.alignment, 4)  # bytes of the widest single store
     if problem.alignment < needed:
-        return Refusal(f"kv_cache is aligned to {problem.alignment} bytes; layout {problem.layout} needs {needed}")
+        return Refusal(
+            f"kv_cache is aligned to {problem.alignment} bytes; kv_format {problem.kv_format} needs {needed}"
+        )
     # A workgroup looks through all later slots, so beyond a few workgroups per compute unit they share the look: then
     # there is one for each unit, as far as its table goes.
     shared = min(-(-problem.tokens // arch.compute_units), MOST_TOKENS)
     config = Config(arch, shared if shared > SEVERAL else 1)
     if not has_kernel(arch, config.instance):
         return Refusal(f"kernel {config.instance} is not built for {arch.name}; run `python -m mla_suite build`")
-    return Offer(config, f"{config.instance}, {config.tokens} to a workgroup, any layout")
+    return Offer(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
 
 
 _POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")
@@ -72,7 +76,7 @@ _pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
 
 @lru_cache(maxsize=4096)
 def _numbers(
-    layout: str,
+    kv_format: str,
     group: int,
     sizes: tuple[int, int, int, int, int],
     strides: tuple[int, int, int],
@@ -97,14 +101,14 @@ def _numbers(
         wide_slots=int(indices[0] == torch.int64),
         wide_positions=int(indices[1] == torch.int64),
         interleaved=int(interleaved),
-        **_of_layout(layout, latent, rope, page),
+        **_of_kv_format(kv_format, latent, rope, page),
     )
     return packed[8 * len(_POINTERS) :]
 
 
-def _of_layout(layout: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
-    """The parameters that follow from the layout and the page size."""
-    kind = declared(layout).sized(latent, rope)
+def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
+    """The parameters that follow from the kv_format and the page size."""
+    kind = declared(kv_format).sized(latent, rope)
     rule = kind.scale_rule
     page_reciprocal, page_shift = reciprocal(page)
     found: dict[str, int | float] = dict(
@@ -140,7 +144,7 @@ def ready(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> Callable[..., None]:
     tokens, latent = kv_c.shape
@@ -151,7 +155,7 @@ def ready(
     if slots > MOST_SLOTS:
         raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MOST_SLOTS}")
     numbers = _numbers(
-        layout,
+        kv_format,
         config.tokens,
         (tokens, latent, k_pe.shape[1], slots, page),
         (kv_c.stride(0), k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),

@@ -1,12 +1,12 @@
-"""The definition of append_kv: rotate in fp32, quantise by the layout's rule, write each token at its slot."""
+"""The definition of append_kv: rotate in fp32, quantise by the kv_format's rule, write each token at its slot."""
 
 from __future__ import annotations
 
 import torch
 
 from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 
 
 def run(
@@ -20,7 +20,7 @@ def run(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> None:
     tokens = written(slot_mapping)
@@ -28,7 +28,7 @@ def run(
     if cos_sin is not None and positions is not None:
         rope = rotated(rope, cos_sin[positions[tokens].long()].float(), interleaved)
     rows = torch.cat([latent, rope], dim=-1)
-    caches.scatter(declared(layout), kv_cache, slot_mapping[tokens].long(), rows, descale=kv_descale)
+    caches.scatter(declared(kv_format), kv_cache, slot_mapping[tokens].long(), rows, descale=kv_descale)
 
 
 def written(slot_mapping: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Named append_kv problems: a decode step, a speculative step, a prompt, for every kind of layout."""
+"""Named append_kv problems: a decode step, a speculative step, a prompt, for every kind of kv_format."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Sample
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 
 
 def sample(
-    tokens: int, layout: str, *, page: int = 64, rope: bool = False, interleaved: bool = True, skip: bool = False
+    tokens: int, kv_format: str, *, page: int = 64, rope: bool = False, interleaved: bool = True, skip: bool = False
 ) -> Sample:
     """`tokens` random rows to distinct slots in random order; `skip` gives every third token a negative slot."""
-    kind = declared(layout)
+    kind = declared(kv_format)
     pages = -(-tokens // page) + 1
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -34,10 +34,10 @@ def sample(
         cos_sin = torch.rand(256, kind.rope, generator=generator).to(device) if rope else None
         positions = torch.arange(tokens, device=device) % 256 if rope else None
         args = (kv_c, k_pe, cache, slots.to(device), descale, cos_sin, positions)
-        return args, {"layout": layout, "interleaved": interleaved}
+        return args, {"kv_format": kv_format, "interleaved": interleaved}
 
     pairing = ("-interleaved" if interleaved else "-half") if rope else ""
-    name = f"{layout}-t{tokens}-p{page}{pairing}" + ("-skip" if skip else "")
+    name = f"{kv_format}-t{tokens}-p{page}{pairing}" + ("-skip" if skip else "")
     table = kind.rope * 4 + 8 if rope else 0
     bytes_moved = tokens * (kind.head_dim * 2 + 8 + table + kind.token_bytes)
     return Sample(name, make, bytes_moved, tokens * kind.head_dim * 4)

@@ -16,8 +16,8 @@ import triton.language as tl
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
-from mla_suite.core.layouts import FP8_LARGEST
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import FP8_LARGEST
+from mla_suite.kv_formats import kv_format as declared
 
 
 def fp32_bits(value: float) -> int:
@@ -133,7 +133,7 @@ def append_kv_kernel(
 def tile_scales(
     values, DIVISOR: tl.constexpr, SMALLEST_BITS: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):  # fmt: skip
-    """fp32 scale of each row of `values`, by the layout's rule; NaN for a row that holds NaN or inf."""
+    """fp32 scale of each row of `values`, by the kv_format's rule; NaN for a row that holds NaN or inf."""
     # As integers, magnitudes are in order and NaN is above infinity, so a maximum cannot lose it.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     amax = largest.to(tl.float32, bitcast=True)
@@ -198,9 +198,9 @@ def encode_e4m3(values, FNUZ: tl.constexpr):
 
 
 @functools.lru_cache(maxsize=256)
-def constants(layout: str, latent: int, rope: int) -> dict[str, Any]:
-    """The layout's constants and encodings, as the kernel names them."""
-    kind = declared(layout).sized(latent, rope)
+def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
+    """The kv_format's constants and encodings, as the kernel names them."""
+    kind = declared(kv_format).sized(latent, rope)
     encodings = {field.name: field.encoding for field in kind.fields}
     names = ("KV_LATENT", "KV_ROPE", "KV_SCALE", "KV_PAD")
     found: dict[str, Any] = {name: value for name, value in kind.constants().items() if name.startswith(names)}
@@ -224,7 +224,7 @@ def run(
     cos_sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    layout: str,
+    kv_format: str,
     interleaved: bool = True,
 ) -> None:
     tokens, latent = kv_c.shape
@@ -249,7 +249,7 @@ def run(
         kv_cache.stride(0) * kv_cache.element_size(),
         PAGE=page,
         INTERLEAVED=interleaved,
-        **constants(layout, latent, k_pe.shape[1]),
+        **constants(kv_format, latent, k_pe.shape[1]),
         num_warps=1,
         # a fused multiply-add would round the rotation once where the definition rounds twice
         enable_fp_fusion=False,

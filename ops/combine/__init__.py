@@ -136,7 +136,7 @@ COMBINE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.combine.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.combine.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False",),

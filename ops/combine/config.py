@@ -24,7 +24,7 @@ STATIC_LDS = {
 
 @dataclass(frozen=True)
 class Config:
-    """One instance of csrc/mla/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
+    """One instance of csrc/common/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
 
     rows    rows of a workgroup ("batch")
     vec     columns that a lane holds side by side
@@ -106,7 +106,7 @@ class Config:
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """The one instance of csrc/mla/planned_combine.hpp, for rows that can be read and written 16 bytes at a time.
+    """The one instance of csrc/common/planned_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
     Its workgroups stay and walk what the plan split, so that there are few of them however many rows there are.
     """

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_suite.build.params import load, reciprocal
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, keep, readied
+from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.launch.driver import Start
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import HEAD_DIMS_V, AwaitingConfig, Config, PlannedConfig
-from mla_suite.runtime import Buffer, bind, has_kernel
-from mla_suite.runtime.driver import Start
-from mla_suite.toolchain.params import load, reciprocal
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
 MOST_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits

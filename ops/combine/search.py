@@ -9,10 +9,10 @@ from typing import Any
 from mla_suite.core.arch import Arch
 from mla_suite.core.space import Space
 from mla_suite.core.tuning import Value
+from mla_suite.launch import has_kernel
 from mla_suite.ops.combine import config as configs
 from mla_suite.ops.combine.config import ROWS, VECS, Config
 from mla_suite.ops.combine.native import OUT_TYPES
-from mla_suite.runtime import has_kernel
 
 WAVES = (1, 2, 4, 8, 16)
 SLICES = (1, 2, 4, 8)

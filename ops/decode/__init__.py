@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.decode import native, reference, samples, values
 from mla_suite.ops.plan import check_splits, check_words
 
@@ -17,7 +17,7 @@ SCHEMA = (
     "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? cu_seqlens_q=None, Tensor? q_descale=None, Tensor? kv_descale=None, "
     "Tensor? attn_sink=None, Tensor? rope_cos_sin=None, Tensor? plan=None, *, float softmax_scale, "
-    "SymInt max_q_len=1, SymInt max_kv_len=0, SymInt head_dim_v=512, bool causal=True, str layout='bf16', "
+    "SymInt max_seqlen_q=1, SymInt max_seqlen_kv=0, SymInt head_dim_v=512, bool causal=True, str kv_format='bf16', "
     "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
 )
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -29,14 +29,14 @@ class Problem(NamedTuple):
 
     batch: int
     heads: int
-    q_len: int  # max_q_len when ragged
+    q_len: int  # max_seqlen_q when ragged
     context: int  # keys per sequence, as `context_from` says: a bound or a mean, never a length read from the device
     context_from: str
     page: int
     head_dim: int
     head_dim_v: int
     q_dtype: torch.dtype
-    layout: str
+    kv_format: str
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
     ragged_pages: bool  # kv_indptr and kv_indices instead of block_table
     ragged_queries: bool  # cu_seqlens_q
@@ -69,11 +69,11 @@ def decode(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,11 +81,12 @@ def decode(
 
     q             [batch, q_len, heads, head_dim], or [tokens, heads, head_dim] with cu_seqlens_q; bfloat16, float16,
                   float32 or float8
-    kv_cache      [pages, page, width] in `layout`; token t of a sequence lies in its page t // page at t % page
+    kv_cache      [pages, page, width] in `kv_format`; token t of a sequence lies in its page t // page at t % page
     seq_lens      [batch] int32, cached keys of each sequence, those of the query tokens included
     block_table   [batch, width] int32 page ids, entries past a sequence's pages are never read; or
     kv_indptr     [batch + 1] int32 and kv_indices [n] int32: sequence b has pages kv_indices[kv_indptr[b]...]
-    cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most max_q_len
+    cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
+                  max_seqlen_q
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches: finite, 0 or more. Others are
                   refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
@@ -93,12 +94,12 @@ def decode(
                   paired i with i + 32) and row j is turned to position j as it is read; q comes rotated
     plan          from `mla_suite.plan`, for any lengths: changes speed and the place of splits, nothing beyond rounding
     softmax_scale multiplies q . k
-    max_kv_len    a promise about seq_lens that helps the choice of kernel; 0 is none
+    max_seqlen_kv    a promise about seq_lens that helps the choice of kernel; 0 is none
     head_dim_v    values of V; a row has head_dim
     causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
-    layout        a name of `python -m mla_suite layouts`
+    kv_format        a name of `python -m mla_suite formats`
     num_splits    > 0: so many equal splits per sequence; split_size > 0: a split every so many keys, batch-invariant
-                  for one max_q_len. Beside a plan they repeat what the plan was made with
+                  for one max_seqlen_q. Beside a plan they repeat what the plan was made with
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
@@ -117,7 +118,7 @@ def decode(
         *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q),
         *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan),
     )
-    options = softmax_scale, max_q_len, max_kv_len, head_dim_v, causal, layout, num_splits, split_size
+    options = softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size
     return faces.call(DECODE, tensors, options)
 
 
@@ -136,15 +137,15 @@ def specify(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> tuple[Output, ...]:
-    kind = declared(layout)
+    kind = declared(kv_format)
     checks.tensor("decode", "q", q, rank=3 if cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
     heads, head_dim = q.shape[-2:]
     checks.tensor("decode", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=q)
@@ -154,13 +155,13 @@ def specify(
     if cu_seqlens_q is None:
         if q.shape[0] != batch:
             checks.fail("decode", "q", f"has shape {tuple(q.shape)}", f"seq_lens has {batch} sequences")
-        if max_q_len != 1 and max_q_len != q.shape[1]:
-            checks.fail("decode", "max_q_len", f"is {max_q_len}", f"q has {q.shape[1]} query tokens per sequence")
+        if max_seqlen_q != 1 and max_seqlen_q != q.shape[1]:
+            checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"q has {q.shape[1]} query tokens per sequence")
     else:
         checks.tensor("decode", "cu_seqlens_q", cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=q)
         checks.shape("decode", "cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[batch + 1]")
-        if max_q_len < 1:
-            checks.fail("decode", "max_q_len", f"is {max_q_len}", "pass the most query tokens of a sequence")
+        if max_seqlen_q < 1:
+            checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", "pass the most query tokens of a sequence")
     _specify_pages(q, batch, block_table, kv_indptr, kv_indices)
     if head_dim_v < 1 or head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
@@ -183,8 +184,8 @@ def specify(
             checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")
     if plan is not None:
         check_words("decode", plan, batch, q)
-    if max_kv_len < 0:
-        checks.fail("decode", "max_kv_len", f"is {max_kv_len}", "it takes the longest length, or 0 when unknown")
+    if max_seqlen_kv < 0:
+        checks.fail("decode", "max_seqlen_kv", f"is {max_seqlen_kv}", "it takes the longest length, or 0 when unknown")
     check_splits("decode", num_splits, split_size)
     dtype = torch.bfloat16 if q.dtype in Q_FP8 else q.dtype
     return Output((*q.shape[:-1], head_dim_v), dtype), Output(tuple(q.shape[:-1]), torch.float32)
@@ -229,19 +230,19 @@ def problem(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> Problem:
     batch, page = seq_lens.shape[0], kv_cache.shape[1]
     if split_size > 0:
         batch, context, context_from = 0, 0, "nothing: batch-invariant"
-    elif max_kv_len > 0:
-        context, context_from = max_kv_len, "max_kv_len"
+    elif max_seqlen_kv > 0:
+        context, context_from = max_seqlen_kv, "max_seqlen_kv"
     elif block_table is not None:
         context, context_from = block_table.shape[1] * page, "block_table width x page"
     else:
@@ -250,14 +251,14 @@ def problem(
     return Problem(
         batch=batch,
         heads=q.shape[-2],
-        q_len=q.shape[1] if cu_seqlens_q is None else max_q_len,
+        q_len=q.shape[1] if cu_seqlens_q is None else max_seqlen_q,
         context=context,
         context_from=context_from,
         page=page,
         head_dim=q.shape[-1],
         head_dim_v=head_dim_v,
         q_dtype=q.dtype,
-        layout=layout,
+        kv_format=kv_format,
         alignment=caches.alignment(kv_cache),
         ragged_pages=kv_indices is not None,
         ragged_queries=cu_seqlens_q is not None,
@@ -277,7 +278,7 @@ DECODE = library.register(
         specify=specify,
         problem=problem,
         validate=values.validate,
-        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.decode.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_suite.core.arch import Arch
-from mla_suite.ops.decode.config import ELEMENTS, FP8_LAYOUTS, MOST_ROWS, TILE, CdnaConfig, tile_rows
+from mla_suite.ops.decode.config import ELEMENTS, FP8_KV_FORMATS, MOST_ROWS, TILE, CdnaConfig, tile_rows
 
 WAVES = 4
 MOST_STAGES = 4
@@ -60,7 +60,7 @@ def cdna4_config(problem: Any, arch: Arch, most: int = MOST_ROWS) -> Cdna4Config
     fp8 queries keep bf16 weights as long as memory stays the bound.
     """
     query = ELEMENTS[problem.q_dtype]
-    cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
+    cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
     rows = tile_rows(problem.heads * problem.q_len, most)
     fp8_weights = query == "fp8" and rows > MOST_BF16_WEIGHTS
     return Cdna4Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

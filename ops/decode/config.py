@@ -18,7 +18,7 @@ ELEMENTS = {
     torch.float8_e4m3fnuz: "fp8",
     torch.float8_e4m3fn: "fp8",
 }
-FP8_LAYOUTS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
+FP8_KV_FORMATS = {"fnuz": "fp8_fnuz", "ocp": "fp8"}  # by the arch's flavour
 FP8_QUERIES = {"fnuz": torch.float8_e4m3fnuz, "ocp": torch.float8_e4m3fn}
 PAIRS = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp8", "fp8"))
 """(query, cache) that have instances; fp8 is e4m3 in the arch's own flavour."""
@@ -99,6 +99,6 @@ def tile_rows(rows: int, most: int = MOST_ROWS) -> int:
 
 def cdna_config(problem: Any, arch: Arch, most: int = MOST_ROWS) -> CdnaConfig:
     """The instance for a problem, in tiles of at most `most` rows; it depends on shapes of the queries alone."""
-    cache = "fp8" if problem.layout in FP8_LAYOUTS.values() else problem.layout
+    cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
     rows = tile_rows(problem.heads * problem.q_len, most)
     return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)

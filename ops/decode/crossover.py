@@ -27,9 +27,9 @@ from mla_suite.core.tuning import Row
 
 POLICIES = ("default", "aiter-pr3003")
 SHIPPED = Path(__file__).parent / "crossover"
-PORTABLE = "portable"
+TRITON = "triton"
 TILES = {"rows16": 16, "rows32": 32, "rows64": 64, "rows128": 128}
-"""What a row may pick: tiles of at most so many query rows, or the portable kernel."""
+"""What a row may pick: tiles of at most so many query rows, or the triton kernel."""
 
 FORMAT = tuning.Format(
     op="decode",
@@ -44,7 +44,7 @@ FORMAT = tuning.Format(
         tuning.Integer("batch", 1, 1 << 20),
         tuning.Integer("context", 1, 1 << 30),
     ),
-    config=(tuning.Choice("use", (*TILES, PORTABLE)),),
+    config=(tuning.Choice("use", (*TILES, TRITON)),),
     timed=False,
 )
 
@@ -86,7 +86,7 @@ def find(problem: Any, arch: Arch) -> Row | None:
     if problem.split_size > 0 or (_policy == "default" and (problem.planned or problem.num_splits > 0)):
         return None
     shape = "h32q4" if (problem.heads, problem.q_len) == (32, 4) else "any"
-    kind = (_width(problem.q_dtype), _width(problem.layout))
+    kind = (_width(problem.q_dtype), _width(problem.kv_format))
     fitting = [
         row
         for row in rows(arch.name)

@@ -13,8 +13,8 @@ import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.ops.combine import config as combine_configs
-from mla_suite.runtime import has_kernel, tensor_map
 
 ROWS = 64  # of a block: 64 x 512 results in fp32 are half of an SM's registers
 KEYS = 32  # of a stage: one copy, one Q K^T, one P V
@@ -156,8 +156,8 @@ def _unsupported(problem: Any) -> str | None:
     """Why the kernels cannot take a problem; None when they can."""
     if problem.q_dtype not in ELEMENTS:
         return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
-    if problem.layout != ELEMENTS[problem.q_dtype]:
-        return f"layout {problem.layout} with {problem.q_dtype} queries; it takes {ELEMENTS[problem.q_dtype]}"
+    if problem.kv_format != ELEMENTS[problem.q_dtype]:
+        return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {ELEMENTS[problem.q_dtype]}"
     if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
     if problem.rope:

@@ -10,16 +10,16 @@ import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
+from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.launch.scratch import shaped, take
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import crossover, hopper
 from mla_suite.ops.decode.cdna4 import cdna4_config
-from mla_suite.ops.decode.config import FP8_LAYOUTS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
+from mla_suite.ops.decode.config import FP8_KV_FORMATS, FP8_QUERIES, MOST_ROWS, WIDTHS, CdnaConfig, cdna_config
 from mla_suite.ops.decode.hopper import HopperConfig
 from mla_suite.ops.decode.prepare import POINTERS, Prepared, pack_leading, prepare
-from mla_suite.ops.plan.layout import HEADER_WORDS
-from mla_suite.runtime import Buffer, bind, has_kernel
-from mla_suite.runtime.scratch import shaped, take
+from mla_suite.ops.plan.metadata import HEADER_WORDS
 
 MOST_ROW_TILES = 65535  # of a grid's second dimension
 RULES: dict[str, Callable[[Any, Arch, int], CdnaConfig]] = {"gfx942": cdna_config, "gfx950": cdna4_config}
@@ -36,8 +36,8 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if why is not None:
         return Refusal(why)
     row = crossover.find(problem, arch)
-    if row is not None and row.values["use"] == crossover.PORTABLE:
-        return Refusal(f"{crossover.reason(row)} leaves it to the portable kernel")
+    if row is not None and row.values["use"] == crossover.TRITON:
+        return Refusal(f"{crossover.reason(row)} leaves it to the triton kernel")
     config = RULES[arch.name](problem, arch, MOST_ROWS if row is None else crossover.TILES[str(row.values["use"])])
     for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
         if not has_kernel(arch, needed):
@@ -48,19 +48,19 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
 
 def _unsupported(problem: Any, arch: Arch) -> str | None:
     """Why the CDNA kernels cannot take a problem; None when they can."""
-    fp8_layout, fp8_query = FP8_LAYOUTS[arch.fp8], FP8_QUERIES[arch.fp8]
-    caches = {torch.bfloat16: ("bf16", fp8_layout), torch.float16: ("fp16",), fp8_query: (fp8_layout,)}
+    fp8_kv_format, fp8_query = FP8_KV_FORMATS[arch.fp8], FP8_QUERIES[arch.fp8]
+    caches = {torch.bfloat16: ("bf16", fp8_kv_format), torch.float16: ("fp16",), fp8_query: (fp8_kv_format,)}
     possible = caches.get(problem.q_dtype)
     if possible is None:
         return f"q is {problem.q_dtype}; it takes bfloat16, float16 or {str(fp8_query).removeprefix('torch.')}"
-    if problem.layout not in possible:
-        return f"layout {problem.layout} with {problem.q_dtype} queries; it takes {' or '.join(possible)}"
+    if problem.kv_format not in possible:
+        return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {' or '.join(possible)}"
     if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
-    if problem.layout == fp8_layout and problem.head_dim != 576:
+    if problem.kv_format == fp8_kv_format and problem.head_dim != 576:
         return f"fp8 rows of {problem.head_dim} values; it takes 576"
-    if problem.rope and (problem.rope != 64 or problem.head_dim != 576 or problem.layout != "bf16"):
-        given = f"rope_cos_sin of {problem.rope} values with {problem.layout} rows of {problem.head_dim}"
+    if problem.rope and (problem.rope != 64 or problem.head_dim != 576 or problem.kv_format != "bf16"):
+        given = f"rope_cos_sin of {problem.rope} values with {problem.kv_format} rows of {problem.head_dim}"
         return f"{given}; it turns 64 of bf16 rows of 576"
     if problem.alignment < 16:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
@@ -87,11 +87,11 @@ def ready(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> Callable[..., None]:
@@ -110,12 +110,12 @@ def ready(
         None if block_table is None else (block_table.shape, block_table.stride()),
         0 if kv_indices is None else kv_indices.shape[0],
         batch,
-        0 if cu_seqlens_q is None else max_q_len,
+        0 if cu_seqlens_q is None else max_seqlen_q,
         0 if plan is None else plan.shape[0],
         attn_sink is not None,
         (out.dtype, out.stride(), out.data_ptr() % 16 == 0),
         lse.is_contiguous(),
-        (abs(softmax_scale), max_kv_len, head_dim_v, causal, num_splits, split_size),
+        (abs(softmax_scale), max_seqlen_kv, head_dim_v, causal, num_splits, split_size),
     )
     named = partial(_buffers, known)
     launch = bind("decode", known.instance, q, known.grid, known.threads, known.shared, named, overlap=on_hopper)

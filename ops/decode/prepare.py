@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
+from mla_suite.build.params import load, reciprocal
 from mla_suite.core.dispatch import keep
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.config import CdnaConfig
 from mla_suite.ops.decode.hopper import HopperConfig
-from mla_suite.ops.plan.layout import most_items, splits_of
-from mla_suite.toolchain.params import load, reciprocal
+from mla_suite.ops.plan.metadata import most_items, splits_of
 
 SHORTEST_CUT = 256  # keys: below this, merging costs more than another compute unit saves
 SMALLEST_SCALE = 1e-30  # as good as 0, where a masked score of -inf times the scale would be NaN
@@ -90,9 +90,9 @@ def prepare(
     words      of the plan, 0 for none
     result     of out: dtype, strides, whether its address is a multiple of 16
     dense_lse  whether lse is contiguous
-    options    softmax_scale (not negative), max_kv_len, head_dim_v, causal, num_splits, split_size
+    options    softmax_scale (not negative), max_seqlen_kv, head_dim_v, causal, num_splits, split_size
     """
-    softmax_scale, max_kv_len, head_dim_v, causal, num_splits, split_size = options
+    softmax_scale, max_seqlen_kv, head_dim_v, causal, num_splits, split_size = options
     q, out = Rows(*queries), Rows(result[0], (*queries[1][:-1], head_dim_v), *result[1:])
     ragged = longest > 0
     heads, q_len, page = q.shape[-2], longest if ragged else q.shape[1], cache[0][1]
@@ -108,7 +108,7 @@ def prepare(
     else:
         if on_hopper:
             split_size = hopper.whole_blocks(split_size)
-        bound = max_kv_len or (entries if table is None else table[0][1]) * page
+        bound = max_seqlen_kv or (entries if table is None else table[0][1]) * page
         by_size = int(splits_of(bound, split_size)) if split_size else 0
         splits = num_splits or by_size or split_count(config, head_dim_v, out.dtype, batch, rows, bound)
         parts, items = splits, batch * splits

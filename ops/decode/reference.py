@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from mla_suite.core import layouts
+from mla_suite import kv_formats
 from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.core.layouts import cache as caches
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine.reference import run as combine
-from mla_suite.ops.plan.layout import OPEN, Plan
+from mla_suite.ops.plan.metadata import OPEN, Plan
 from mla_suite.ops.plan.reference import equal_chunk
 
 BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products
@@ -33,11 +33,11 @@ def run(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
@@ -64,7 +64,7 @@ def run(
         def rows_of(first: int, end: int, pages: torch.Tensor = pages) -> torch.Tensor:
             positions = torch.arange(first, end, device=q.device)
             slots = pages[positions // page] * page + positions % page
-            rows = caches.gather(layouts.layout(layout), kv_cache, slots, descale=kv_descale)
+            rows = caches.gather(kv_formats.kv_format(kv_format), kv_cache, slots, descale=kv_descale)
             return rows if rope_cos_sin is None else rotated(rows, rope_cos_sin[first:end])
 
         # Query token i of q_len sees the keys up to its own, which is the cached key length - q_len + i.

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from mla_suite.core import layouts
-from mla_suite.core.layouts import cache as caches
+from mla_suite import kv_formats
 from mla_suite.core.library import Sample
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.plan.samples import sample as plan_sample
 
 
@@ -21,7 +21,7 @@ def decode_sample(
     page: int = 64,
     latent: int = 512,
     rope: int = 64,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     dtype: torch.dtype = torch.bfloat16,
     causal: bool = True,
     sink: bool = False,
@@ -40,7 +40,7 @@ def decode_sample(
     Values are drawn on the device they are for: a CPU takes seconds for the caches of long contexts.
     """
     batch, head_dim = len(lens), latent + rope
-    kind = layouts.layout(layout)
+    kind = kv_formats.kv_format(kv_format)
     counts = [-(-length // page) for length in lens]
     pages = pages or sum(counts) + 1
     q_lens = [1 + b % q_len for b in range(batch)] if varlen else [q_len] * batch
@@ -67,15 +67,20 @@ def decode_sample(
         plan = None
         if planned:
             made = plan_sample(
-                lens, rows=heads * q_len, workers=8, max_kv_len=max(lens), num_splits=num_splits, split_size=split_size
+                lens,
+                rows=heads * q_len,
+                workers=8,
+                max_seqlen_kv=max(lens),
+                num_splits=num_splits,
+                split_size=split_size,
             )
             args, kwargs = made.make(torch.device("cpu"))
             plan = torch.ops.mla_suite.plan(*args, **kwargs)
         tensors = (q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan)
         moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
-        options: dict[str, Any] = {"layout": layout, "num_splits": num_splits, "split_size": split_size}
+        options: dict[str, Any] = {"kv_format": kv_format, "num_splits": num_splits, "split_size": split_size}
         if varlen:
-            options["max_q_len"] = max(q_lens)
+            options["max_seqlen_q"] = max(q_lens)
         return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
 
     token_bytes = kind.token_bytes if (latent, rope) == (kind.latent, kind.rope) else head_dim * kind.element_bytes
@@ -92,7 +97,7 @@ def decode_sample(
         *([f"s{split_size}"] if split_size else []),
         *(["plan"] if planned else []),
     ]
-    shape_name = f"b{batch}-h{heads}-q{q_len}-kv{max(lens)}-p{page}-{layout}"
+    shape_name = f"b{batch}-h{heads}-q{q_len}-kv{max(lens)}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
 
 
@@ -105,6 +110,6 @@ def samples() -> Sequence[Sample]:
     return (
         decode_sample([130, 0, 7], planned=True),
         decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True),
-        decode_sample([300, 129], heads=24, q_len=2, layout="fp8", num_splits=3),
+        decode_sample([300, 129], heads=24, q_len=2, kv_format="fp8", num_splits=3),
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
     )

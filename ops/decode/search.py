@@ -39,4 +39,4 @@ def cells(problem: Any, arch: Arch, tile: Tile) -> Mapping[str, Value]:
     return dict(tile_rows=tile.rows, tile_keys=tile.keys, warps=tile.warps, stages=tile.stages)
 
 
-SPACES = {"portable": Space(candidates, tiles.FORMAT, tiles.table, tiles.facts, cells)}
+SPACES = {"triton": Space(candidates, tiles.FORMAT, tiles.table, tiles.facts, cells)}

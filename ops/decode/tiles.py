@@ -37,7 +37,7 @@ FORMAT = tuning.Format(
     op="decode",
     exact=(
         tuning.Choice("q_dtype", tuple(DTYPES.values())),
-        tuning.Choice("layout", ("bf16", "fp16", "fp32", "fp8")),
+        tuning.Choice("kv_format", ("bf16", "fp16", "fp32", "fp8")),
         tuning.Integer("head_dim_v", 16, 1024),
     ),
     near=(
@@ -57,13 +57,13 @@ FORMAT = tuning.Format(
 
 def table(arch: str) -> str:
     """Beside the tables of our own kernels, which are named by the arch alone."""
-    return f"portable-{arch}"
+    return f"triton-{arch}"
 
 
 def facts(problem: Any, arch: Arch) -> Mapping[str, Value]:
     return dict(
         q_dtype=DTYPES[problem.q_dtype],
-        layout=problem.layout,
+        kv_format=problem.kv_format,
         head_dim_v=problem.head_dim_v,
         batch=max(problem.batch, 1),
         rows=max(problem.heads * problem.q_len, 1),

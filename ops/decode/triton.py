@@ -18,17 +18,17 @@ import triton.language as tl
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.launch.device import compute_units
+from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.decode import tiles as tuned
 from mla_suite.ops.decode.tiles import Tile
 from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
-from mla_suite.ops.plan.layout import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
+from mla_suite.ops.plan.metadata import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
-from mla_suite.runtime.device import compute_units
-from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-LAYOUTS = ("bf16", "fp16", "fp32", "fp8")
+KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 MOST_BLOCKS = 65535  # of a grid's second dimension
 GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts fall on its multiples
 ITEMS_AT = tl.constexpr(int(Word.ITEMS))
@@ -207,8 +207,8 @@ def attend_item(
 
 
 def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
-    if problem.layout not in LAYOUTS:
-        return Refusal(f"layout {problem.layout}; it reads {', '.join(LAYOUTS)}")
+    if problem.kv_format not in KV_FORMATS:
+        return Refusal(f"kv_format {problem.kv_format}; it reads {', '.join(KV_FORMATS)}")
     rope = problem.head_dim - problem.head_dim_v
     if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
         return Refusal(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
@@ -268,28 +268,28 @@ def run(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
     out, lse = outputs
     batch, heads, page = seq_lens.shape[0], q.shape[-2], kv_cache.shape[1]
-    q_len = q.shape[1] if cu_seqlens_q is None else max_q_len
+    q_len = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     rows = q_len * heads
     if batch == 0 or rows == 0:
         return
     tokens, flat_out, flat_lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
-    if layout == "fp8":
+    if kv_format == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     if block_table is not None:
-        bound = max_kv_len or block_table.shape[1] * page
+        bound = max_seqlen_kv or block_table.shape[1] * page
     else:
         assert kv_indices is not None  # decode's checks: one of the two
-        bound = max_kv_len or kv_indices.shape[0] * page
+        bound = max_seqlen_kv or kv_indices.shape[0] * page
     tiles = -(-rows // config.rows)
     if plan is not None:
         splits, capacity = 1, int(most_items(plan.shape[0], batch))

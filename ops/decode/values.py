@@ -8,8 +8,8 @@ import math
 import torch
 
 from mla_suite.core import checks
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_lengths, check_plan
 
 
@@ -28,20 +28,20 @@ def validate(
     plan: torch.Tensor | None = None,
     *,
     softmax_scale: float,
-    max_q_len: int = 1,
-    max_kv_len: int = 0,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
     head_dim_v: int = 512,
     causal: bool = True,
-    layout: str = "bf16",
+    kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
-    caches.check_base(declared(layout), kv_cache, op="decode", argument="kv_cache")
-    check_lengths("decode", seq_lens, max_kv_len)
+    caches.check_base(declared(kv_format), kv_cache, op="decode", argument="kv_cache")
+    check_lengths("decode", seq_lens, max_seqlen_kv)
     _check_descale("q_descale", q_descale)
     _check_descale("kv_descale", kv_descale)
     if cu_seqlens_q is not None:
-        _check_queries(cu_seqlens_q, q.shape[0], max_q_len)
+        _check_queries(cu_seqlens_q, q.shape[0], max_seqlen_q)
     pages, page, _ = kv_cache.shape
     used = (seq_lens.long() + page - 1) // page if page else seq_lens.long()
     if block_table is not None:
@@ -62,13 +62,13 @@ def _check_descale(name: str, factor: torch.Tensor | None) -> None:
         checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more: quantise with such a one")
 
 
-def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_q_len: int) -> None:
+def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -> None:
     bounds = cu_seqlens_q.tolist()
     if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] != tokens:
         checks.fail("decode", "cu_seqlens_q", f"is {bounds}", f"it must rise from 0 to the {tokens} tokens of q")
     longest = max((end - first for first, end in itertools.pairwise(bounds)), default=0)
-    if longest > max_q_len:
-        checks.fail("decode", "max_q_len", f"is {max_q_len}", f"a sequence has {longest} query tokens: pass that")
+    if longest > max_seqlen_q:
+        checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"a sequence has {longest} query tokens: pass that")
 
 
 def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.Tensor, pages: int, page: int) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite import runtime
+from mla_suite import launch
+from mla_suite.launch.device import compute_units
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.config import MOST_ROWS
-from mla_suite.runtime.device import compute_units
 
 TILE_ROWS = {"sm_90": hopper.ROWS}  # query rows that a workgroup holds; elsewhere MOST_ROWS
 
@@ -31,7 +31,7 @@ def workers(tensor: torch.Tensor, rows: int) -> int:
 @torch.compiler.assume_constant_result
 def _units_and_tile(device: torch.device) -> tuple[int, int]:
     """Compute units of a device, and the query rows that a workgroup holds there."""
-    arch = runtime.current_arch(torch.empty(0, device=device))
+    arch = launch.current_arch(torch.empty(0, device=device))
     tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
     emulated = None if device.type == "cuda" else arch
     return emulated.compute_units if emulated is not None else compute_units(device), tile

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mla_suite.build.params import load
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
-from mla_suite.ops.plan import layout as words
+from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.ops.plan import metadata as words
 from mla_suite.ops.plan.cost import figures
-from mla_suite.ops.plan.layout import Word
-from mla_suite.runtime import Buffer, bind, has_kernel
-from mla_suite.toolchain.params import load
+from mla_suite.ops.plan.metadata import Word
 
 MOST_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
 # Of a workgroup, for up to FEW sequences and for more: on an H200 five warps, a cut a lane for 132 workers, are the
@@ -67,12 +67,12 @@ class _Step(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _prepare(
-    arch: Arch, batch: int, rows: int, workers: int, max_kv_len: int, num_splits: int, split_size: int
+    arch: Arch, batch: int, rows: int, workers: int, max_seqlen_kv: int, num_splits: int, split_size: int
 ) -> tuple[bytes, tuple[_Step, ...]]:
     """The parameters after the pointers, and the launches: equal calls share them."""
-    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
-    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
-    splits = num_splits or (int(words.splits_of(max_kv_len, split_size)) if split_size > 0 else 0)
+    place = words.layout_for(batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
+    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
     costs = figures(arch, rows)
     threads = waves(arch, "uniform", batch) * arch.wavefront
     workgroups = min(-(-batch * splits // threads), arch.compute_units) if splits > 0 else 1
@@ -101,12 +101,12 @@ def ready(
     *,
     rows: int,
     workers: int,
-    max_kv_len: int,
+    max_seqlen_kv: int,
     num_splits: int = 0,
     split_size: int = 0,
 ) -> Callable[..., None]:
     batch = seq_lens.shape[0]
-    numbers, steps = _prepare(config, batch, rows, workers, max_kv_len, num_splits, split_size)
+    numbers, steps = _prepare(config, batch, rows, workers, max_seqlen_kv, num_splits, split_size)
     launches = [
         bind("plan", step.instance, seq_lens, step.grid, step.threads, 0, partial(_buffers, step.name), overlap=True)
         for step in steps

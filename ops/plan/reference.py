@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.ops.plan import layout as words
+from mla_suite.launch import current_arch
+from mla_suite.ops.plan import metadata as words
 from mla_suite.ops.plan.cost import GRANULE, Cuts, Figures, balanced_cuts, figures, round_up
-from mla_suite.ops.plan.layout import OPEN
-from mla_suite.runtime import current_arch
+from mla_suite.ops.plan.metadata import OPEN
 
 
 def run(
@@ -19,12 +19,12 @@ def run(
     *,
     rows: int,
     workers: int,
-    max_kv_len: int,
+    max_seqlen_kv: int,
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
     batch = seq_lens.shape[0]
-    place = words.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    place = words.layout_for(batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
     kv_lens = seq_lens.long()
     if cu_seqlens_q is not None:
         kv_lens = torch.where(cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
@@ -33,10 +33,10 @@ def run(
         parts = _uniform(kv_lens, equal_chunk(kv_lens, num_splits), num_splits, costs, workers)
     elif split_size > 0:
         size = torch.full_like(kv_lens, split_size)
-        parts = _uniform(kv_lens, size, int(words.splits_of(max_kv_len, split_size)), costs, workers)
+        parts = _uniform(kv_lens, size, int(words.splits_of(max_seqlen_kv, split_size)), costs, workers)
     else:
         parts = _balanced(kv_lens, costs, workers)
-    header = place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len)
+    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
     words.assemble(place, header, *parts, into=outputs[0])
 
 

@@ -15,16 +15,16 @@ import triton.language as tl
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
-from mla_suite.ops.plan import cost, layout
-from mla_suite.ops.plan.layout import Item, Word
-from mla_suite.runtime import current_arch
-from mla_suite.runtime.scratch import take
+from mla_suite.launch import current_arch
+from mla_suite.launch.scratch import take
+from mla_suite.ops.plan import cost, metadata
+from mla_suite.ops.plan.metadata import Item, Word
 
 GRANULE = tl.constexpr(cost.GRANULE)
-OPEN = tl.constexpr(layout.OPEN)
-ITEM_WORDS = tl.constexpr(layout.ITEM_WORDS)
+OPEN = tl.constexpr(metadata.OPEN)
+ITEM_WORDS = tl.constexpr(metadata.ITEM_WORDS)
 SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in Item)
-HEADER_WORDS = tl.constexpr(layout.HEADER_WORDS)  # split_indptr follows the header
+HEADER_WORDS = tl.constexpr(metadata.HEADER_WORDS)  # split_indptr follows the header
 ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
 # Sizes that change from call to call; one binary serves them all.
 SIZES = [
@@ -278,23 +278,25 @@ def run(
     *,
     rows: int,
     workers: int,
-    max_kv_len: int,
+    max_seqlen_kv: int,
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    place = layout.layout_for(batch, workers, max_kv_len=max_kv_len, num_splits=num_splits, split_size=split_size)
+    place = metadata.layout_for(
+        batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
+    )
     capacity, work_at, counters_at, items_at = (
         int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
     )
-    header = tuple(place.header(num_splits=num_splits, split_size=split_size, max_kv_len=max_kv_len))
+    header = tuple(place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv))
     fixed, tile_rows, shared = cost.figures(current_arch(seq_lens), rows)
-    lanes = max(capacity, batch + 1, workers + 1, items_at - counters_at, layout.HEADER_WORDS)
+    lanes = max(capacity, batch + 1, workers + 1, items_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     items = plan[items_at:]
     if num_splits or split_size:
-        splits = num_splits or int(layout.splits_of(max_kv_len, split_size))
+        splits = num_splits or int(metadata.splits_of(max_seqlen_kv, split_size))
         starts, total_price = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
             seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits, SIZE=BLOCK

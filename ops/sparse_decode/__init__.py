@@ -8,15 +8,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Op, Output
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.sparse_decode import native, reference, samples
 
 SCHEMA = (
     "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
-    "Tensor? attn_sink=None, Tensor? plan=None, *, str[] layouts, float softmax_scale, SymInt head_dim_v=512, "
+    "Tensor? attn_sink=None, Tensor? plan=None, *, str[] kv_formats, float softmax_scale, SymInt head_dim_v=512, "
     "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
 )
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,7 +27,7 @@ _Optional: TypeAlias = Sequence[torch.Tensor | None] | None  # None: of no pool
 class Pool(NamedTuple):
     """What a choice of sparse_decode kernel may depend on, of one pool."""
 
-    layout: str
+    kv_format: str
     page: int
     ragged: bool
     keys: int  # selected per query token: the width of dense indices, the mean of ragged ones
@@ -59,7 +59,7 @@ def sparse_decode(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
@@ -68,7 +68,7 @@ def sparse_decode(
     """Attend from each query token to the tokens that `indices` select from `kv_caches`, one softmax over all of them.
 
     q             [batch, q_len, heads, head_dim] or [tokens, heads, head_dim]; bfloat16, float16 or float32
-    kv_caches     per pool: [pages, page, width] in its layout; pools differ freely in layout, page and size
+    kv_caches     per pool: [pages, page, width] in its kv_format; pools differ freely in kv_format, page and size
     indices       per pool, int32, page id * page + offset: dense [batch, q_len, topk] or [tokens, topk], or ragged [n]
     indptrs       per pool: int32 [query tokens + 1] for ragged indices, token t selects indptr[t]..indptr[t + 1];
                   None for dense ones
@@ -77,7 +77,7 @@ def sparse_decode(
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     plan          from `mla_suite.plan` with the selected keys of each query token as seq_lens, for kernels that share
                   their work out; changes no result beyond rounding
-    layouts       per pool: a name of `python -m mla_suite layouts`; fp8 and fp8_fnuz pools are read with a descale of 1
+    kv_formats    per pool: a name of `python -m mla_suite formats`; fp8 and fp8_fnuz pools are read with a descale of 1
     softmax_scale multiplies q . k
     head_dim_v    V is the first head_dim_v values of a row
     num_splits    forced splits per query token; 0 leaves it to the kernel
@@ -92,7 +92,7 @@ def sparse_decode(
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
-    return faces.call(SPARSE_DECODE, tensors, (tuple(layouts), softmax_scale, head_dim_v, num_splits, split_size))
+    return faces.call(SPARSE_DECODE, tensors, (tuple(kv_formats), softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:
@@ -109,7 +109,7 @@ def specify(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
@@ -120,12 +120,12 @@ def specify(
     heads, head_dim = q.shape[-2:]
     if len(kv_caches) == 0:
         checks.fail("sparse_decode", "kv_caches", "is empty", "it takes one cache per pool, at least one")
-    lists = {"indices": indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "layouts": layouts}
+    lists = {"indices": indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "kv_formats": kv_formats}
     for argument, given in lists.items():
         if len(given) != len(kv_caches):
             possible = f"there are {len(kv_caches)} kv_caches: one entry for each"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
-    for i, (cache, name) in enumerate(zip(kv_caches, layouts, strict=True)):
+    for i, (cache, name) in enumerate(zip(kv_caches, kv_formats, strict=True)):
         kind = declared(name)
         argument = f"kv_caches[{i}]"
         checks.tensor("sparse_decode", argument, cache, rank=3, dtypes=caches.dtypes(kind), like=q)
@@ -182,7 +182,7 @@ def problem(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
@@ -193,7 +193,9 @@ def problem(
     tokens = q.shape[0] * q_len
     pools = tuple(
         Pool(name, cache.shape[1], indptr is not None, index.numel() // max(tokens, 1), caches.alignment(cache))
-        for name, cache, index, indptr in zip(layouts, kv_caches, indices, _per_pool(kv_caches, indptrs), strict=True)
+        for name, cache, index, indptr in zip(
+            kv_formats, kv_caches, indices, _per_pool(kv_caches, indptrs), strict=True
+        )
     )
     return Problem(
         tokens,
@@ -219,13 +221,13 @@ def validate(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
     split_size: int = 0,
 ) -> None:
-    for i, (cache, name) in enumerate(zip(kv_caches, layouts, strict=True)):
+    for i, (cache, name) in enumerate(zip(kv_caches, kv_formats, strict=True)):
         caches.check_base(declared(name), cache, op="sparse_decode", argument=f"kv_caches[{i}]")
         indptr, lengths, index = indptrs[i], topk_lengths[i], indices[i]
         if indptr is not None:
@@ -250,7 +252,7 @@ SPARSE_DECODE = library.register(
         specify=specify,
         problem=problem,
         validate=validate,
-        backends=(native.BACKEND, dispatch.portable("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
+        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

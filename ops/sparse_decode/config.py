@@ -18,7 +18,7 @@ RECORDS = {
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
-"""(layout, values of a row) -> what a kernel calls the record; all pools of a launch have the same."""
+"""(kv_format, values of a row) -> what a kernel calls the record; all pools of a launch have the same."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_layout-{self.record}_rows-{self.rows}"
+        return f"sparse_decode_kv_format-{self.record}_rows-{self.rows}"
 
     def tiles(self, heads: int) -> int:
         """Workgroups that share the keys of one query token."""
@@ -63,14 +63,14 @@ def tile_rows(heads: int) -> int:
     return next(rows for rows in ROWS if rows * tiles >= heads)
 
 
-def record_of(layouts: Sequence[str], width: int) -> str | None:
-    """What a kernel calls the record of pools in these layouts; None when no kernel reads them together."""
-    names = {RECORDS.get((layout, width)) for layout in layouts}
+def record_of(kv_formats: Sequence[str], width: int) -> str | None:
+    """What a kernel calls the record of pools in these kv_formats; None when no kernel reads them together."""
+    names = {RECORDS.get((kv_format, width)) for kv_format in kv_formats}
     # A power of two is a number: the kernel for any scale reads both.
     return "v32" if names == {"v32", "v32pow2"} else names.pop() if len(names) == 1 else None
 
 
 def sparse_config(problem: Any, arch: Arch) -> SparseConfig:
-    """The instance for a problem; it depends on heads and layouts alone, so a batch-invariant call may use it."""
-    record = record_of([pool.layout for pool in problem.pools], problem.head_dim)
+    """The instance for a problem; it depends on heads and kv_formats alone, so a batch-invariant call may use it."""
+    record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
     return SparseConfig(arch, record or "none", tile_rows(problem.heads))

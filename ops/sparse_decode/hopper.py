@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 from mla_suite.core.arch import Arch
+from mla_suite.launch import tensor_map
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.sparse_decode.config import record_of
-from mla_suite.runtime import tensor_map
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
@@ -76,7 +76,7 @@ class HopperSparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_layout-{self.record}_cluster-{self.cluster}"
+        return f"sparse_decode_kv_format-{self.record}_cluster-{self.cluster}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
@@ -84,8 +84,8 @@ class HopperSparseConfig:
 
 
 def hopper_sparse_config(problem: Any, arch: Arch) -> HopperSparseConfig:
-    """The instance for a problem; it depends on heads and layouts alone, so a batch-invariant call may use it."""
-    found = record_of([pool.layout for pool in problem.pools], problem.head_dim)
+    """The instance for a problem; it depends on heads and kv_formats alone, so a batch-invariant call may use it."""
+    found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
     record = "v32" if found == "v32pow2" else found or "none"
     in_pairs = record in SLOTS and -(-problem.heads // hopper.ROWS) % 2 == 0
     return HopperSparseConfig(arch, record, 2 if in_pairs else 1)

@@ -10,15 +10,15 @@ import torch
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal, readied
+from mla_suite.launch import Buffer, bind, has_kernel, tensor_map
+from mla_suite.launch.scratch import take
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode.native import MOST_ROW_TILES, give_back, merged, reachable, written
-from mla_suite.ops.plan.layout import HEADER_WORDS
+from mla_suite.ops.plan.metadata import HEADER_WORDS
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, RECORDS, SparseConfig, record_of, sparse_config
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig, hopper_sparse_config
 from mla_suite.ops.sparse_decode.prepare import POOL_POINTERS, Prepared, pack_pool, prepare
-from mla_suite.runtime import Buffer, bind, has_kernel, tensor_map
-from mla_suite.runtime.scratch import take
 
 ARCHS = ("gfx950", "sm_90")
 
@@ -42,12 +42,10 @@ def _unsupported(problem: Any) -> str | None:
     """Why the kernels cannot take a problem; None when they can."""
     if problem.dtype != torch.bfloat16:
         return f"q is {problem.dtype}; it takes bfloat16"
-    layouts = [pool.layout for pool in problem.pools]
-    if record_of(layouts, problem.head_dim) is None:
-        possible = ", ".join(f"{layout} ({width})" for layout, width in RECORDS)
-        return (
-            f"pools in {', '.join(layouts)} with rows of {problem.head_dim} values; it takes pools of one of {possible}"
-        )
+    kv_formats = [pool.kv_format for pool in problem.pools]
+    if record_of(kv_formats, problem.head_dim) is None:
+        possible = ", ".join(f"{kv_format} ({width})" for kv_format, width in RECORDS)
+        return f"pools in {', '.join(kv_formats)} with rows of {problem.head_dim} values; it takes {possible}"
     if problem.head_dim_v != 512:
         return f"head_dim_v {problem.head_dim_v}; it takes 512"
     if len(problem.pools) > MOST_POOLS:
@@ -72,7 +70,7 @@ def ready(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,

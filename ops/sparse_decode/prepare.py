@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import torch
 
+from mla_suite.build.params import load, reciprocal
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode.hopper import Boxes, pitch, query_boxes, within_reach, workers
 from mla_suite.ops.decode.prepare import SMALLEST_SCALE, Rows, pack_numbers
-from mla_suite.ops.plan.layout import most_items, splits_of
+from mla_suite.ops.plan.metadata import most_items, splits_of
 from mla_suite.ops.sparse_decode import hopper
 from mla_suite.ops.sparse_decode.config import MOST_POOLS, SparseConfig
 from mla_suite.ops.sparse_decode.hopper import HopperSparseConfig
-from mla_suite.toolchain.params import load, reciprocal
 
 SHORTEST_CUT = 128  # keys: below this, merging costs more than another compute unit saves
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
@@ -36,7 +36,7 @@ def run(
         for index, indptr, lengths in zip(indices, indptrs, topk_lengths, strict=True)
     ]
     for t, here in enumerate(itertools.product(*map(range, dims))):
-        pools = zip(layouts, kv_caches, selections, strict=True)
+        pools = zip(kv_formats, kv_caches, selections, strict=True)
         parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
         keys = parts[0] if len(parts) == 1 else torch.cat(parts)
         scores = q[here].float() @ keys.T * softmax_scale  # [heads, keys]
@@ -59,11 +59,11 @@ def selected(
     return [row[:length] for row, length in zip(flat, per_token.flatten().tolist(), strict=True)]
 
 
-def rows(layout: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """fp32 rows `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
-    return caches.gather(declared(layout), cache, valid)
+    return caches.gather(declared(kv_format), cache, valid)
 
 
 BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)

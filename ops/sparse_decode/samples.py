@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
 from mla_suite.core.library import Sample
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 
 
 class PoolShape(NamedTuple):
     """One pool of a sample: every query token selects `topk` of its pages * page tokens, some of them invalid."""
 
-    layout: str
+    kv_format: str
     pages: int
     page: int
     topk: int
@@ -26,7 +26,7 @@ def sample(
     batch: int, q_len: int, heads: int, pools: Sequence[PoolShape], *, sink: bool = False, lengths: bool = False
 ) -> Sample:
     """Random rows and selections; ragged pools give token t only topk - t % 3 indices."""
-    head_dim = declared(pools[0].layout).head_dim
+    head_dim = declared(pools[0].kv_format).head_dim
     tokens = batch * q_len
 
     def make(device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -35,7 +35,7 @@ def sample(
         kv_caches, indices, indptrs, topk_lengths = [], [], [], []
         for pool in pools:
             rows = torch.randn(pool.pages, pool.page, head_dim, **draw)
-            kv_caches.append(caches.pack(declared(pool.layout), rows))
+            kv_caches.append(caches.pack(declared(pool.kv_format), rows))
             index = torch.randint(-1, pool.pages * pool.page, (batch, q_len, pool.topk), **draw).int()
             keep = [max(pool.topk - t % 3, 0) for t in range(tokens)]
             if pool.ragged:
@@ -45,13 +45,13 @@ def sample(
             use_lengths = lengths and not pool.ragged
             topk_lengths.append(torch.tensor(keep[:batch]).int().to(device) if use_lengths else None)
         attn_sink = torch.randn(heads, **draw) if sink else None
-        kwargs = {"layouts": [pool.layout for pool in pools], "softmax_scale": head_dim**-0.5}
+        kwargs = {"kv_formats": [pool.kv_format for pool in pools], "softmax_scale": head_dim**-0.5}
         return (q, kv_caches, indices, indptrs, topk_lengths, attn_sink), kwargs
 
     name = f"b{batch}-q{q_len}-h{heads}-" + "-".join(
-        f"{pool.layout}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
+        f"{pool.kv_format}.p{pool.page}.{'r' if pool.ragged else 'k'}{pool.topk}" for pool in pools
     )
-    read = sum(tokens * pool.topk * (declared(pool.layout).token_bytes + 4) for pool in pools)
+    read = sum(tokens * pool.topk * (declared(pool.kv_format).token_bytes + 4) for pool in pools)
     bytes_moved = read + tokens * heads * ((head_dim + 512) * 2 + 4)
     flops = sum(2 * tokens * pool.topk * heads * (head_dim + 512) for pool in pools)
     return Sample(name + ("-sink" if sink else ""), make, bytes_moved, flops)

@@ -15,14 +15,14 @@ import triton.language as tl
 
 from mla_suite.core.arch import Arch
 from mla_suite.core.dispatch import Offer, Refusal
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import kv_format as declared
+from mla_suite.launch.device import compute_units
+from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.decode.tiles import Tile
 from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
-from mla_suite.ops.plan.layout import splits_of
+from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
-from mla_suite.runtime.device import compute_units
-from mla_suite.runtime.scratch import partials
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts of a selection fall on its multiples
@@ -184,14 +184,14 @@ def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Refusal(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
-        kind = declared(pool.layout)
+        kind = declared(pool.kv_format)
         if kind.scale_rule is not None and values != kind.head_dim_v:
-            return Refusal(f"head_dim_v {values} of layout {pool.layout}; it takes {kind.head_dim_v}")
-    tile = tile_for(problem.heads, problem.dtype, [pool.layout for pool in problem.pools], arch)
+            return Refusal(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
+    tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
     return Offer(tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read")
 
 
-def tile_for(heads: int, dtype: torch.dtype, layouts: Sequence[str], arch: Arch | None) -> Tile:
+def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Arch | None) -> Tile:
     """The best measured tile on sm_90; on gfx942 and gfx950 what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
@@ -200,12 +200,12 @@ def tile_for(heads: int, dtype: torch.dtype, layouts: Sequence[str], arch: Arch 
     if dtype == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
     if arch is None:  # any other GPU: the least shared memory beside bf16 matrix units is 99 KiB
-        return Tile(16, 16 if "fp32" in layouts else 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
-    if arch.vendor == "amd" or (heads <= 16 and "fp32" in layouts):
+        return Tile(16, 16 if "fp32" in kv_formats else 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
+    if arch.vendor == "amd" or (heads <= 16 and "fp32" in kv_formats):
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
-        two_fields = any(declared(name).latent < declared(name).head_dim_v for name in layouts)
+        two_fields = any(declared(name).latent < declared(name).head_dim_v for name in kv_formats)
         return Tile(16, 64, 8, 1 if two_fields else 2)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
     return Tile(64, 64, 8, 1)
@@ -222,7 +222,7 @@ def run(
     attn_sink: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    layouts: Sequence[str],
+    kv_formats: Sequence[str],
     softmax_scale: float,
     head_dim_v: int = 512,
     num_splits: int = 0,
@@ -236,7 +236,7 @@ def run(
         return
     # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
     kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in kv_caches]
-    lists = zip(kv_caches, indices, indptrs, topk_lengths, layouts, strict=True)
+    lists = zip(kv_caches, indices, indptrs, topk_lengths, kv_formats, strict=True)
     pools = tuple(_pool(q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = num_splits or _splits(tokens, tiles, indices, indptrs, split_size)
@@ -292,7 +292,7 @@ def _pool(
     index: torch.Tensor,
     indptr: torch.Tensor | None,
     lengths: torch.Tensor | None,
-    layout: str,
+    kv_format: str,
 ) -> Pool:
     pages, page, _ = cache.shape
     rows = index.flatten(0, -2) if indptr is None else index
@@ -308,7 +308,7 @@ def _pool(
         pages * page,
         cache.stride(0) * cache.element_size(),
         tl.constexpr(page),
-        record(layout, q.shape[-1]),
+        record(kv_format, q.shape[-1]),
     )
 
 

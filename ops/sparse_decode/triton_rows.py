@@ -1,4 +1,4 @@
-"""Rows of a KV cache in Triton: any declared layout, gathered and dequantised.
+"""Rows of a KV cache in Triton: any declared kv_format, gathered and dequantised.
 
 fp8 values are decoded by integer arithmetic, so every GPU reads both flavours.
 """
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import kv_format as declared
 
 
 class Record(NamedTuple):
-    """Where a layout keeps a token's values, as constants of the kernel; see `Field` in core/layouts for the rule.
+    """Where a format keeps a token's values, as constants of the kernel; see `Field` in core/formats for the rule.
 
     Columns 0 .. latent_count of a row are the latent field, those after it the rope field. A dense row is one field.
     """
@@ -38,9 +38,9 @@ class Record(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def record(layout: str, head_dim: int) -> Record:
-    """The layout's fields as constants of the kernel; a dense row as one field of head_dim values."""
-    kind = declared(layout)
+def record(kv_format: str, head_dim: int) -> Record:
+    """The kv_format's fields as constants of the kernel; a dense row as one field of head_dim values."""
+    kind = declared(kv_format)
     kind = kind.sized(head_dim, 0) if kind.dense else kind
     constants = kind.constants()
     encodings = {field.name: field.encoding for field in kind.fields}

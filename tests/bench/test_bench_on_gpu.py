@@ -82,7 +82,7 @@ def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceil
 
 
 def test_the_command_compares_two_runs_of_the_same_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "portable", "--no-peers"]
+    arguments = ["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "triton", "--no-peers"]
     arguments += ["--sustained", "0"]
     old = tmp_path / "old.json"
     assert main([*arguments, "--save", str(old)]) == 0

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from mla_suite.bench import bounds, sets
+from mla_suite.build import manifest
 from mla_suite.core import arch as arch_records
-from mla_suite.runtime.emulator import Report, machine
-from mla_suite.runtime.emulator.report import Finding
-from mla_suite.toolchain import manifest
+from mla_suite.emulator import Report, machine
+from mla_suite.emulator.report import Finding
 
 CASE = sets.combine(4, 16, 8)
 BROKEN = Finding("lds_race", "combine", "ds_read_b32 v1, v0", "combine.hpp:9", 0, 1, 1, "0x0", 1, "made up")

@@ -1,4 +1,4 @@
-"""Inputs rotate without losing their layout, and a wrong result is not timed."""
+"""Inputs rotate without losing their kv_format, and a wrong result is not timed."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def test_copies_keep_strides_and_own_their_memory() -> None:
     padded = sets.sparse(2, 8, 1, [PoolShape("dsv4", 4, 2, 3)])
     call = inputs.make(padded, CPU)
     cache = call.args[1][0]
-    assert not cache.is_contiguous()  # blocks of this layout are padded
+    assert not cache.is_contiguous()  # blocks of this kv_format are padded
     twin = inputs.copy(call).args[1][0]
     assert twin.stride() == cache.stride()
     assert torch.equal(twin, cache)
@@ -123,7 +123,7 @@ def test_arguments_that_an_operator_writes_are_compared() -> None:
 
 
 def test_portable_refuses_the_cpu_in_a_sentence() -> None:
-    (result,) = run.run([SMALL], CPU, ONCE, backends=["portable"])
+    (result,) = run.run([SMALL], CPU, ONCE, backends=["triton"])
     assert result.failure == "it runs on cuda, not on cpu"
     assert not result.wrong
 

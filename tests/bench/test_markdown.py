@@ -13,7 +13,7 @@ from mla_suite.bench.record import Result
 
 
 def made_up():
-    report = runs.report(0, backends=("native", "portable", "flash_mla"))
+    report = runs.report(0, backends=("native", "triton", "flash_mla"))
     for result in report.results:
         if result.backend == "flash_mla":
             result.config = "1.2.3"

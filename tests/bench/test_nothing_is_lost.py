@@ -15,8 +15,8 @@ import runs
 from mla_suite.__main__ import main
 from mla_suite.bench import clock, page, record, saving
 from mla_suite.bench import run as runner
+from mla_suite.build import locations
 from mla_suite.cli import explain, marked
-from mla_suite.toolchain import locations
 
 QUICK = ["bench", "--device", "cpu", "--op", "combine", "--no-emulator"]
 

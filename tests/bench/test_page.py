@@ -63,8 +63,8 @@ class Reader(HTMLParser):
 
 @cache
 def full_page() -> str:
-    old = runs.report(0, backends=("native", "portable", "flash_mla"))
-    new = runs.report(1, slowdown=1.08, backends=("native", "portable", "flash_mla"))
+    old = runs.report(0, backends=("native", "triton", "flash_mla"))
+    new = runs.report(1, slowdown=1.08, backends=("native", "triton", "flash_mla"))
     new.results.append(
         Result("decode", "b9<script>", "native", {}, 1, 1, failure="off by <b>nan</b> & more", wrong=True)
     )

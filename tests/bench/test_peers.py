@@ -68,7 +68,7 @@ class Wrapper:
         assert ckv.shape[1] == page
         out, lse = mla_suite.decode(
             torch.cat((q_nope, q_pe), -1), torch.cat((ckv, kpe), -1), lens, kv_indptr=indptr, kv_indices=indices,
-            cu_seqlens_q=cu, max_q_len=int(cu.diff().max()), softmax_scale=scale, causal=causal,
+            cu_seqlens_q=cu, max_seqlen_q=int(cu.diff().max()), softmax_scale=scale, causal=causal,
         )  # fmt: skip
         return out, lse / math.log(2)
 
@@ -80,10 +80,10 @@ def aiter_mla() -> ModuleType:
                        max_seqlen_q: int, sm_scale: float, q_scale: Any = None,
                        kv_scale: Any = None) -> None:  # fmt: skip
         assert kv_buffer.shape[1:3] == (1, 1)
-        layout = "fp8" if kv_buffer.element_size() == 1 else "bf16"
+        kv_format = "fp8" if kv_buffer.element_size() == 1 else "bf16"
         out, _ = mla_suite.decode(
             q, kv_buffer.squeeze(2), kv_indptr.diff(), kv_indptr=kv_indptr, kv_indices=kv_indices,
-            cu_seqlens_q=qo_indptr, max_q_len=max_seqlen_q, softmax_scale=sm_scale, layout=layout,
+            cu_seqlens_q=qo_indptr, max_seqlen_q=max_seqlen_q, softmax_scale=sm_scale, kv_format=kv_format,
             q_descale=q_scale, kv_descale=kv_scale,
         )  # fmt: skip
         o.copy_(out)
@@ -105,7 +105,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-FP8: dict[str, Any] = dict(layout="fp8", dtype=torch.float8_e4m3fn)
+FP8: dict[str, Any] = dict(kv_format="fp8", dtype=torch.float8_e4m3fn)
 TAKEN = [
     ("flash_mla", sets.decode(3, 4, 100, 2)),
     ("flashinfer", sets.decode(3, 4, 100, 2)),

@@ -12,7 +12,7 @@ from mla_suite.bench.floors import Floors, _rising
 
 
 def test_a_run_survives_the_file(tmp_path: Path) -> None:
-    report = runs.report(0, backends=("native", "portable"))
+    report = runs.report(0, backends=("native", "triton"))
     report.save(tmp_path / "run.json")
     again = record.load(tmp_path / "run.json")
     assert again == report

@@ -41,7 +41,7 @@ WRONG, BROKEN = 4, 5
 
 @pytest.fixture(autouse=True)
 def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """combine with a native backend of seven points (one is wrong, one cannot be launched) and a portable one."""
+    """combine with a native backend of seven points (one is wrong, one cannot be launched) and a triton one."""
     op = library.get("combine")
     reference = op.backends[-1]
 
@@ -53,8 +53,8 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
             outputs[0][0, 0] *= 2
 
     native = Backend("native", lambda problem, arch: Offer(0, "rule"), run)
-    portable = Backend("portable", lambda problem, arch: Offer(8, "rule"), run)
-    monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, portable, reference))})
+    triton = Backend("triton", lambda problem, arch: Offer(8, "rule"), run)
+    monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
     tuning.forget()
@@ -103,7 +103,7 @@ def test_what_is_within_the_noise_of_the_present_point_is_not(seed: int) -> None
 def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
     found = searched({0: 40.0, 2: 30.0}, rival_us=12.0)
     assert found.kept is not None
-    assert found.kept.startswith("portable takes 1")
+    assert found.kept.startswith("triton takes 1")
 
 
 def test_the_rival_is_the_fastest_of_the_other_backends() -> None:
@@ -140,7 +140,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     (loaded,) = tuning.load(FORM, "sm_90", path)
     assert loaded.values == dict(rows=4, batch=2, point=2)
     assert loaded.provenance["device"] == "NVIDIA  H200   141 GB"
-    assert loaded.provenance["rival"] == "portable"
+    assert loaded.provenance["rival"] == "triton"
     assert loaded.provenance["software"] == "cuda 13.0 torch 2.11.0 triton 3.6.0"
     assert 29 < float(loaded.provenance["microseconds"]) < 31
     match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))
@@ -189,15 +189,15 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     from mla_suite.ops.decode import problem as problem_of
 
     facts = problem_of(*problem[0], **problem[1])
-    from mla_suite.ops.decode import triton as portable
+    from mla_suite.ops.decode import triton as triton_kernel
 
     tiles = list(decode_search.candidates(facts, ARCH))
     assert len(tiles) >= 8
     assert {tile.rows for tile in tiles} == {16}
-    assert portable.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
+    assert triton_kernel.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
     for tile in tiles:
         assert (tile.rows + min(tile.stages, 2) * tile.keys) * 576 * 2 <= ARCH.lds_bytes
-        assert decode_search.tiles.refuse("portable-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+        assert decode_search.tiles.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
 
 
 def test_the_command_prints_and_stores(
@@ -314,23 +314,23 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
     from mla_suite.ops.decode import problem as problem_of
     from mla_suite.ops.decode import tiles
-    from mla_suite.ops.decode import triton as portable
+    from mla_suite.ops.decode import triton as triton_kernel
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
     problem = problem_of(*args, **kwargs)
-    space = decode_search.SPACES["portable"]
+    space = decode_search.SPACES["triton"]
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
-    tile = portable.Tile(16, 64, 8, 1)
-    assert portable.offer(problem, ARCH) != tile
+    tile = triton_kernel.Tile(16, 64, 8, 1)
+    assert triton_kernel.offer(problem, ARCH) != tile
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
-    store.write(tiles.FORMAT, "portable-sm_90", path, [row | cells])
-    offered = portable.offer(problem, ARCH)
+    store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
+    offered = triton_kernel.offer(problem, ARCH)
     assert isinstance(offered, Offer)
     assert offered.config == tile
     assert f"measured row {path}:2" in offered.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
-        changed = portable.offer(other, ARCH)
+        changed = triton_kernel.offer(other, ARCH)
         assert isinstance(changed, Offer)
         assert "row" not in changed.reason.split("keys")[1]
-    assert portable.offer(problem._replace(batch=16), ARCH).config == tile
+    assert triton_kernel.offer(problem._replace(batch=16), ARCH).config == tile

@@ -37,13 +37,13 @@ def backend(name, answer, asked=None, devices=("cpu", "cuda")):
 def test_first_offer_wins_and_refusals_are_kept():
     backends = (
         backend("native", Refusal("page 48; it takes 64")),
-        backend("portable", Offer("config", "rule")),
+        backend("triton", Offer("config", "rule")),
         backend("reference", Offer(None, "always")),
     )
     choice = dispatch.choose("an_op", backends, ("problem",), None, "cpu")
-    assert (choice.backend.name, choice.offer.config) == ("portable", "config")
+    assert (choice.backend.name, choice.offer.config) == ("triton", "config")
     assert choice.refused == (("native", "page 48; it takes 64"),)
-    assert str(choice) == "portable: rule\n  not native: page 48; it takes 64"
+    assert str(choice) == "triton: rule\n  not native: page 48; it takes 64"
 
 
 def test_the_reference_on_a_gpu_is_told_of_once(caplog):
@@ -83,16 +83,16 @@ def test_a_backend_is_asked_once_per_problem():
 
 def test_a_backend_of_another_device_is_not_asked():
     asked: list[object] = []
-    backends = (backend("portable", Offer(None, "rule"), asked, ("cuda",)), backend("reference", Offer(None, "always")))
+    backends = (backend("triton", Offer(None, "rule"), asked, ("cuda",)), backend("reference", Offer(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
     assert (choice.backend.name, asked) == ("reference", [])
-    assert choice.refused == (("portable", "the tensors are on cpu; it runs on cuda"),)
-    assert dispatch.choose("an_op", backends, 1, None, "cuda").backend.name == "portable"
+    assert choice.refused == (("triton", "the tensors are on cpu; it runs on cuda"),)
+    assert dispatch.choose("an_op", backends, 1, None, "cuda").backend.name == "triton"
 
 
 def test_no_backend_is_one_sentence_with_every_reason():
-    backends = (backend("native", Refusal("not built")), backend("portable", Refusal("no triton")))
-    with pytest.raises(RuntimeError, match=r"an_op: no backend .* on cpu \(native: not built; portable: no triton\)"):
+    backends = (backend("native", Refusal("not built")), backend("triton", Refusal("no triton")))
+    with pytest.raises(RuntimeError, match=r"an_op: no backend .* on cpu \(native: not built; triton: no triton\)"):
         dispatch.choose("an_op", backends, 0, None, "cpu")
 
 
@@ -106,8 +106,8 @@ def arguments(**options):
     [
         ({}, {}, "context 160 keys per sequence, from block_table width x page"),
         ({"ragged_pages": True}, {}, "context 128 keys per sequence, from kv_indices per sequence x page"),
-        ({}, {"max_kv_len": 4000}, "context 4000 keys per sequence, from max_kv_len"),
-        ({"split_size": 64}, {"max_kv_len": 4000}, "batch-invariant (split_size 64): the choice sees neither"),
+        ({}, {"max_seqlen_kv": 4000}, "context 4000 keys per sequence, from max_seqlen_kv"),
+        ({"split_size": 64}, {"max_seqlen_kv": 4000}, "batch-invariant (split_size 64): the choice sees neither"),
     ],
 )
 def test_explain_says_which_context_decided(options, given, note):
@@ -128,12 +128,12 @@ def test_batch_invariant_choice_does_not_depend_on_batch_or_length():
 
 def test_explain_shows_refusals_and_configuration(monkeypatch):
     table = "measured row ops/decode/tuned/gfx950.csv:7"
-    backends = (backend("native", Refusal("not built")), backend("portable", Offer({"tile": 64}, table)))
+    backends = (backend("native", Refusal("not built")), backend("triton", Offer({"tile": 64}, table)))
     record = dataclasses.replace(library.get("decode"), backends=backends)
     monkeypatch.setitem(library._registry, "decode", record)
     args, kwargs = arguments()
     assert str(mla_suite.explain("decode", *args, **kwargs)).splitlines()[:3] == [
-        f"decode on cpu -> portable: {table}",
+        f"decode on cpu -> triton: {table}",
         "  config: {'tile': 64}",
         "  not native: not built",
     ]
@@ -147,7 +147,7 @@ def test_explain_takes_arguments_as_the_function_does():
     )
     cache, chosen = torch.zeros(2, 16, 576), torch.zeros(3, 5, dtype=torch.int32)  # no list of what is optional
     answer = mla_suite.explain(
-        "sparse_decode", torch.zeros(3, 4, 576), [cache], [chosen], layouts=["fp32"], softmax_scale=1.0
+        "sparse_decode", torch.zeros(3, 4, 576), [cache], [chosen], kv_formats=["fp32"], softmax_scale=1.0
     )
     assert answer.backend == "reference"
 
@@ -178,7 +178,7 @@ def test_log_prints_each_choice_once():
     code = """
 import torch, mla_suite
 for _ in range(3):
-    mla_suite.plan(torch.tensor([5], dtype=torch.int32), rows=16, workers=2, max_kv_len=8)
+    mla_suite.plan(torch.tensor([5], dtype=torch.int32), rows=16, workers=2, max_seqlen_kv=8)
 """
     environment = os.environ | {"MLA_SUITE_LOG": "dispatch"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -278,5 +278,5 @@ def test_triton_launches_on_the_tensors_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setitem(sys.modules, "mla_suite_test_portable", SimpleNamespace(run=run))
     tensor = torch.zeros(1)
-    dispatch.portable("mla_suite_test_portable").run("tile", (), tensor, None, causal=True)
+    dispatch.triton_backend("mla_suite_test_portable").run("tile", (), tensor, None, causal=True)
     assert ran == [("tile", (tensor, None), {"causal": True}, [tensor])]

@@ -239,8 +239,8 @@ def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wron
     [
         ({"causal": None}, "decode: causal is None; it takes a value"),
         ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a value"),
-        ({"max_q_len": 1.0}, "decode: max_q_len is 1.0; it takes an int of 64 bits"),
-        ({"layout": ["bf16"]}, "decode: layout is a list of str; it takes a string"),
+        ({"max_seqlen_q": 1.0}, "decode: max_seqlen_q is 1.0; it takes an int of 64 bits"),
+        ({"kv_format": ["bf16"]}, "decode: kv_format is a list of str; it takes a string"),
         ({"seq_lens": [3, 5]}, "decode: seq_lens is a list of int; it takes a tensor"),
     ],
 )

@@ -16,9 +16,9 @@ SELECTED = torch.arange(-1, 23, dtype=torch.int32).view(3, 2, 4)
 
 
 def planned(rows):
-    plan = mla_suite.plan(LENS[rows], rows=16, workers=4, max_kv_len=0)
+    plan = mla_suite.plan(LENS[rows], rows=16, workers=4, max_seqlen_kv=0)
     return mla_suite.decode(
-        Q[rows], CACHE, LENS[rows], TABLE[rows], plan=plan, softmax_scale=0.1, layout="fp32", max_q_len=2
+        Q[rows], CACHE, LENS[rows], TABLE[rows], plan=plan, softmax_scale=0.1, kv_format="fp32", max_seqlen_q=2
     )
 
 
@@ -26,18 +26,18 @@ def into_outputs(rows):
     q = Q[rows]
     out, lse = q.new_empty((*q.shape[:-1], 512)), q.new_empty(q.shape[:-1])
     arguments = q, CACHE, LENS[rows], TABLE[rows]
-    torch.ops.mla_suite.decode.out(*arguments, softmax_scale=0.1, layout="fp32", out=out, lse=lse)
+    torch.ops.mla_suite.decode.out(*arguments, softmax_scale=0.1, kv_format="fp32", out=out, lse=lse)
     return out, lse
 
 
 def sparse(rows):
-    return mla_suite.sparse_decode(Q[rows], [CACHE], [SELECTED[rows]], layouts=["fp32"], softmax_scale=0.1)
+    return mla_suite.sparse_decode(Q[rows], [CACHE], [SELECTED[rows]], kv_formats=["fp32"], softmax_scale=0.1)
 
 
 def append(rows):
     cache, slots = CACHE.clone(), torch.tensor([5, 40, 7])[rows]
     values = Q[:, 0, 0][rows]
-    mla_suite.append_kv(values[:, :512].contiguous(), values[:, 512:].contiguous(), cache, slots, layout="fp32")
+    mla_suite.append_kv(values[:, :512].contiguous(), values[:, 512:].contiguous(), cache, slots, kv_format="fp32")
     return (cache,)
 
 

@@ -10,7 +10,7 @@ from mla_suite.ops.combine.config import FORMAT
 
 FORM = Format(
     op="sum",
-    exact=(Integer("heads", 1, 128), Choice("layout", ("bf16", "fp8"))),
+    exact=(Integer("heads", 1, 128), Choice("kv_format", ("bf16", "fp8"))),
     near=(Integer("batch", 1, 4096), Integer("context", 1, 1 << 20)),
     config=(Integer("num_splits", 1, 512),),
     refuse=lambda arch, values: "13 splits are unlucky" if values["num_splits"] == 13 else None,
@@ -18,9 +18,9 @@ FORM = Format(
 HEADER = ",".join(FORM.header)
 
 
-def counted(heads=16, layout="bf16", batch=1, context=1024, num_splits=4, **more):
+def counted(heads=16, kv_format="bf16", batch=1, context=1024, num_splits=4, **more):
     row = {"kind": "counted", "date": "2026-11-01", "commit": "1a2b3c4d"}
-    row |= {"heads": heads, "layout": layout, "batch": batch, "context": context, "num_splits": num_splits}
+    row |= {"heads": heads, "kv_format": kv_format, "batch": batch, "context": context, "num_splits": num_splits}
     return FORM.line(row | more)
 
 
@@ -58,8 +58,8 @@ def tables(tmp_path, monkeypatch):
     tuning.forget()
 
 
-def find(batch, context, heads=16, layout="bf16"):
-    return tuning.find(FORM, "gfx950", {"heads": heads, "layout": layout, "batch": batch, "context": context})
+def find(batch, context, heads=16, kv_format="bf16"):
+    return tuning.find(FORM, "gfx950", {"heads": heads, "kv_format": kv_format, "batch": batch, "context": context})
 
 
 def test_exact_then_nearest_in_log_space(tables):
@@ -76,8 +76,8 @@ def test_exact_then_nearest_in_log_space(tables):
 def test_exact_columns_are_never_approximated(tables):
     tables(shipped=[counted()])
     assert find(1, 1024, heads=32) is None
-    assert find(1, 1024, layout="fp8") is None
-    assert tuning.find(FORM, "gfx942", {"heads": 16, "layout": "bf16", "batch": 1, "context": 1024}) is None
+    assert find(1, 1024, kv_format="fp8") is None
+    assert tuning.find(FORM, "gfx942", {"heads": 16, "kv_format": "bf16", "batch": 1, "context": 1024}) is None
 
 
 def test_user_rows_override_and_are_named(tables):
@@ -115,7 +115,7 @@ def test_a_user_without_a_home_has_no_tables(monkeypatch):
         ([counted(heads="016")], 2, "heads is '016'"),
         ([counted(heads="1e1")], 2, "heads is '1e1'"),
         ([counted(heads="")], 2, "heads is ''"),
-        ([counted(layout="fp4")], 2, "layout is 'fp4'; it takes bf16, fp8"),
+        ([counted(kv_format="fp4")], 2, "kv_format is 'fp4'; it takes bf16, fp8"),
         ([counted(num_splits=13)], 2, "not legal on gfx950: 13 splits are unlucky"),
         ([counted(), counted()], 3, "a shape has one row"),
         ([counted(batch=2), counted(batch=1)], 3, "rows are sorted"),
@@ -131,9 +131,9 @@ def test_a_user_without_a_home_has_no_tables(monkeypatch):
         ([counted(date="2026-13-01")], 2, "date is '2026-13-01'"),
         ([measured(device="", driver="")], 2, "a measured row needs device, driver"),
         ([measured(microseconds="fast")], 2, "microseconds is 'fast'"),
-        ([measured(rival="portable")], 2, "come together"),
-        ([measured(rival="portable", rival_microseconds="40.9")], 2, "loses to portable (41.3 us against 40.9 us)"),
-        ([measured(rival="portable", rival_microseconds="55")], None, ""),
+        ([measured(rival="triton")], 2, "come together"),
+        ([measured(rival="triton", rival_microseconds="40.9")], 2, "loses to triton (41.3 us against 40.9 us)"),
+        ([measured(rival="triton", rival_microseconds="55")], None, ""),
     ],
 )
 def test_lint_names_file_line_and_reason(tables, lines, line, words):
@@ -151,7 +151,9 @@ def test_lint_names_file_line_and_reason(tables, lines, line, words):
 
 
 def test_lint_reports_every_bad_row(tables):
-    path = tables(shipped=[counted(heads=0), counted(), counted(layout="x")]) / "ops" / "sum" / "tuned" / "gfx950.csv"
+    path = (
+        tables(shipped=[counted(heads=0), counted(), counted(kv_format="x")]) / "ops" / "sum" / "tuned" / "gfx950.csv"
+    )
     assert [finding.split(": ")[0] for finding in tuning.lint(FORM, "gfx950", path)] == [f"{path}:2", f"{path}:4"]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mla_suite.build import compilers
 from mla_suite.core.arch import CSRC
-from mla_suite.runtime.emulator import Emulator, Memory, Report
-from mla_suite.toolchain import compilers
+from mla_suite.emulator import Emulator, Memory, Report
 
 ARCHS = ("gfx942", "gfx950")
 CONSTANTS = {"gfx942": ["-DWIDTH=4", "-DK=16"], "gfx950": ["-DWIDTH=16", "-DK=32"]}

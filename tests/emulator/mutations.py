@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_suite.runtime.emulator import AssemblyError, Emulator, Memory, Report
+from mla_suite.emulator import AssemblyError, Emulator, Memory, Report
 
 KINDS = {
     "barrier": r"s_barrier",

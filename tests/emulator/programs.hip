@@ -1,6 +1,6 @@
 // Kernels that the emulator's tests run: each uses one part of the machine. WIDTH: bytes per lane of a direct-to-LDS
 // load; K: depth of the 16x16 bf16 matrix instruction.
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 #define LDS_POINTER __attribute__((address_space(3)))
 #define GLOBAL_POINTER __attribute__((address_space(1)))

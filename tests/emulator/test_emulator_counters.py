@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mla_suite.core import arch as arch_records
-from mla_suite.runtime.emulator import Memory, run_snippet
+from mla_suite.emulator import Memory, run_snippet
 
 LANE = np.arange(64, dtype=np.uint32)
 

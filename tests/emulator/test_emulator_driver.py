@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mla_suite.core import arch as arch_records
-from mla_suite.runtime.driver import Buffer, LaunchError
-from mla_suite.runtime.emulator import Emulator, EmulatorDriver, SanitizerError, configured, machine
+from mla_suite.emulator import Emulator, EmulatorDriver, SanitizerError, configured, machine
+from mla_suite.launch.driver import Buffer, LaunchError
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from bits import from_bf16, to_bf16
 
-from mla_suite.runtime.emulator import AssemblyError
+from mla_suite.emulator import AssemblyError
 
 rng = np.random.default_rng(11)
 
@@ -81,7 +81,7 @@ def test_unknown_instruction_names_its_line(launch):
 
 
 def test_instruction_of_the_other_arch(programs):
-    from mla_suite.runtime.emulator import Emulator
+    from mla_suite.emulator import Emulator
 
     text = programs["gfx950"].replace("gfx950", "gfx942")
     with pytest.raises(AssemblyError, match=r"v_mfma_f32_16x16x32_bf16.*does not exist on the architecture"):

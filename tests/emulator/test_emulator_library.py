@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mla_suite.runtime.driver import DriverError
-from mla_suite.runtime.emulator import core
-from mla_suite.toolchain import emulator_library
-from mla_suite.toolchain.errors import BuildError
+from mla_suite.build import emulator_library
+from mla_suite.build.errors import BuildError
+from mla_suite.emulator import core
+from mla_suite.launch.driver import DriverError
 
 
 @pytest.fixture

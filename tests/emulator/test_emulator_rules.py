@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from mla_suite.core.arch import CSRC
-from mla_suite.runtime.emulator import Memory, core, run_snippet
-from mla_suite.runtime.emulator.report import _EXPLANATIONS, Finding
+from mla_suite.emulator import Memory, core, run_snippet
+from mla_suite.emulator.report import _EXPLANATIONS, Finding
 
 LANE = np.arange(64, dtype=np.uint32)
 WORDS = np.arange(256, dtype=np.uint32)

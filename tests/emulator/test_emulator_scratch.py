@@ -5,7 +5,7 @@ import struct
 
 import numpy as np
 
-from mla_suite.runtime.emulator import Emulator, Memory
+from mla_suite.emulator import Emulator, Memory
 
 TEXT = """
 \t.amdgcn_target "amdgcn-amd-amdhsa--{arch}"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mla_suite.runtime.emulator import AssemblyError, Emulator, Memory, assembly, run_snippet
+from mla_suite.emulator import AssemblyError, Emulator, Memory, assembly, run_snippet
 
 LANE = np.arange(64, dtype=np.uint32)
 rng = np.random.default_rng(13)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import emulator, has_kernel
 
 
 @pytest.mark.parametrize(("heads", "seconds"), [(16, 0.5), (128, 4.0)])

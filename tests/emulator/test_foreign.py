@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from mla_suite.runtime.emulator import Emulator, Memory, Report
+from mla_suite.emulator import Emulator, Memory, Report
 
 # Pointer types by torch dtype; the FNUZ formats are gfx942's, the OCP ones gfx950's.
 POINTERS = {

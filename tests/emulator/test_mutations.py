@@ -24,18 +24,18 @@ import torch
 from mutations import KINDS, Launch, contents, deletions, instruction, mutate, table, why_redundant
 
 import mla_suite
+from mla_suite.build import compilers
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
+from mla_suite.emulator import Emulator, Memory
+from mla_suite.emulator.driver import EmulatorDriver
+from mla_suite.launch import has_kernel
 from mla_suite.ops.append_kv import native as append_kv_native
 from mla_suite.ops.combine import config as combine_config
 from mla_suite.ops.combine import native as combine_native
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
-from mla_suite.runtime import has_kernel
-from mla_suite.runtime.emulator import Emulator, Memory
-from mla_suite.runtime.emulator.driver import EmulatorDriver
-from mla_suite.toolchain import compilers
 
 WIDTH = {"gfx942": 4, "gfx950": 16}
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ def test_plan(arch):
     for lengths, workers, options in (LONG_ONES, MANY, IN_THREE):
         lens = torch.tensor(lengths, dtype=torch.int32)
         with mla_suite.emulate(arch), first_launch(2) as found:
-            mla_suite.plan(lens, rows=16, workers=workers, max_kv_len=8192, **options)
+            mla_suite.plan(lens, rows=16, workers=workers, max_seqlen_kv=8192, **options)
         for launch in found:
             for mutation in mutate(launch, ("barrier",)):
                 outcomes.setdefault((launch.kernel, mutation.line), set()).add(mutation.outcome)
@@ -229,7 +229,7 @@ def test_append_kv(arch):
     cache, slots = torch.zeros(12, 64, 576, dtype=torch.bfloat16), torch.arange(tokens) * 3 % 701 % 650
     rows = torch.randn(tokens, 512).bfloat16(), torch.randn(tokens, 64).bfloat16()
     with mla_suite.emulate(arch), first_launch() as found:
-        append_kv_native.run(config, (), *rows, cache, slots, layout="bf16")
+        append_kv_native.run(config, (), *rows, cache, slots, kv_format="bf16")
     reported = judge(found[0], ("barrier", "wait"), 20)
     assert reported["barrier"] == 3
     assert reported["wait"] >= 10
@@ -237,7 +237,7 @@ def test_append_kv(arch):
 
 # Lengths after which the next item's copies go where the last tile of the one before it was read.
 @pytest.mark.parametrize(
-    ("name", "rows", "layout", "lengths"),
+    ("name", "rows", "kv_format", "lengths"),
     [
         ("gfx942", 16, "bf16", (130, 40)),
         ("gfx942", 64, "bf16", (80, 40)),
@@ -246,15 +246,15 @@ def test_append_kv(arch):
         ("gfx950", 64, "bf16", (130, 40)),
     ],
 )
-def test_decode(name, rows, layout, lengths):
+def test_decode(name, rows, kv_format, lengths):
     """Several items for one workgroup, so that the barrier between two items counts; 20 of the waits."""
     instance = f"decode_dtype-bf16_rows-{rows}_width-576_rotate-0"
-    if layout == "fp8_fnuz":
+    if kv_format == "fp8_fnuz":
         instance = f"decode_fp8_query-bf16_rows-{rows}"
     if not has_kernel(name, instance):
         pytest.skip(f"{instance} is not built for {name}; run `python -m mla_suite build`")
-    args, kwargs = decode_sample(lengths, heads=rows, layout=layout, planned=True).make(CPU)
-    plan = mla_suite.plan(args[2], rows=rows, workers=1, max_kv_len=max(lengths))
+    args, kwargs = decode_sample(lengths, heads=rows, kv_format=kv_format, planned=True).make(CPU)
+    plan = mla_suite.plan(args[2], rows=rows, workers=1, max_seqlen_kv=max(lengths))
     with mla_suite.emulate(name), first_launch() as found:
         mla_suite.decode(*args[:11], plan, **kwargs)
     (launch,) = found
@@ -266,12 +266,12 @@ def test_decode(name, rows, layout, lengths):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sparse_decode(rows):
     """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
-    instance = f"sparse_decode_layout-dsv4_rows-{rows}"
+    instance = f"sparse_decode_kv_format-dsv4_rows-{rows}"
     if not has_kernel("gfx950", instance):
         pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
     pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]
     (*args, sink), kwargs = sparse_sample(2, 1, rows, pools, sink=True).make(CPU)
-    plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), rows=rows, workers=1, max_kv_len=180)
+    plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), rows=rows, workers=1, max_seqlen_kv=180)
     with mla_suite.emulate("gfx950"), first_launch() as found:
         torch.ops.mla_suite.sparse_decode(*args, sink, plan, **kwargs)
     (launch,) = found

@@ -1,4 +1,4 @@
-"""The portable backends' machine code for gfx942 and gfx950, run in the emulator, gives the reference's results.
+"""The triton backends' machine code for gfx942 and gfx950, run in the emulator, gives the reference's results.
 
 bf16 is covered here alone among tests without a GPU: the dot of Triton's interpreter is wrong in it.
 """
@@ -22,9 +22,9 @@ from mla_suite import testing
 from mla_suite.core import arch as archs
 from mla_suite.core import library
 from mla_suite.core.dispatch import Offer
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
 from mla_suite.core.library import Sample
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
@@ -48,7 +48,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def run(
     op: str, arch: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[torch.Tensor, ...], list[Launch]]:
-    """The portable backend's outputs, poisoned before it runs, and its launches."""
+    """The triton backend's outputs, poisoned before it runs, and its launches."""
     module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), library.get(op)
     offer = module.offer(record.problem(*args, **kwargs), archs.get(arch))
     assert isinstance(offer, Offer), offer
@@ -76,8 +76,8 @@ def test_combine(arch: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        plan_sample([4096, 0, 1, 700, 12000], rows=16, workers=12, max_kv_len=16384, varlen=True),
-        plan_sample([5000, 64, 900], rows=64, workers=4, max_kv_len=8192, split_size=1024),
+        plan_sample([4096, 0, 1, 700, 12000], rows=16, workers=12, max_seqlen_kv=16384, varlen=True),
+        plan_sample([5000, 64, 900], rows=64, workers=4, max_seqlen_kv=8192, split_size=1024),
     ],
     ids=lambda s: s.name,
 )
@@ -99,7 +99,7 @@ def test_append_kv(arch: str, name: str) -> None:
 DECODE = [
     decode_sample([130, 0, 7], planned=True),
     decode_sample([70, 33], heads=24, q_len=2, num_splits=2, page=16, sink=True, varlen=True),
-    decode_sample([65, 40], heads=8, layout="fp8", page=1),
+    decode_sample([65, 40], heads=8, kv_format="fp8", page=1),
 ]
 
 
@@ -111,7 +111,7 @@ def test_decode(arch: str, case: Sample) -> None:
     assert "v_mfma" in done[0].compiled.asm["amdgcn"]
 
 
-# Layouts whose values are exact in bf16: what is left is the rounding of weights.
+# KVFormats whose values are exact in bf16: what is left is the rounding of weights.
 V4_POOLS = [PoolShape("dsv4", 2, 64, 40), PoolShape("dsv4_fnuz", 9, 2, 12, ragged=True)]
 SPARSE = [
     (sparse_sample(2, 1, 16, [PoolShape("v32_pow2", 3, 64, 48)]), 1),
@@ -130,7 +130,7 @@ def test_sparse_decode(arch: str, case: Sample, num_splits: int) -> None:
 
 
 def exact_sparse(
-    q: torch.Tensor, kv_caches: Any, indices: Any, indptrs: Any, topk_lengths: Any, sink: Any, *, layouts: Any,
+    q: torch.Tensor, kv_caches: Any, indices: Any, indptrs: Any, topk_lengths: Any, sink: Any, *, kv_formats: Any,
     softmax_scale: float, **choices: int,
 ) -> testing.Exact:  # fmt: skip
     """Each query token of q [batch, q_len, heads, D] over the keys that its valid indices select."""
@@ -138,10 +138,12 @@ def exact_sparse(
     no_sink = torch.full((q.shape[2],), -torch.inf)
     for t, query in enumerate(q.flatten(0, 1)):
         keys = []
-        for name, cache, index, indptr, lengths in zip(layouts, kv_caches, indices, indptrs, topk_lengths, strict=True):
+        for name, cache, index, indptr, lengths in zip(
+            kv_formats, kv_caches, indices, indptrs, topk_lengths, strict=True
+        ):
             chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, 1)[t]
             chosen = chosen if lengths is None else chosen[: lengths[t // q.shape[1]]]
-            rows = caches.unpack(layout(name), cache).flatten(0, 1)
+            rows = caches.unpack(kv_format(name), cache).flatten(0, 1)
             keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))].long()])
         every = torch.cat(keys)
         visible = torch.full((query.shape[0],), len(every))

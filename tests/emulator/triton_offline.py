@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from mla_suite.runtime.emulator import Emulator, Finding, Memory, Report
+from mla_suite.emulator import Emulator, Finding, Memory, Report
 
 FORMATS = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 

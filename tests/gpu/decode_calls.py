@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mla_suite.core import dispatch
+from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.decode import DECODE
-from mla_suite.runtime import current_arch, has_kernel
 from mla_suite.testing import exact_decode
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 import decode_grid
 
 Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, _, PLAN = range(12)
-HALF = {"layout": "fp16", "dtype": torch.float16}
+HALF = {"kv_format": "fp16", "dtype": torch.float16}
 
 
 def require_kernels():

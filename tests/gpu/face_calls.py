@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mla_suite.core import layouts
-from mla_suite.core.layouts import cache as caches
+from mla_suite import kv_formats
 from mla_suite.integrations import aiter, flash_mla
+from mla_suite.kv_formats import cache as caches
 
 Tensors = dict[str, torch.Tensor]
 TURNS = 3
@@ -22,7 +22,7 @@ TURNS = 3
 
 @dataclass
 class Call:
-    """One documented use. `make(turn)` gives CPU tensors; `run(tensors, kept)` the results, in our layout or theirs.
+    """One documented use. `make(turn)` gives CPU tensors; `run(tensors, kept)` the results, in our kv_format or theirs.
 
     kept         what survives between runs on one device: `run` fills it at its first call
     rounded_lse  tensors -> lse of the keys as bf16, to which a kernel rounds them; None where they are bf16 already
@@ -76,9 +76,11 @@ def dense(
     return Call(f"flash_mla {name}", make, run)
 
 
-def sparse(name: str, layout: str, *, heads: int = 64, q_len: int = 1, pools: tuple[tuple[int, int, int], ...]) -> Call:
+def sparse(
+    name: str, kv_format: str, *, heads: int = 64, q_len: int = 1, pools: tuple[tuple[int, int, int], ...]
+) -> Call:
     """pools of (pages, page, topk); the second is the extra one."""
-    kind, batch = layouts.layout(layout), 3
+    kind, batch = kv_formats.kv_format(kv_format), 3
 
     def make(turn: int) -> Tensors:
         torch.manual_seed(turn)
@@ -112,7 +114,7 @@ def sparse(name: str, layout: str, *, heads: int = 64, q_len: int = 1, pools: tu
         lse = scores.masked_fill(unread[:, None], -torch.inf).logsumexp(-1)
         return torch.where(lse == -torch.inf, torch.inf, lse)
 
-    rounds = layout == "v32"  # its scales are any fp32 number; dsv4's are powers of two
+    rounds = kv_format == "v32"  # its scales are any fp32 number; dsv4's are powers of two
     return Call(f"flash_mla {name}", make, run, rounded_lse=rounded_lse if rounds else None)
 
 

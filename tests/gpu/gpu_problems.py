@@ -69,7 +69,7 @@ def _below(limits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _vary_plan(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:
-    args[0].copy_(_below(torch.full_like(args[0], kwargs["max_kv_len"]), generator))
+    args[0].copy_(_below(torch.full_like(args[0], kwargs["max_seqlen_kv"]), generator))
 
 
 def _vary_decode(args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator) -> None:

@@ -7,8 +7,8 @@ import torch
 
 import mla_suite
 from mla_suite.core import dispatch
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout as declared
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.append_kv import APPEND_KV, reference
 
 DEVICE = torch.device("cuda")
@@ -56,13 +56,13 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
         call[3] = beginning(call[3], first_slot)
         call[5] = call[5][:, first_angle:]
         if device == DEVICE:
-            problem = APPEND_KV.problem(*call, layout=name, interleaved=interleaved)
+            problem = APPEND_KV.problem(*call, kv_format=name, interleaved=interleaved)
             choice = dispatch.choose("append_kv", APPEND_KV.backends, problem, dispatch.arch_of(call[0]), "cuda")
             if choice.backend.name != "native":
                 pytest.skip(str(choice))
-            torch.ops.mla_suite.append_kv(*call, layout=name, interleaved=interleaved)
+            torch.ops.mla_suite.append_kv(*call, kv_format=name, interleaved=interleaved)
         else:
-            reference.run(None, (), *call, layout=name, interleaved=interleaved)
+            reference.run(None, (), *call, kv_format=name, interleaved=interleaved)
         left.append(caches.unpack(kind, call[2].cpu(), descale=descale))
     return left
 
@@ -108,7 +108,7 @@ def test_every_value_there_is(tokens):
             angles = torch.linspace(-1, 1, 6400).view(100, 64).to(device), torch.arange(tokens, device=device) % 100
             slots = torch.arange(tokens, device=device)
             call = rows[:, :512].to(device), rows[:, 512:].to(device), cache, slots, None, *angles
-            mla_suite.append_kv(*call, layout="bf16", interleaved=interleaved)
+            mla_suite.append_kv(*call, kv_format="bf16", interleaved=interleaved)
             left.append(cache.cpu())
         mine, theirs = left
         quiet = torch.where(theirs.isnan(), 0x7FC0, theirs.view(torch.int16))

@@ -32,7 +32,7 @@ def graphs_recorded() -> int:
     return 0 if manager is None else manager.new_graph_id().id
 
 
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 @NAMED
 def test_reduce_overhead(name: str, sample: Sample, backend: str) -> None:
     """One graph without a break, recorded by Inductor and replayed with other values and lengths, right every time."""

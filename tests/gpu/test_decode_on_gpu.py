@@ -27,7 +27,7 @@ from decode_calls import (
 
 import mla_suite
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.ops.plan.layout import Plan
+from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import exact_decode
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
@@ -160,7 +160,7 @@ def test_strided_tensors():
 def test_what_it_cannot_take_is_refused_in_a_sentence():
     for options, sentence in (
         (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
-        (dict(layout="fp8"), "layout fp8 with torch.bfloat16 queries; it takes bf16"),
+        (dict(kv_format="fp8"), "kv_format fp8 with torch.bfloat16 queries; it takes bf16"),
     ):
         args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))
         assert sentence in str(mla_suite.explain("decode", *args, **kwargs))
@@ -181,7 +181,7 @@ def test_batch_invariant_bits(heads):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     args, kwargs = decode_sample((2000, *[5, 170, 333] * 21), heads=heads, split_size=256).make(torch.device("cuda"))
     q, cache, lens, table = args[:4]
-    kwargs["max_kv_len"] = 2048
+    kwargs["max_seqlen_kv"] = 2048
     alone = decode([q[:1], cache, lens[:1], table[:1], *args[4:]], kwargs)
     for batch, place in ((5, 3), (64, 40)):
         order = [*range(1, place + 1), 0, *range(place + 1, batch)]
@@ -214,7 +214,7 @@ def test_a_captured_graph_replays_at_other_lengths(planned):
     lens, rows = args[LENS], 64
 
     def step():
-        plan = mla_suite.plan(lens, rows=rows, workers=132, max_kv_len=2000) if planned else None
+        plan = mla_suite.plan(lens, rows=rows, workers=132, max_seqlen_kv=2000) if planned else None
         return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
 
     side = torch.cuda.Stream()
@@ -241,7 +241,7 @@ def test_a_plan_that_is_made_anew_before_each_step():
 
     def step(these):
         lens.copy_(these)
-        plan = mla_suite.plan(lens, rows=128, workers=66, max_kv_len=3000)
+        plan = mla_suite.plan(lens, rows=128, workers=66, max_seqlen_kv=3000)
         return *torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs), plan
 
     expected = [step(these) for these in steps]
@@ -264,7 +264,7 @@ def test_a_plan_that_is_made_anew_before_each_step():
 def test_a_plan_for_other_lengths_is_still_right():
     args, kwargs = hostile(decode_sample((700, 2100, 3, 64), heads=16, q_len=2))
     stale = torch.tensor([2000, 4, 700, 64], dtype=torch.int32, device="cuda")
-    args[PLAN] = mla_suite.plan(stale, rows=32, workers=132, max_kv_len=2048)
+    args[PLAN] = mla_suite.plan(stale, rows=32, workers=132, max_seqlen_kv=2048)
     assert len(Plan.read(args[PLAN]).items) > 4, "something is cut"
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 

@@ -16,10 +16,10 @@ from gpu_problems import CASES, CPU, Problem, tensors
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mla_suite.build import manifest
 from mla_suite.core import arch
 from mla_suite.core.library import Sample
-from mla_suite.runtime import launcher, tensor_map
-from mla_suite.toolchain import manifest
+from mla_suite.launch import launcher, tensor_map
 
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__", "nonzero", "is_nonzero"}
 
@@ -86,7 +86,7 @@ def second_call(problem: Problem) -> list[str]:
     return counter.made
 
 
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 @pytest.mark.parametrize("name_of_arch", arch.names())
 @pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
 def test_a_call_reads_and_allocates_nothing(name: str, sample: Sample, backend: str, name_of_arch: str) -> None:

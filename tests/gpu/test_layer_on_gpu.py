@@ -84,14 +84,14 @@ def with_backend(backend: str) -> None:
         pytest.skip(f"decode {backend}: {offered.reason}")
 
 
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 def test_steps_in_eager_mode(layer: Layer, right: list[torch.Tensor], backend: str) -> None:
     with_backend(backend)
     with only(backend):
         steps(layer, moved(begin(), GPU), right)
 
 
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 def test_one_graph_for_every_step(layer: Layer, right: list[torch.Tensor], backend: str) -> None:
     """Captured at the first length, replayed at the others; replays neither allocate nor wait."""
     with_backend(backend)

@@ -29,7 +29,7 @@ def problem(name: str, sample: Sample, backend: str) -> Problem:
     return found
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["native", "portable"])
+BACKENDS = pytest.mark.parametrize("backend", ["native", "triton"])
 
 
 @BACKENDS
@@ -104,7 +104,7 @@ def test_two_streams_at_once(name: str, sample: Sample, backend: str, problem: P
         one.check()
 
 
-@pytest.mark.parametrize("backend", ["native", "portable"])
+@pytest.mark.parametrize("backend", ["native", "triton"])
 def test_a_graph_of_all_operators(backend: str) -> None:
     """plan, decode and the rest captured in one graph, as a step of a model is: scratch is theirs in turn."""
     problems = [Problem(name, sample, backend, GPU) for name, sample in FIRST]

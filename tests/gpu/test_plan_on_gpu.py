@@ -34,7 +34,7 @@ def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given
     """The words are those of the definition, whatever was in memory before."""
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     ends = None if cu_seqlens_q is None else torch.tensor(cu_seqlens_q, dtype=torch.int32, device=DEVICE)
-    kwargs = dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0) | given
+    kwargs = dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
     right = definition(lens, ends, kwargs)
     for _ in range(2):
         made = poison(torch.empty_like(right))
@@ -73,13 +73,13 @@ def test_equal_splits(batch: int) -> None:
     lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,)).tolist()
     for splits in (dict(num_splits=1), dict(num_splits=33), dict(split_size=64), dict(split_size=4096)):
         for workers in (1, 132, 304):
-            check(lens, workers=workers, max_kv_len=9000 if batch < 100 else 500, **splits)
+            check(lens, workers=workers, max_seqlen_kv=9000 if batch < 100 else 500, **splits)
 
 
 def test_many_plans_behind_each_other() -> None:
     """Each begins while the one before it runs, in the same memory; the last lengths are what counts."""
     lens = torch.zeros(40, dtype=torch.int32, device=DEVICE)
-    kwargs = dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0)
+    kwargs = dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0)
     made = torch.empty_like(definition(lens, None, kwargs))
     steps = [torch.randint(0, 9000, (40,), dtype=torch.int32, device=DEVICE) for _ in range(200)]
     kept = []

@@ -14,7 +14,7 @@ import mla_suite
 from mla_suite.core import arch as arch_records
 from mla_suite.core import dispatch
 from mla_suite.core.library import Sample
-from mla_suite.runtime import launcher
+from mla_suite.launch import launcher
 
 each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
 
@@ -148,7 +148,7 @@ def test_the_table_counts() -> None:
 
 
 def test_refusals_are_sentences() -> None:
-    for backend in ("native", "portable"):
+    for backend in ("native", "triton"):
         for name, sample in FIRST:
             reason: Any = Problem(name, sample, backend, CPU).refusal
             assert reason is None or reason.startswith(name)

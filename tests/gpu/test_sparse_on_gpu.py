@@ -12,11 +12,11 @@ from gpu_problems import Recorded, moved
 
 import mla_suite
 from mla_suite.core import dispatch
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.ops.sparse_decode.hopper import SLOTS, WIDTHS
-from mla_suite.runtime import current_arch, has_kernel
 from mla_suite.testing import poison
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -37,7 +37,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "sparse_decode_layout-v32_cluster-2"):
+    if not has_kernel(arch, "sparse_decode_kv_format-v32_cluster-2"):
         pytest.skip("sparse_decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
 
 
@@ -66,7 +66,7 @@ check, exact = ON_GPU.check, ON_GPU.exact
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "bf16"])
 def test_one_key_is_returned_as_it_is(name, heads):
     """Every code at every place with many scales, through queries of zeros: the row itself, to the last bit."""
-    kind = layout(name)
+    kind = kv_format(name)
     kind = kind.sized(576, 0) if kind.dense else kind
     rows = torch.randn(8, 64, kind.head_dim, generator=torch.Generator().manual_seed(1))
     rows *= 2.0 ** torch.randint(-60, 20, (8, 64, 1), generator=torch.Generator().manual_seed(2))
@@ -78,7 +78,7 @@ def test_one_key_is_returned_as_it_is(name, heads):
     slots = torch.randperm(512, generator=torch.Generator().manual_seed(3)).int()
     q = torch.zeros(512, heads, kind.head_dim, dtype=torch.bfloat16)
     args = [q, [cache], [slots[:, None]], [None], [None], None, None]
-    out, lse = attend(args, {"layouts": [name], "softmax_scale": 0.1, "num_splits": 1})
+    out, lse = attend(args, {"kv_formats": [name], "softmax_scale": 0.1, "num_splits": 1})
     expected = caches.gather(kind, cache, slots.long())[:, :512].bfloat16()
     wrong = (out != expected[:, None]).any(dim=1)
     assert not bool(wrong.any()), f"{int(wrong.sum())} values, columns {wrong.any(0).nonzero().flatten().tolist()[:20]}"
@@ -184,7 +184,7 @@ def test_one_nan_among_the_values_is_seen(heads, column, code):
         cache, index = args[1][0], args[2][0]
         used = set(index.flatten().tolist())
         spare = next(slot for slot in range(256) if slot not in used)
-        caches.scatter(layout(name), cache, torch.tensor([spare]), torch.randn(1, RECORDS[name]))
+        caches.scatter(kv_format(name), cache, torch.tensor([spare]), torch.randn(1, RECORDS[name]))
         stride = {"dsv4": 576, "v32": 656}[name]
         codes = torch.as_strided(cache, (4, 64, 512), (cache.stride(0), stride, 1))
         codes[spare // 64, spare % 64, column] = code
@@ -287,11 +287,11 @@ def test_a_pool_beyond_four_gigabytes():
     if torch.cuda.mem_get_info()[0] < 6 << 30:
         pytest.skip("the GPU has no room for a pool beyond four gigabytes")
     last = pages * 64 - 1
-    small = caches.empty(layout("v32"), 2, 64)
+    small = caches.empty(kv_format("v32"), 2, 64)
     poison(small)
-    caches.scatter(layout("v32"), small, torch.tensor([0, 127]), torch.randn(2, 576))
+    caches.scatter(kv_format("v32"), small, torch.tensor([0, 127]), torch.randn(2, 576))
     args[1], args[2] = [small], [torch.tensor([[0, 127, 128]], dtype=torch.int32)]
-    cache = caches.empty(layout("v32"), pages, 64, device=CUDA)
+    cache = caches.empty(kv_format("v32"), pages, 64, device=CUDA)
     cache[0], cache[-1] = small[0].cuda(), small[1].cuda()
     there = [args[0].cuda(), [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32).cuda()], *args[3:]]
     native(there, kwargs)
@@ -311,20 +311,20 @@ def test_a_pool_beyond_four_gigabytes():
 def test_production_shapes(tokens, heads, pools):
     """Three query tokens of the batch against fp64, with plan and without."""
     draw = torch.Generator(CUDA).manual_seed(0)
-    width = layout(pools[0][0]).head_dim
+    width = kv_format(pools[0][0]).head_dim
     q = torch.randn(tokens, heads, width, generator=draw, device=CUDA).bfloat16()
     kv_caches, indices = [], []
     for name, pages, page, topk in pools:
         rows = torch.randn(pages, page, width, generator=draw, device=CUDA)
-        kv_caches.append(caches.pack(layout(name), rows))
+        kv_caches.append(caches.pack(kv_format(name), rows))
         indices.append(torch.randint(-1, pages * page, (tokens, topk), generator=draw, device=CUDA).int())
     args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
-    kwargs = {"layouts": [name for name, *_ in pools], "softmax_scale": width**-0.5}
+    kwargs = {"kv_formats": [name for name, *_ in pools], "softmax_scale": width**-0.5}
     some = sorted({0, tokens // 2, tokens - 1})
     chosen = moved([q[some], kv_caches, [index[some] for index in indices], *args[3:]], torch.device("cpu"))
     right = exact(chosen, kwargs)
     lengths = torch.full((tokens,), sum(topk for *_, topk in pools), dtype=torch.int32, device=CUDA)
-    planned = mla_suite.plan(lengths, rows=heads, workers=mla_suite.workers(q, heads), max_kv_len=0)
+    planned = mla_suite.plan(lengths, rows=heads, workers=mla_suite.workers(q, heads), max_seqlen_kv=0)
     for plan in (None, planned):
         given = [*args[:6], plan]
         native(given, kwargs)

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from mla_suite.core import layouts
-from mla_suite.core.layouts import cache as caches
+from mla_suite import kv_formats
 from mla_suite.integrations import plans
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.kv_formats import cache as caches
 
 
 def attend(q, keys, scale, d_v=512, sink=None):
@@ -140,9 +140,9 @@ def test_no_sequences():
         assert lse.shape == (0, 16, 1)
 
 
-def records(layout, pages, page):
+def records(kv_format, pages, page):
     """Packed records and the values they stand for."""
-    kind = layouts.layout(layout)
+    kind = kv_formats.kv_format(kv_format)
     packed = caches.pack(kind, torch.randn(pages, page, kind.head_dim))
     return packed, caches.unpack(kind, packed)
 

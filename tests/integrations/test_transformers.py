@@ -239,7 +239,7 @@ def test_our_layer_loads_the_weights_of_an_attention(kind, tp_size):
     expected, _ = attention(x, position_embeddings=embeddings, attention_mask=causal)
     total = torch.zeros_like(expected)
     for rank in range(tp_size):
-        layer = MLA(config.for_rank(tp_size), layout="fp32")
+        layer = MLA(config.for_rank(tp_size), kv_format="fp32")
         layer.load_weights(attention.state_dict(), tp_rank=rank, tp_size=tp_size)
         total += layer.prefill(x, cos_sin_table(config, PROMPT), positions=positions)
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from mla_suite import emulator
+from mla_suite.build import compilers, manifest
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
 from mla_suite.core.library import Sample
+from mla_suite.launch import scratch
 from mla_suite.ops.decode import DECODE
-from mla_suite.runtime import emulator, scratch
 from mla_suite.testing import Exact, exact_decode, poison, ulp
-from mla_suite.toolchain import compilers, manifest
 
 ABSURD = 2**31 - 1
 CPU = torch.device("cpu")

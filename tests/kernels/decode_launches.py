@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from mla_suite.build import params
 from mla_suite.core import arch as archs
+from mla_suite.launch import tensor_map
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import DECODE, hopper, native
-from mla_suite.runtime import tensor_map
-from mla_suite.toolchain import params
 
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")

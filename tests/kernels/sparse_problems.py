@@ -7,8 +7,8 @@ import torch
 import mla_suite
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
@@ -17,12 +17,12 @@ ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
 def kind_of(name, width):
-    kind = layout(name)
+    kind = kv_format(name)
     return kind.sized(width, 0) if kind.dense else kind
 
 
 def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
-    """Random rows, scaled by up to 2^+-spread, at the slots `used`; every other byte is 0xff: NaN in every layout."""
+    """Random rows, scaled by up to 2^+-spread, at the slots `used`; every other byte is 0xff: NaN in every format."""
     kind = kind_of(name, width)
     cache = caches.empty(kind, pages, page, padded=padded)
     torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
@@ -33,7 +33,7 @@ def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
 
 
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
-    """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (layout, pages, page, topk)."""
+    """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk)."""
     generator = torch.Generator().manual_seed(1000 + seed)
     width = 512 if any(name == "dsv4" for name, *_ in pools) or len(pools) > 2 else 576
     q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
@@ -48,7 +48,7 @@ def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
         indices.append(index)
     names = [name for name, *_ in pools]
     args = [q, kv_caches, indices, [None] * len(pools), [None] * len(pools), None, None]
-    return args, {"layouts": names, "softmax_scale": width**-0.5}
+    return args, {"kv_formats": names, "softmax_scale": width**-0.5}
 
 
 def exact(
@@ -60,7 +60,7 @@ def exact(
     sink,
     plan=None,
     *,
-    layouts,
+    kv_formats,
     softmax_scale,
     rounded=True,
     **choices,
@@ -72,7 +72,7 @@ def exact(
     found = []
     for t, query in enumerate(q.flatten(0, -3)):
         keys = []
-        for name, cache, index, indptr, length in zip(layouts, kv_caches, indices, indptrs, lengths, strict=True):
+        for name, cache, index, indptr, length in zip(kv_formats, kv_caches, indices, indptrs, lengths, strict=True):
             chosen = index[indptr[t] : indptr[t + 1]] if indptr is not None else index.flatten(0, -2)[t]
             if length is not None:
                 chosen = chosen[
@@ -132,7 +132,7 @@ def in_mode(mode, args, kwargs, seed):
         lengths[:] = [torch.randint(0, index.shape[1] + 1, (len(q),), generator=generator).int() for index in indices]
     if mode == "planned":
         keys = torch.full((len(q),), sum(index.shape[1] for index in indices), dtype=torch.int32)
-        args[6] = mla_suite.plan(keys, rows=q.shape[1], workers=7, max_kv_len=0)
+        args[6] = mla_suite.plan(keys, rows=q.shape[1], workers=7, max_seqlen_kv=0)
     if mode == "mtp":
         args[0] = q.view(-1, 2, *q.shape[1:])
         indices[:] = [index.view(-1, 2, index.shape[-1]) for index in indices]

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import mla_suite
+from mla_suite import emulator
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
-from mla_suite.core.layouts import LAYOUTS, layout
-from mla_suite.core.layouts import cache as caches
+from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import cache as caches
+from mla_suite.launch import has_kernel
 from mla_suite.ops.append_kv import APPEND_KV, native, reference
-from mla_suite.runtime import emulator, has_kernel
 
 ARCHS = ("gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -42,16 +43,16 @@ def both(pages, page, name, *args, padded=True, descale=None, **kwargs):
     """The bytes that the native kernel and the reference leave in caches that were full of 0xaa."""
     found = []
     for run in (native.run, reference.run):
-        cache = filled(layout(name), pages, page, padded)
+        cache = filled(kv_format(name), pages, page, padded)
         kv_c, k_pe, slots, *rest = args
         call = (kv_c, k_pe, cache, slots, descale, *rest)
         if run is native.run:
-            problem = APPEND_KV.problem(*call, layout=name, **kwargs)
+            problem = APPEND_KV.problem(*call, kv_format=name, **kwargs)
             choice = dispatch.choose("append_kv", APPEND_KV.backends, problem, dispatch.arch_of(kv_c), "cpu")
             assert choice.backend.name == "native", str(choice)
-            torch.ops.mla_suite.append_kv(*call, layout=name, **kwargs)
+            torch.ops.mla_suite.append_kv(*call, kv_format=name, **kwargs)
         else:
-            run(None, (), *call, layout=name, **kwargs)
+            run(None, (), *call, kv_format=name, **kwargs)
         found.append(raw(cache))
     return found
 
@@ -66,9 +67,9 @@ def descale_of(kind):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_and_input_type(arch, name, dtype):
-    kind = layout(name)
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_every_kv_format_and_input_type(arch, name, dtype):
+    kind = kv_format(name)
     kv_c, k_pe = rows(kind, 6, dtype)
     slots = torch.randperm(5 * 3)[:6]
     slots[2] = -1
@@ -83,10 +84,10 @@ def test_every_layout_and_input_type(arch, name, dtype):
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_any_bits(arch, name):
     """Random fp32 patterns: denormals, both zeros, every exponent, values that saturate. NaN and inf apart."""
-    kind = layout(name)
+    kind = kv_format(name)
     bits = torch.randint(-(2**31), 2**31, (16, kind.head_dim), dtype=torch.int64).to(torch.int32)
     bits[:8] = (bits[:8] & 0x8007FFFF - (1 << 32)) | torch.randint(107, 137, bits[:8].shape, dtype=torch.int32) << 23
     bits[0] = torch.arange(kind.head_dim, dtype=torch.int32) * 0x80000 + 0x3A000000  # ties of every encoding
@@ -98,9 +99,9 @@ def test_any_bits(arch, name):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_nan_and_infinity(arch, name, dtype):
-    kind = layout(name)
+    kind = kv_format(name)
     kv_c, k_pe = rows(kind, 4, dtype)
     kv_c[0, 3], kv_c[1, 200], kv_c[1, 5] = torch.nan, torch.inf, -torch.inf
     k_pe[0, 1], k_pe[2, 7] = torch.nan, torch.inf
@@ -109,9 +110,9 @@ def test_nan_and_infinity(arch, name, dtype):
         cache = filled(kind, 1, 4)
         call = (kv_c, k_pe, cache, torch.arange(4), descale_of(kind))
         if native_too:
-            mla_suite.append_kv(*call, layout=name)
+            mla_suite.append_kv(*call, kv_format=name)
         else:
-            reference.run(None, (), *call, layout=name)
+            reference.run(None, (), *call, kv_format=name)
         caches_left.append(caches.unpack(kind, cache, descale=descale_of(kind)))
     mine, theirs = caches_left
     assert torch.equal(mine.isnan(), theirs.isnan())
@@ -121,22 +122,22 @@ def test_nan_and_infinity(arch, name, dtype):
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_slots_past_the_cache_write_nothing(arch, tokens):
     """What the CPU and debug mode refuse, a kernel skips like a negative slot: no byte outside the cache is touched."""
-    kind = layout("bf16")
+    kind = kv_format("bf16")
     kv_c, k_pe = rows(kind, 6)
     slots = torch.tensor([3, 12, 2**31 - 1, 2**31 + 3, 2**40 + 5, -(2**33)])
     cache = filled(kind, 4, 3)
     config = native.Config(arch, tokens)
-    native.run(config, (), kv_c, k_pe, cache, slots, layout="bf16")
+    native.run(config, (), kv_c, k_pe, cache, slots, kv_format="bf16")
     expected = filled(kind, 4, 3)
-    reference.run(None, (), kv_c[:1], k_pe[:1], expected, slots[:1], layout="bf16")
+    reference.run(None, (), kv_c[:1], k_pe[:1], expected, slots[:1], kv_format="bf16")
     assert torch.equal(raw(cache), raw(expected))
     with pytest.raises(ValueError, match="slots 0..11"):
-        torch.ops.mla_suite.append_kv(kv_c, k_pe, cache, slots, layout="bf16")
+        torch.ops.mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16")
 
 
 @pytest.mark.parametrize("tokens", [2, 700])
 def test_of_equal_slots_the_last_token_stays(arch, tokens):
-    kind = layout("dsv4")
+    kind = kv_format("dsv4")
     kv_c, k_pe = rows(kind, tokens)
     slots = torch.randint(0, 5, (tokens,))
     with emulator.configured(order="reverse"):
@@ -148,12 +149,12 @@ def shared(arch, tokens, name, kv_c, k_pe, slots, pages):
     """Caches as the kernel leaves them that writes so many tokens to a workgroup, and as the reference does."""
     left = []
     for run in (lambda *call, **given: native.run(native.Config(arch, tokens), (), *call, **given), None):
-        cache = filled(layout(name), pages, 4)
-        call = (kv_c, k_pe, cache, slots, descale_of(layout(name)))
+        cache = filled(kv_format(name), pages, 4)
+        call = (kv_c, k_pe, cache, slots, descale_of(kv_format(name)))
         if run is None:
-            reference.run(None, (), *call, layout=name)
+            reference.run(None, (), *call, kv_format=name)
         else:
-            run(*call, layout=name)
+            run(*call, kv_format=name)
         left.append(raw(cache))
     return left
 
@@ -162,15 +163,15 @@ def shared(arch, tokens, name, kv_c, k_pe, slots, pages):
 @pytest.mark.parametrize("name", ["bf16", "fp8_fnuz", "v32", "dsv4"])
 def test_several_tokens_to_a_workgroup(arch, name, tokens):
     slots = torch.randint(-2, 24, (45,))
-    assert torch.equal(*shared(arch, tokens, name, *rows(layout(name), 45), slots, 6))
+    assert torch.equal(*shared(arch, tokens, name, *rows(kv_format(name), 45), slots, 6))
 
 
 @pytest.mark.parametrize("tokens", [1, 45])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", KV_FORMATS)
 def test_rows_in_whole_octets(arch, name, dtype, tokens):
     """Any finite 16-bit value, rotated both ways, several rows to a wave; skipped tokens may have any position."""
-    kind = layout(name)
+    kind = kv_format(name)
     bits = torch.randint(-(2**15), 2**15, (45, kind.head_dim), dtype=torch.int64).to(torch.int16)
     values = bits.view(dtype)
     values = torch.where(values.isfinite(), values, 1.0)
@@ -192,7 +193,7 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
                 positions,
             )
             config = native.Config(arch, tokens) if run is native.run else None
-            run(config, (), *call, layout=name, interleaved=interleaved)
+            run(config, (), *call, kv_format=name, interleaved=interleaved)
             left.append(raw(cache))
         assert torch.equal(*left)
 
@@ -207,7 +208,7 @@ def test_as_many_tokens_to_a_workgroup_as_it_takes(arch):
         for run in (native.run, reference.run):
             cache = torch.full((int(slots.max()) // 64 + 1, 64, 8), 7.0).bfloat16()
             config = native.Config(arch, native.MOST_TOKENS) if run is native.run else None
-            run(config, (), kv_c, k_pe, cache, slots, layout="bf16")
+            run(config, (), kv_c, k_pe, cache, slots, kv_format="bf16")
             left.append(cache)
         assert torch.equal(*left)
 
@@ -218,7 +219,7 @@ def test_many_tokens_share_workgroups():
     for tokens, group in ((1, 1), (128, 1), (2048, 1), (2049, 9), (8192, 32), (256 * most, most), (10**6, most)):
         inputs = torch.empty(tokens, 512, device="meta"), torch.empty(tokens, 64, device="meta")
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
-        problem = APPEND_KV.problem(*inputs, filled(layout("bf16"), 2, 4), slots, layout="bf16")
+        problem = APPEND_KV.problem(*inputs, filled(kv_format("bf16"), 2, 4), slots, kv_format="bf16")
         answer = native.offer(problem, gfx950)
         if isinstance(answer, dispatch.Refusal):
             pytest.skip(answer.reason)
@@ -232,15 +233,15 @@ def test_dense_rows_of_any_width(arch, latent):
     for native_too in (True, False):
         cache = torch.full((2, 2, latent + 18), 7.0).bfloat16()
         if native_too:
-            mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([3, 0, 2]), layout="bf16")
+            mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([3, 0, 2]), kv_format="bf16")
         else:
-            reference.run(None, (), kv_c, k_pe, cache, torch.tensor([3, 0, 2]), layout="bf16")
+            reference.run(None, (), kv_c, k_pe, cache, torch.tensor([3, 0, 2]), kv_format="bf16")
         caches_left.append(cache)
     assert torch.equal(*caches_left)
 
 
 def test_strided_inputs_and_a_slice_of_pages(arch):
-    kind = layout("v32")
+    kind = kv_format("v32")
     joined = torch.randn(4, 700).bfloat16()
     kv_c, k_pe = joined[:, 20:532], joined[:, 600:664]
     left = []
@@ -248,35 +249,35 @@ def test_strided_inputs_and_a_slice_of_pages(arch):
         cache = filled(kind, 6, 3)
         call = (kv_c, k_pe, cache[2:5], torch.tensor([8, 0, 4, 5]))
         if native_too:
-            mla_suite.append_kv(*call, layout="v32")
+            mla_suite.append_kv(*call, kv_format="v32")
         else:
-            reference.run(None, (), *call, layout="v32")
+            reference.run(None, (), *call, kv_format="v32")
         left.append(raw(cache))
     assert torch.equal(*left)
 
 
 def test_an_empty_batch_launches_nothing(arch):
-    kind = layout("bf16")
+    kind = kv_format("bf16")
     cache = filled(kind, 1, 4)
     with emulator.configured(collect=True) as reports:
         mla_suite.append_kv(
-            torch.empty(0, 512), torch.empty(0, 64), cache, torch.empty(0, dtype=torch.int64), layout="bf16"
+            torch.empty(0, 512), torch.empty(0, 64), cache, torch.empty(0, dtype=torch.int64), kv_format="bf16"
         )
     assert not reports
     assert bool((raw(cache) == 0xAA).all())
 
 
 def test_refusals_are_sentences(monkeypatch):
-    kind = layout("v32")
+    kind = kv_format("v32")
     room = torch.empty(2 * 656 * 4 + 1, dtype=torch.uint8)
     odd = room[1:].as_strided((2, 4, 656), (656 * 4, 656, 1))
     kv_c, k_pe = rows(kind, 2)
-    problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), layout="v32")
+    problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), kv_format="v32")
     answer = native.offer(problem, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Refusal)
-    assert "aligned to 1 bytes; layout v32 needs 4" in answer.reason
+    assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
     monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
-    even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), layout="v32")
+    even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = native.offer(even, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Refusal)
     assert "python -m mla_suite build" in answer.reason

@@ -116,7 +116,7 @@ def test_shipped_tables(name):
 
 
 def built_instances(name):
-    from mla_suite.toolchain.instances import instances
+    from mla_suite.build.instances import instances
 
     return {item.id for item in instances(name) if item.kernel in ("combine", "planned_combine", "awaiting_combine")}
 

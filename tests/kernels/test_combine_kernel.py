@@ -23,15 +23,16 @@ from merges import (
 )
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.build import compilers
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
 from mla_suite.core.arch import CSRC
+from mla_suite.launch import has_kernel
+from mla_suite.launch.driver import LaunchError
 from mla_suite.ops.combine import COMBINE, config, native
 from mla_suite.ops.combine.config import Config
-from mla_suite.runtime import emulator, has_kernel
-from mla_suite.runtime.driver import LaunchError
 from mla_suite.testing import assert_close, poison
-from mla_suite.toolchain import compilers
 
 ARCHS = ("gfx942", "gfx950")
 

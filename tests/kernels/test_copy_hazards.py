@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from mla_suite.toolchain import manifest
+from mla_suite.build import manifest
 
 AFTER_M0 = 1  # wait states between a write of M0 and the copy that reads it
 AFTER_VECTOR = 5  # between a scalar register's write by a vector instruction and a memory instruction that reads it

@@ -23,12 +23,13 @@ from decode_grid import (
 )
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.build import manifest
 from mla_suite.core import arch as archs
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.cdna4 import Cdna4Config
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import manifest
 
 ARCH = "gfx950"
 SMALLEST = "decode_dtype-bf16_rows-16_width-576_rotate-0"
@@ -47,8 +48,8 @@ MODES = (
     {"rotate": True, "num_splits": 1},
     {"rotate": True, "planned": True},
     {"rope": 0, "num_splits": 1},
-    {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
-    {"layout": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
+    {"kv_format": "fp16", "dtype": torch.float16, "num_splits": 1},
+    {"kv_format": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
 )
 
 
@@ -70,7 +71,7 @@ def test_within_the_rounding_bound(heads):
 def test_the_whole_product(heads, q_len, page):
     """Every length in one batch, poisoned, split and unsplit, for each cache type."""
     for options in ({"num_splits": 1}, {"planned": True, "sink": True}):
-        for cache in ({}, {"layout": "fp16", "dtype": torch.float16}, {"rotate": True}):
+        for cache in ({}, {"kv_format": "fp16", "dtype": torch.float16}, {"rotate": True}):
             check(ARCH, decode_sample(LENS, heads=heads, q_len=q_len, page=page, **options, **cache))
 
 
@@ -122,7 +123,7 @@ def test_batch_invariant_bits(heads):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     args, kwargs = decode_sample((200, *[5, 17, 33] * 21), heads=heads, split_size=64).make(CPU)
     q, cache, lens, table = args[:4]
-    kwargs["max_kv_len"] = 256
+    kwargs["max_seqlen_kv"] = 256
     alone = decode(ARCH, (q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs)
     for batch, place in ((5, 3), (64, 40)):
         order = [*range(1, place + 1), 0, *range(place + 1, batch)]
@@ -187,7 +188,7 @@ def test_a_token_costs_its_bytes(rows):
 @pytest.mark.parametrize(
     ("rows", "options", "limiter"),
     [(16, {"rotate": True}, "memory"), (128, {"rotate": True}, "memory")]
-    + [(rows, {"rope": 0, "layout": "fp16", "dtype": torch.float16}, "memory") for rows in (16, 128)],
+    + [(rows, {"rope": 0, "kv_format": "fp16", "dtype": torch.float16}, "memory") for rows in (16, 128)],
 )
 def test_bound_of_other_instances(rows, options, limiter):
     counted_by_packaged_compiler(ARCH, SMALLEST)

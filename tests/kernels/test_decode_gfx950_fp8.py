@@ -20,18 +20,19 @@ from decode_grid import (
 )
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.build import manifest
 from mla_suite.core import arch as archs
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import native
 from mla_suite.ops.decode.cdna4 import Cdna4Config
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import manifest
 
 ARCH = "gfx950"
 E4M3 = torch.float8_e4m3fn
 SMALLEST = "decode_fp8_query-fp8_weight-bf16_rows-16"
-QUERIES = {"fp8": {"layout": "fp8", "dtype": E4M3}, "bf16": {"layout": "fp8"}}
+QUERIES = {"fp8": {"kv_format": "fp8", "dtype": E4M3}, "bf16": {"kv_format": "fp8"}}
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +135,7 @@ def normal(batch, length, scale):
     table = torch.arange(batch, dtype=torch.int32)[:, None]
     lens, one = torch.full((batch,), length, dtype=torch.int32), torch.tensor(1.0)
     args = (q, cache, lens, table, None, None, None, one, one)
-    return args, dict(softmax_scale=scale**-0.5, layout="fp8", num_splits=1)
+    return args, dict(softmax_scale=scale**-0.5, kv_format="fp8", num_splits=1)
 
 
 def cosine_distance(a, b):

@@ -26,14 +26,15 @@ from decode_grid import (
 )
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.build import manifest
 from mla_suite.core import arch as archs
 from mla_suite.core import tuning
+from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.combine import config as combine_configs
 from mla_suite.ops.decode.config import CdnaConfig, tile_rows
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import current_arch, emulator, has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import manifest
 
 ARCH = "gfx942"
 
@@ -71,10 +72,10 @@ MODES = (
     *grid.MODES,
     {"rotate": True, "num_splits": 1},
     {"rope": 0, "num_splits": 1},
-    {"layout": "fp16", "dtype": torch.float16, "num_splits": 1},
-    {"layout": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
-    {"layout": "fp8_fnuz", "num_splits": 1},
-    {"layout": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz, "planned": True, "sink": True},
+    {"kv_format": "fp16", "dtype": torch.float16, "num_splits": 1},
+    {"kv_format": "fp16", "dtype": torch.float16, "rope": 0, "planned": True},
+    {"kv_format": "fp8_fnuz", "num_splits": 1},
+    {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz, "planned": True, "sink": True},
 )
 
 
@@ -92,7 +93,7 @@ def test_within_the_rounding_bound(heads):
 def test_the_whole_product(heads, q_len, page):
     """Every length in one batch, poisoned, split and unsplit, for each cache type."""
     for options in ({"num_splits": 1}, {"planned": True, "sink": True}):
-        for cache in ({}, {"layout": "fp16", "dtype": torch.float16}, {"layout": "fp8_fnuz"}):
+        for cache in ({}, {"kv_format": "fp16", "dtype": torch.float16}, {"kv_format": "fp8_fnuz"}):
             check(decode_sample(LENS, heads=heads, q_len=q_len, page=page, **options, **cache))
 
 
@@ -139,7 +140,7 @@ def test_splits_agree(splits):
 @pytest.mark.parametrize("heads", [16, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz])
 def test_descales(heads, dtype):
-    args, kwargs = decode_sample((100, 7), heads=heads, layout="fp8_fnuz", dtype=dtype, num_splits=1).make(CPU)
+    args, kwargs = decode_sample((100, 7), heads=heads, kv_format="fp8_fnuz", dtype=dtype, num_splits=1).make(CPU)
     args = [*args[:7], torch.tensor([0.75]), torch.tensor(1.5), *args[9:]]
     out, lse = decode(args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs))
@@ -181,13 +182,13 @@ def test_same_bits_again_and_in_any_order(heads):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize(("heads", "layout"), [(16, "bf16"), (48, "bf16"), (16, "fp8_fnuz"), (48, "fp8_fnuz")])
-def test_batch_invariant_bits(heads, layout):
+@pytest.mark.parametrize(("heads", "kv_format"), [(16, "bf16"), (48, "bf16"), (16, "fp8_fnuz"), (48, "fp8_fnuz")])
+def test_batch_invariant_bits(heads, kv_format):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     lens_all = (200, *[5, 17, 33] * 21)
-    args, kwargs = decode_sample(lens_all, heads=heads, split_size=64, layout=layout).make(CPU)
+    args, kwargs = decode_sample(lens_all, heads=heads, split_size=64, kv_format=kv_format).make(CPU)
     q, cache, lens, table = args[:4]
-    kwargs["max_kv_len"] = 256
+    kwargs["max_seqlen_kv"] = 256
     alone = decode((q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs)
     for batch, place in ((5, 3), (64, 40)):
         order = [*range(1, place + 1), 0, *range(place + 1, batch)]
@@ -196,10 +197,10 @@ def test_batch_invariant_bits(heads, layout):
 
 
 def test_batch_invariant_bits_of_packed_queries():
-    """For one max_q_len, whatever number of query tokens a sequence and its neighbours have."""
+    """For one max_seqlen_q, whatever number of query tokens a sequence and its neighbours have."""
     args, kwargs = decode_sample((130, 5, 200), heads=16, q_len=3, varlen=True, split_size=64).make(CPU)
     q, cache, lens, table, _, _, bounds, *rest = args
-    kwargs["max_kv_len"] = 256
+    kwargs["max_seqlen_kv"] = 256
     together = decode(args, kwargs)
     for b, (first, end) in enumerate(itertools.pairwise(bounds.tolist())):
         own = torch.tensor([0, end - first], dtype=torch.int32)
@@ -271,7 +272,7 @@ def test_counters_of_an_fp8_cache(rows, instructions, valu, limiter):
     """As above at 576 bytes per token; 128 rows are bound by the bf16 products."""
     kv = 1024
     counted_by_packaged_compiler(ARCH, COUNTED)
-    args, kwargs = decode_sample((kv,), heads=rows, layout="fp8_fnuz", num_splits=1).make(CPU)
+    args, kwargs = decode_sample((kv,), heads=rows, kv_format="fp8_fnuz", num_splits=1).make(CPU)
     report = counted(ARCH, args, kwargs)
     mix = report.mix()
     assert report.loaded["kv_cache"] == kv * 576
@@ -285,11 +286,11 @@ def test_counters_of_an_fp8_cache(rows, instructions, valu, limiter):
 CACHES = {
     "decode_dtype-bf16_rows-{}_width-576_rotate-0": {},
     "decode_dtype-bf16_rows-{}_width-512_rotate-0": {"rope": 0},
-    "decode_dtype-fp16_rows-{}_width-576_rotate-0": {"layout": "fp16", "dtype": torch.float16},
-    "decode_dtype-fp16_rows-{}_width-512_rotate-0": {"layout": "fp16", "dtype": torch.float16, "rope": 0},
+    "decode_dtype-fp16_rows-{}_width-576_rotate-0": {"kv_format": "fp16", "dtype": torch.float16},
+    "decode_dtype-fp16_rows-{}_width-512_rotate-0": {"kv_format": "fp16", "dtype": torch.float16, "rope": 0},
     "decode_rotated_dtype-bf16_rows-{}_width-576_rotate-1": {"rotate": True},
-    "decode_fp8_query-bf16_rows-{}": {"layout": "fp8_fnuz"},
-    "decode_fp8_query-fp8_rows-{}": {"layout": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz},
+    "decode_fp8_query-bf16_rows-{}": {"kv_format": "fp8_fnuz"},
+    "decode_fp8_query-fp8_rows-{}": {"kv_format": "fp8_fnuz", "dtype": torch.float8_e4m3fnuz},
 }
 TILES = range(16, 129, 16)
 

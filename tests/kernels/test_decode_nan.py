@@ -9,12 +9,12 @@ from decode_grid import CPU, FP8_NAN, assert_within_bound
 
 import mla_suite
 from mla_suite.core import arch as archs
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import has_kernel
 from mla_suite.testing import exact_decode
 
 E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
-LAYOUTS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
+KV_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
 # Of the second, rounding to bf16 by an addition would carry through the sign.
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
@@ -31,9 +31,9 @@ def formats(arch):
     """Cache and queries in bf16 and fp16, an fp8 cache, and fp8 queries as well."""
     return (
         {},
-        {"layout": "fp16", "dtype": torch.float16},
-        {"layout": LAYOUTS[arch]},
-        {"layout": LAYOUTS[arch], "dtype": E4M3[arch]},
+        {"kv_format": "fp16", "dtype": torch.float16},
+        {"kv_format": KV_FORMATS[arch]},
+        {"kv_format": KV_FORMATS[arch], "dtype": E4M3[arch]},
     )
 
 
@@ -100,7 +100,7 @@ def test_nan_in_a_sink(arch, nan, heads, splits):
 @pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
 @pytest.mark.parametrize("nan", NANS)
 def test_nan_in_a_descale(arch, nan, at, heads):
-    args, kwargs = problem(heads, 1, layout=LAYOUTS[arch], dtype=E4M3[arch])
+    args, kwargs = problem(heads, 1, kv_format=KV_FORMATS[arch], dtype=E4M3[arch])
     args[at] = nan.reshape(1)
     choice = grid.chosen(arch, args, kwargs)
     assert choice.backend.name == "native"
@@ -113,7 +113,7 @@ def test_nan_in_a_descale(arch, nan, at, heads):
 @pytest.mark.parametrize("at", [7, 8], ids=["q_descale", "kv_descale"])
 def test_a_descale_of_zero(arch, at, heads):
     """All scores are 0, the masked ones apart."""
-    args, kwargs = problem(heads, 2, layout=LAYOUTS[arch], dtype=E4M3[arch])
+    args, kwargs = problem(heads, 2, kv_format=KV_FORMATS[arch], dtype=E4M3[arch])
     args[at] = torch.zeros(1)
     coarse = getattr(grid.chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
     out, lse = grid.decode(arch, args, kwargs)

@@ -10,20 +10,20 @@ import pytest
 import torch
 from decode_launches import CPU, H200, launched
 
+from mla_suite.build import compilers, manifest, params
+from mla_suite.build.instances import instances
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
 from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.launch import DriverError, has_kernel, tensor_map
 from mla_suite.ops.decode import DECODE, hopper, native
 from mla_suite.ops.decode.hopper import KEYS, HopperConfig
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.ops.plan.layout import most_items
-from mla_suite.runtime import DriverError, has_kernel, tensor_map
-from mla_suite.toolchain import compilers, manifest, params
-from mla_suite.toolchain.instances import instances
+from mla_suite.ops.plan.metadata import most_items
 
 SOURCES = (("tma", "none"), ("tma", "results"), ("tma", "probabilities"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
-HALF = {"layout": "fp16", "dtype": torch.float16}
+HALF = {"kv_format": "fp16", "dtype": torch.float16}
 
 
 def test_every_point_is_declared():
@@ -69,9 +69,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
             f'static_assert({policy}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
         ]
-    source = tmp_path / "layout.cu"
+    source = tmp_path / "kv_format.cu"
     source.write_text("\n".join(lines) + "\n")
-    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "layout.cubin")]
+    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "kv_format.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
 
@@ -114,9 +114,9 @@ def test_which_kernel(monkeypatch, options, instance):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"layout": "fp8"}, "layout fp8 with torch.bfloat16 queries; it takes bf16"),
-        ({"layout": "fp8", "dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16 or float16"),
-        ({"layout": "fp16"}, "layout fp16 with torch.bfloat16 queries; it takes bf16"),
+        ({"kv_format": "fp8"}, "kv_format fp8 with torch.bfloat16 queries; it takes bf16"),
+        ({"kv_format": "fp8", "dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16 or float16"),
+        ({"kv_format": "fp16"}, "kv_format fp16 with torch.bfloat16 queries; it takes bf16"),
         ({"latent": 256}, "rows of 320 values with head_dim_v 256; it takes 576 or 512 with 512"),
         ({"rotate": True}, "rope_cos_sin; it takes keys that were rotated before they were cached"),
         ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),

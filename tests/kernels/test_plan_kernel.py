@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
+from mla_suite import emulator
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch
+from mla_suite.launch import has_kernel
 from mla_suite.ops.plan import PLAN, cost, native, reference, samples
-from mla_suite.runtime import emulator, has_kernel
 from mla_suite.testing import poison
 
 ARCHS = ("gfx942", "gfx950")
@@ -54,7 +55,7 @@ def lens(*values):
 
 
 def arguments(**given):
-    return dict(rows=16, workers=132, max_kv_len=0, num_splits=0, split_size=0) | given
+    return dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
 
 
 @pytest.mark.parametrize("sample", samples.samples(), ids=lambda sample: sample.name)
@@ -127,14 +128,17 @@ def test_uniform(batch):
     for num_splits, split_size in ((1, 0), (2, 0), (33, 0), (0, 64), (0, 100), (0, 4096)):
         for workers in (1, 304):
             given = arguments(
-                workers=workers, max_kv_len=9000 if batch < 100 else 500, num_splits=num_splits, split_size=split_size
+                workers=workers,
+                max_seqlen_kv=9000 if batch < 100 else 500,
+                num_splits=num_splits,
+                split_size=split_size,
             )
             check((seq_lens,), given, names=("gfx942",) if batch > 100 else ARCHS)
 
 
 def test_lengths_beyond_the_promise_still_make_the_same_words():
-    """seq_lens above max_kv_len: the last split of each is open."""
-    check((lens(5000, 300, 90_000),), arguments(max_kv_len=1024, split_size=256, workers=7))
+    """seq_lens above max_seqlen_kv: the last split of each is open."""
+    check((lens(5000, 300, 90_000),), arguments(max_seqlen_kv=1024, split_size=256, workers=7))
 
 
 def test_sequences_without_a_query_token_cost_nothing():

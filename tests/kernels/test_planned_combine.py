@@ -11,9 +11,9 @@ from own_kernels import assembly
 
 import mla_suite
 from mla_suite.core import arch as archs
+from mla_suite.emulator import Emulator, Memory
 from mla_suite.ops.combine import config, native
-from mla_suite.ops.plan.layout import HEADER_WORDS, Plan
-from mla_suite.runtime.emulator import Emulator, Memory
+from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
 from mla_suite.testing import assert_close, poison
 
 THREADS = 4 * 64
@@ -34,7 +34,7 @@ class Merge:
         self.ragged, self.heads, self.q_len, self.batch = cu_seqlens_q is not None, heads, q_len, len(lens)
         lens = torch.tensor(lens, dtype=torch.int32)
         most = int(lens.max())
-        self.plan = mla_suite.plan(lens, rows=heads * q_len, workers=40, max_kv_len=most, **split)
+        self.plan = mla_suite.plan(lens, rows=heads * q_len, workers=40, max_seqlen_kv=most, **split)
         self.bounds = Plan.read(self.plan).split_indptr
         self.partial_out, self.partial_lse = partials(max(self.bounds[-1], 1), heads * q_len)
         self.sink = torch.randn(heads) if sink else None

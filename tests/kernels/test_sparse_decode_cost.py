@@ -11,13 +11,14 @@ from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, proble
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
+from mla_suite import emulator
+from mla_suite.build import compilers, manifest
 from mla_suite.core import arch as archs
 from mla_suite.core.dispatch import Refusal
-from mla_suite.core.layouts import layout
+from mla_suite.kv_formats import kv_format
+from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, native
 from mla_suite.ops.sparse_decode.config import RECORDS, ROWS, SparseConfig, record_of, tile_rows
-from mla_suite.runtime import emulator, has_kernel
-from mla_suite.toolchain import compilers, manifest
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,7 @@ def test_counters(name, heads, bytes_per_key, instructions, lds):
     keys = 2048
     report = counted(name, heads, keys)
     mix = report.mix()
-    kind = layout(name)
+    kind = kv_format(name)
     assert report.loaded["cache_0"] == keys * bytes_per_key
     assert report.loaded["indices_0"] == keys * 4
     rescored = 1.05  # a tile whose scores exceed the reference is scored twice
@@ -190,7 +191,7 @@ def test_every_declared_kernel_is_one_of_the_rules():
     assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in ROWS}
 
 
-def test_records_of_mixed_layouts():
+def test_records_of_mixed_kv_formats():
     assert record_of(["v32", "v32_pow2"], 576) == "v32"
     assert record_of(["dsv4", "bf16"], 512) is None
     assert record_of(["dsv4_fnuz"], 512) is None

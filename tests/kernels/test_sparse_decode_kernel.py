@@ -9,10 +9,11 @@ from decode_grid import assert_within_bound
 from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
 
 import mla_suite
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
+from mla_suite import emulator
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode.config import SparseConfig
-from mla_suite.runtime import emulator, has_kernel
 
 EMULATED = sparse_runs.Machine(attend)
 check = EMULATED.check
@@ -154,7 +155,7 @@ def test_batch_invariant_bits(heads):
 def test_a_pool_beyond_four_gigabytes():
     args, kwargs = problem([("v32", 1, 64, 3)], 1, 16)
     pages = 103_000  # 4.3 GB of address space, of which two pages are touched
-    cache, last = caches.empty(layout("v32"), pages, 64), pages * 64 - 1
-    caches.scatter(layout("v32"), cache, torch.tensor([0, last]), torch.randn(2, 576))
+    cache, last = caches.empty(kv_format("v32"), pages, 64), pages * 64 - 1
+    caches.scatter(kv_format("v32"), cache, torch.tensor([0, last]), torch.randn(2, 576))
     args[1], args[2] = [cache], [torch.tensor([[0, last, last + 1]], dtype=torch.int32)]
     check(args, kwargs)

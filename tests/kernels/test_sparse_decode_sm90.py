@@ -8,15 +8,15 @@ import pytest
 import torch
 from sparse_problems import POOLS, in_mode, problem
 
+from mla_suite.build import compilers, manifest, params
+from mla_suite.build.instances import instances
 from mla_suite.core import arch as archs
 from mla_suite.core.arch import CSRC
 from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
 from mla_suite.ops.sparse_decode.hopper import SLOTS, STAGES, WIDTHS, HopperSparseConfig
-from mla_suite.runtime import has_kernel, tensor_map
-from mla_suite.toolchain import compilers, manifest, params
-from mla_suite.toolchain.instances import instances
 
 H200 = archs.get("sm_90")
 CONFIGS = [
@@ -59,9 +59,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert({record}::DEPTH == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
             f'static_assert(ROWS == {config.rows} && THREADS == {config.threads}, "block");',
         ]
-    source = tmp_path / "layout.cu"
+    source = tmp_path / "kv_format.cu"
     source.write_text("\n".join(lines) + "\n")
-    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "layout.cubin")]
+    command = [*nvidia.to_object("sm_90"), f"-I{CSRC}", str(source), "-o", str(tmp_path / "kv_format.cubin")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
 
@@ -93,7 +93,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
     offer = offered(monkeypatch, POOLS[pools], heads)
     assert isinstance(offer, Offer)
     cluster = 2 if heads == 100 and record in SLOTS else 1
-    assert offer.config.instance == f"sparse_decode_layout-{record}_cluster-{cluster}"
+    assert offer.config.instance == f"sparse_decode_kv_format-{record}_cluster-{cluster}"
     assert offer.config.tiles(heads) == -(-heads // 64)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from own_kernels import assembly
 
-from mla_suite.runtime.emulator import Emulator, Memory
+from mla_suite.emulator import Emulator, Memory
 
 LANES = torch.arange(64)
 COLUMN, GROUP = LANES % 16, LANES // 16

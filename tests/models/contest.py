@@ -52,7 +52,7 @@ def our_layer(weights):
         cache_rotated=False,
     )
     with torch.device("meta"):
-        layer = MLA(config, layout="bf16", dtype=torch.bfloat16)
+        layer = MLA(config, kv_format="bf16", dtype=torch.bfloat16)
     named = {
         "q_a_proj.weight": weights.q_down,
         "q_b_proj.weight": weights.q_up,

@@ -26,7 +26,7 @@ def allocations(code, symbol=8):
 @pytest.fixture(scope="module")
 def layers():
     torch.manual_seed(0)
-    made = [MLA(CONFIG, layout="bf16", dtype=torch.bfloat16) for _ in range(2)]
+    made = [MLA(CONFIG, kv_format="bf16", dtype=torch.bfloat16) for _ in range(2)]
     for layer in made:
         for parameter in layer.parameters():
             parameter.requires_grad_(False).normal_(std=1 / math.sqrt(parameter.shape[-1]))
@@ -97,7 +97,7 @@ def append_and_read(kv_c, k_pe, first, second, slot_mapping, seq_lens, block_tab
     """Two layers' appends and decodes with nothing for Inductor to fuse, so bytes can be compared."""
     outs = []
     for kv_cache in (first, second):
-        mla_suite.append_kv(kv_c, k_pe, kv_cache, slot_mapping, layout="bf16")
+        mla_suite.append_kv(kv_c, k_pe, kv_cache, slot_mapping, kv_format="bf16")
         out, _ = mla_suite.decode(q, kv_cache, seq_lens, block_table, softmax_scale=0.1)
         kv_c = out[:, 0, 0]
         outs.append(out)
@@ -157,7 +157,7 @@ def test_the_search_for_copies_finds_one():
     torch._dynamo.reset()
 
     def copying(first, second, block_table):
-        mla_suite.append_kv(first[0, :1, :512], first[0, :1, 512:], second, block_table[:, 0], layout="bf16")
+        mla_suite.append_kv(first[0, :1, :512], first[0, :1, 512:], second, block_table[:, 0], kv_format="bf16")
         return second + 1
 
     _, codes = run_and_get_code(
@@ -168,7 +168,7 @@ def test_the_search_for_copies_finds_one():
 
 def stacked_append(stack, kv_c, k_pe, slot_mapping):
     for number in range(stack.shape[0]):
-        mla_suite.append_kv(kv_c + number, k_pe, stack[number], slot_mapping, layout="bf16")
+        mla_suite.append_kv(kv_c + number, k_pe, stack[number], slot_mapping, kv_format="bf16")
 
 
 def stacked_operands(pages=8):
@@ -203,8 +203,8 @@ def test_slices_of_a_stacked_cache_as_graph_inputs_are_right():
     torch._dynamo.reset()
 
     def append(first, second, kv_c, k_pe, slot_mapping):
-        mla_suite.append_kv(kv_c, k_pe, first, slot_mapping, layout="bf16")
-        mla_suite.append_kv(kv_c + 1, k_pe, second, slot_mapping, layout="bf16")
+        mla_suite.append_kv(kv_c, k_pe, first, slot_mapping, kv_format="bf16")
+        mla_suite.append_kv(kv_c + 1, k_pe, second, slot_mapping, kv_format="bf16")
 
     expected, got = stacked_operands(), stacked_operands()
     append(expected[0][1], expected[0][2], *expected[1:])

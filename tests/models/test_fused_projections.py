@@ -18,7 +18,7 @@ BATCH, PAST = 3, 5
 
 
 def make(config, dtype=torch.float32):
-    layer = MLA(config, layout="fp32", dtype=dtype).requires_grad_(False)
+    layer = MLA(config, kv_format="fp32", dtype=dtype).requires_grad_(False)
     randomise(layer)
     return layer
 
@@ -32,7 +32,7 @@ def outputs(layer):
     """Prefill of PAST tokens a sequence, then a decode step, and the cache that they leave."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(BATCH, PAST + 1, layer.config.hidden_size, generator=generator).to(layer.o_proj.weight.dtype)
-    cache, sequences = PagedLatentCache.contiguous(1, BATCH, 8, layout="fp32")
+    cache, sequences = PagedLatentCache.contiguous(1, BATCH, 8, kv_format="fp32")
     table = cos_sin_table(layer.config, 8)
     q_lens = [PAST] * BATCH
     prompt = layer.prefill(
@@ -111,8 +111,8 @@ def test_the_products_of_a_decode_step(fused, products):
     """Down, up and out, and one batched product over the heads each for absorption and values."""
     layer = make(LOW_RANK, torch.bfloat16)
     layer = layer.fuse() if fused else layer
-    cache, sequences = PagedLatentCache.contiguous(1, BATCH, 8, layout="bf16")
-    layer.layout = "bf16"
+    cache, sequences = PagedLatentCache.contiguous(1, BATCH, 8, kv_format="bf16")
+    layer.kv_format = "bf16"
     step, table = cache.append(sequences, [1] * BATCH), cos_sin_table(LOW_RANK, 8)
     graphs = []
 

@@ -51,7 +51,7 @@ def test_a_fused_step_on_a_gpu(monkeypatch, tokens, last):
     monkeypatch.setattr(torch.nn.Linear, "reset_parameters", lambda linear: None)  # it draws numbers on the GPU
     with FakeTensorMode(), torch.no_grad(), Recorder() as recorder:
         gpu = torch.device("cuda")
-        layer = MLA(CONFIG, layout="bf16", dtype=torch.bfloat16, device=gpu)
+        layer = MLA(CONFIG, kv_format="bf16", dtype=torch.bfloat16, device=gpu)
         names = list(layer.state_dict())
         layer.fuse().fuse()
         kv_cache = torch.empty(4, 16, 576, dtype=torch.bfloat16, device=gpu)

@@ -16,9 +16,9 @@ UNROTATED = dataclasses.replace(HALF, cache_rotated=False, latent_norms=False)
 CONFIGS = {"interleaved": TINY, "direct q, bias": DIRECT, "half": HALF, "un-rotated cache": UNROTATED}
 
 
-def make_layer(config, dtype=torch.float32, layout="fp32"):
+def make_layer(config, dtype=torch.float32, kv_format="fp32"):
     torch.manual_seed(0)
-    layer = MLA(config, layout=layout, dtype=dtype)
+    layer = MLA(config, kv_format=kv_format, dtype=dtype)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if "norm" in name:
@@ -80,7 +80,7 @@ def close(got, expected):
 
 def trapped(config, num_pages=24, page_size=8):
     """A cache whose unwritten rows are NaN."""
-    cache = PagedLatentCache(1, num_pages, page_size, layout="fp32")
+    cache = PagedLatentCache(1, num_pages, page_size, kv_format="fp32")
     cache.layers[0].fill_(torch.nan)
     return cache
 
@@ -184,9 +184,9 @@ def test_the_ranks_sum_to_the_whole_layer(config, tp_size):
     total = torch.zeros(1, 14, TINY.hidden_size)
     table = cos_sin_table(config, 14)
     for rank in range(tp_size):
-        share = MLA(config.for_rank(tp_size), layout="fp32")
+        share = MLA(config.for_rank(tp_size), kv_format="fp32")
         share.load_weights(weights, tp_rank=rank, tp_size=tp_size)
-        cache, sequences = PagedLatentCache.contiguous(1, 1, 14, layout="fp32")
+        cache, sequences = PagedLatentCache.contiguous(1, 1, 14, kv_format="fp32")
         share.prefill(x[:10], table, cache.layers[0], cache.append(sequences, [10]), q_lens=[10])
         total[:, 10:] += share(x[None, 10:], cache.layers[0], cache.append(sequences, [4]), table)
     close(total[0, 10:], exact(whole, x)[10:])
@@ -242,14 +242,16 @@ def test_contradicting_prefill_arguments_are_refused_before_anything_is_written(
     assert kv_cache.isnan().all()
 
 
-@pytest.mark.parametrize(("layout", "message"), [("dsv4", "caches rows of 576 values"), ("bf17", "'bf17' is unknown")])
-def test_a_layout_that_it_cannot_write_is_refused(layout, message):
+@pytest.mark.parametrize(
+    ("kv_format", "message"), [("dsv4", "caches rows of 576 values"), ("bf17", "'bf17' is unknown")]
+)
+def test_a_kv_format_that_it_cannot_write_is_refused(kv_format, message):
     with pytest.raises(ValueError, match=message):
-        MLA(TINY, layout=layout)
+        MLA(TINY, kv_format=kv_format)
 
 
 def test_prefill_of_sequences_without_new_tokens():
-    cache = PagedLatentCache(1, 4, 8, layout="fp32")
+    cache = PagedLatentCache(1, 4, 8, kv_format="fp32")
     sequences = [cache.allocate(), cache.allocate()]
     cache.append(sequences, [3, 0])
     layer, x, table = make_layer(TINY), torch.empty(0, TINY.hidden_size), cos_sin_table(TINY, 8)
@@ -260,7 +262,7 @@ def test_prefill_of_sequences_without_new_tokens():
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "limit"),
+    ("kv_format", "dtype", "limit"),
     [
         ("bf16", torch.bfloat16, 2**-6),
         ("fp16", torch.float16, 2**-9),
@@ -270,13 +272,13 @@ def test_prefill_of_sequences_without_new_tokens():
     ],
 )
 @torch.no_grad()
-def test_every_layout_of_latents_decodes(layout, dtype, limit):
+def test_every_kv_format_of_latents_decodes(kv_format, dtype, limit):
     """Norm of the error against that of the output: some eight roundings of half an ulp, at most 2^-9 of a value for
     bf16 and 2^-12 for fp16, and one of an e4m3 cache, 2^-4, of which random signs leave about half."""
-    layer = make_layer(TINY, dtype, layout)
+    layer = make_layer(TINY, dtype, kv_format)
     table = cos_sin_table(TINY, 32)
-    kv_descale = torch.tensor([0.02]) if layout.startswith("fp8") else None
-    cache = PagedLatentCache(1, 8, 8, layout=layout)
+    kv_descale = torch.tensor([0.02]) if kv_format.startswith("fp8") else None
+    cache = PagedLatentCache(1, 8, 8, kv_format=kv_format)
     sequences = [cache.allocate(), cache.allocate()]
     xs = torch.randn(2, 21, TINY.hidden_size).to(dtype)
     layer.prefill(
@@ -328,8 +330,8 @@ def test_a_plan_and_split_sizes_change_nothing_beyond_rounding():
     layer.prefill(xs[:, :49].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [49, 49]), q_lens=[49, 49])
     step = cache.append(sequences, [1, 1])
     expected = torch.stack([exact(layer, x)[49:] for x in xs])
-    plan = mla_suite.plan(step.seq_lens, rows=TINY.num_heads, workers=7, max_kv_len=64)
-    close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_kv_len=64), expected)
+    plan = mla_suite.plan(step.seq_lens, rows=TINY.num_heads, workers=7, max_seqlen_kv=64)
+    close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_seqlen_kv=64), expected)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, split_size=16), expected)
 
 

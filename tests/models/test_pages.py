@@ -10,7 +10,7 @@ from mla_suite.models.pages import PagePool
 
 
 def small_cache(num_pages=8, page_size=4, num_layers=2):
-    return PagedLatentCache(num_layers, num_pages, page_size, layout="fp32")
+    return PagedLatentCache(num_layers, num_pages, page_size, kv_format="fp32")
 
 
 def write(cache, step, values):
@@ -145,8 +145,8 @@ def test_mistakes_are_named():
     for call in (cache.free, cache.fork, cache.length):
         with pytest.raises(ValueError, match="sequence 0 is not in this cache"):
             call(a)
-    with pytest.raises(ValueError, match=r"layout 'dsv4' holds rows of 512 values"):
-        PagedLatentCache(1, 1, 1, layout="dsv4")
+    with pytest.raises(ValueError, match=r"kv_format 'dsv4' holds rows of 512 values"):
+        PagedLatentCache(1, 1, 1, kv_format="dsv4")
     assert cache.free_pages == 8
 
 
@@ -159,8 +159,8 @@ def test_contiguous_is_one_page_per_sequence():
         cache.append([sequences[1]], [1])
 
 
-def test_layers_are_separate_tensors_of_the_layouts_size():
-    cache = PagedLatentCache(3, 2, 16, layout="v32")
+def test_layers_are_separate_tensors_of_the_kv_formats_size():
+    cache = PagedLatentCache(3, 2, 16, kv_format="v32")
     assert cache.bytes_per_token == 3 * 656
     assert len({layer.untyped_storage().data_ptr() for layer in cache.layers}) == 3
     assert PagedLatentCache(61, 1, 1).bytes_per_token == 61 * 1152

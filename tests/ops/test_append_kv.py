@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
+from mla_suite.build.instances import instances
 from mla_suite.core import arch as archs
-from mla_suite.core.layouts import LAYOUTS, layout
-from mla_suite.core.layouts import cache as caches
+from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import native
-from mla_suite.toolchain.instances import instances
 
-NAMES = tuple(LAYOUTS)
+NAMES = tuple(KV_FORMATS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
@@ -85,9 +85,9 @@ def dsv4_record(row, fnuz, page, token):
 
 @pytest.mark.parametrize("name", ["v32", "v32_pow2"])
 def test_v32_writes_exactly_the_declared_bytes(name):
-    kv_c, k_pe = new_tokens(layout(name), 2)
-    cache = filled(layout(name), 3, 5)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), layout=name)
+    kv_c, k_pe = new_tokens(kv_format(name), 2)
+    cache = filled(kv_format(name), 3, 5)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([7, 0]), kv_format=name)
     expected = bytearray(b"\xaa" * raw(cache).numel())
     for token, slot in ((0, 7), (1, 0)):
         row = torch.cat([kv_c[token], k_pe[token]]).tolist()
@@ -99,9 +99,9 @@ def test_v32_writes_exactly_the_declared_bytes(name):
 @pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
 @pytest.mark.parametrize(("page", "padded", "block"), [(2, True, 1728), (2, False, 1168), (64, True, 37440)])
 def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
-    kv_c, k_pe = new_tokens(layout(name), 2)
-    cache = filled(layout(name), 3, page, padded=padded)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), layout=name)
+    kv_c, k_pe = new_tokens(kv_format(name), 2)
+    cache = filled(kv_format(name), 3, page, padded=padded)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([2 * page + 1, page - 1]), kv_format=name)
     expected = bytearray(b"\xaa" * (3 * block))
     for token, (where, at) in enumerate([(2, 1), (0, page - 1)]):
         row = torch.cat([kv_c[token], k_pe[token]]).tolist()
@@ -113,13 +113,13 @@ def test_dsv4_writes_exactly_the_declared_bytes(name, page, padded, block):
 @pytest.mark.parametrize("name", ["fp8", "fp8_fnuz"])
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
-    one = layout(name)
+    one = kv_format(name)
     kv_c, k_pe = new_tokens(one, 3, dtype=torch.float32)
     kv_c[0, 0], kv_c[0, 1] = 1e6, -1e6
     descale = torch.tensor(0.0371)
     cache = filled(one, 1, 3)
     given = cache.view(torch.uint8) if as_bytes else cache
-    mla_suite.append_kv(kv_c, k_pe, given, torch.arange(3), descale, layout=name)
+    mla_suite.append_kv(kv_c, k_pe, given, torch.arange(3), descale, kv_format=name)
     quotients = torch.cat([kv_c, k_pe], dim=1) / descale
     expected = [e4m3(q, name == "fp8_fnuz") for q in quotients.flatten().tolist()]
     assert raw(cache).tolist() == expected
@@ -128,7 +128,7 @@ def test_fp8_divides_by_the_descale_and_saturates(name, as_bytes):
 @few
 @given(st.sampled_from(NAMES), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
-    one = layout(name)
+    one = kv_format(name)
     tokens, page = sum(pieces), 4
     pages = -(-tokens // page)
     kv_c, k_pe = new_tokens(one, pages * page, seed)
@@ -140,7 +140,7 @@ def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
     for count in [*pieces, pages * page - tokens]:
         slots = start + torch.randperm(count, generator=generator)
         dtype = torch.int32 if seed % 2 else torch.int64
-        mla_suite.append_kv(kv_c[slots], k_pe[slots], cache, slots.to(dtype), descale_of(one), layout=name)
+        mla_suite.append_kv(kv_c[slots], k_pe[slots], cache, slots.to(dtype), descale_of(one), kv_format=name)
         start += count
     assert torch.equal(raw(cache), raw(packed))
 
@@ -148,16 +148,16 @@ def test_appending_in_pieces_equals_packing_the_whole(name, seed, pieces):
 @few
 @given(st.sampled_from(NAMES), st.lists(st.integers(-3, 11), max_size=30), st.integers(0, 10**6))
 def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed):
-    one = layout(name)
+    one = kv_format(name)
     kv_c, k_pe = new_tokens(one, len(slots), seed)
     given_bytes = [tensor.clone() for tensor in (kv_c, k_pe)]
     cache, expected = filled(one, 4, 3), filled(one, 4, 3)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor(slots, dtype=torch.int64), descale_of(one), layout=name)
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor(slots, dtype=torch.int64), descale_of(one), kv_format=name)
     for token, slot in enumerate(slots):
         single = slice(token, token + 1)
         if slot >= 0:
             mla_suite.append_kv(
-                kv_c[single], k_pe[single], expected, torch.tensor([slot]), descale_of(one), layout=name
+                kv_c[single], k_pe[single], expected, torch.tensor([slot]), descale_of(one), kv_format=name
             )
     assert torch.equal(raw(cache), raw(expected))
     assert all(torch.equal(now, then) for now, then in zip((kv_c, k_pe), given_bytes, strict=True))
@@ -166,14 +166,14 @@ def test_negative_slots_skip_and_the_last_of_equal_slots_stays(name, slots, seed
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("name", ["bf16", "fp32", "v32", "dsv4"])
 def test_rotation_against_complex_numbers(name, interleaved):
-    one = layout(name)
+    one = kv_format(name)
     kv_c, k_pe = new_tokens(one, 6)
     angles = torch.arange(40, dtype=torch.float64)[:, None] * 10000 ** (-torch.arange(32, dtype=torch.float64) / 32)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).float()
     positions = torch.tensor([39, 0, 7, 7, 31, 10**6])  # the last is out of range, but its token is skipped
     slots = torch.tensor([5, 1, 0, 3, 2, -1])
     cache = filled(one, 2, 3, byte=0)
-    mla_suite.append_kv(kv_c, k_pe, cache, slots, None, cos_sin, positions, layout=name, interleaved=interleaved)
+    mla_suite.append_kv(kv_c, k_pe, cache, slots, None, cos_sin, positions, kv_format=name, interleaved=interleaved)
     pairs = k_pe[:5].double().unflatten(1, (32, 2) if interleaved else (2, 32))
     a, b = (pairs[..., 0], pairs[..., 1]) if interleaved else (pairs[:, 0], pairs[:, 1])
     table = torch.complex(*cos_sin.double()[positions[:5]].chunk(2, dim=1))
@@ -186,54 +186,54 @@ def test_rotation_against_complex_numbers(name, interleaved):
 
 
 def test_a_token_has_the_same_bytes_in_any_batch():
-    one = layout("dsv4")
+    one = kv_format("dsv4")
     kv_c, k_pe = new_tokens(one, 65)
     whole, alone = filled(one, 2, 64), filled(one, 2, 64)
-    mla_suite.append_kv(kv_c, k_pe, whole, torch.arange(65), layout="dsv4")
+    mla_suite.append_kv(kv_c, k_pe, whole, torch.arange(65), kv_format="dsv4")
     for token in range(65):
         single = slice(token, token + 1)
-        mla_suite.append_kv(kv_c[single], k_pe[single], alone, torch.tensor([token]), layout="dsv4")
+        mla_suite.append_kv(kv_c[single], k_pe[single], alone, torch.tensor([token]), kv_format="dsv4")
     assert torch.equal(raw(whole), raw(alone))
 
 
 @pytest.mark.parametrize("name", ["bf16", "v32", "dsv4"])
 def test_compiled_fullgraph_writes_the_same_bytes_into_a_strided_cache(name):
-    one = layout(name)
+    one = kv_format(name)
     kv_c, k_pe = new_tokens(one, 5)
     slots = torch.tensor([4, -1, 0, 3, 3])
     eager, compiled = filled(one, 3, 2), filled(one, 3, 2)
-    mla_suite.append_kv(kv_c, k_pe, eager, slots, layout=name)
+    mla_suite.append_kv(kv_c, k_pe, eager, slots, kv_format=name)
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def step(kv_c, k_pe, cache, slots):
-        mla_suite.append_kv(kv_c * 1, k_pe, cache, slots, layout=name)
+        mla_suite.append_kv(kv_c * 1, k_pe, cache, slots, kv_format=name)
 
     step(kv_c, k_pe, compiled, slots)
     assert torch.equal(raw(eager), raw(compiled))
 
 
 def test_written_values_carry_no_gradient():
-    one = layout("fp32")
+    one = kv_format("fp32")
     kv_c, k_pe = (part.requires_grad_() for part in new_tokens(one, 2, dtype=torch.float32))
     cache = filled(one, 1, 2, byte=0)
-    mla_suite.append_kv(kv_c, k_pe, cache, torch.arange(2), layout="fp32")
+    mla_suite.append_kv(kv_c, k_pe, cache, torch.arange(2), kv_format="fp32")
     assert not cache.requires_grad
     assert torch.equal(cache[0], torch.cat([kv_c, k_pe], dim=1).detach())
 
 
 def test_slots_beyond_two_gigabytes():
-    one = layout("v32")
+    one = kv_format("v32")
     cache = caches.empty(one, 55_000, 64)  # 2.3 GB of address space, of which one page is touched
     kv_c, k_pe = new_tokens(one, 1)
     slot = torch.tensor([55_000 * 64 - 1])
-    mla_suite.append_kv(kv_c, k_pe, cache, slot, layout="v32")
+    mla_suite.append_kv(kv_c, k_pe, cache, slot, kv_format="v32")
     small = filled(one, 1, 1)
-    mla_suite.append_kv(kv_c, k_pe, small, torch.tensor([0]), layout="v32")
+    mla_suite.append_kv(kv_c, k_pe, small, torch.tensor([0]), kv_format="v32")
     assert torch.equal(cache[-1, -1], small[0, 0])
 
 
 def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
-    one = layout(name)
+    one = kv_format(name)
     kv_c, k_pe = new_tokens(one, tokens)
     given = {
         "kv_c": kv_c,
@@ -243,7 +243,7 @@ def arguments(name="v32", tokens=3, pages=2, page=4, **changes):
         "kv_descale": None,
         "cos_sin": None,
         "positions": None,
-        "layout": name,
+        "kv_format": name,
     }
     return given | changes
 
@@ -252,7 +252,7 @@ TABLE = torch.zeros(8, 64)
 BAD = {
     "kv_c rank": (lambda: arguments(kv_c=torch.zeros(3, 1, 512)), r"kv_c has shape \(3, 1, 512\); it takes 2"),
     "kv_c dtype": (lambda: arguments(kv_c=torch.zeros(3, 512).double()), "kv_c is float64; it takes bfloat16 or"),
-    "kv_c width": (lambda: arguments(kv_c=torch.zeros(3, 448).bfloat16()), "kv_c has shape .* of layout 'v32'"),
+    "kv_c width": (lambda: arguments(kv_c=torch.zeros(3, 448).bfloat16()), "kv_c has shape .* of kv_format 'v32'"),
     "kv_c stride": (
         lambda: arguments(kv_c=torch.zeros(3, 1024).bfloat16()[:, ::2]),
         r"kv_c has strides \(1024, 2\); its last dimension must be contiguous",
@@ -261,8 +261,8 @@ BAD = {
     "k_pe tokens": (lambda: arguments(k_pe=torch.zeros(2, 64).bfloat16()), "k_pe has shape"),
     "k_pe width": (lambda: arguments(k_pe=torch.zeros(3, 32).bfloat16()), "k_pe has shape"),
     "device": (lambda: arguments(kv_cache=torch.empty(2, 4, 656, dtype=torch.uint8, device="meta")), "is on meta"),
-    "layout": (lambda: arguments(layout="v4"), "layout 'v4' is unknown; the layouts are bf16"),
-    "wrong layout": (lambda: arguments(layout="bf16"), "kv_cache is uint8; it takes bfloat16"),
+    "kv_format": (lambda: arguments(kv_format="v4"), "kv_format 'v4' is unknown; the kv_formats are bf16"),
+    "wrong kv_format": (lambda: arguments(kv_format="bf16"), "kv_cache is uint8; it takes bfloat16"),
     "other flavour": (
         lambda: arguments("dsv4", kv_cache=torch.zeros(2, 4, 584, dtype=torch.uint8).view(torch.float8_e4m3fnuz)),
         "kv_cache is float8_e4m3fnuz; it takes uint8 or float8_e4m3fn",
@@ -271,7 +271,7 @@ BAD = {
         lambda: arguments(kv_cache=torch.zeros(8 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)),
         "kv_cache begins 8 bytes past a multiple of 16",
     ),
-    "descale": (lambda: arguments(kv_descale=torch.ones(1)), "kv_descale was given with layout 'v32'"),
+    "descale": (lambda: arguments(kv_descale=torch.ones(1)), "kv_descale was given with kv_format 'v32'"),
     "descale dtype": (lambda: arguments("fp8", kv_descale=torch.ones(1).double()), "kv_descale is float64"),
     "descale zero": (lambda: arguments("fp8", kv_descale=torch.zeros(1)), "kv_descale is 0; values are divided by it"),
     "descale negative": (lambda: arguments("fp8", kv_descale=torch.tensor(-0.5)), "kv_descale is -0.5"),

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
-from mla_suite.core import layouts
-from mla_suite.core.layouts import cache as caches
+from mla_suite import kv_formats
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import assert_close, exact_decode, poison
 
@@ -25,7 +25,7 @@ AXES = {
     "page": (1, 2, 16, 61, 64, 256),
     "causal": (True, False),
     "sink": (None, 0.0, torch.inf, -torch.inf, 1.5),
-    "layout": ("bf16", "fp16", "fp8", "fp8_fnuz", "fp32"),
+    "kv_format": ("bf16", "fp16", "fp8", "fp8_fnuz", "fp32"),
     "pages": ("block_table", "kv_indices"),
     "queries": ("equal", "varlen"),
     "split": ("none", "num_splits", "split_size", "plan"),
@@ -69,8 +69,8 @@ def problem(row, lens=LENS, latent=64, rope=16, seed=0):
         page=row["page"],
         latent=latent,
         rope=rope,
-        layout=row["layout"],
-        dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["layout"], torch.bfloat16),
+        kv_format=row["kv_format"],
+        dtype={"fp16": torch.float16, "fp32": torch.float32}.get(row["kv_format"], torch.bfloat16),
         causal=row["causal"],
         sink=row["sink"] is not None,
         rotate=row["rotate"],
@@ -122,22 +122,22 @@ def test_against_fp64(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", AXES["layout"])
-def test_against_fp64_the_whole_product(layout):
+@pytest.mark.parametrize("kv_format", AXES["kv_format"])
+def test_against_fp64_the_whole_product(kv_format):
     """Of heads, q_len, page, causal and sink; the other axes take turns."""
     turns = itertools.cycle(itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate"))))
     for values in itertools.product(*(AXES[name] for name in ("heads", "q_len", "page", "causal", "sink"))):
-        check(dict(zip(AXES, (*values, layout, *next(turns)), strict=True)))
+        check(dict(zip(AXES, (*values, kv_format, *next(turns)), strict=True)))
 
 
 BASE = {name: values[0] for name, values in AXES.items()} | {"heads": 16, "page": 64}
 
 
 @pytest.mark.parametrize("head_dim", [576, 512], ids=["v3", "v4"])
-@pytest.mark.parametrize("layout", ["bf16", "fp8", "fp8_fnuz"])
-def test_full_width(head_dim, layout):
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8", "fp8_fnuz"])
+def test_full_width(head_dim, kv_format):
     latent, rope = (512, 64) if head_dim == 576 else (512, 0)
-    check(BASE | {"layout": layout, "q_len": 2}, lens=(2500, 129), latent=latent, rope=rope)
+    check(BASE | {"kv_format": kv_format, "q_len": 2}, lens=(2500, 129), latent=latent, rope=rope)
 
 
 def test_value_may_include_the_rope_part():
@@ -148,18 +148,18 @@ def test_value_may_include_the_rope_part():
 
 @pytest.mark.parametrize("name", ["v32", "dsv4"])
 def test_records_of_sparse_models_are_read_too(name):
-    kind = layouts.layout(name)
+    kind = kv_formats.kv_format(name)
     generator = torch.Generator().manual_seed(0)
     cache = caches.pack(kind, torch.randn(4, 64, kind.head_dim, generator=generator))
     q = torch.randn(2, 2, 16, kind.head_dim, generator=generator).bfloat16()
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
     arguments = (q, cache, torch.tensor([100, 65], dtype=torch.int32), table)
-    kwargs = {"softmax_scale": 0.05, "layout": name}
+    kwargs = {"softmax_scale": 0.05, "kv_format": name}
     assert_close(*mla_suite.decode(*arguments, **kwargs), exact_decode(*arguments, **kwargs))
 
 
 def test_q_descale_and_fp8_queries():
-    args, kwargs = problem(BASE | {"layout": "fp8"})
+    args, kwargs = problem(BASE | {"kv_format": "fp8"})
     q = (args[0].float() * 8).to(torch.float8_e4m3fn)
     args = (q, *args[1:7], torch.tensor([0.125]), *args[8:])
     out, lse = mla_suite.decode(*args, **kwargs)
@@ -173,7 +173,7 @@ def test_contiguous_cache_is_one_page_per_sequence():
     q = torch.randn(3, 1, 4, 80, generator=generator)
     lens = torch.tensor([500, 0, 77], dtype=torch.int32)
     table = torch.arange(3, dtype=torch.int32)[:, None]
-    kwargs = {"softmax_scale": 0.1, "head_dim_v": 64, "layout": "fp32"}
+    kwargs = {"softmax_scale": 0.1, "head_dim_v": 64, "kv_format": "fp32"}
     assert_close(*mla_suite.decode(q, cache, lens, table, **kwargs), exact_decode(q, cache, lens, table, **kwargs))
 
 
@@ -193,7 +193,7 @@ def test_a_row_that_sees_nothing(sink):
 
 def planned(lens, rows=16, workers=8, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, rows=rows, workers=workers, max_kv_len=8192, **split)
+    return mla_suite.plan(seq_lens, rows=rows, workers=workers, max_seqlen_kv=8192, **split)
 
 
 @pytest.mark.parametrize("split", [{}, {"num_splits": 5}, {"split_size": 512}], ids=["balanced", "forced", "sized"])
@@ -233,7 +233,7 @@ def test_batch_invariant(with_plan, sink):
             plan = None
             if with_plan:
                 seq_lens = args[2][chosen]
-                plan = mla_suite.plan(seq_lens, rows=8, workers=16, max_kv_len=1024, split_size=128)
+                plan = mla_suite.plan(seq_lens, rows=8, workers=16, max_seqlen_kv=1024, split_size=128)
             out, lse = mla_suite.decode(
                 args[0][chosen], args[1], args[2][chosen], args[3][chosen], *args[4:11], plan, **kwargs
             )
@@ -251,7 +251,7 @@ def test_batch_invariant(with_plan, sink):
 @few
 def test_splitting_anywhere_and_combining_equals_not_splitting(cuts, length, sink):
     """Each part is a decode of its own over some of the keys, without the mask."""
-    row = BASE | {"heads": 4, "causal": False, "layout": "fp32", "page": 1, "sink": 0.7 if sink else None}
+    row = BASE | {"heads": 4, "causal": False, "kv_format": "fp32", "page": 1, "sink": 0.7 if sink else None}
     args, kwargs = problem(row, lens=(length,), latent=16, rope=8)
     whole = exact_decode(*args, **kwargs)
     bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
@@ -282,17 +282,19 @@ def test_permuting_pages_changes_nothing(first, second, page, seed):
 
 @given(st.integers(0, 200), st.integers(1, 5), st.sampled_from(["bf16", "fp8"]))
 @few
-def test_append_then_decode_equals_decode_over_the_concatenation(length, new, layout):
-    row = BASE | {"heads": 4, "q_len": new, "layout": layout, "page": 16}
+def test_append_then_decode_equals_decode_over_the_concatenation(length, new, kv_format):
+    row = BASE | {"heads": 4, "q_len": new, "kv_format": kv_format, "page": 16}
     args, kwargs = problem(row, lens=(length + new,), latent=16, rope=8)
     cache, descale = args[1], args[8]
-    rows = caches.unpack(layouts.layout(layout).sized(24, 0), cache, descale=descale).flatten(0, 1)
+    rows = caches.unpack(kv_formats.kv_format(kv_format).sized(24, 0), cache, descale=descale).flatten(0, 1)
     positions = torch.arange(length, length + new)
     slots = args[3][0][positions // 16].long() * 16 + positions % 16
     grown = cache.clone()
     grown.view(-1, 24)[slots] = 0
     values = rows[slots].contiguous()
-    mla_suite.append_kv(values[:, :16].contiguous(), values[:, 16:].contiguous(), grown, slots, descale, layout=layout)
+    mla_suite.append_kv(
+        values[:, :16].contiguous(), values[:, 16:].contiguous(), grown, slots, descale, kv_format=kv_format
+    )
     assert torch.equal(grown.view(torch.uint8), cache.view(torch.uint8))
     one, other = mla_suite.decode(*args, **kwargs), mla_suite.decode(args[0], grown, *args[2:], **kwargs)
     assert torch.equal(one[0], other[0])

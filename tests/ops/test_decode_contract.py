@@ -15,11 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.core import arch, layouts
+from mla_suite import kv_formats
+from mla_suite.core import arch
 from mla_suite.core.dispatch import Refusal
 from mla_suite.ops.decode import DECODE, native, reference
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.ops.plan.layout import Plan
+from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, exact_decode
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class Step:
     def step(self, args, kwargs):
         plan = None
         if self.plan:
-            plan = mla_suite.plan(args[LENS], rows=4, workers=6, max_kv_len=4096)
+            plan = mla_suite.plan(args[LENS], rows=4, workers=6, max_seqlen_kv=4096)
         out, lse = mla_suite.decode(*args[:PLAN], plan, **kwargs)
         return out * 2, lse
 
@@ -133,18 +134,18 @@ def ints(*values):
 
 
 TWO_PAGES = ints(0, 1, 1, 0).view(2, 2)
-FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "layout": "fp8"}
+FP8_CACHE = {CACHE: torch.zeros(9, 16, 24).to(torch.float8_e4m3fn), "kv_format": "fp8"}
 BAD = [
     ({Q: torch.zeros(2, 4, 24).bfloat16()}, r"q has shape \(2, 4, 24\); it takes 4 dimensions"),
     ({Q: torch.zeros(2, 1, 4, 24, dtype=torch.float64)}, "q is float64; it takes bfloat16 or float16 or float32"),
     ({Q: torch.zeros(3, 1, 4, 24).bfloat16()}, r"q has shape \(3, 1, 4, 24\); seq_lens has 2 sequences"),
-    ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); layout 'bf16' takes"),
+    ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); kv_format 'bf16' takes"),
     ({Q: torch.zeros(2, 1, 24, 4).bfloat16().mT}, "q has strides .*; its last dimension must be contiguous"),
     ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; it takes bfloat16"),
     ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions"),
     (
         {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},
-        "kv_cache has strides .*; tokens of layout 'bf16' lie exactly",
+        "kv_cache has strides .*; tokens of kv_format 'bf16' lie exactly",
     ),
     ({CACHE: torch.zeros(9, 16, 24, device="meta").bfloat16()}, "kv_cache is on meta; the other tensors are on cpu"),
     ({LENS: ints(70, 33).long()}, "seq_lens is int64; it takes int32"),
@@ -165,7 +166,10 @@ BAD = [
     ({TABLE: None, INDPTR: ints(0, 5, 8), INDICES: ints(0, 1, 2, 3, 9, 5, 6, 7)}, r"kv_indices\[4\] is page 9"),
     ({CU_SEQLENS: ints(0, 1, 2)}, r"q has shape \(2, 1, 4, 24\); it takes 3 dimensions"),
     ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 1)}, r"cu_seqlens_q is \[0, 2, 1\]; it must rise"),
-    ({Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)}, "max_q_len is 1; a sequence has 2 query tokens"),
+    (
+        {Q: torch.zeros(2, 4, 24).bfloat16(), CU_SEQLENS: ints(0, 2, 2)},
+        "max_seqlen_q is 1; a sequence has 2 query tokens",
+    ),
     ({Q_DESCALE: torch.ones(4)}, r"q_descale has shape \(4,\); it takes one value"),
     ({Q_DESCALE: torch.tensor(-0.5)}, "q_descale is -0.5; it takes a finite number, 0 or more"),
     ({Q_DESCALE: torch.tensor([torch.inf])}, "q_descale is inf; it takes a finite number"),
@@ -173,7 +177,7 @@ BAD = [
     (FP8_CACHE | {KV_DESCALE: torch.tensor([-1e-30])}, "kv_descale is -1e-30; it takes a finite number, 0 or more"),
     (FP8_CACHE | {KV_DESCALE: torch.tensor(-torch.inf)}, "kv_descale is -inf; it takes a finite number"),
     (FP8_CACHE | {KV_DESCALE: torch.tensor(torch.nan)}, "kv_descale is nan; it takes a finite number"),
-    ({KV_DESCALE: torch.ones(1)}, "kv_descale was given with layout 'bf16'; only fp8, fp8_fnuz read one"),
+    ({KV_DESCALE: torch.ones(1)}, "kv_descale was given with kv_format 'bf16'; only fp8, fp8_fnuz read one"),
     ({SINK: torch.zeros(5)}, r"attn_sink has shape \(5,\); it takes \[heads\]"),
     ({SINK: torch.zeros(4).double()}, "attn_sink is float64; it takes float32"),
     ({ROPE: torch.zeros(99, 7)}, r"rope_cos_sin has shape \(99, 7\)"),
@@ -184,11 +188,11 @@ BAD = [
     ({PLAN: torch.zeros(200).int()}, r"plan does not begin with .* pass a tensor made by mla_suite.plan"),
     ({"softmax_scale": 1.0, "head_dim_v": 25}, "head_dim_v is 25; it takes 1..24"),
     ({"head_dim_v": 0}, "head_dim_v is 0"),
-    ({"layout": "fp4"}, "layout 'fp4' is unknown; the layouts are bf16, "),
-    ({"layout": "fp8"}, "kv_cache is bfloat16; it takes float8_e4m3fn or uint8"),
-    ({"max_kv_len": 50}, r"seq_lens\[0\] is 70; it takes 0..50 \(max_kv_len\)"),
-    ({"max_kv_len": -1}, "max_kv_len is -1"),
-    ({"max_q_len": 3}, "max_q_len is 3; q has 1 query tokens"),
+    ({"kv_format": "fp4"}, "kv_format 'fp4' is unknown; the kv_formats are bf16, "),
+    ({"kv_format": "fp8"}, "kv_cache is bfloat16; it takes float8_e4m3fn or uint8"),
+    ({"max_seqlen_kv": 50}, r"seq_lens\[0\] is 70; it takes 0..50 \(max_seqlen_kv\)"),
+    ({"max_seqlen_kv": -1}, "max_seqlen_kv is -1"),
+    ({"max_seqlen_q": 3}, "max_seqlen_q is 3; q has 1 query tokens"),
     ({"num_splits": -2}, "num_splits is -2"),
     ({"split_size": 2**31}, "split_size is 2147483648; it takes 1..2147483647 keys, or 0"),
     ({CACHE: None}, "kv_cache is None; it takes a tensor"),
@@ -206,7 +210,7 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_is_written(change,
             kwargs[key] = value
     with pytest.raises((ValueError, TypeError), match=words) as refusal:
         mla_suite.decode(*args, **kwargs)
-    assert str(refusal.value).startswith(("decode: ", "layout "))
+    assert str(refusal.value).startswith(("decode: ", "kv_format "))
     assert "\n" not in str(refusal.value)
     outputs = {"out": torch.full((2, 1, 4, 16), 7.0).bfloat16(), "lse": torch.full((2, 1, 4), 7.0)}
     with pytest.raises((ValueError, TypeError)):
@@ -227,7 +231,7 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
     args, kwargs = problem()
     lens = ints(*made.pop("lens", [70, 33, 1][:2]))
     # A longer plan than any for one sequence, so that its size alone does not give it away.
-    args[PLAN] = mla_suite.plan(lens, rows=4, workers=64, max_kv_len=4096, **made)
+    args[PLAN] = mla_suite.plan(lens, rows=4, workers=64, max_seqlen_kv=4096, **made)
     with pytest.raises(ValueError, match=words):
         mla_suite.decode(*args, **(kwargs | given))
 
@@ -242,11 +246,11 @@ def test_a_kernel_that_turns_the_rope_part_alone_refuses_another_width(turned):
 
 
 def test_an_unaligned_cache_is_refused():
-    block = layouts.layout("dsv4").block_bytes(16)
+    block = kv_formats.kv_format("dsv4").block_bytes(16)
     cache = torch.zeros(2 * block + 8, dtype=torch.uint8).as_strided((2, 16, 584), (block, 584, 1), 4)
     q, table = torch.zeros(1, 1, 4, 512).bfloat16(), torch.zeros(1, 1).int()
     with pytest.raises(ValueError, match="decode: kv_cache begins 4 bytes past a multiple of 8; .* slice whole pages"):
-        mla_suite.decode(q, cache, ints(5), table, softmax_scale=1.0, layout="dsv4")
+        mla_suite.decode(q, cache, ints(5), table, softmax_scale=1.0, kv_format="dsv4")
 
 
 def test_more_splits_than_keys():
@@ -264,8 +268,8 @@ def test_sequences_without_query_tokens(plan):
     cu_seqlens_q, table = ints(0, 0, 2, 2, 3), torch.tensor([[4, 1], [2, 0], [9, 9], [3, 9]], dtype=torch.int32)
     args = [q, cache, lens, table, None, None, cu_seqlens_q, None, None, None, None, None]
     if plan:
-        args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, rows=8, workers=3, max_kv_len=20)
-    kwargs = {"softmax_scale": 1.0, "head_dim_v": 16, "layout": "fp32", "max_q_len": 2}
+        args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, rows=8, workers=3, max_seqlen_kv=20)
+    kwargs = {"softmax_scale": 1.0, "head_dim_v": 16, "kv_format": "fp32", "max_seqlen_q": 2}
     assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
 
 
@@ -273,8 +277,10 @@ def test_sequences_without_query_tokens(plan):
 def test_no_sequences_and_no_keys(batch):
     q, cache, lens = torch.zeros(batch, 1, 4, 24), torch.zeros(0, 16, 24), torch.zeros(batch, dtype=torch.int32)
     table = torch.zeros(batch, 0, dtype=torch.int32)
-    for plan in (None, mla_suite.plan(lens, rows=4, workers=3, max_kv_len=20)):
-        out, lse = mla_suite.decode(q, cache, lens, table, plan=plan, softmax_scale=1.0, head_dim_v=16, layout="fp32")
+    for plan in (None, mla_suite.plan(lens, rows=4, workers=3, max_seqlen_kv=20)):
+        out, lse = mla_suite.decode(
+            q, cache, lens, table, plan=plan, softmax_scale=1.0, head_dim_v=16, kv_format="fp32"
+        )
         assert torch.equal(out, torch.zeros(batch, 1, 4, 16))
         assert torch.equal(lse, torch.full((batch, 1, 4), -torch.inf))
 

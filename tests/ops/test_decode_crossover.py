@@ -9,19 +9,19 @@ import pytest
 import torch
 
 import mla_suite
+from mla_suite.build import compilers, manifest
 from mla_suite.core import arch as archs
 from mla_suite.core import dispatch, tuning
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE, crossover
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.runtime import has_kernel
 from mla_suite.testing import exact_decode
-from mla_suite.toolchain import compilers, manifest
 
 ARCH = archs.get("gfx950")
 TABLE = crossover.SHIPPED / "gfx950.csv"
 CPU = torch.device("cpu")
-FP8 = {"layout": "fp8", "dtype": torch.float8_e4m3fn}
-KINDS = {("16bit", "16bit"): {}, ("16bit", "fp8"): {"layout": "fp8"}, ("fp8", "fp8"): FP8}
+FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
+KINDS = {("16bit", "16bit"): {}, ("16bit", "fp8"): {"kv_format": "fp8"}, ("fp8", "fp8"): FP8}
 PUBLISHED = [(8, 4096), (16, 2048), (32, 1024), (64, 256), (256, 64)]
 NATIVE = "decode_fp8_query-fp8_weight-bf16_rows-16"
 
@@ -46,13 +46,13 @@ def test_the_table_is_sound():
     kinds = {(row.values["policy"], row.provenance["kind"]) for row in crossover.rows("gfx950")}
     assert kinds == {("aiter-pr3003", "published"), ("default", "counted")}
     published = [row.values for row in crossover.rows("gfx950") if row.values["policy"] == "aiter-pr3003"]
-    native = [(row["batch"], row["context"]) for row in published if row["use"] != crossover.PORTABLE]
+    native = [(row["batch"], row["context"]) for row in published if row["use"] != crossover.TRITON]
     assert native == PUBLISHED
 
 
 @pytest.mark.parametrize(
     ("batch", "context", "backend"),
-    [(8, 4096, "native"), (8, 8192, "portable"), (32, 1024, "native"), (64, 512, "portable")],
+    [(8, 4096, "native"), (8, 8192, "triton"), (32, 1024, "native"), (64, 512, "triton")],
 )
 def test_smoke_cases_of_the_published_policy(batch, context, backend):
     with crossover.policy("aiter-pr3003"):
@@ -67,24 +67,24 @@ def test_smoke_cases_of_the_published_policy(batch, context, backend):
 def test_both_sides_of_each_published_limit(batch, context):
     with crossover.policy("aiter-pr3003"):
         assert choose(batch, context).backend.name == "native"
-        assert choose(batch, context + 1).backend.name == "portable"
-        assert choose(batch + 1, context).backend.name == ("portable" if context != 64 or batch >= 256 else "native")
-        assert choose(257, 1).backend.name == "portable"
+        assert choose(batch, context + 1).backend.name == "triton"
+        assert choose(batch + 1, context).backend.name == ("triton" if context != 64 or batch >= 256 else "native")
+        assert choose(257, 1).backend.name == "triton"
         assert choose(batch, context + 1, heads=16).backend.name == "native", "the rule is about 32 x 4 query rows"
-        assert choose(batch, context + 1, layout="bf16", dtype=torch.bfloat16).backend.name == "native"
+        assert choose(batch, context + 1, kv_format="bf16", dtype=torch.bfloat16).backend.name == "native"
 
 
 def test_explain_names_the_row():
     args, kwargs = decode_sample([300] * 2, heads=32, q_len=4, **FP8).make(CPU)
-    kwargs["max_kv_len"] = 8192
+    kwargs["max_seqlen_kv"] = 8192
     with crossover.policy("aiter-pr3003"):
         text = str(mla_suite.explain("decode", *args, **kwargs))
         assert f"published row {TABLE}:3 of crossover policy aiter-pr3003" in text
-        assert "leaves it to the portable kernel" in text
-        assert "context 8192 keys per sequence, from max_kv_len" in text
+        assert "leaves it to the triton kernel" in text
+        assert "context 8192 keys per sequence, from max_seqlen_kv" in text
     text = str(mla_suite.explain("decode", *args, **kwargs))
     assert "tiles of 32 rows for 4 x 32 query rows, by counted row" not in text, "8192 keys are beyond the limit"
-    kwargs["max_kv_len"] = 1024
+    kwargs["max_seqlen_kv"] = 1024
     text = str(mla_suite.explain("decode", *args, **kwargs))
     assert "by counted row" in text
     assert "batch up to 2, context up to" in text
@@ -94,7 +94,7 @@ def test_counted_limits_pick_the_tile():
     for row in crossover.rows("gfx950"):
         if row.values["policy"] == "default":
             rows, batch, context = (int(row.values[name]) for name in ("rows", "batch", "context"))
-            kind = {"layout": "bf16", "dtype": torch.bfloat16} | KINDS[row.values["query"], row.values["cache"]]
+            kind = {"kv_format": "bf16", "dtype": torch.bfloat16} | KINDS[row.values["query"], row.values["cache"]]
             choice = choose(batch, context, heads=rows, q_len=1, **kind)
             assert choice.backend.name == "native"
             assert choice.offer.config.rows == crossover.TILES[row.values["use"]]
@@ -123,7 +123,7 @@ def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
         sizes.add(choice.offer.config.rows)
         out = torch.full((*args[0].shape[:-1], 512), torch.nan, dtype=torch.bfloat16)
         lse = torch.full(args[0].shape[:-1], torch.nan)
-        choice.backend.run(choice.offer.config, (out, lse), *args, **{**kwargs, "max_kv_len": promised})
+        choice.backend.run(choice.offer.config, (out, lse), *args, **{**kwargs, "max_seqlen_kv": promised})
         coarse = 0.14 if getattr(choice.offer.config, "fp8_weights", False) else 2.0**-7
         assert bool(((out.double() - exact.out).abs() <= coarse * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
@@ -135,7 +135,7 @@ def test_the_published_policy_is_right_on_both_sides():
     exact = exact_decode(*args, **kwargs)
     with crossover.policy("aiter-pr3003"):
         for promised in (4096, 8192):  # beyond the limit and without a GPU, the reference stands in for Triton
-            out, lse = mla_suite.decode(*args, **kwargs, max_kv_len=promised)
+            out, lse = mla_suite.decode(*args, **kwargs, max_seqlen_kv=promised)
             assert bool(((out.double() - exact.out).abs() <= 0.14 * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
             torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
 

@@ -16,7 +16,16 @@ from mla_suite.core import arch
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.plan import reference
 from mla_suite.ops.plan.cost import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
-from mla_suite.ops.plan.layout import COUNTERS, HEADER_WORDS, OPEN, Plan, Word, layout_for, most_items, smallest_words
+from mla_suite.ops.plan.metadata import (
+    COUNTERS,
+    HEADER_WORDS,
+    OPEN,
+    Plan,
+    Word,
+    layout_for,
+    most_items,
+    smallest_words,
+)
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -30,13 +39,13 @@ def on_sm_90(monkeypatch):
     monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
 
 
-def make(lens, *, rows=16, workers=8, max_kv_len=1 << 17, cu_seqlens_q=None, **split):
+def make(lens, *, rows=16, workers=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_kv_len=max_kv_len, **split)
+    return mla_suite.plan(seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=max_seqlen_kv, **split)
 
 
 def check(plan, batch, workers, *, most):
-    """Every promise of the layout that does not depend on how the plan was made."""
+    """Every promise of the kv_format that does not depend on how the plan was made."""
     read = Plan.read(plan)
     header = read.header
     assert (header[Word.BATCH], header[Word.WORKERS], header[Word.ITEM_CAPACITY]) == (batch, workers, most)
@@ -182,7 +191,7 @@ def test_forced_plans(lens, workers, num_splits):
 @few
 def test_batch_invariant_plans(lens, workers, split_size):
     read = check(
-        make(lens, workers=workers, max_kv_len=20000, split_size=split_size),
+        make(lens, workers=workers, max_seqlen_kv=20000, split_size=split_size),
         len(lens),
         workers,
         most=len(lens) * -(-20000 // split_size),
@@ -194,7 +203,7 @@ def test_batch_invariant_plans(lens, workers, split_size):
 
 def test_work_is_shared_when_splits_are_forced():
     lens = [8192, 64, 64, 8192]
-    read = Plan.read(make(lens, workers=4, max_kv_len=8192, split_size=1024))
+    read = Plan.read(make(lens, workers=4, max_seqlen_kv=8192, split_size=1024))
     loads = [
         sum(max(min(end, lens[b]) - first, 0) for b, first, end, _ in read.items[at:to])
         for at, to in itertools.pairwise(read.work_indptr)
@@ -308,7 +317,7 @@ def test_no_sequences():
 
 
 def test_sizes_follow_from_arguments():
-    assert make([5, 6], workers=3).shape == (layout_for(2, 3, max_kv_len=0, num_splits=0, split_size=0).words,)
+    assert make([5, 6], workers=3).shape == (layout_for(2, 3, max_seqlen_kv=0, num_splits=0, split_size=0).words,)
     words = (HEADER_WORDS + 3 + 4 + 2 * COUNTERS + 3) // 4 * 4 + 4 * 5
     assert make([5, 6], workers=3).numel() == words
     for workers in (1, 2, 7, 132):
@@ -321,10 +330,10 @@ def test_sizes_follow_from_arguments():
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 132])
 def test_where_kernels_find_the_words(batch, workers):
     """What kernels take for granted: their words of the header, where bounds and items lie, aligned items."""
-    source = arch.CSRC / "mla" / "plan_header.hpp"
+    source = arch.CSRC / "common" / "plan_header.hpp"
     named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
-    place = layout_for(batch, workers, max_kv_len=100, num_splits=0, split_size=0)
-    header = place.header(num_splits=0, split_size=0, max_kv_len=100)
+    place = layout_for(batch, workers, max_seqlen_kv=100, num_splits=0, split_size=0)
+    header = place.header(num_splits=0, split_size=0, max_seqlen_kv=100)
     assert header[named["workers"]] == workers
     assert header[named["items"]] == place.items
     assert place.items % 4 == 0
@@ -344,7 +353,7 @@ def test_where_kernels_find_the_words(batch, workers):
         ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, r"seq_lens has shape \(2, 1\); it takes 1 dimensions"),
         (
             {"seq_lens": torch.tensor([3, -1], dtype=torch.int32)},
-            r"seq_lens\[1\] is -1; it takes 0..100 \(max_kv_len\)",
+            r"seq_lens\[1\] is -1; it takes 0..100 \(max_seqlen_kv\)",
         ),
         ({"seq_lens": torch.tensor([3, 101], dtype=torch.int32)}, r"seq_lens\[1\] is 101; it takes 0..100"),
         (
@@ -355,16 +364,16 @@ def test_where_kernels_find_the_words(batch, workers):
         ({"rows": 0}, "rows is 0; it is q_len x heads"),
         ({"workers": 0}, "workers is 0; it takes 1..1024"),
         ({"workers": 1025}, "workers is 1025"),
-        ({"max_kv_len": -1}, "max_kv_len is -1"),
+        ({"max_seqlen_kv": -1}, "max_seqlen_kv is -1"),
         ({"num_splits": -1}, "num_splits is -1"),
         ({"split_size": -64}, "split_size is -64"),
         ({"num_splits": 2, "split_size": 64}, "num_splits is 2 with split_size=64; pass one of the two"),
-        ({"max_kv_len": 0, "split_size": 64}, "max_kv_len is 0 with split_size=64"),
+        ({"max_seqlen_kv": 0, "split_size": 64}, "max_seqlen_kv is 0 with split_size=64"),
         ({"num_splits": 5_000_000}, r"would have 10000000 items in 160000\d\d\d bytes; at most 67108864 bytes"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, words):
-    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "rows": 1, "workers": 2, "max_kv_len": 100}
+    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "rows": 1, "workers": 2, "max_seqlen_kv": 100}
     with pytest.raises((ValueError, TypeError), match=words):
         mla_suite.plan(**(arguments | change))
 
@@ -383,7 +392,7 @@ def test_no_host_read_while_planning():
     """The definition is tensor code: meta tensors, which have no data, pass through it."""
     lens = torch.zeros(5, dtype=torch.int32, device="meta")
     for split in ({}, {"num_splits": 2}, {"split_size": 64}):
-        arguments = {"rows": 16, "workers": 4, "max_kv_len": 128, "num_splits": 0, "split_size": 0} | split
-        sizes = {key: arguments[key] for key in ("max_kv_len", "num_splits", "split_size")}
+        arguments = {"rows": 16, "workers": 4, "max_seqlen_kv": 128, "num_splits": 0, "split_size": 0} | split
+        sizes = {key: arguments[key] for key in ("max_seqlen_kv", "num_splits", "split_size")}
         into = torch.empty(layout_for(5, 4, **sizes).words, dtype=torch.int32, device="meta")
         reference.run(None, (into,), lens, **arguments)

@@ -1,4 +1,4 @@
-"""sparse_decode against fp64: pools, layouts, sinks, invalid and repeated indices, NaN in all that is not selected."""
+"""sparse_decode against fp64: pools, formats, sinks, invalid and repeated indices, NaN in all that is not selected."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 from sparse_pools import ABSURD, POOLS, poisoned, problem
 
 import mla_suite
-from mla_suite.core.layouts import cache as caches
-from mla_suite.core.layouts import layout
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
 
 few = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def exact(q, pools, scale, sink, head_dim_v):
-    """fp64 out, lse and sum(p |v|) of query tokens q [tokens, heads, D]; pools: (layout, cache, lists of slots)."""
+    """fp64 out, lse and sum(p |v|) of query tokens q [tokens, heads, D]; pools: (kv_format, cache, lists of slots)."""
     outs, lses, sizes = [], [], []
     for t, row in enumerate(q.double()):
         keys = []
         for name, cache, lists in pools:
             slots = [s for s in lists[t] if 0 <= s < cache.shape[0] * cache.shape[1]]
-            read = caches.unpack(layout(name), cache).flatten(0, 1)
+            read = caches.unpack(kv_format(name), cache).flatten(0, 1)
             keys.append(read[slots].double() if slots else read[:0].double())
         keys = torch.cat(keys)
         values = keys[:, :head_dim_v]
@@ -66,7 +66,7 @@ def test_against_fp64(shape, heads):
     sink = torch.randn(heads, generator=torch.Generator().manual_seed(1)) if heads % 16 else None
     scale = q.shape[-1] ** -0.5
     out, lse = mla_suite.sparse_decode(
-        q, kv_caches, indices, attn_sink=sink, layouts=names, softmax_scale=scale, head_dim_v=512
+        q, kv_caches, indices, attn_sink=sink, kv_formats=names, softmax_scale=scale, head_dim_v=512
     )
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((3, heads, 512), q.dtype, (3, heads), torch.float32)
     assert_exact(out, lse, exact(q, pools_of(names, kv_caches, [i.tolist() for i in indices]), scale, sink, 512))
@@ -79,7 +79,7 @@ def test_query_lengths_and_dtypes(dtype, q_len):
     q, kv_caches, indices, names = problem(shape, 2 * q_len, 8, seed=q_len, dtype=dtype)
     batched = q.view(2, q_len, 8, 512)
     dense = [index.view(2, q_len, -1) for index in indices]
-    out, lse = mla_suite.sparse_decode(batched, kv_caches, dense, layouts=names, softmax_scale=0.05)
+    out, lse = mla_suite.sparse_decode(batched, kv_caches, dense, kv_formats=names, softmax_scale=0.05)
     assert out.shape == (2, q_len, 8, 512)
     assert lse.shape == (2, q_len, 8)
     assert_exact(out, lse, exact(q, pools_of(names, kv_caches, [i.tolist() for i in indices]), 0.05, None, 512), dtype)
@@ -88,7 +88,9 @@ def test_query_lengths_and_dtypes(dtype, q_len):
 @pytest.mark.parametrize("head_dim_v", [1, 64, 448, 512, 576])
 def test_v_is_the_front_of_the_row(head_dim_v):
     q, kv_caches, indices, names = problem(POOLS["bf16"], 2, 4, seed=0)
-    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, layouts=names, softmax_scale=0.04, head_dim_v=head_dim_v)
+    out, lse = mla_suite.sparse_decode(
+        q, kv_caches, indices, kv_formats=names, softmax_scale=0.04, head_dim_v=head_dim_v
+    )
     assert out.shape == (2, 4, head_dim_v)
     assert_exact(out, lse, exact(q, pools_of(names, kv_caches, [indices[0].tolist()]), 0.04, None, head_dim_v))
 
@@ -101,9 +103,9 @@ def test_sinks_change_out_alone(sink):
     value = SINKS[sink]
     q, kv_caches, indices, names = problem(POOLS["three pools"], 3, 4, seed=3)
     indices[0][1], indices[1][1], indices[2][1] = -1, -1, -1  # query token 1 has no key
-    plain, plain_lse = mla_suite.sparse_decode(q, kv_caches, indices, layouts=names, softmax_scale=0.04)
+    plain, plain_lse = mla_suite.sparse_decode(q, kv_caches, indices, kv_formats=names, softmax_scale=0.04)
     sinks = torch.full((4,), value)
-    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, attn_sink=sinks, layouts=names, softmax_scale=0.04)
+    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, attn_sink=sinks, kv_formats=names, softmax_scale=0.04)
     assert torch.equal(lse, plain_lse)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert (lse[1] == -torch.inf).all()
@@ -135,7 +137,7 @@ def test_nothing_to_attend_to(empty, sink):
         [indptr],
         [lengths],
         None if sink is None else torch.full((3,), sink),
-        layouts=["dsv4"],
+        kv_formats=["dsv4"],
         softmax_scale=1.0,
     )
     assert torch.equal(out, torch.zeros(2, 3, 512).bfloat16())
@@ -144,16 +146,16 @@ def test_nothing_to_attend_to(empty, sink):
 
 def test_an_index_given_twice_is_two_keys():
     q, kv_caches, _, names = problem([("bf16", 2, 8, 4)], 1, 4, seed=5)
-    caches.scatter(layout("bf16"), kv_caches[0], torch.arange(16), torch.randn(16, 576))
+    caches.scatter(kv_format("bf16"), kv_caches[0], torch.arange(16), torch.randn(16, 576))
     lists = [[3, 3, 3, 9, 3, 11, 9]]
     index = torch.tensor(lists, dtype=torch.int32)
-    out, lse = mla_suite.sparse_decode(q, kv_caches, [index], layouts=names, softmax_scale=0.05)
+    out, lse = mla_suite.sparse_decode(q, kv_caches, [index], kv_formats=names, softmax_scale=0.05)
     expected = exact(q, pools_of(names, kv_caches, [lists]), 0.05, None, 512)
     assert_exact(out, lse, expected)
     once = exact(q, pools_of(names, kv_caches, [[[3, 9, 11]]]), 0.05, None, 512)
     assert (expected[1] - once[1]).max() > 0.1  # the fp64 definition itself tells them apart
     same, same_lse = mla_suite.sparse_decode(
-        q, kv_caches * 2, [index[:, :3], index[:, 3:]], layouts=names * 2, softmax_scale=0.05
+        q, kv_caches * 2, [index[:, :3], index[:, 3:]], kv_formats=names * 2, softmax_scale=0.05
     )
     assert torch.equal(out, same)
     assert torch.equal(lse, same_lse)
@@ -170,7 +172,7 @@ def test_ragged_dense_and_lengths_are_the_same_selection():
 
     def call(q, index, indptr=None, lengths=None):
         out, lse = mla_suite.sparse_decode(
-            q, kv_caches, [index], [indptr], [lengths], layouts=names, softmax_scale=0.04
+            q, kv_caches, [index], [indptr], [lengths], kv_formats=names, softmax_scale=0.04
         )
         return out.reshape(6, 8, 512), lse.reshape(6, 8)
 
@@ -193,11 +195,11 @@ def test_ragged_dense_and_lengths_are_the_same_selection():
 
 def test_a_query_token_is_bitwise_the_same_in_any_batch():
     q, kv_caches, indices, names = problem(POOLS["dsv4 window and compressed"], 9, 16, seed=2)
-    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, layouts=names, softmax_scale=0.04, split_size=16)
+    out, lse = mla_suite.sparse_decode(q, kv_caches, indices, kv_formats=names, softmax_scale=0.04, split_size=16)
     for t in range(9):
         single = [index[t : t + 1] for index in indices]
         alone = mla_suite.sparse_decode(
-            q[t : t + 1], kv_caches, single, layouts=names, softmax_scale=0.04, split_size=16
+            q[t : t + 1], kv_caches, single, kv_formats=names, softmax_scale=0.04, split_size=16
         )
         assert torch.equal(out[t], alone[0][0])
         assert torch.equal(lse[t], alone[1][0])
@@ -214,8 +216,8 @@ def test_permuting_pages_changes_nothing(name, seed, page):
     valid = (index >= 0) & (index < pages * page)
     slot = index.clamp(0, pages * page - 1).long()
     renamed = torch.where(valid, where[slot // page] * page + slot % page, index.long()).int()
-    before = mla_suite.sparse_decode(q, [cache], [index], layouts=names, softmax_scale=0.04)
-    after = mla_suite.sparse_decode(q, [moved], [renamed], layouts=names, softmax_scale=0.04)
+    before = mla_suite.sparse_decode(q, [cache], [index], kv_formats=names, softmax_scale=0.04)
+    after = mla_suite.sparse_decode(q, [moved], [renamed], kv_formats=names, softmax_scale=0.04)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
 
@@ -227,7 +229,7 @@ def test_splitting_the_selection_and_combining_equals_not_splitting(seed, cuts, 
     sink = torch.randn(8, generator=torch.Generator().manual_seed(seed)) if with_sink else None
     bounds = [0, *sorted(cuts), 20]
     parts = [
-        mla_suite.sparse_decode(q, [cache], [index[:, a:b].contiguous()], layouts=names, softmax_scale=0.04)
+        mla_suite.sparse_decode(q, [cache], [index[:, a:b].contiguous()], kv_formats=names, softmax_scale=0.04)
         for a, b in itertools.pairwise(bounds)
     ]
     partial_out = torch.stack([out for out, _ in parts], dim=1).flatten(0, 1)  # [tokens x splits, heads, head_dim_v]
@@ -241,16 +243,16 @@ def test_splitting_the_selection_and_combining_equals_not_splitting(seed, cuts, 
 @few
 @given(st.sampled_from(["bf16", "fp16", "v32", "dsv4"]), st.integers(0, 10**6), st.integers(1, 12))
 def test_append_then_attend_equals_attending_to_the_rows(name, seed, cut):
-    one = layout(name)
+    one = kv_format(name)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(12, one.head_dim, generator=generator).bfloat16()
     cache = poisoned(name, 3, 5, (), 0)
     slots = torch.randperm(15, generator=generator)[:12]
     for part in (slice(0, cut), slice(cut, 12)):
         new = rows[part]
-        mla_suite.append_kv(new[:, : one.latent], new[:, one.latent :], cache, slots[part], layout=name)
+        mla_suite.append_kv(new[:, : one.latent], new[:, one.latent :], cache, slots[part], kv_format=name)
     q = torch.randn(1, 8, one.head_dim, generator=generator).bfloat16()
-    out, lse = mla_suite.sparse_decode(q, [cache], [slots[None].int()], layouts=[name], softmax_scale=0.04)
+    out, lse = mla_suite.sparse_decode(q, [cache], [slots[None].int()], kv_formats=[name], softmax_scale=0.04)
     whole = caches.pack(one, rows[None])
     assert_exact(out, lse, exact(q, [(name, whole, [list(range(12))])], 0.04, None, 512))
 
@@ -258,25 +260,27 @@ def test_append_then_attend_equals_attending_to_the_rows(name, seed, cut):
 def test_out_overload_writes_strided_outputs_of_the_caller():
     q, kv_caches, indices, names = problem(POOLS["v32"], 2, 4, seed=1)
     args = (q, kv_caches, indices, [None], [None])
-    out, lse = mla_suite.sparse_decode(*args, layouts=names, softmax_scale=0.04)
+    out, lse = mla_suite.sparse_decode(*args, kv_formats=names, softmax_scale=0.04)
     room, lse_room = torch.full((2, 4, 600), 7.0).bfloat16(), torch.full((2, 4), 7.0)
-    torch.ops.mla_suite.sparse_decode.out(*args, layouts=names, softmax_scale=0.04, out=room[..., :512], lse=lse_room)
+    torch.ops.mla_suite.sparse_decode.out(
+        *args, kv_formats=names, softmax_scale=0.04, out=room[..., :512], lse=lse_room
+    )
     assert torch.equal(room[..., :512], out)
     assert (room[..., 512:] == 7).all()
     assert torch.equal(lse_room, lse)
 
 
 def test_pool_beyond_two_gigabytes():
-    cache = caches.empty(layout("v32"), 55_000, 64)  # 2.3 GB of address space, of which two pages are touched
+    cache = caches.empty(kv_format("v32"), 55_000, 64)  # 2.3 GB of address space, of which two pages are touched
     rows = torch.randn(2, 576)
     last = 55_000 * 64 - 1
-    caches.scatter(layout("v32"), cache, torch.tensor([0, last]), rows)
-    small = caches.pack(layout("v32"), rows[None])
+    caches.scatter(kv_format("v32"), cache, torch.tensor([0, last]), rows)
+    small = caches.pack(kv_format("v32"), rows[None])
     q = torch.randn(1, 4, 576).bfloat16()
     far = mla_suite.sparse_decode(
-        q, [cache], [torch.tensor([[0, last, last + 1]]).int()], layouts=["v32"], softmax_scale=0.04
+        q, [cache], [torch.tensor([[0, last, last + 1]]).int()], kv_formats=["v32"], softmax_scale=0.04
     )
-    near = mla_suite.sparse_decode(q, [small], [torch.tensor([[0, 1]]).int()], layouts=["v32"], softmax_scale=0.04)
+    near = mla_suite.sparse_decode(q, [small], [torch.tensor([[0, 1]]).int()], kv_formats=["v32"], softmax_scale=0.04)
     assert torch.equal(far[0], near[0])
     assert torch.equal(far[1], near[1])
 
@@ -286,9 +290,9 @@ def test_compiled_fullgraph_equals_eager_with_two_pools():
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def step(q, kv_caches, indices):
-        return mla_suite.sparse_decode(q * 1, kv_caches, indices, layouts=names, softmax_scale=0.04)
+        return mla_suite.sparse_decode(q * 1, kv_caches, indices, kv_formats=names, softmax_scale=0.04)
 
-    eager = mla_suite.sparse_decode(q, kv_caches, indices, layouts=names, softmax_scale=0.04)
+    eager = mla_suite.sparse_decode(q, kv_caches, indices, kv_formats=names, softmax_scale=0.04)
     compiled = step(q, kv_caches, indices)
     assert torch.equal(eager[0], compiled[0])
     assert torch.equal(eager[1], compiled[1])

@@ -11,7 +11,7 @@ import mla_suite
 
 def arguments(**changes):
     q, kv_caches, indices, names = problem(POOLS["dsv4 window and compressed"], 2, 8, seed=0)
-    given = {"q": q, "kv_caches": kv_caches, "indices": indices, "layouts": names, "softmax_scale": 0.04}
+    given = {"q": q, "kv_caches": kv_caches, "indices": indices, "kv_formats": names, "softmax_scale": 0.04}
     return given | changes
 
 
@@ -34,12 +34,15 @@ BAD = {
     "q stride": (lambda: arguments(q=torch.zeros(2, 8, 1024)[..., ::2]), "q has strides .* last dimension must be"),
     "head_dim": (
         lambda: arguments(q=torch.zeros(2, 8, 576)),
-        r"kv_caches\[0\] is read as rows of 576; layout 'dsv4' holds rows of 512",
+        r"kv_caches\[0\] is read as rows of 576; kv_format 'dsv4' holds rows of 512",
     ),
-    "no pools": (lambda: arguments(kv_caches=[], indices=[], layouts=[]), "kv_caches is empty"),
-    "few layouts": (lambda: arguments(layouts=["dsv4"]), "layouts has 1 entries; there are 2 kv_caches"),
+    "no pools": (lambda: arguments(kv_caches=[], indices=[], kv_formats=[]), "kv_caches is empty"),
+    "few kv_formats": (lambda: arguments(kv_formats=["dsv4"]), "kv_formats has 1 entries; there are 2 kv_caches"),
     "few indices": (lambda: arguments(indices=[ints(2, 4)]), "indices has 1 entries; there are 2 kv_caches"),
-    "unknown layout": (lambda: arguments(layouts=["dsv4", "dsv5"]), "layout 'dsv5' is unknown; the layouts are"),
+    "unknown kv_format": (
+        lambda: arguments(kv_formats=["dsv4", "dsv5"]),
+        "kv_format 'dsv5' is unknown; the kv_formats are",
+    ),
     "cache dtype": (pool_changed(1, lambda: torch.zeros(2, 4, 584)), r"kv_caches\[1\] is float32; it takes uint8"),
     "cache rank": (pool_changed(0, lambda: torch.zeros(2, 4, 1, 584).byte()), r"kv_caches\[0\] has shape"),
     "cache width": (pool_changed(0, lambda: torch.zeros(2, 4, 656).byte()), r"takes \[pages, page, 584\]"),
@@ -99,7 +102,7 @@ BAD = {
     "plan words": (lambda: arguments(plan=ints(4)), r"plan has 4 words; one for 2 sequences has at least \d+"),
     "no plan": (lambda: arguments(plan=ints(99)), "plan does not begin with"),
     "plan of a batch": (
-        lambda: arguments(plan=mla_suite.plan(ints(1) + 40, rows=8, workers=99, max_kv_len=0)),
+        lambda: arguments(plan=mla_suite.plan(ints(1) + 40, rows=8, workers=99, max_seqlen_kv=0)),
         "plan was made for 1 sequences; q's query tokens are 2",
     ),
 }

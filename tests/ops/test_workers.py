@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite import runtime
+from mla_suite import launch
 from mla_suite.core import arch
 from mla_suite.ops.decode import workers as module
 
@@ -19,7 +19,7 @@ def test_tiles_of_128_rows_on_amd(name: str, units: int) -> None:
 
 
 def test_tiles_of_64_rows_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "current_arch", lambda tensor: arch.get("sm_90"))
+    monkeypatch.setattr(launch, "current_arch", lambda tensor: arch.get("sm_90"))
     assert [module.workers(torch.empty(0), rows) for rows in (16, 64, 65, 128)] == [132, 132, 66, 66]
 
 
@@ -36,7 +36,7 @@ def test_no_rows_are_refused() -> None:
 def test_a_compiled_step_may_ask_and_plan(dynamic: bool) -> None:
     def step(seq_lens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         rows = q.shape[1] * q.shape[2]
-        return mla_suite.plan(seq_lens, rows=rows, workers=mla_suite.workers(q, rows), max_kv_len=0)
+        return mla_suite.plan(seq_lens, rows=rows, workers=mla_suite.workers(q, rows), max_seqlen_kv=0)
 
     torch._dynamo.reset()
     inputs = torch.tensor([300, 7, 0], dtype=torch.int32), torch.empty(3, 2, 16, 576)

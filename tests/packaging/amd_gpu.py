@@ -70,7 +70,7 @@ def steps(arch: str) -> list[Step]:
     return [
         Step(f"mla_suite build --arch {arch}", f"one line that counts the kernels for {arch}, and no warning"),
         Step("mla_suite support", f"`native` for decode in the column of {arch}"),
-        Step("pytest tests/gpu tests/runtime/test_on_gpu.py", "a table in which nothing says FAILED or ERROR"),
+        Step("pytest tests/gpu tests/launch/test_on_gpu.py", "a table in which nothing says FAILED or ERROR"),
         *expected.own_tests,
         Step(
             f"{BENCH} --set flashmla --set mixed-mla --shapes b64-h16-q1-kv16384 b64-h128-q1-kv16384 "

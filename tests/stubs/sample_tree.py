@@ -9,7 +9,7 @@ from pathlib import Path
 from mla_suite.core.arch import CSRC
 
 KERNEL = """\
-#include "mla/params/scale.hpp"
+#include "common/params/scale.hpp"
 
 MLA_KERNEL(THREADS, 2) void MLA_SUITE_KERNEL(mla::ScaleParams p) {
   MLA_SHARED float staged[THREADS];
@@ -24,7 +24,7 @@ MLA_KERNEL(THREADS, 2) void MLA_SUITE_KERNEL(mla::ScaleParams p) {
 """
 PARAMS = """\
 #pragma once
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 namespace mla {
 struct ScaleParams {
@@ -55,9 +55,9 @@ def make(root: Path) -> Path:
         declared = DECLARED if amd else DECLARED.replace(".hip", ".cu").replace(", loop_barriers = 2", "")
         (folder / "arch.toml").write_text(text + declared)
         (folder / ("scale.hip" if amd else "scale.cu")).write_text(KERNEL)
-    (root / "mla" / "params").mkdir(parents=True)
-    shutil.copy(CSRC / "mla" / "device.hpp", root / "mla" / "device.hpp")
-    (root / "mla" / "params" / "scale.hpp").write_text(PARAMS)
+    (root / "common" / "params").mkdir(parents=True)
+    shutil.copy(CSRC / "common" / "device.hpp", root / "common" / "device.hpp")
+    (root / "common" / "params" / "scale.hpp").write_text(PARAMS)
     return root
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mla_suite.runtime.driver import TorchDevice
+from mla_suite.launch.driver import TorchDevice
 
 HERE = Path(__file__).parent
 

@@ -17,7 +17,7 @@ from mla_suite.core.library import Sample
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 
-FP32: dict[str, Any] = dict(layout="fp32", dtype=torch.float32)
+FP32: dict[str, Any] = dict(kv_format="fp32", dtype=torch.float32)
 DECODE = [
     decode_sample([130, 0, 7], planned=True, **FP32),
     decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True, **FP32),
@@ -54,7 +54,7 @@ def test_decode(sample: Sample) -> None:
 
 
 def test_decode_in_half_precision() -> None:
-    args, kwargs = decode_sample([300, 129], heads=24, q_len=3, layout="fp16", dtype=torch.float16).make(CPU)
+    args, kwargs = decode_sample([300, 129], heads=24, q_len=3, kv_format="fp16", dtype=torch.float16).make(CPU)
     exact = testing.exact_decode(*args, **kwargs)
     out, lse = run(decode, "decode", args, kwargs)
     # P is rounded to fp16, whose half ulp is 2^-11 of p, before the second product
@@ -77,9 +77,9 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
 
 
 def test_refusals_are_sentences() -> None:
-    args, kwargs = decode_sample([30], layout="bf16").make(CPU)
+    args, kwargs = decode_sample([30], kv_format="bf16").make(CPU)
     problem = library.get("decode").problem(*args, **kwargs)
-    for change in (dict(layout="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
+    for change in (dict(kv_format="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
         answer = decode.offer(problem._replace(**change), None)
         assert isinstance(answer, Refusal)
         assert ";" in answer.reason

@@ -66,6 +66,6 @@ def test_decode() -> None:
 
 def test_sparse_decode() -> None:
     args = filled(MANY, 40, 576), [torch.zeros(1, 16, 576).bfloat16()], [torch.zeros(MANY, 4).int()], [None], [None]
-    (grid,) = grids(sparse_decode, "sparse_decode", *args, layouts=["bf16"], softmax_scale=1.0)
+    (grid,) = grids(sparse_decode, "sparse_decode", *args, kv_formats=["bf16"], softmax_scale=1.0)
     assert within(grid)
     assert grid[0] == MANY * 2  # tiles of 32 heads

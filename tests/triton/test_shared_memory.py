@@ -31,12 +31,12 @@ DECODE = [
     decode_sample([130], heads=32, page=1),
     decode_sample([130], heads=128, q_len=2),
     *(decode_sample([130], heads=heads, page=1, rotate=True) for heads in (32, 64)),  # keys turned as they are read
-    decode_sample([130], heads=64, layout="fp16", dtype=torch.float16, rope=0, page=61),
-    decode_sample([130], heads=64, layout="fp8", dtype=FP8, page=1),
+    decode_sample([130], heads=64, kv_format="fp16", dtype=torch.float16, rope=0, page=61),
+    decode_sample([130], heads=64, kv_format="fp8", dtype=FP8, page=1),
 ]
 SPARSE = [
-    sparse_sample(2, 1, heads, [PoolShape(layout, 3, 64, 48) for layout in layouts])
-    for heads, layouts in (
+    sparse_sample(2, 1, heads, [PoolShape(kv_format, 3, 64, 48) for kv_format in kv_formats])
+    for heads, kv_formats in (
         (16, ["v32"]),
         (16, ["dsv4", "dsv4_fnuz"]),
         (16, ["bf16", "fp32"]),
@@ -83,6 +83,6 @@ def test_the_tile_of_a_measured_row_fits() -> None:
     types = {word: dtype for dtype, word in tiles.DTYPES.items()}
     rows = tuning.rows(tiles.FORMAT, tiles.table("sm_90"))
     kinds = {tuple(row.values[column.name] for column in (*tiles.FORMAT.exact, *tiles.FORMAT.config)) for row in rows}
-    for q_dtype, layout, _, *tile in kinds:
-        sample = decode_sample([130], layout=str(layout), dtype=types[str(q_dtype)], page=1)
+    for q_dtype, kv_format, _, *tile in kinds:
+        sample = decode_sample([130], kv_format=str(kv_format), dtype=types[str(q_dtype)], page=1)
         assert shared_of("decode", sample, 90, decode.Tile(*map(int, tile))) <= SM_90.lds_bytes

@@ -1,6 +1,6 @@
 """sparse_decode in Triton gives the reference's numbers, run by Triton's interpreter on the CPU.
 
-The interpreter's bf16 dot is wrong (Triton 3.6), so queries are fp16 and fp32; the pools are in every layout.
+The interpreter's bf16 dot is wrong (Triton 3.6), so queries are fp16 and fp32; the pools are in every kv_format.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from backend import run
 
 from mla_suite.core import library
 from mla_suite.core.dispatch import Refusal
-from mla_suite.core.layouts import LAYOUTS, layout
-from mla_suite.core.layouts import cache as caches
+from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import triton as sparse
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
-Shape = tuple[str, int, int, int]  # layout, pages, page, topk
+Shape = tuple[str, int, int, int]  # kv_format, pages, page, topk
 
 
 def poisoned(name: str, pages: int, page: int, used: set[int], head_dim: int, seed: int) -> torch.Tensor:
-    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every layout."""
-    kind = layout(name)
+    """A cache of random rows at the slots `used`; every other byte is 0xff, which reads as NaN in every kv_format."""
+    kind = kv_format(name)
     kind = kind.sized(head_dim, 0) if kind.dense else kind
     cache = caches.empty(kind, pages, page)
     torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)  # type: ignore[call-overload]
@@ -38,7 +38,7 @@ def problem(
     shapes: Sequence[Shape], tokens: int, heads: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Any, ...]:
     """q [tokens, heads, D], caches whose unselected slots are NaN, and dense indices, some repeated, some absurd."""
-    head_dim = layout(shapes[0][0]).head_dim if len(shapes) == 1 else 512
+    head_dim = kv_format(shapes[0][0]).head_dim if len(shapes) == 1 else 512
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(tokens, heads, head_dim, generator=generator).to(dtype)
     kv_caches, indices = [], []
@@ -65,7 +65,7 @@ def compare(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     nothing = [None] * len(names)
     args = (q, kv_caches, indices, indptrs or nothing, lengths or nothing, sink)
-    kwargs = dict(layouts=names, softmax_scale=0.05) | options
+    kwargs = dict(kv_formats=names, softmax_scale=0.05) | options
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     got = run(sparse, "sparse_decode", args, kwargs)
     for mine, reference in zip(got, expected, strict=True):
@@ -73,8 +73,8 @@ def compare(
     return got[0], got[1]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts(name: str) -> None:
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_kv_formats(name: str) -> None:
     compare(*problem([(name, 3, 7, 90)], 2, 16), num_splits=3 if "fnuz" in name else 1)
 
 
@@ -124,7 +124,7 @@ def test_a_token_without_keys(sink: float | None, num_splits: int) -> None:
 
 def test_no_pages_and_no_topk() -> None:
     q, _, indices, names = problem([("dsv4", 1, 4, 6)], 2, 4)
-    empty = caches.empty(layout("dsv4"), 0, 4)
+    empty = caches.empty(kv_format("dsv4"), 0, 4)
     compare(q, [empty], indices, names)
     compare(q, [empty], [indices[0][:, :0]], names)
     compare(q[:0], [empty], [indices[0][:0]], names)
@@ -153,7 +153,7 @@ def test_a_query_token_is_bitwise_the_same_in_any_batch() -> None:
             assert torch.equal(whole[1][t], alone[1][0])
 
 
-def test_every_fp8_code_is_read_as_the_layout_says() -> None:
+def test_every_fp8_code_is_read_as_the_kv_format_says() -> None:
     for name in ("fp8", "fp8_fnuz"):
         codes = torch.arange(256, dtype=torch.uint8).repeat(2)
         bad = torch.tensor([0x80]) if "fnuz" in name else torch.tensor([0x7F, 0xFF])
@@ -161,13 +161,13 @@ def test_every_fp8_code_is_read_as_the_layout_says() -> None:
         cache = torch.zeros(1, 1, 576, dtype=torch.uint8)
         cache[0, 0, :512] = codes
         out, _ = compare(torch.zeros(1, 1, 576), [cache], [torch.zeros(1, 1, dtype=torch.int32)], [name])
-        torch.testing.assert_close(out[0, 0], caches.unpack(layout(name), cache)[0, 0, :512], atol=0, rtol=0)
+        torch.testing.assert_close(out[0, 0], caches.unpack(kv_format(name), cache)[0, 0, :512], atol=0, rtol=0)
 
 
 def test_half_precision() -> None:
     q, kv_caches, indices, names = problem([("v32", 3, 16, 150)], 2, 24, torch.float16)
     args = (q, kv_caches, indices, [None], [None])
-    kwargs = dict(layouts=names, softmax_scale=0.04)
+    kwargs = dict(kv_formats=names, softmax_scale=0.04)
     expected_out, expected_lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     out, lse = run(sparse, "sparse_decode", args, kwargs)
     # keys and weights are rounded to fp16: half an ulp each is 2^-11 of values of size 1
@@ -178,7 +178,7 @@ def test_half_precision() -> None:
 def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     q, kv_caches, indices, names = problem([("v32", 3, 16, 12)], 4, 8)
     args = (q.view(2, 2, 8, 576), kv_caches, [indices[0].view(2, 2, -1)], [None], [None])
-    kwargs = dict(layouts=names, softmax_scale=0.05)
+    kwargs = dict(kv_formats=names, softmax_scale=0.05)
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
     offer = sparse.offer(library.get("sparse_decode").problem(*args, **kwargs), None)
@@ -191,7 +191,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
 
 def test_refusals_are_sentences() -> None:
     q, kv_caches, indices, names = problem([("v32", 3, 16, 12)], 2, 8)
-    args, kwargs = (q, kv_caches, indices, [None], [None]), dict(layouts=names, softmax_scale=0.05)
+    args, kwargs = (q, kv_caches, indices, [None], [None]), dict(kv_formats=names, softmax_scale=0.05)
     given = library.get("sparse_decode").problem(*args, **kwargs)
     for change in (dict(head_dim_v=500), dict(head_dim_v=64, head_dim=128), dict(head_dim_v=8, head_dim=8)):
         answer = sparse.offer(given._replace(**change), None)

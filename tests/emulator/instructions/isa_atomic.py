@@ -11,7 +11,7 @@ from isa_memory import WAIT, resource
 from isa_numbers import bf16_to_f32, f32_to_bf16
 from isa_operands import draw
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 Update = Callable[[np.ndarray, np.ndarray], np.ndarray]
 U = np.uint32

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mla_suite.runtime.emulator import Memory, State, run_snippet
+from mla_suite.emulator import Memory, State, run_snippet
 
 ARCHS = ("gfx942", "gfx950")
 ALL = (1 << 64) - 1

@@ -19,7 +19,7 @@ from isa_operands import (
     typed,
 )
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 Function = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from isa_case import ALL, Case, Custom, generator, register, words
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 

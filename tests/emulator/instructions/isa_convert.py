@@ -13,7 +13,7 @@ from isa_numbers import BITS, bf16_to_f32, encode, f32_to_bf16, fp8_name, values
 from isa_operands import SDWA, typed
 from isa_vector import Vector
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 V1, V2 = "vop1", "vop2"
 U = np.uint32

@@ -8,7 +8,7 @@ import numpy as np
 from isa_case import Case, Custom, active, generator, random_mask, register, words
 from isa_vector import Vector
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U, L = np.uint32, np.uint64
 

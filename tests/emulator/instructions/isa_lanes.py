@@ -9,7 +9,7 @@ from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, mask_of,
 from isa_numbers import fma32
 from isa_operands import F32_EDGES, draw, raw_of, same, typed
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 

@@ -9,7 +9,7 @@ import numpy as np
 from isa_case import ALL, LANE, Case, Custom, active, generator, random_mask, register, words
 from isa_memory import Part, bytes_at, expect_rows, loaded, stored, vector_name
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 WAIT = "s_waitcnt lgkmcnt(0)"

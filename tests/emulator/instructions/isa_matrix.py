@@ -16,7 +16,7 @@ import numpy as np
 from isa_case import ALL, ARCHS, LANE, Case, Custom, generator, register, words
 from isa_numbers import BITS, bf16_to_f32, f32_to_bf16, fp8_name, values_of
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from isa_case import ALL, ARCHS, LANE, Case, Custom, active, generator, random_mask, register, words
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 

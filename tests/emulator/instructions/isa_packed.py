@@ -10,7 +10,7 @@ from isa_numbers import fma16, fma32
 from isa_operands import draw, flushed, raw_of, same, typed
 from isa_real import maximum, minimum, strict
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 U = np.uint32
 

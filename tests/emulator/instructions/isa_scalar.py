@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from isa_case import ALL, ARCHS, Case, generator, register
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 EDGES = {32: [0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x8000, 0xFFFF, 0x00FF00FF, 0x00050003]}
 EDGES[64] = [0, 1, 63, 0xFFFFFFFF, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 0xFFFFFFFF00000000, 0x10000000020]

@@ -27,7 +27,7 @@ from isa_operands import (
     typed,
 )
 
-from mla_suite.runtime.emulator import State
+from mla_suite.emulator import State
 
 
 class Vector:

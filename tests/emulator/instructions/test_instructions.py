@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from isa_case import ARCHS, REGISTRY
 
-from mla_suite.runtime.emulator import core
-from mla_suite.toolchain import compilers
+from mla_suite.build import compilers
+from mla_suite.emulator import core
 
 for module in sorted(Path(__file__).parent.glob("isa_*.py")):
     importlib.import_module(module.stem)

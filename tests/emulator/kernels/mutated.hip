@@ -1,5 +1,5 @@
 // Kernels that test_mutations.py breaks one instruction at a time. WIDTH: bytes per lane of a direct-to-LDS load.
-#include "mla/device.hpp"
+#include "common/device.hpp"
 
 #define LDS_POINTER __attribute__((address_space(3)))
 #define GLOBAL_POINTER __attribute__((address_space(1)))

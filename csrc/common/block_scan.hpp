@@ -1,0 +1,88 @@
+// Sums and maxima over the threads of a workgroup. Every thread of the workgroup must call them.
+#pragma once
+
+#include "common/device.hpp"
+
+namespace mla {
+
+// What another lane of the wave holds.
+template <class Wave>
+MLA_DEVICE int64_t from_lane(int64_t x, int source) {
+  const uint64_t bits = static_cast<uint64_t>(x);
+  const uint32_t low = static_cast<uint32_t>(Wave::from_lane(static_cast<int>(bits), source));
+  const uint32_t high = static_cast<uint32_t>(Wave::from_lane(static_cast<int>(bits >> 32), source));
+  return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// One of what each of `n` waves found, in as few steps in a row as there can be. `better(a, b)` says whether to take a.
+template <int n, class Better>
+MLA_DEVICE int64_t best_among(const int64_t (&values)[n], Better better) {
+  int64_t left[n];
+#pragma unroll
+  for (int i = 0; i < n; ++i) left[i] = values[i];
+#pragma unroll
+  for (int apart = 1; apart < n; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i + apart < n; i += 2 * apart)
+      left[i] = better(left[i], left[i + apart]) ? left[i] : left[i + apart];
+  }
+  return left[0];
+}
+
+template <class Wave, int waves>
+struct BlockScan {
+  int64_t sums[waves];
+  int maxima[waves];
+  int counts[2][waves];
+
+  // How many of the threads before this one hold `low`, plus 65536 times as many as hold `high`; likewise of all in
+  // `total`. `turn` is the number of such calls before this one.
+  MLA_DEVICE uint32_t count_before(bool low, bool high, int turn, uint32_t& total) {
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    int all_low, all_high;
+    uint32_t before = Wave::count_before(low, lane, all_low);
+    before += static_cast<uint32_t>(Wave::count_before(high, lane, all_high)) << 16;
+    if (lane == 0) counts[turn & 1][wave] = all_low + (all_high << 16);
+    block_sync();  // who writes these counts again has passed the next call's
+    total = 0;
+    for (int w = 0; w < waves; ++w) {
+      const uint32_t held = static_cast<uint32_t>(counts[turn & 1][w]);
+      if (w < wave) before += held;
+      total += held;
+    }
+    return before;
+  }
+
+  // The sum over the threads before this one; `total` becomes the sum over all.
+  MLA_DEVICE int64_t exclusive(int64_t value, int64_t& total) {
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    int64_t inclusive = value;
+    for (int apart = 1; apart < Wave::lanes; apart *= 2) {
+      const int64_t other = from_lane<Wave>(inclusive, lane >= apart ? lane - apart : lane);
+      if (lane >= apart) inclusive += other;
+    }
+    if (lane == Wave::lanes - 1) sums[wave] = inclusive;
+    block_sync();
+    int64_t before = 0;
+    total = 0;
+    for (int w = 0; w < waves; ++w) {
+      if (w < wave) before += sums[w];
+      total += sums[w];
+    }
+    block_sync();  // the next call writes sums again
+    return before + inclusive - value;
+  }
+
+  // The largest of all threads' values.
+  MLA_DEVICE int largest(int value) {
+    value = Wave::template max_over<Wave::lanes>(value, thread_id() % Wave::lanes);
+    if (thread_id() % Wave::lanes == 0) maxima[thread_id() / Wave::lanes] = value;
+    block_sync();
+    int all = maxima[0];
+    for (int w = 1; w < waves; ++w) all = maxima[w] > all ? maxima[w] : all;
+    block_sync();
+    return all;
+  }
+};
+
+}  // namespace mla

@@ -1,0 +1,380 @@
+// combine: merges the partial results of each row's splits by their log-sum-exp. One pipeline for every arch.
+//
+// A team of lanes holds the columns of one row; the row's splits are dealt to `parts` teams, which meet in shared
+// memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and hands it
+// to the team when the split is accumulated. A split of weight zero counts for nothing, whatever it holds.
+//
+// On an arch that reads early, lane i owns that of the row's i-th split instead, in every part: each learns the weights
+// by itself, so that the parts need not meet for them.
+//
+// Builds may use -fno-honor-nans, under which a float comparison must not meet a NaN: whether a row is NaN is decided
+// on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
+#pragma once
+
+#include "common/division.hpp"
+#include "common/logarithm.hpp"
+#include "common/merged.hpp"
+#include "common/narrow.hpp"
+#include "common/params/combine.hpp"
+
+namespace mla {
+
+template <class Wave, class Shape>
+struct Combine {
+  static constexpr int columns = Shape::head_dim_v / Shape::slices;  // of a row, per workgroup
+  static constexpr int vec = Shape::vec;
+  static constexpr int quad = vec < 4 ? vec : 4;  // floats per load
+  static constexpr int team = columns / vec < Wave::lanes ? columns / vec : Wave::lanes;
+  static constexpr int chunks = columns / (team * vec);
+  static constexpr int threads = Shape::waves * Wave::lanes;
+  static constexpr int parts = threads / team / Shape::rows;
+  static constexpr bool early = Wave::reads_early && parts > 1;  // first splits before weights: few rows wait
+  static constexpr int in_flight = parts > 1 ? 4 : 2;            // splits read together by a team
+  static constexpr int owned = early ? 4 : 1;                    // splits whose weights a lane keeps
+  static constexpr int min_waves = parts > 1 ? 4 : 8;            // resident: one wave per row needs many rows
+
+  static_assert(vec == 1 || vec == 2 || vec == 4 || vec == 8, "combine: VEC is 1, 2, 4 or 8");
+  static_assert(Shape::rows == 1 || Shape::rows == 2 || Shape::rows == 4 || Shape::rows == 8,
+                "combine: ROWS is 1, 2, 4 or 8");
+  static_assert(Shape::head_dim_v % Shape::slices == 0 && columns % vec == 0 && columns % (team * vec) == 0,
+                "combine: SLICES must divide D_V into whole vectors of VEC for whole teams");
+  static_assert((team & (team - 1)) == 0 && team >= 4, "combine: a row needs a power of two of at least 4 lanes");
+  static_assert(team % in_flight == 0, "combine: splits are read in whole groups of a team's lanes");
+  static_assert(!early || owned * team % (in_flight * parts) == 0,
+                "combine: of known weights each part has whole groups");
+  static_assert(parts >= 1 && parts * team * Shape::rows == threads, "combine: WAVES are too few for ROWS");
+
+  // Where this lane works.
+  struct Place {
+    int lane;    // in the wave
+    int member;  // in the team
+    int index;   // of the team in the workgroup
+    int part;    // of the row's splits
+    int row;     // of the sequence
+    int token;   // of out
+    int head;
+    int first_column;  // of the workgroup
+    int splits;        // of the sequence
+    int64_t first;     // split of the sequence
+    bool wanted;       // the row is to be written
+    float own[owned];  // log-sum-exps of the lane's first splits
+  };
+
+  MLA_DEVICE static float lse_of(const CombineParams& p, const Place& at, int split) {
+    if (split >= at.splits) return -bit_cast<float>(INFINITY_BITS);
+    return *lse_at(p, at, split);
+  }
+  MLA_DEVICE static const float* lse_at(const CombineParams& p, const Place& at, int split) {
+    return p.partial_lse + ((at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
+  }
+
+  // The split whose log-sum-exp is the lane's `i`-th.
+  MLA_DEVICE static int own_split(const Place& at, int i) {
+    return early ? at.member + i * team : at.part + parts * (at.member + i * team);
+  }
+  static constexpr int own_step = early ? team : parts * team;  // from one to the next
+
+  // The log-sum-exps of the team's lanes, which are the part's or the row's, to one pair. `share` becomes
+  // e^(lse - largest) of the lane's first splits.
+  MLA_DEVICE static Merged merge_own(const CombineParams& p, const Place& at, float (&share)[owned]) {
+    Merged lane{order_of(at.own[0]), 0.0f};
+    for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, order_of(at.own[i]));
+    const int next = own_split(at, owned);
+#pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
+    for (int split = next; split < at.splits; split += own_step)
+      lane.largest = max_of(lane.largest, order_of(lse_of(p, at, split)));
+    Merged all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
+    const float base = all.base();
+    for (int i = 0; i < owned; ++i) {
+      share[i] = 0.0f;
+      if (i != 0 && i * team >= at.splits) continue;  // most rows have no more than a lane's first
+      share[i] = exp_of<Wave>(at.own[i] - base);
+      lane.sum = i == 0 ? share[i] : lane.sum + share[i];
+    }
+#pragma unroll 1
+    for (int split = next; split < at.splits; split += own_step) lane.sum += exp_of<Wave>(lse_of(p, at, split) - base);
+    all.sum = Wave::template sum_over<team>(lane.sum, at.lane);
+    return all;
+  }
+
+  MLA_DEVICE static int max_of(int a, int b) { return a > b ? a : b; }
+
+  // The parts' pairs, from shared memory, to the row's.
+  MLA_DEVICE static Merged merge_row(const Merged* of_parts, const Place& at) {
+    int largest = ORDER_OF_NOTHING;
+    for (int part = at.member; part < parts; part += team) largest = max_of(largest, of_parts[part].largest);
+    Merged all{Wave::template max_over<team>(largest, at.lane), 0.0f};
+    float sum = 0.0f;
+    for (int part = at.member; part < parts; part += team)
+      sum += of_parts[part].sum * exp_of<Wave>(__builtin_fminf(of_parts[part].base() - all.base(), 0.0f));
+    all.sum = Wave::template sum_over<team>(sum, at.lane);
+    return all;
+  }
+
+  // A row is the weighted sum of its splits, or zero, or NaN; only the first reads a partial.
+  enum Outcome { SUM, ZERO, NOT_A_NUMBER };
+
+  MLA_DEVICE static Outcome outcome_of(const Merged& row) {
+    if (row.largest >= ORDER_OF_INFINITY) return NOT_A_NUMBER;
+    return row.largest == ORDER_OF_NOTHING ? ZERO : SUM;
+  }
+  MLA_DEVICE static Outcome outcome_of(const Merged& row, float sink) {
+    const Outcome without = outcome_of(row);
+    if (order_of(sink) == ORDER_OF_INFINITY && row.largest <= ORDER_OF_INFINITY) return ZERO;
+    return without == SUM && order_of(sink) > ORDER_OF_INFINITY ? NOT_A_NUMBER : without;
+  }
+
+  // What every weight e^(lse - largest) of a row is multiplied by.
+  MLA_DEVICE static float scale_of(const Merged& row) { return reciprocal(row.sum); }
+  // 1 / (sum + e^(sink - largest)), scaled so that nothing overflows. For rows whose outcome is SUM.
+  MLA_DEVICE static float scale_of(const Merged& row, float sink) {
+    const float largest = of_order(row.largest);
+    const float above = __builtin_fmaxf(sink, largest);
+    const float share = exp_of<Wave>(largest - above);
+    return share * reciprocal(__builtin_fmaf(row.sum, share, exp_of<Wave>(sink - above)));
+  }
+  // One step of Newton's method; of 1 exactly 1, so that a single split passes through unchanged.
+  MLA_DEVICE static float reciprocal(float x) {
+    const float guess = Wave::reciprocal(x);
+    return __builtin_fmaf(guess, __builtin_fmaf(-x, guess, 1.0f), guess);
+  }
+
+  MLA_DEVICE static float lse_of_row(const Merged& row) {
+    if (row.largest >= ORDER_OF_INFINITY || row.largest == ORDER_OF_NOTHING) return of_order(row.largest);
+    return __builtin_fmaf(Wave::log2(row.sum), LN_2, of_order(row.largest));
+  }
+
+  // This lane's columns of `in_flight` splits of a part.
+  struct Loaded {
+    Vec<float, quad> of[in_flight][chunks][vec / quad];
+
+    // Split number i from `split` on, zeros where it is not to be read.
+    MLA_DEVICE void load(const CombineParams& p, const Place& at, int split, int i, bool read) {
+      const int64_t in_split = at.row * p.partial_row_stride + at.first_column;
+      const float* from = p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
+      for (int c = 0; c < chunks; ++c)
+        for (int q = 0; q < vec / quad; ++q) {
+          of[i][c][q] = {};
+          const float* place = from + (c * team + at.member) * vec + q * quad;
+          if (read) of[i][c][q] = *reinterpret_cast<const Vec<float, quad>*>(place);
+        }
+    }
+  };
+
+  // The weight of split `n` of those whose weights the team's lanes know, `owned` each.
+  MLA_DEVICE static float weight_of(const Place& at, const float (&known)[owned], int n) {
+    if constexpr (owned == 1) return Wave::template from_team<team>(known[0], at.lane, n);
+    float own = known[0];
+    for (int i = 1; i < owned; ++i)
+      if (n >= i * team) own = known[i];
+    return Wave::template from_team<team>(own, at.lane, n % team);
+  }
+
+  // Adds weight x partial for `in_flight` splits, or begins the sum with them; their loads are issued before the first
+  // addition. A first sum that is not read costs no registers while the loads are out.
+  template <bool first>
+  MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int split, const float (&known)[owned],
+                                    int source, float (&sum)[chunks][vec]) {
+    constexpr int apart = early ? parts : 1;
+    float weights[in_flight];
+    Loaded loaded;
+    for (int i = 0; i < in_flight; ++i) weights[i] = weight_of(at, known, source + i * apart);
+    for (int i = 0; i < in_flight; ++i) loaded.load(p, at, split, i, bit_cast<int>(weights[i]) != 0);
+    add<first>(loaded, weights, sum);
+  }
+
+  template <bool first>
+  MLA_DEVICE static void add(const Loaded& loaded, const float (&weights)[in_flight], float (&sum)[chunks][vec]) {
+    for (int i = 0; i < in_flight; ++i)
+      for (int c = 0; c < chunks; ++c)
+        for (int k = 0; k < vec; ++k)
+          sum[c][k] =
+              __builtin_fmaf(weights[i], loaded.of[i][c][k / quad][k % quad], first && i == 0 ? 0.0f : sum[c][k]);
+  }
+
+  // The first splits of a part, on their way before their weights are known.
+  MLA_DEVICE static void load_early(const CombineParams& p, const Place& at, Loaded& loaded) {
+    for (int i = 0; i < in_flight; ++i) loaded.load(p, at, at.part, i, at.part + i * parts < at.splits);
+  }
+
+  // Begins the sum with them. What lies in a split of weight zero is not looked at.
+  MLA_DEVICE static void begin_with(Loaded& loaded, const Place& at, const float (&known)[owned],
+                                    float (&sum)[chunks][vec]) {
+    float weights[in_flight];
+    for (int i = 0; i < in_flight; ++i) {
+      weights[i] = weight_of(at, known, at.part + i * parts);
+      for (int c = 0; c < chunks; ++c)
+        for (int q = 0; q < vec / quad; ++q)
+          if (bit_cast<int>(weights[i]) == 0) loaded.of[i][c][q] = {};
+    }
+    add<true>(loaded, weights, sum);
+  }
+
+  // The part's weighted sum where lanes know the row's weights, which are e^(lse - base) x `scale`; `share` has the
+  // first factor for their first splits, of which `loaded` are the part's first.
+  MLA_DEVICE static void accumulate_early(const CombineParams& p, const Place& at, float (&share)[owned], float base,
+                                          float scale, Loaded& loaded, float (&sum)[chunks][vec]) {
+    for (int i = 0; i < owned; ++i) share[i] *= scale;
+    begin_with(loaded, at, share, sum);
+    constexpr int group = in_flight * parts, known = owned * team;
+#pragma unroll 1
+    for (int begin = 0; begin < at.splits; begin += known) {
+      if (begin != 0)
+        for (int i = 0; i < owned; ++i) share[i] = exp_of<Wave>(lse_of(p, at, begin + own_split(at, i)) - base) * scale;
+      const int end = at.splits - begin < known ? at.splits - begin : known;
+#pragma unroll 1
+      for (int j = at.part + (begin == 0 ? group : 0); j < end; j += group)
+        accumulate<false>(p, at, begin + j, share, j, sum);
+    }
+  }
+
+  // The part's weighted sum. `share` is e^(lse - base) of the lane's first split.
+  MLA_DEVICE static void accumulate_part(const CombineParams& p, const Place& at, float share, float base, float scale,
+                                         float (&sum)[chunks][vec]) {
+    float weight[owned] = {share * scale};
+    accumulate<true>(p, at, at.part, weight, 0, sum);
+#pragma unroll 1
+    for (int begin = at.part; begin < at.splits; begin += parts * team) {
+      if (begin != at.part) weight[0] = exp_of<Wave>(lse_of(p, at, begin + parts * at.member) - base) * scale;
+      const int left = static_cast<uint32_t>(at.splits - begin + parts - 1) / parts;
+      const int count = left < team ? left : team;
+#pragma unroll 1
+      for (int j = begin == at.part ? in_flight : 0; j < count; j += in_flight)
+        accumulate<false>(p, at, begin + j * parts, weight, j, sum);
+    }
+  }
+
+  // Where the sequence's splits lie, then the rest.
+  MLA_DEVICE static void locate(const CombineParams& p, uint32_t sequence, Place& at) {
+    at.first = static_cast<int64_t>(sequence) * p.num_splits;
+    at.splits = p.num_splits;
+    if (p.split_indptr != nullptr) {
+      const int32_t begin = p.split_indptr[sequence];
+      at.first = begin;
+      at.splits = p.split_indptr[sequence + 1] - begin;
+    }
+    settle(p, sequence, at);
+  }
+
+  // What of a place follows from numbers: rows are numbered through `sequences` of them. The sequence's number.
+  MLA_DEVICE static uint32_t team_of(const CombineParams& p, uint32_t group, uint32_t sequences, Place& at) {
+    const int thread = thread_id();
+    const uint32_t rows = static_cast<uint32_t>(p.q_len) * static_cast<uint32_t>(p.heads);
+    at.lane = thread % Wave::lanes;
+    at.member = at.lane % team;
+    at.index = thread / team;
+    if constexpr (team == Wave::lanes) at.index = Wave::uniform(at.index);
+    at.part = at.index % parts;
+    const uint32_t of_batch = group / Shape::slices * Shape::rows + at.index / parts;
+    at.first_column = static_cast<int>(group % Shape::slices) * columns;
+    at.wanted = of_batch < sequences * rows;
+    const uint32_t sequence = divided(at.wanted ? of_batch : 0, p.rows_reciprocal, p.rows_shift);
+    at.row = at.wanted ? static_cast<int>(of_batch - sequence * rows) : 0;
+    at.token = static_cast<int>(divided(at.row, p.heads_reciprocal, p.heads_shift));
+    at.head = at.row - at.token * p.heads;
+    return sequence;
+  }
+
+  // The rest, once the sequence and its splits are known.
+  MLA_DEVICE static void settle(const CombineParams& p, uint32_t sequence, Place& at) {
+    int first_token = static_cast<int>(sequence) * p.q_len;
+    if (p.cu_seqlens_q != nullptr) {
+      first_token = p.cu_seqlens_q[sequence];
+      at.wanted = at.wanted && at.token < p.cu_seqlens_q[sequence + 1] - first_token;
+    }
+    at.token += first_token;
+    at.wanted = at.wanted && !(p.skip_single != 0 && at.splits == 1) && !(p.skip_none != 0 && at.splits == 0);
+    if (!at.wanted) at.splits = 0;
+  }
+
+  MLA_DEVICE static void read_own(const CombineParams& p, Place& at) {
+    for (int i = 0; i < owned; ++i) at.own[i] = lse_of(p, at, own_split(at, i));
+  }
+
+  MLA_DEVICE static void run(const CombineParams& p) {
+    Place at;
+    const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
+    Wave::want(p.partial_out, p.partial_row_stride);
+    Wave::release_consumer();   // while decode runs: who follows waits for this launch, and so for decode
+    Wave::wait_for_producer();  // what follows from numbers alone is found while decode runs
+    locate(p, sequence, at);
+    read_own(p, at);
+    if (parts > 1 || at.wanted) merge(p, at);  // several parts meet at barriers, wanted or not
+  }
+
+  // One row, from its log-sum-exps to its outputs.
+  MLA_DEVICE static void merge(const CombineParams& p, const Place& at) {
+    Loaded first;
+    if constexpr (early) load_early(p, at, first);
+    float share[owned];
+    Merged row = merge_own(p, at, share);
+    if constexpr (parts > 1 && !early) {
+      MLA_SHARED Merged of_parts[Shape::rows * parts];
+      if (at.member == 0) of_parts[at.index] = row;
+      block_sync();
+      row = merge_row(of_parts + at.index / parts * parts, at);
+      share[0] = exp_of<Wave>(at.own[0] - row.base());
+    }
+    float scale;
+    const Outcome outcome = begin(p, at, row, scale);
+    float sum[chunks][vec] = {};
+    if (outcome == SUM) {
+      if constexpr (early)
+        accumulate_early(p, at, share, row.base(), scale, first, sum);
+      else
+        accumulate_part(p, at, share[0], row.base(), scale, sum);
+    }
+    finish(p, at, outcome, sum);
+  }
+
+  // Writes the row's log-sum-exp; what the row is, and its scale.
+  MLA_DEVICE static Outcome begin(const CombineParams& p, const Place& at, const Merged& row, float& scale) {
+    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
+      p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
+    Outcome outcome = outcome_of(row);
+    scale = scale_of(row);
+    if (p.attn_sink != nullptr) {
+      const float sink = p.attn_sink[static_cast<uint32_t>(at.row) % static_cast<uint32_t>(p.sink_heads)];
+      outcome = outcome_of(row, sink);
+      scale = scale_of(row, sink);
+    }
+    return outcome;
+  }
+
+  // The sums of all parts to the results.
+  MLA_DEVICE static void finish(const CombineParams& p, const Place& at, Outcome outcome,
+                                const float (&sum)[chunks][vec]) {
+    const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride + at.first_column;
+    if constexpr (parts == 1) {
+      for (int c = 0; c < chunks; ++c) store(p, out + (c * team + at.member) * vec, outcome, sum[c]);
+    } else {
+      alignas(16) MLA_SHARED float sums[Shape::rows * parts][columns];
+      for (int c = 0; c < chunks; ++c)
+        for (int q = 0; q < vec; q += quad) {
+          Vec<float, quad> wide;
+          for (int k = 0; k < quad; ++k) wide[k] = sum[c][q + k];
+          *reinterpret_cast<Vec<float, quad>*>(&sums[at.index][(c * team + at.member) * vec + q]) = wide;
+        }
+      block_sync();
+      const int first = at.index / parts * parts;
+      for (int begin = (at.part * team + at.member) * vec; at.wanted && begin < columns; begin += parts * team * vec) {
+        float total[vec] = {};
+        for (int other = first; other < first + parts; ++other)
+          for (int k = 0; k < vec; ++k) total[k] += sums[other][begin + k];
+        store(p, out + begin, outcome, total);
+      }
+    }
+  }
+
+  MLA_DEVICE static void store(const CombineParams& p, int64_t at, Outcome outcome, const float (&values)[vec]) {
+    if (outcome == NOT_A_NUMBER) {
+      float none[vec];
+      for (int k = 0; k < vec; ++k) none[k] = Wave::not_a_number();
+      store_as<Wave, vec>(p.out, p.out_type, at, none);
+    } else {
+      store_as<Wave, vec>(p.out, p.out_type, at, values);
+    }
+  }
+};
+
+}  // namespace mla

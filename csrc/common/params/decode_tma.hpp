@@ -1,0 +1,80 @@
+// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so the
+// maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
+#pragma once
+
+#include "common/device.hpp"
+
+namespace mla {
+
+// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
+// A query row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n)
+// and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
+struct DecodeTmaParams {
+  uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
+  uint64_t kv_map_1;
+  uint64_t kv_map_2;
+  uint64_t kv_map_3;
+  uint64_t kv_map_4;
+  uint64_t kv_map_5;
+  uint64_t kv_map_6;
+  uint64_t kv_map_7;
+  uint64_t kv_map_8;
+  uint64_t kv_map_9;
+  uint64_t kv_map_10;
+  uint64_t kv_map_11;
+  uint64_t kv_map_12;
+  uint64_t kv_map_13;
+  uint64_t kv_map_14;
+  uint64_t kv_map_15;
+  uint64_t q_map_0;              // the same of the queries, as one matrix of rows: how the kernel reads them
+  uint64_t q_map_1;
+  uint64_t q_map_2;
+  uint64_t q_map_3;
+  uint64_t q_map_4;
+  uint64_t q_map_5;
+  uint64_t q_map_6;
+  uint64_t q_map_7;
+  uint64_t q_map_8;
+  uint64_t q_map_9;
+  uint64_t q_map_10;
+  uint64_t q_map_11;
+  uint64_t q_map_12;
+  uint64_t q_map_13;
+  uint64_t q_map_14;
+  uint64_t q_map_15;
+  const void* kv_cache;          // [pages, page, D_QK]
+  const int32_t* seq_lens;       // [batch]
+  const int32_t* page_ids;       // [batch, page_ids_stride], or [kv_indptr[batch]]
+  const int32_t* kv_indptr;      // [batch + 1], or null: first entry of a sequence in page_ids
+  const int32_t* cu_seqlens_q;   // [batch + 1], or null
+  const float* attn_sink;        // [heads], or null
+  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  void* out;                     // [tokens, heads, D_V]
+  float* lse;                    // [tokens, heads]
+  float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
+  float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
+  int64_t kv_page_stride;        // between pages
+  int64_t page_ids_stride;       // between sequences; unused with kv_indptr
+  int64_t out_token_stride;      // between tokens of out
+  int64_t out_head_stride;       // between heads of out
+  int32_t batch;
+  int32_t heads;
+  uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
+  int32_t q_len;                 // of the longest sequence
+  int32_t rows;                  // q_len * heads
+  int32_t page;                  // keys per page
+  uint32_t page_magic;
+  uint32_t page_shift;
+  int32_t num_splits;            // cuts per sequence when plan is null, at least 1
+  uint32_t splits_magic;
+  uint32_t splits_shift;
+  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
+  int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
+  int32_t plan_words;            // 0 without a plan
+  int32_t workers;               // rows of the grid, each of which walks the work list
+  int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/awaited.hpp)
+  int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  float softmax_scale;           // positive
+};
+
+}  // namespace mla

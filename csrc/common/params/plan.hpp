@@ -1,0 +1,31 @@
+// The launch parameters of plan: the lengths, the words it makes, and where its parts lie (ops/plan/layout.py).
+#pragma once
+#include "common/device.hpp"
+
+namespace mla {
+struct PlanParams {
+  const int32_t* seq_lens;       // [batch] keys
+  const int32_t* cu_seqlens_q;   // [batch + 1], or null: every sequence has a query token
+  int32_t* plan;                 // [words]: header, split_indptr, work_indptr, counters, items
+  int32_t item_cost;             // fixed cost of an item, in keys
+  int32_t tile_rows;             // cost of a partial to whoever writes or reads it alone, in keys
+  int32_t shared_cost;           // cost of a partial to the whole device, in keys
+  int32_t splits;                // items of a sequence where they are the same for all, else 0
+  int32_t workgroups;            // of the launch
+  // The header's words in order, but for items used and partial rows, which the kernel counts.
+  int32_t magic;
+  int32_t version;
+  int32_t batch;
+  int32_t workers;
+  int32_t item_capacity;
+  int32_t split_indptr;          // offsets in words, as the next three
+  int32_t work_indptr;
+  int32_t counters;
+  int32_t items;
+  int32_t item_words;
+  int32_t num_splits;
+  int32_t split_size;
+  int32_t counters_per_sequence;
+  int32_t max_kv_len;
+};
+}  // namespace mla

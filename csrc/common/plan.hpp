@@ -1,0 +1,313 @@
+// plan: shares the keys of ragged sequences among workers. The same integer steps as ops/plan/cost.py and
+// ops/plan/reference.py, so the same words. One source for every arch.
+//
+//   search    one workgroup per candidate number of workers: the lower price of its two families -> two words of the
+//             items
+//   balanced  one workgroup: the cheapest candidate's cuts, then the plan
+//   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
+//
+// Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
+// What the two kernels wait for is themselves: an instruction depends on the one before, and on an H200 takes about
+// 5 clocks. So whatever can be known before a wait is made out before it, and numbers have 32 bits where these do.
+// Fewer launches were slower on an H200 (csrc/sm_90/README.md).
+#pragma once
+
+#include "common/block_scan.hpp"
+#include "common/params/plan.hpp"
+#include "common/plan_line.hpp"
+#include "common/plan_uniform.hpp"
+#include "common/plan_words.hpp"
+
+namespace mla {
+
+template <class Wave, int waves>
+struct Plan : PlanLine<Wave, waves>, PlanWords {
+  using Base = PlanLine<Wave, waves>;
+  using Base::divide, Base::larger, Base::most_workers, Base::open, Base::round_up, Base::threads;
+  using typename Base::Cut, typename Base::Divisor, typename Base::Line, typename Base::Shared;
+  template <class Number>
+  using Cuts = typename Base::template Cuts<Number>;
+  static constexpr int min_waves = 1;
+  static constexpr int64_t MOST = 0x7fffffffffffffff;
+  static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
+  static_assert(2 * most_workers <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
+
+  // Where the plan is cut within a sequence.
+  struct Entries {
+    int sequence[most_workers + 1];
+    int key[most_workers + 1];
+    int row[most_workers + 1];     // its partial row: one for each before it, one for each first piece
+    int before[most_workers + 1];  // entries of the sequences before each, where these are not too many
+  };
+  // Of both kernels alike: an SM does not change its share of shared memory while a block is there, so the second could
+  // not begin beside the first.
+  struct Memory : Shared {
+    Entries entries;
+    uint32_t inverse[most_workers];  // of each number of workers
+  };
+  // Of some workers of a candidate: what the slowest costs in each family, and the partials in family 1.
+  template <class Number>
+  struct Price {
+    Number whole, split;
+    int partials;
+  };
+
+  // The price of both families with as many workers as this workgroup's number: the lower one into the items.
+  MLA_DEVICE static void search(const PlanParams& p) {
+    MLA_SHARED Memory s;
+    want_params(p);
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());  // while the divisor is made
+    const Divisor used(block_id_x() + 1);
+    Base::lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    if (Base::is_short(p, s.line))
+      find_price<int32_t>(p, s.line, used);
+    else
+      find_price<int64_t>(p, s.line, used);
+  }
+
+  template <class Number>
+  MLA_DEVICE static void find_price(const PlanParams& p, const Line& line, const Divisor& used) {
+    MLA_SHARED Price<Number> prices[waves];
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    const Price<Number> own = price<Number>(p, line, used);
+    if (lane == 0) prices[wave] = own;
+    block_sync();
+    if (wave > 0) return;
+    const bool exists = lane < waves;
+    const int64_t whole = wave_largest(exists ? prices[lane].whole : 0);
+    int64_t split = wave_largest(exists ? prices[lane].split : 0);
+    int partials = 0;
+    for (int w = 0; w < waves; ++w) partials += prices[w].partials;
+    split += merge_cost(p, line, used.number(), partials);
+    const int number = used.number() - 1;
+    if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.workers + number));
+  }
+
+  // Of this wave's workers. A lane has a cut, and the next lane the next; the last has no worker.
+  template <class Number>
+  MLA_DEVICE static Price<Number> price(const PlanParams& p, const Line& line, const Divisor& used) {
+    constexpr int pairs = Wave::lanes - 1;
+    const Cuts<Number> cuts(p, line, used);
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    Number whole = 0, split = 0;
+    int partials = 0;
+#pragma unroll 1
+    for (int base = wave * pairs; base < used.number(); base += waves * pairs) {
+      const Cut cut = cuts.at(base + lane);
+      const Cut next = Base::of_lane(cut, lane + 1);
+      const bool exists = lane < pairs && base + lane < used.number();
+      if (exists) {
+        whole = larger(whole, load<Number>(p, line, cut.whole, 0, next.whole, 0));
+        split = larger(split, load<Number>(p, line, cut.sequence, cut.key, next.sequence, next.key));
+      }
+      // One for every cut within a sequence, one more for every such sequence.
+      const bool begins = exists && begins_item(cut.sequence, cut.key, next.sequence, next.key);
+      const bool leads = begins && splits_sequence(cut.sequence, cut.key, next.sequence);
+      partials += Wave::count(begins) + Wave::count(leads);
+    }
+    return {wave_largest(whole), wave_largest(split), partials};
+  }
+
+  // What the worker between two cuts costs.
+  template <class Number>
+  MLA_DEVICE static Number load(const PlanParams& p, const Line& line, int sequence, int key, int next, int next_key) {
+    const bool first = key > 0, last = next_key > 0;
+    const Number from = static_cast<Number>(line.at[sequence]) + (first ? p.item_cost + key : 0);
+    const Number to = static_cast<Number>(line.at[next]) + (last ? p.item_cost + next_key : 0);
+    if (to == from) return 0;
+    const int rows = (first ? 1 : 0) + (last ? 1 : 0) - (first && last && sequence == next ? 1 : 0);
+    return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
+  }
+
+  // What so many partials cost beside the slowest worker.
+  MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const Line& line, int used, int partials) {
+    int64_t cost = static_cast<int64_t>(p.shared_cost) * partials;
+    if (p.tile_rows > 0 && partials > 0) {
+      const int64_t spacing = larger(divide(line.at[p.batch] + used - 1, used), int64_t{1});
+      cost += p.tile_rows * (1 + divide(line.longest + spacing - 1, spacing));
+    }
+    return cost;
+  }
+
+  // Whether an item begins at a cut that is not the one before it, and whether it is the first cut of its sequence.
+  MLA_DEVICE static bool begins_item(int last_sequence, int last_key, int sequence, int key) {
+    return key > 0 && !(last_sequence == sequence && last_key == key);
+  }
+  MLA_DEVICE static bool splits_sequence(int last_sequence, int last_key, int sequence) {
+    return !(last_sequence == sequence && last_key > 0);
+  }
+
+  // A cost and its candidate's number as one: of equal costs the first number is the lowest.
+  MLA_DEVICE static int64_t ranked(int64_t cost, int number) { return cost << INDEX_BITS | number; }
+  MLA_DEVICE static int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
+
+  // [workers] of these lie where the items will: 4 words each, and there are at least as many items as workers.
+  MLA_DEVICE static int64_t* found_prices(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
+
+  // The largest in a wave. Of 64 bits by halves: where the high half is largest, the largest low half, as signed
+  // numbers in the same order.
+  MLA_DEVICE static int32_t wave_largest(int32_t x) {
+    return Wave::template max_over<Wave::lanes>(x, thread_id() % Wave::lanes);
+  }
+  MLA_DEVICE static int64_t wave_largest(int64_t x) {
+    const int high = static_cast<int>(x >> 32);
+    const int low = static_cast<int>(static_cast<uint32_t>(x) ^ 0x80000000u);
+    const int highest = wave_largest(high);
+    const int lowest = static_cast<int>(0x80000000u);
+    const uint32_t best = static_cast<uint32_t>(wave_largest(high == highest ? low : lowest));
+    return static_cast<int64_t>(static_cast<uint64_t>(highest) << 32 | (best ^ 0x80000000u));
+  }
+
+  // Prices that a lane of each wave looks at together: where they lie is known before they are.
+  class Look {
+   public:
+    static constexpr int each = 5, prices = each * Wave::lanes;
+
+    MLA_DEVICE Look(const PlanParams& p, int first) {
+#pragma unroll
+      for (int i = 0; i < each; ++i) {
+        const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
+        at_[i] = found_prices(p) + (number < p.workers ? number : p.workers - 1);
+        Wave::want(at_[i]);  // now: the compiler would make it behind the wait
+      }
+    }
+    MLA_DEVICE int64_t lowest() const {
+      int64_t all[each];
+#pragma unroll
+      for (int i = 0; i < each; ++i) all[i] = *at_[i];
+      return best_among(all, [](int64_t a, int64_t b) { return a < b; });
+    }
+
+   private:
+    const int64_t* at_[each];
+  };
+
+  // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
+  MLA_DEVICE static int cheapest(const PlanParams& p, const Look& look) {
+    int64_t lowest = look.lowest();
+#pragma unroll 1
+    for (int first = Look::prices; first < p.workers; first += Look::prices)
+      lowest = lower(lowest, Look(p, first).lowest());
+    lowest = ~wave_largest(~lowest);
+    return static_cast<int>(lowest) & ((1 << INDEX_BITS) - 1);
+  }
+
+  // The plan, from cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an
+  // item; so does each sequence. Everything else follows from how many entries belong to earlier sequences.
+  MLA_DEVICE static void balanced(const PlanParams& p) {
+    MLA_SHARED Memory s;
+    want_params(p);
+#pragma unroll 1
+    for (int i = thread_id(); i < p.workers; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
+    // The lengths are as old as the prices' producer, which has waited for theirs; so is who read this memory before.
+    Base::lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    write_frame(p, thread_id(), threads);
+    const bool is_short = Base::is_short(p, s.line);
+    const Look look(p, 0);
+    Wave::wait_for_producer();
+    Wave::release_consumer();
+    const int best = cheapest(p, look);
+    const bool splits = best >= p.workers;
+    const int number = splits ? best - p.workers : best;
+    const Divisor used(number + 1, s.inverse[number]);
+    const Counts counts =
+        is_short ? list_entries<int32_t>(p, s, used, splits) : list_entries<int64_t>(p, s, used, splits);
+    block_sync();
+    write_items(p, s.entries, counts);
+  }
+
+  struct Counts {
+    int entries, split;  // sequences that have entries
+  };
+
+  // As many sequences as workers at most: the cut that reaches a sequence first counts the entries before it. Of more
+  // sequences each looks for them.
+  MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.workers; }
+
+  // The list, and where each worker's items begin. A lane has a cut, and the lane before it the one before: the first
+  // has that of the wave before, or none.
+  template <class Number>
+  MLA_DEVICE static Counts list_entries(const PlanParams& p, Memory& s, const Divisor& used, bool splits) {
+    Entries& entries = s.entries;
+    constexpr int new_cuts = Wave::lanes - 1;
+    const Cuts<Number> cuts(p, s.line, used);
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    Counts counts{};
+#pragma unroll 1
+    for (int turn = 0; turn * waves * new_cuts <= p.workers; ++turn) {
+      const int j = (turn * waves + wave) * new_cuts + lane - 1;
+      const bool exists = lane > 0 && j <= p.workers;
+      Cut cut = cuts.at(j > 0 ? j : 0);
+      if (!splits) {
+        cut.sequence = cut.whole;
+        cut.key = 0;
+      }
+      Cut last = Base::of_lane(cut, lane - 1);
+      if (j <= 0) last.sequence = -1;
+      const bool begins = exists && begins_item(last.sequence, last.key, cut.sequence, cut.key);
+      const bool leads = begins && splits_sequence(last.sequence, last.key, cut.sequence);
+      uint32_t all;
+      const uint32_t earlier = s.scan.count_before(begins, leads, turn, all);
+      const int entry = counts.entries + static_cast<int>(earlier & 0xffff);
+      if (begins) {
+        entries.sequence[entry] = cut.sequence;
+        entries.key[entry] = cut.key;
+        entries.row[entry] = entry + counts.split + static_cast<int>(earlier >> 16) + (leads ? 1 : 0);
+      }
+      if (exists) p.plan[p.work_indptr + j] = cut.sequence + entry + (begins ? 1 : 0);
+      if (exists && few(p)) {
+#pragma unroll 1
+        for (int b = last.sequence + 1; b <= cut.sequence; ++b) entries.before[b] = entry;
+      }
+      counts.entries += static_cast<int>(all & 0xffff);
+      counts.split += static_cast<int>(all >> 16);
+    }
+    return counts;
+  }
+
+  MLA_DEVICE static void write_items(const PlanParams& p, const Entries& entries, const Counts& counts) {
+#pragma unroll 1
+    for (int b = thread_id(); b <= p.batch; b += threads) {
+      const int before = few(p) ? entries.before[b] : entries_before(entries.sequence, counts.entries, b);
+      const int row = before > 0 ? entries.row[before - 1] + 1 : 0;
+      p.plan[p.split_indptr + b] = row;
+      if (b == p.batch) break;
+      const bool split = before < counts.entries && entries.sequence[before] == b;
+      write_item(p, b + before, b, 0, split ? entries.key[before] : open, split ? row : -1);
+    }
+    // Beginning with the threads that had no sequence.
+#pragma unroll 1
+    for (int c = threads - 1 - thread_id(); c < counts.entries; c += threads) {
+      const int b = entries.sequence[c];
+      const bool more = c + 1 < counts.entries && entries.sequence[c + 1] == b;
+      write_item(p, b + c + 1, b, entries.key[c], more ? entries.key[c + 1] : open, entries.row[c]);
+    }
+    const int used = p.batch + counts.entries;
+#pragma unroll 1
+    for (int i = used + thread_id(); i < p.item_capacity; i += threads) write_item(p, i, -1, 0, 0, -1);
+    if (thread_id() == threads - 1) write_counts(p, used, counts.entries + counts.split);
+  }
+
+  // Entries of the sorted list that belong to sequences before b.
+  MLA_DEVICE static int entries_before(const int* list, int count, int b) {
+    int low = 0, high = count;
+#pragma unroll 1
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (list[middle] < b)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+
+  // What is first wanted behind a wait would be waited for in its turn.
+  MLA_DEVICE static void want_params(const PlanParams& p) { Wave::want(p.plan, static_cast<int64_t>(p.batch)); }
+
+  MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves>::write(p); }
+};
+
+}  // namespace mla

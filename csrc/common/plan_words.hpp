@@ -1,0 +1,43 @@
+// The words of a plan, as ops/plan/layout.py reads them; four at a time wherever they lie together.
+#pragma once
+
+#include "common/device.hpp"
+#include "common/params/plan.hpp"
+
+namespace mla {
+
+struct PlanWords {
+  MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
+    Vec<int32_t, 4> item;
+    item[0] = sequence;
+    item[1] = first;
+    item[2] = end;
+    item[3] = row;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
+  }
+
+  // What follows from sizes alone: the header but for its last four words, and the zeros between the parts. Shared
+  // among `threads_in_all` threads.
+  MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
+    if (thread == 0) {
+      write_header(p, 0, p.magic, p.version, p.batch, p.workers);
+      write_header(p, 4, p.item_capacity, p.split_indptr, p.work_indptr, p.counters);
+      write_header(p, 8, p.items, p.item_words, p.num_splits, p.split_size);
+    }
+#pragma unroll 1
+    for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
+  }
+  MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
+    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_kv_len);
+  }
+  MLA_DEVICE static void write_header(const PlanParams& p, int at, int a, int b, int c, int d) {
+    Vec<int32_t, 4> words;
+    words[0] = a;
+    words[1] = b;
+    words[2] = c;
+    words[3] = d;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + at) = words;
+  }
+};
+
+}  // namespace mla

@@ -1,0 +1,232 @@
+"""The build: instances wanted -> ninja -> objects checked against their budgets -> object folder with its manifest."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from mla_suite.build import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
+from mla_suite.build.errors import BuildError, ObjectError
+from mla_suite.build.instances import Instance, instances
+from mla_suite.build.manifest import KernelEntry, Library, Manifest
+from mla_suite.core import arch as arch_records
+from mla_suite.core.arch import CSRC
+
+
+def build(
+    archs: Sequence[str] | None = None,
+    *,
+    csrc: Path = CSRC,
+    out: Path | None = None,
+    rocm: Path | None = None,
+    jobs: int | None = None,
+    kernels: Sequence[str] | None = None,
+    emulator: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Manifest:
+    """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
+
+    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
+    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
+    without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
+    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its
+    number, and how many there are. Two processes may build at once.
+
+    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, a source edited
+    meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a
+    declaration in `arch.toml` that cannot be built.
+    """
+    csrc = csrc.resolve()
+    arch_records.get.cache_clear()  # sources may have been edited since they were last read
+    params.load.cache_clear()
+    known = arch_records.names(csrc)
+    for name in archs or ():
+        if name not in known:
+            raise ValueError(f"unknown arch {name!r}: this tree has {', '.join(known) or 'none'}")
+    out = (out or locations.writable_objects(csrc)).absolute()
+    wanted = [item for name in (archs or known) for item in instances(name, csrc)]
+    if kernels is not None:
+        missing = sorted(set(kernels) - {item.kernel for item in wanted})
+        if missing:
+            raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
+        wanted = [item for item in wanted if item.kernel in kernels]
+    nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
+    if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
+        missing_compiler = "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"
+        if archs is not None:
+            raise BuildError(f"{missing_compiler}; install one or leave sm_90 out")
+        print(f"sm_90 is left out: {missing_compiler}; everything else works without it", file=sys.stderr)
+        wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
+    for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
+    amd = compilers.find_amd(rocm, for_amd) if for_amd else None
+    work = out / ".build"
+    with _written(out), locations.locked(out):
+        ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
+        for item in wanted:
+            (work / item.arch.name).mkdir(parents=True, exist_ok=True)
+        compiled = locations.file_hashes(csrc)
+        if wanted:
+            said = ninja_plan.run(work, jobs, progress)
+            if said:
+                print(said, file=sys.stderr)
+        made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
+        _need_unchanged(csrc, compiled, [entry for entry, _ in made])
+        libraries = {}
+        if emulator and (csrc / "emulator").is_dir():
+            omitted = _without_emulator()
+            if omitted:
+                print(f"the emulator is left out: {omitted}; everything else works without it", file=sys.stderr)
+            else:
+                libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
+        return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+
+
+def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
+    """BuildError when a source was edited while it was compiled: its object would pass for one of the new text."""
+    now = locations.file_hashes(csrc)
+    edited = sorted({name for entry in made for name in entry.sources if now.get(name) != compiled.get(name)})
+    if edited:
+        raise BuildError(f"{', '.join(edited)} changed while it was compiled; run `python -m mla_suite build` again")
+
+
+@contextmanager
+def _written(out: Path) -> Iterator[None]:
+    """Says which folder it was that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        place = out if error.filename is None else Path(os.fsdecode(error.filename))
+        if not (place.is_relative_to(out) or out.is_relative_to(place)):
+            raise
+        why = error.strerror or error
+        raise BuildError(
+            f"{out} cannot be written ({why}); make room there or name another folder with --out"
+        ) from error
+
+
+def _without_emulator() -> str | None:
+    """Why this machine cannot compile the emulator's library, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it runs on x86-64, this machine is {platform.machine()}"
+    if find_spec("ziglang") is None:
+        return "its compiler, the ziglang wheel, is not installed"
+    return None
+
+
+def _entry(
+    item: Instance,
+    work: Path,
+    out: Path,
+    csrc: Path,
+    amd: compilers.AmdCompiler | None,
+    nvidia: compilers.NvidiaCompiler | None,
+) -> tuple[KernelEntry, list[str]]:
+    """The manifest entry of one built instance and the sentences of the budgets it breaks."""
+    stem = work / item.arch.name / item.id
+    is_amd = item.arch.vendor == "amd"
+    object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
+    data = object_path.read_bytes()
+    if is_amd:
+        text = stem.with_name(item.id + ".s").read_bytes()
+        cost = report.read_assembly(text.decode(), item.symbol)
+    else:
+        text = b""
+        cost = report.read_cubin(data, stem.with_name(item.id + ".log").read_text(), item.symbol)
+    mirror = params.load(item.params, csrc)
+    broken = budget.broken(item, cost)
+    if cost.params != mirror.size:
+        broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
+    if cost.threads == 0:
+        broken.append(f"{item.arch.name} {item.id}: has no launch bound; declare the entry with MLA_KERNEL")
+    sources = ninja_plan.dependencies(stem.with_name(item.id + ".d"), csrc)
+    compiler = amd if is_amd else nvidia
+    assert compiler is not None
+    entry = KernelEntry(
+        id=item.id,
+        arch=item.arch.name,
+        kernel=item.kernel,
+        symbol=item.symbol,
+        constants=dict(item.constants),
+        source=item.source,
+        sources=sources,
+        source_hash=manifest.hash_sources(csrc, sources),
+        compiler=compiler.version,
+        object=f"{item.arch.name}/{object_path.name}",
+        object_sha256=locations.sha256(data),
+        text=f"{item.arch.name}/{item.id}.s" if is_amd else "",
+        text_sha256=locations.sha256(text) if is_amd else "",
+        params=item.params,
+        params_size=mirror.size,
+        threads=cost.threads,
+        registers=cost.registers,
+        vgprs=cost.vgprs,
+        agprs=cost.agprs,
+        sgprs=cost.sgprs,
+        lds=cost.lds,
+        dynamic_lds=item.dynamic_lds,
+        scratch=cost.scratch,
+        spills=cost.spills,
+        occupancy=budget.occupancy(item, cost),
+        code_bytes=cost.code_bytes,
+        tokens=item.tokens,
+        loop=cost.loop,
+        root=out,
+        csrc=csrc,
+    )
+    return entry, broken
+
+
+def _publish(
+    made: Sequence[tuple[KernelEntry, list[str]]],
+    libraries: dict[str, Path],
+    work: Path,
+    out: Path,
+    csrc: Path,
+    *,
+    complete: bool,
+    built: Sequence[Instance],
+) -> Manifest:
+    """Copies the objects, then the manifest, then removes what the manifest no longer names."""
+    broken = [sentence for _, sentences in made for sentence in sentences]
+    if broken:
+        raise BuildError("\n".join(broken))
+    before = _before(out, csrc, complete)
+    replaced = {(item.arch.name, item.kernel) for item in built}
+    kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
+    if complete:  # what remains has no compiler here, or is declared no more
+        archs = set(arch_records.names(csrc)) - {item.arch.name for item in built}
+        kept = {key: old for key, old in kept.items() if old.arch in archs and not old.stale}
+    entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
+    named = dict(before.libraries)
+    for entry, _ in made:
+        for name in filter(None, (entry.object, entry.text)):
+            locations.write_atomically(out / name, (work / name).read_bytes())
+    for name, path in libraries.items():
+        data = path.read_bytes()
+        file = f"{name}/{path.name}"
+        locations.write_atomically(out / file, data)
+        named[name] = Library(file, locations.sha256(data))
+    result = Manifest(out, entries, named)
+    locations.write_atomically(out / locations.MANIFEST, result.to_json().encode())
+    wanted = {name for entry in entries.values() for name in (entry.object, entry.text)}
+    for arch in arch_records.names(csrc):
+        for path in (out / arch).glob("*"):
+            if f"{arch}/{path.name}" not in wanted:
+                path.unlink()
+    manifest.forget()
+    return result
+
+
+def _before(out: Path, csrc: Path, complete: bool) -> Manifest:
+    """What the folder held. A complete build makes all of it again and need not be able to read it."""
+    try:
+        return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
+    except ObjectError:
+        if not complete:
+            raise
+        return Manifest(out, {}, {})

@@ -1,0 +1,193 @@
+"""Which compiler makes code objects here, and the commands it is given.
+
+An AMD object is made in the same three steps by every compiler: source -> assembly -> relocatable -> code object. The
+assembly ships beside the object, so what is read, budgeted and emulated is what runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_suite.build.errors import BuildError
+
+_SDK = Path("/opt/rocm")
+
+# -mcode-object-version=5: what ROCm 6 and 7 load alike; the compiler's default is 6.
+# -fuse-cuid=none, -fdebug-compilation-dir: the same bytes from any directory.
+# -mno-amdgpu-ieee with -fno-honor-nans: else every fmax costs a canonicalising v_max per operand. The compiler then
+#   assumes that no operand is NaN; a kernel that promises something about NaN says `honor_nans = true`.
+_HIP_FLAGS = [
+    *("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++17", "-O3"),
+    *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-tables-only", "-fdebug-compilation-dir=."),
+    *("-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=return-type"),
+]
+
+
+@dataclass(frozen=True)
+class AmdCompiler:
+    """A clang with the AMDGPU backend and the lld beside it. `clang` and `lld` are command prefixes."""
+
+    clang: tuple[str, ...]
+    lld: tuple[str, ...]
+    version: str
+
+    def to_assembly(self, arch: str, honor_nans: bool = False) -> list[str]:
+        """Command that compiles HIP to assembly; source, output, include and -D flags follow it."""
+        # The backend refuses -mno-amdgpu-ieee unless NaNs may be ignored.
+        nans = [] if honor_nans else ["-fno-honor-nans", "-mno-amdgpu-ieee"]
+        return [*self.clang, *_HIP_FLAGS, *nans, f"--offload-arch={arch}"]
+
+    def to_relocatable(self, arch: str) -> list[str]:
+        """Command that assembles; `text -o relocatable` follows it."""
+        return [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-mcode-object-version=5", "-c"]
+
+    def unknown(self, archs: Sequence[str]) -> list[str]:
+        """Those of `archs` that this compiler was made before."""
+        probe = ["-nogpulib", "-x", "c", "-fsyntax-only", os.devnull]
+        commands = {arch: [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", *probe] for arch in archs}
+        return [arch for arch, command in commands.items() if subprocess.run(command, capture_output=True).returncode]
+
+    def to_object(self) -> list[str]:
+        """Command that links; `relocatable -o object` follows it."""
+        return [*self.lld, "-m", "elf64_amdgpu", "-shared", "--no-undefined"]
+
+
+@dataclass(frozen=True)
+class NvidiaCompiler:
+    """nvcc. `-Xptxas -v` prints the resources, which the manifest reports."""
+
+    nvcc: str
+    version: str
+
+    def to_object(self, arch: str) -> list[str]:
+        """Command that compiles CUDA to a cubin; source, output, include and -D flags follow it."""
+        number = arch.removeprefix("sm_")
+        return [
+            self.nvcc,
+            # The "a" set of an arch holds wgmma and TMA; its objects run on that arch alone.
+            f"-gencode=arch=compute_{number}a,code=sm_{number}a",
+            "-cubin",
+            "-std=c++17",
+            "-O3",
+            "-Xptxas",
+            "-v,--warn-on-spills",
+        ]
+
+
+def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler:
+    """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
+
+    `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
+    cannot be run, is passed over, and stderr is told. BuildError says what is missing.
+    """
+    if rocm is not None:
+        found = _clang_of(rocm)
+        if found is None:
+            raise BuildError(f"--rocm {rocm}: no amdclang++, hipcc or clang++ with an lld beside it is there")
+        too_new = found.unknown(archs)
+        if too_new:
+            raise BuildError(
+                f"--rocm {rocm}: {found.version} does not know {', '.join(too_new)}; name a newer one, "
+                "or leave these out with --arch"
+            )
+        return found
+    try:
+        installed = installed_rocm()
+        too_new = installed.unknown(archs) if installed is not None else []
+    except BuildError as error:
+        return _instead(str(error))
+    if installed is None:
+        return packaged()
+    return _instead(f"{installed.version} does not know {', '.join(too_new)}") if too_new else installed
+
+
+def _instead(why: str) -> AmdCompiler:
+    """The packaged compiler in place of an installed ROCm that cannot serve, which `why` explains."""
+    try:
+        found = packaged()
+    except BuildError:
+        raise BuildError(
+            f"{why}, and there is no ziglang wheel; `pip install ziglang` or name a ROCm with --rocm"
+        ) from None
+    print(f"{why}: {found.version} of the ziglang wheel is used", file=sys.stderr)
+    return found
+
+
+def packaged() -> AmdCompiler:
+    """The clang of the ziglang wheel. BuildError when it is not installed."""
+    zig = importlib.util.find_spec("ziglang")
+    if zig is None or zig.origin is None:
+        raise BuildError(
+            "no AMD compiler: no ROCm under /opt/rocm or on PATH and no ziglang wheel; "
+            "`pip install ziglang` or name a ROCm with --rocm"
+        )
+    program = Path(zig.origin).parent / "zig"
+    return AmdCompiler((str(program), "clang"), (str(program), "ld.lld"), _first_line([str(program), "clang"]))
+
+
+def installed_rocm() -> AmdCompiler | None:
+    """The compiler of the ROCm on PATH or under /opt/rocm, or None."""
+    on_path = shutil.which("amdclang++") or shutil.which("hipcc")
+    for root in ([Path(on_path).resolve().parent.parent] if on_path else []) + [_SDK]:
+        found = _clang_of(root)
+        if found is not None:
+            return found
+    return None
+
+
+def _clang_of(place: Path) -> AmdCompiler | None:
+    """The clang and lld of a ROCm root, or of one clang program (`clang-19` goes with `ld.lld-19`)."""
+    if place.is_file():
+        suffix = re.search(r"-\d+$", place.name)
+        clangs, folders = [place], [place.parent, place.resolve().parent]
+        linker = "ld.lld" + (suffix.group() if suffix else "")
+    else:
+        # hipcc adds flags of its own to the clang it calls, so it only serves where that clang has no other name.
+        clangs = [place / "llvm/bin/amdclang++", place / "bin/amdclang++", place / "llvm/bin/clang++"]
+        clangs.append(place / "bin/hipcc")
+        folders, linker = [place / "llvm/bin", place / "lib/llvm/bin"], "ld.lld"
+    for clang, folder in itertools.product(clangs, folders):
+        if clang.is_file() and (folder / linker).is_file():
+            return AmdCompiler((str(clang),), (str(folder / linker),), _first_line([str(clang)]))
+    return None
+
+
+def find_nvidia() -> NvidiaCompiler | None:
+    """nvcc from PATH, else from /usr/local/cuda, or None if neither is of CUDA 12, which sm_90a begins with.
+
+    One that cannot be run is passed over, and stderr is told.
+    """
+    found = (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"))
+    for program in filter(None, found):
+        try:
+            release = re.search(r"V((\d+)[\d.]*)", _version([program]))
+        except BuildError as error:
+            print(f"{error}; it is passed over", file=sys.stderr)
+            continue
+        if release is not None and int(release.group(2)) >= 12:
+            return NvidiaCompiler(program, f"nvcc {release.group(1)}")
+    return None
+
+
+def _first_line(command: list[str]) -> str:
+    """What the compiler calls itself. BuildError when it cannot be run."""
+    return _version(command).splitlines()[0]
+
+
+def _version(command: list[str]) -> str:
+    try:
+        done = subprocess.run([*command, "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"the compiler {command[0]} cannot be run: {error}") from error
+    if not done.stdout.strip():
+        raise BuildError(f"the compiler {command[0]} cannot be run: it does not say its version")
+    return done.stdout.strip()

@@ -1,0 +1,72 @@
+"""The emulator's host library: one compiler call over csrc/emulator, made again only when a source changed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+from mla_suite.build.errors import BuildError
+from mla_suite.build.locations import locked, sha256
+from mla_suite.core.arch import CSRC
+
+SOURCES = CSRC / "emulator"
+
+# -nostdlib++: zig would otherwise build libc++ from source, a minute and a half. glibc 2.28 is manylinux_2_28's.
+# -ffp-contract=off: the same bits on every CPU.
+FLAGS = (
+    *("-x", "c++", "-nostdlib++", "-fno-exceptions", "-fno-rtti", "-O3", "-g0", "-std=c++17", "-shared", "-fPIC"),
+    *("-target", "x86_64-linux-gnu.2.28", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall"),
+)
+
+
+def source_hash(sources: Path = SOURCES) -> str:
+    """sha256 over the compiler flags and every source of the library; compiled into it."""
+    files = sorted(path for path in sources.iterdir() if path.suffix in (".cpp", ".hpp"))
+    parts = [" ".join(FLAGS), *(f"{path.name} {sha256(path.read_bytes())}" for path in files)]
+    return sha256("\n".join(parts).encode())
+
+
+def library_command(out: Path, sources: Path = SOURCES) -> list[str]:
+    """The one command that compiles and links the library. BuildError when the ziglang wheel is absent."""
+    zig = importlib.util.find_spec("ziglang")
+    if zig is None or zig.origin is None:
+        raise BuildError("the emulator's library needs zig as its C++ compiler; `pip install ziglang`")
+    program = Path(zig.origin).parent / "zig"
+    files = sorted(str(path) for path in sources.glob("*.cpp"))
+    define = f'-DEMULATOR_SOURCE_HASH="{source_hash(sources)}"'
+    return [str(program), "cc", *FLAGS, define, *files, "-o", str(out)]
+
+
+def build_library(folder: Path, sources: Path = SOURCES) -> Path:
+    """`folder`/emulator.so, up to date. Two processes may call it at once.
+
+    BuildError: another CPU than x86-64, no zig, or the compiler's own message.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BuildError(f"the emulator is built for x86-64 only, this machine is {platform.machine()}")
+    library = folder / "emulator.so"
+    stamp = folder / "emulator.sha256"
+    wanted = source_hash(sources)
+    with locked(folder):
+        if library.is_file() and stamp.is_file() and stamp.read_text() == _stamp(wanted, library):
+            return library
+        temporary = folder / f".emulator.{os.getpid()}.so"
+        command = library_command(temporary, sources)
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        except OSError as error:
+            raise BuildError(f"the compiler {command[0]} cannot be run: {error}") from error
+        if done.returncode:
+            temporary.unlink(missing_ok=True)
+            raise BuildError(f"{done.stderr.strip()}\nthe emulator's library could not be compiled from {sources}")
+        os.replace(temporary, library)
+        stamp.write_text(_stamp(wanted, library))
+    return library
+
+
+def _stamp(wanted: str, library: Path) -> str:
+    """The bytes count as well: a crash may leave a library that was named but never reached the disk."""
+    return f"{wanted} {sha256(library.read_bytes())}"

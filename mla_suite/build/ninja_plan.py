@@ -1,0 +1,170 @@
+"""build.ninja: the commands that turn instances into objects, and its run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mla_suite.build import params
+from mla_suite.build.compilers import AmdCompiler, NvidiaCompiler
+from mla_suite.build.errors import BuildError
+from mla_suite.build.instances import Instance
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Leaves the file and its time stamp alone when it already says this, so nothing is rebuilt for it."""
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def write_plan(
+    folder: Path,
+    csrc: Path,
+    instances: Sequence[Instance],
+    amd: AmdCompiler | None,
+    nvidia: NvidiaCompiler | None,
+) -> None:
+    """Writes `folder/build.ninja` and the generated headers with the layout asserts of the parameter structs.
+
+    The compilers' names are inputs of every object: another compiler rebuilds. `folder` and `csrc` are absolute.
+    """
+    lines = ["ninja_required_version = 1.5"]
+    if amd is not None:
+        write_if_changed(folder / "amd.compiler", f"{amd.version}\n{shlex.join(amd.clang)}\n")
+    if nvidia is not None:
+        write_if_changed(folder / "nvidia.compiler", f"{nvidia.version}\n{nvidia.nvcc}\n")
+    for item in instances:
+        checks = folder / "params" / f"{item.params}.hpp"
+        try:
+            text = params.load(item.params, csrc).static_asserts()
+        except (FileNotFoundError, ValueError) as error:
+            raise BuildError(f"{item.arch.name} {item.id}: {error}") from error
+        write_if_changed(checks, "#pragma once\n" + text)
+        defines = [f"-D{key}={value}" for key, value in item.constants.items()]
+        defines += [f"-DMLA_SUITE_KERNEL={item.symbol}", f"-I{csrc}", "-include", str(checks)]
+        source = str(csrc / item.source)
+        stem = f"{item.arch.name}/{item.id}"
+        if item.arch.vendor == "amd":
+            assert amd is not None
+            compile_command = [
+                *amd.to_assembly(item.arch.name, item.honor_nans),
+                # The text names its sources relative to csrc: the same bytes from any directory.
+                f"-ffile-prefix-map={csrc}=csrc",
+                f"-ffile-prefix-map={folder}=generated",
+                *defines,
+                # -MD of a device-only HIP compile writes nothing in some clang builds; the front end's own flag does.
+                *_each("-Xclang", "-dependency-file", f"{stem}.d", "-MT", f"{stem}.s"),
+                *("-S", source, "-o", f"{stem}.s"),
+            ]
+            assemble = [*amd.to_relocatable(item.arch.name), f"{stem}.s", "-o", f"{stem}.o"]
+            link = [*amd.to_object(), f"{stem}.o", "-o", f"{stem}.hsaco"]
+            lines += _edge(f"{stem}.s", [source], [str(checks), "amd.compiler"], compile_command, f"{stem}.d")
+            lines += _edge(f"{stem}.o", [f"{stem}.s"], ["amd.compiler"], assemble)
+            lines += _edge(f"{stem}.hsaco", [f"{stem}.o"], ["amd.compiler"], link)
+        else:
+            assert nvidia is not None
+            command = [*nvidia.to_object(item.arch.name), *defines, "-MD", "-MF", f"{stem}.d", "-MT", f"{stem}.cubin"]
+            command += [source, "-o", f"{stem}.cubin"]
+            inputs = [str(checks), "nvidia.compiler"]
+            lines += _edge(f"{stem}.cubin", [source], inputs, command, f"{stem}.d", f"{stem}.log")
+    write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
+
+
+def _each(before: str, *words: str) -> list[str]:
+    return [part for word in words for part in (before, word)]
+
+
+def _edge(
+    output: str, inputs: list[str], implicit: list[str], command: list[str], depfile: str = "", log: str = ""
+) -> list[str]:
+    """A rule of its own and the one build line that uses it. With `log`, output is kept there and shown on failure.
+
+    The log is an output, too: whoever loses it builds anew.
+    """
+    rule = re.sub(r"\W", "_", output)
+    text = shlex.join(command)
+    if log:
+        kept = shlex.quote(log)
+        text = f"{text} > {kept} 2>&1 || {{ cat {kept}; rm -f {kept}; exit 1; }}; grep -i -A 3 warning {kept} || true"
+    lines = [f"rule {rule}", f"  command = {text.replace('$', '$$')}", f"  description = {output}"]
+    if depfile:
+        lines.append(f"  depfile = {depfile}")
+    outputs = f"{_paths([output])} | {_paths([log])}" if log else _paths([output])
+    lines.append(f"build {outputs}: {rule} {_paths(inputs)} | {_paths(implicit)}")
+    return lines
+
+
+def _paths(paths: list[str]) -> str:
+    return " ".join(re.sub(r"([$ :])", r"$\1", path) for path in paths)
+
+
+def ninja_program() -> str:
+    """The ninja of the `ninja` wheel, else the one on PATH. BuildError when there is none."""
+    if importlib.util.find_spec("ninja") is not None:
+        import ninja
+
+        program = Path(ninja.BIN_DIR) / "ninja"
+        if program.is_file():
+            return str(program)
+    found = shutil.which("ninja")
+    if found is None:
+        raise BuildError("no ninja was found; `pip install ninja`")
+    return found
+
+
+def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | None = None) -> str:
+    """Runs ninja in `folder`; returns the compilers' warnings. `progress` is told of each step: its number, how many.
+
+    BuildError begins with the compiler's own message when a step fails.
+    """
+    command = [ninja_program(), "-C", str(folder), *(["-j", str(jobs)] if jobs else [])]
+    message: list[str] = []
+    failed: list[str] = []
+    try:
+        # A compiler may quote bytes that are no text.
+        started = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+    except OSError as error:
+        raise BuildError(f"ninja cannot be run: {error}") from error
+    with started as ninja:
+        assert ninja.stdout is not None
+        lines = (line.rstrip("\n") for line in ninja.stdout)
+        try:
+            for line in lines:
+                step = re.match(r"\[(\d+)/(\d+)\] ", line)
+                if line.startswith("FAILED: "):
+                    failed.append(line.split()[-1])
+                    next(lines, None)  # the command
+                elif step:
+                    if progress:
+                        progress(int(step[1]), int(step[2]))
+                elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
+                    message.append(line)
+        except BaseException:
+            # It would go on writing after the folder's lock is given up; asked to end, it removes half-made outputs.
+            ninja.terminate()
+            ninja.wait()
+            raise
+    if ninja.returncode == 0:
+        return "\n".join(message)
+    what = f"building {', '.join(failed)} failed" if failed else "ninja failed"
+    raise BuildError("\n".join([*message, f"{what} in {folder}"]))
+
+
+def dependencies(depfile: Path, csrc: Path) -> tuple[str, ...]:
+    """Files under `csrc` named in a compiler's depfile, relative to it, sorted."""
+    text = depfile.read_text(encoding="utf-8").replace("\\\n", " ").partition(": ")[2]
+    paths = [re.sub(r"\\(.)", r"\1", word) for word in re.findall(r"(?:\\.|\S)+", text)]
+    found = set()
+    for path in paths:
+        full = (depfile.parent.parent / path).resolve()
+        if full.is_relative_to(csrc.resolve()):
+            found.add(full.relative_to(csrc.resolve()).as_posix())
+    return tuple(sorted(found))

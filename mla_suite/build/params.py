@@ -1,0 +1,171 @@
+"""Kernel parameters: one struct, declared once in `csrc/common/params/<kernel>.hpp`, mirrored here by parsing it.
+
+The grammar is narrow on purpose, so that the mirror cannot misread what a compiler reads:
+
+    namespace mla {                       // optional
+    struct CombineParams {
+      const float* partial_out;  // [splits, rows, D_V]
+      int64_t out_stride;        // elements
+      float softmax_scale;
+    };
+
+Types: `[const] T*` with T in void, float and the fixed-width integers; scalars int32_t, uint32_t, int64_t, uint64_t,
+float. Natural alignment. A pointer's line has its shape in the comment. The build compiles `static_asserts(...)` with
+every kernel, so each compiler confirms the offsets that Python packs to.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from mla_suite.core.arch import CSRC
+
+_SCALARS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f"}
+_POINTEES = ("void", "float", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t")
+_STRUCT = re.compile(r"^struct\s+(\w+)\s*\{[^\n]*\n(.*?)^\};", re.M | re.S)
+_NAMESPACE = re.compile(r"^namespace\s+([\w:]+)\s*\{", re.M)
+_FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*;\s*(?://\s*(.*?))?\s*$")
+
+
+@dataclass(frozen=True)
+class Field:
+    """One member: C type as written, byte offset and size, and its comment (a pointer's shape)."""
+
+    name: str
+    ctype: str
+    offset: int
+    size: int
+    comment: str
+
+    @property
+    def is_pointer(self) -> bool:
+        return self.ctype.endswith("*")
+
+
+@dataclass(frozen=True)
+class ParamStruct:
+    """The Python mirror of one parameter struct.
+
+    `name` is its C++ name with namespace, `size` its sizeof, `offsets` by field name, `header` the include path.
+    `pack_in_order(*values)` is `pack` for values in the order of `fields`: half a microsecond less, and no names to
+    protect from a slip.
+    """
+
+    name: str
+    header: str
+    fields: tuple[Field, ...]
+    size: int
+    pack_in_order: Callable[..., bytes] = field(repr=False, compare=False)
+    _names: tuple[str, ...] = field(repr=False, compare=False)
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        return {item.name: item.offset for item in self.fields}
+
+    def pack(self, **values: int | float) -> bytes:
+        """The struct's bytes. Pointers are integers (`tensor.data_ptr()`, 0 for none).
+
+        TypeError names every unknown or missing field; struct.error a value that does not fit its type.
+        """
+        if len(values) == len(self._names):
+            try:
+                return self.pack_in_order(*[values[name] for name in self._names])
+            except KeyError:
+                pass  # falls to the sentence below, which names the fields
+        unknown = sorted(set(values) - set(self._names))
+        missing = [name for name in self._names if name not in values]
+        raise TypeError(f"{self.name}: unknown fields {unknown}, missing fields {missing}")
+
+    def unpack(self, data: bytes) -> dict[str, int | float]:
+        """The field values in `data`, by name: the inverse of `pack`."""
+        if len(data) != self.size:
+            raise ValueError(f"{self.name}: {len(data)} bytes given, the struct has {self.size}")
+        return dict(zip(self._names, struct.unpack(_format(self.fields, self.size), data), strict=True))
+
+    def static_asserts(self) -> str:
+        """C++ text that makes a compiler refuse if its layout of this struct differs from Python's."""
+        lines = [f'#include "{self.header}"']
+        for item in self.fields:
+            lines.append(
+                f"static_assert(__builtin_offsetof({self.name}, {item.name}) == {item.offset} && "
+                f'sizeof({self.name}::{item.name}) == {item.size}, "{self.name}.{item.name}: Python packs '
+                f'{item.size} bytes at {item.offset}");'
+            )
+        lines.append(
+            f'static_assert(sizeof({self.name}) == {self.size}, "{self.name}: Python packs {self.size} bytes");'
+        )
+        return "\n".join(lines) + "\n"
+
+
+def parse(text: str, header: str) -> ParamStruct:
+    """The one struct declared in `text`. ValueError names header and line when it leaves the grammar."""
+    structs = list(_STRUCT.finditer(text))
+    if len(structs) != 1:
+        raise ValueError(f"{header}: {len(structs)} parameter structs found; a header declares exactly one")
+    match = structs[0]
+    first_line = text[: match.start(2)].count("\n") + 1
+    spaces = [found.group(1) for found in _NAMESPACE.finditer(text[: match.start()])]
+    fields: list[Field] = []
+    end = 0
+    widest = 1
+    for number, line in enumerate(match.group(2).splitlines(), first_line):
+        if not line.split("//")[0].strip():
+            continue
+        found = _FIELD.match(line)
+        where = f"{header}:{number}"
+        if found is None:
+            raise ValueError(f"{where}: {line.strip()!r} is not '<type> <name>;  // <meaning>'")
+        const, base, star, name, comment = found.groups()
+        if star:
+            if base not in _POINTEES:
+                raise ValueError(f"{where}: pointer to {base}; possible are {', '.join(_POINTEES)}")
+            if not comment:
+                raise ValueError(f"{where}: pointer {name} has no comment; state its shape")
+            ctype, size = f"{'const ' if const else ''}{base}*", 8
+        else:
+            if base not in _SCALARS or const:
+                raise ValueError(f"{where}: scalar type {(const or '') + base}; possible are {', '.join(_SCALARS)}")
+            ctype, size = base, struct.calcsize(_SCALARS[base])
+        if any(item.name == name for item in fields):
+            raise ValueError(f"{where}: field {name} is declared twice")
+        offset = -(-end // size) * size
+        fields.append(Field(name, ctype, offset, size, comment or ""))
+        end = offset + size
+        widest = max(widest, size)
+    if not fields:
+        raise ValueError(f"{header}: struct {match.group(1)} has no fields")
+    size = -(-end // widest) * widest
+    packer = struct.Struct(_format(tuple(fields), size))
+    return ParamStruct(
+        "::".join([*spaces, match.group(1)]), header, tuple(fields), size, packer.pack, tuple(f.name for f in fields)
+    )
+
+
+def _format(fields: tuple[Field, ...], size: int) -> str:
+    """The struct-module format with explicit padding, little endian."""
+    text, at = "<", 0
+    for item in fields:
+        text += "x" * (item.offset - at) + ("Q" if item.is_pointer else _SCALARS[item.ctype])
+        at = item.offset + item.size
+    return text + "x" * (size - at)
+
+
+@cache
+def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
+    """The parameter struct of `csrc/common/params/<kernel>.hpp`. FileNotFoundError or ValueError say what is wrong."""
+    header = f"common/params/{kernel}.hpp"
+    path = csrc / header
+    if not path.is_file():
+        raise FileNotFoundError(f"kernel parameters {kernel!r}: no header {header} under {csrc}")
+    return parse(path.read_text(encoding="utf-8"), header)
+
+
+def reciprocal(n: int) -> tuple[int, int]:
+    """(magic, shift) by which kernels divide by n >= 1: x // n == x * magic >> 31 + shift for 0 <= x < 2^31."""
+    shift = (n - 1).bit_length()
+    return -(-(1 << 31 + shift) // n), shift

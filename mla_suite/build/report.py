@@ -1,0 +1,231 @@
+"""What a compiled kernel costs, read from the compiler's own output.
+
+AMD: the comment block and metadata of the assembly text, and its instructions. NVIDIA: ptxas's resource lines and the
+launch bounds in the cubin. Counts of the main loop are static: both sides of a branch inside it count.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mla_suite.build.errors import BuildError
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The main loop: its instructions by class, and the widest device-memory load of one lane in bytes."""
+
+    instructions: int
+    mix: Mapping[str, int]
+    widest_load: int
+
+    def count(self, *prefixes: str) -> int:
+        """Instructions whose class begins with one of `prefixes`."""
+        return sum(number for name, number in self.mix.items() if name.startswith(prefixes))
+
+    @property
+    def matrix(self) -> int:
+        return self.count("v_mfma", "v_smfma")
+
+    @property
+    def lds_reads(self) -> int:
+        return self.count("ds_read", "ds_load")
+
+    @property
+    def lds_writes(self) -> int:
+        return self.count("ds_write", "ds_store")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One kernel's cost. Bytes for sizes; registers are per lane; `threads` is the launch bound, 0 when unbounded.
+
+    `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `spills` counts spilled registers on AMD
+    (`scalar_spills` of them scalar) and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
+    `serialized` says why ptxas makes every wgmma wait for the one before, which takes half as long again, or is "".
+    """
+
+    threads: int
+    registers: int
+    vgprs: int
+    agprs: int
+    sgprs: int
+    lds: int
+    scratch: int
+    spills: int
+    scalar_spills: int
+    code_bytes: int
+    params: int
+    loop: Loop | None
+    serialized: str = ""
+
+
+_LOAD_BYTES = {"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "x2": 8, "x3": 12, "x4": 16}
+_LOAD = re.compile(r"(?:global|buffer|flat)_load_(?:lds_)?(ubyte|sbyte|ushort|sshort|short|dword)(?:_d16\w*)?(x[234])?")
+_CLASSES = (
+    (re.compile(r"v_s?mfma|ds_|global_|buffer_|flat_|scratch_"), None),
+    (re.compile(r"v_accvgpr"), "v_accvgpr"),
+    (re.compile(r"v_(exp|log|rcp|rsq|sqrt|sin|cos)_"), "v_trans"),
+    (re.compile(r"v_"), "valu"),
+    (re.compile(r"s_(waitcnt|barrier|nop|cbranch|branch|load|setprio)"), None),
+    (re.compile(r"s_"), "salu"),
+)
+_ENCODING = re.compile(r"_(e32|e64|dpp|sdwa)$")
+
+
+def classify(opcode: str) -> str:
+    """The class an instruction is counted under: matrix, LDS and memory instructions by name, the rest in groups."""
+    opcode = _ENCODING.sub("", opcode)
+    for pattern, name in _CLASSES:
+        if pattern.match(opcode):
+            if opcode.startswith("s_cbranch"):
+                return "s_cbranch"
+            return name or opcode
+    return opcode
+
+
+def loop_of(lines: list[str]) -> Loop | None:
+    """The main loop of a kernel's body: most matrix instructions first, then most instructions.
+
+    A loop that only wraps another (at least half of its work is in that one) gives way to it.
+    """
+    code: list[str] = []
+    labels: dict[str, int] = {}
+    for line in lines:
+        text = line.split(";")[0].strip()
+        if re.fullmatch(r"[.\w$]+:", text):
+            labels[text[:-1]] = len(code)
+        elif text and not text.startswith("."):
+            code.append(text)
+    ends: dict[int, int] = {}  # a loop with two branches back to its head ends at the later one
+    for index, text in enumerate(code):
+        opcode, *operands = text.split()
+        if opcode.startswith(("s_cbranch", "s_branch")) and labels.get(operands[-1], len(code)) <= index:
+            head = labels[operands[-1]]
+            ends[head] = max(ends.get(head, 0), index + 1)
+
+    def weight(span: tuple[int, int]) -> tuple[int, int]:
+        body = code[span[0] : span[1]]
+        return sum(text.startswith(("v_mfma", "v_smfma")) for text in body), len(body)
+
+    def wraps(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+        inside = outer != inner and outer[0] <= inner[0] and inner[1] <= outer[1]
+        unit = 0 if weight(outer)[0] else 1
+        return inside and 2 * weight(inner)[unit] >= weight(outer)[unit]
+
+    mains = [span for span in ends.items() if not any(wraps(span, other) for other in ends.items())]
+    if not mains:
+        return None
+    first, last = max(mains, key=weight)
+    opcodes = [text.split()[0] for text in code[first:last]]
+    loads = [_LOAD_BYTES[found[2] or found[1]] for op in opcodes if (found := _LOAD.match(op))]
+    mix = Counter(classify(op) for op in opcodes)
+    return Loop(len(opcodes), dict(sorted(mix.items())), max(loads, default=0))
+
+
+def read_assembly(text: str, symbol: str) -> Resources:
+    """Resources of kernel `symbol` in clang's AMDGPU assembly. BuildError when the text does not define it."""
+    body = re.search(rf"^{re.escape(symbol)}:[^\n]*\n(.*?)^\.Lfunc_end\d+:", text, re.M | re.S)
+    # Metadata keys are sorted, so the kernel's own name stands in the middle of its entry.
+    entries = re.split(r"^  - (?=\.)", text[text.find(".amdgpu_metadata") :], flags=re.M)[1:]
+    entry = next((part for part in entries if re.search(rf"^ +\.name: +{re.escape(symbol)}$", part, re.M)), None)
+    if body is None or entry is None:
+        raise BuildError(f"the assembly defines no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
+    comments = text[body.end() :]
+
+    def stated(name: str) -> int:
+        found = re.search(rf"^; {name}\s*[:=] (\d+)", comments, re.M)
+        if found is None:
+            raise BuildError(
+                f"the assembly of {symbol} does not state {name}; this compiler's output is not understood"
+            )
+        return int(found.group(1))
+
+    def metadata(name: str) -> int:
+        found = re.search(rf"^[ -]*\.{name}: +(\d+)$", entry, re.M)
+        if found is None:
+            raise BuildError(f"the metadata of {symbol} lacks .{name}; this compiler's output is not understood")
+        return int(found.group(1))
+
+    by_value = re.findall(r"\.offset: +(\d+)\n +\.size: +(\d+)\n +\.value_kind: +by_value", entry)
+    if len(by_value) != 1 or by_value[0][0] != "0":
+        raise BuildError(f"{symbol} takes {len(by_value)} parameters by value; a kernel takes exactly one struct")
+    return Resources(
+        threads=metadata("max_flat_workgroup_size"),
+        registers=metadata("vgpr_count"),
+        vgprs=stated("NumVgprs"),
+        agprs=metadata("agpr_count"),
+        sgprs=metadata("sgpr_count"),
+        lds=metadata("group_segment_fixed_size"),
+        scratch=metadata("private_segment_fixed_size"),
+        spills=metadata("vgpr_spill_count") + metadata("sgpr_spill_count"),
+        scalar_spills=metadata("sgpr_spill_count"),
+        code_bytes=stated("codeLenInByte"),
+        params=int(by_value[0][1]),
+        loop=loop_of(body.group(1).splitlines()),
+    )
+
+
+def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
+    """Resources of kernel `symbol` in a cubin, with ptxas's `-v` lines. BuildError when either lacks it."""
+    about = re.search(
+        rf"Function properties for {re.escape(symbol)}\n\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads\nptxas info\s+: Used (\d+) registers([^\n]*)",
+        log,
+    )
+    sections = _elf_sections(data)
+    if about is None or f".text.{symbol}" not in sections:
+        raise BuildError(f"the cubin or ptxas's report has no kernel {symbol}; name the entry MLA_SUITE_KERNEL")
+    shared = re.search(r"(\d+) bytes smem", about.group(5))
+    threads, params = 0, 0
+    info = sections[f".nv.info.{symbol}"]
+    at = 0
+    while at + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        body = info[at + 4 : at + 4 + size] if form == 4 else b""
+        if form == 4 and attribute in (0x05, 0x10):  # EIATTR_MAX_THREADS, EIATTR_REQNTID: x, y, z
+            x, y, z = struct.unpack("<3I", body)
+            threads = x * y * z
+        elif form == 4 and attribute == 0x17:  # EIATTR_KPARAM_INFO, one per parameter; its size is the highest 14 bits
+            params += struct.unpack("<8xI", body)[0] >> 18
+        at += 4 + (size if form == 4 else 0)
+    registers = int(about.group(4))
+    return Resources(
+        threads=threads,
+        registers=registers,
+        vgprs=registers,
+        agprs=0,
+        sgprs=0,
+        lds=int(shared.group(1)) if shared else 0,
+        scratch=int(about.group(1)),
+        spills=int(about.group(2)) + int(about.group(3)),
+        scalar_spills=0,
+        code_bytes=len(sections[f".text.{symbol}"]),
+        params=params,
+        loop=None,
+        serialized=serialization(log, symbol),
+    )
+
+
+def serialization(log: str, symbol: str) -> str:
+    """Why kernel `symbol` has every wgmma wait for the one before, by ptxas's report; "" where it does not."""
+    symbol = re.escape(symbol)
+    why = re.search(rf"wgmma\.mma_async instructions are serialized due to (.*) in the function '{symbol}'", log)
+    return why.group(1) if why else ""
+
+
+def _elf_sections(data: bytes) -> dict[str, bytes]:
+    """Section name -> contents of a 64-bit little-endian ELF file."""
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise BuildError("the compiler's output is not a 64-bit little-endian ELF file")
+    (table,) = struct.unpack_from("<Q", data, 40)
+    entry_size, count, names_at = struct.unpack_from("<3H", data, 58)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
+    names = data[headers[names_at][4] :]
+    return {
+        names[h[0] : names.index(b"\0", h[0])].decode(): data[h[4] : h[4] + h[5]] if h[1] != 8 else b"" for h in headers
+    }

@@ -1,0 +1,45 @@
+"""An AMD gfx942 or gfx950 for machines without one: machine code executed on the CPU, checked and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mla_suite.emulator.assembly import AssemblyError, kernel_names
+from mla_suite.emulator.driver import EmulatorDriver, Options, options
+from mla_suite.emulator.machine import THREADS, Emulator, Memory
+from mla_suite.emulator.program import Program
+from mla_suite.emulator.report import Bound, Finding, Report, SanitizerError
+from mla_suite.emulator.snippet import State, run_snippet
+
+__all__ = [
+    "AssemblyError",
+    "Bound",
+    "Emulator",
+    "EmulatorDriver",
+    "Finding",
+    "Memory",
+    "Program",
+    "Report",
+    "SanitizerError",
+    "State",
+    "configured",
+    "kernel_names",
+    "run_snippet",
+]
+
+
+@contextmanager
+def configured(
+    *, checks: bool = True, threads: int = THREADS, order: str = "forward", collect: bool = False
+) -> Iterator[list[Report]]:
+    """Within the block, and in this thread, launches of the emulator run so. Yields a list.
+
+    With `collect` each launch appends its Report to the list and findings do not raise; without, the list stays empty.
+    """
+    reports: list[Report] = []
+    token = options.set(Options(checks=checks, threads=threads, order=order, reports=reports if collect else None))
+    try:
+        yield reports
+    finally:
+        options.reset(token)

@@ -1,0 +1,171 @@
+"""The emulator's library through ctypes: the C structures, and what the library says about itself."""
+
+from __future__ import annotations
+
+import ctypes as c
+from functools import cache
+from pathlib import Path
+
+from mla_suite.build import emulator_library, locations, manifest
+from mla_suite.build.errors import BuildError, ObjectError
+from mla_suite.launch.driver import DriverError
+
+LANES = 64
+VECTORS = 512
+"""v0..v255, then a0..a255."""
+SCALARS = 128
+MAX_OPERANDS = 6
+MAX_DIMENSIONS = 6
+ARCHS = {"gfx942": 1, "gfx950": 2}
+CLASSES = ("salu", "smem", "valu", "transcendental", "matrix", "lds", "global", "atomic", "control")
+
+
+class View(c.Structure):
+    """One buffer of a launch as the core sees it."""
+
+    _fields_ = [
+        ("base", c.c_uint64),
+        ("span", c.c_uint64),
+        ("access", c.c_int32),
+        ("dimensions", c.c_int32),
+        ("size", c.c_int64 * MAX_DIMENSIONS),
+        ("stride", c.c_int64 * MAX_DIMENSIONS),
+    ]
+
+
+class RawFinding(c.Structure):
+    _fields_ = [
+        ("kind", c.c_int32),
+        ("pc", c.c_int32),
+        ("wave", c.c_int32),
+        ("other", c.c_int32),
+        ("workgroup", c.c_int64),
+        ("detail", c.c_int64),
+        ("lanes", c.c_uint64),
+        ("address", c.c_uint64),
+        ("count", c.c_uint64),
+    ]
+
+
+class PcCounts(c.Structure):
+    _fields_ = [
+        ("times", c.c_uint64),
+        ("lanes", c.c_uint64),
+        ("global_bytes", c.c_uint64),
+        ("lds_bytes", c.c_uint64),
+        ("lds_clocks_128", c.c_uint64),
+        ("lds_clocks_256", c.c_uint64),
+    ]
+
+
+class LaunchRequest(c.Structure):
+    _fields_ = [
+        ("program", c.c_void_p),
+        ("grid", c.c_uint32 * 3),
+        ("block", c.c_uint32 * 3),
+        ("lds_bytes", c.c_uint32),
+        ("mode", c.c_uint32),
+        ("user_scalars", c.c_uint32),
+        ("ids", c.c_uint32),
+        ("scratch_bytes", c.c_uint32),
+        ("reverse_waves", c.c_uint32),
+        ("checks", c.c_uint32),
+        ("threads", c.c_uint32),
+        ("views", c.c_uint32),
+        ("findings", c.c_uint32),
+        ("spin_limit", c.c_uint64),
+        ("instruction_limit", c.c_uint64),
+        ("user_scalar", c.c_void_p),
+        ("order", c.c_void_p),
+        ("view", c.c_void_p),
+        ("finding", c.c_void_p),
+        ("counts", c.c_void_p),
+        ("loaded", c.c_void_p),
+        ("stored", c.c_void_p),
+        ("initial_vectors", c.c_void_p),
+        ("initial_scalars", c.c_void_p),
+        ("initial_lds", c.c_void_p),
+        ("final_vectors", c.c_void_p),
+        ("final_scalars", c.c_void_p),
+        ("final_lds", c.c_void_p),
+    ]
+
+
+class Core:
+    """The loaded library. `modifiers` and `findings` are its own names, in its own order."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = c.CDLL(str(path))
+        except OSError as error:
+            raise DriverError(
+                f"the emulator's library cannot be loaded ({error}); run `python -m mla_suite build`"
+            ) from error
+        for name, result, arguments in (
+            ("emulator_sizes", c.c_uint32, [c.c_int]),
+            ("emulator_modifier_name", c.c_char_p, [c.c_int]),
+            ("emulator_finding_name", c.c_char_p, [c.c_int]),
+            ("emulator_source_hash", c.c_char_p, []),
+            ("emulator_opcode", c.c_int, [c.c_char_p]),
+            ("emulator_opcode_name", c.c_char_p, [c.c_int]),
+            ("emulator_opcode_class", c.c_int, [c.c_int]),
+            ("emulator_opcode_arch", c.c_int, [c.c_int]),
+            ("emulator_program", c.c_void_p, [c.c_void_p, c.c_int, c.c_int, c.POINTER(c.c_int), c.POINTER(c.c_char_p)]),
+            ("emulator_program_free", None, [c.c_void_p]),
+            ("emulator_passes", c.c_int, [c.c_void_p, c.c_int]),
+            ("emulator_launch", None, [c.POINTER(LaunchRequest)]),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self.library = library
+        self.path = path
+        size = library.emulator_sizes
+        self.modifiers = [library.emulator_modifier_name(i).decode() for i in range(size(2))]
+        self.findings = [library.emulator_finding_name(i).decode() for i in range(size(9))]
+        self.max_findings = size(8)
+        self.record_words = 1 + 4 * MAX_OPERANDS + len(self.modifiers)
+        mirrors = [(LaunchRequest, size(4)), (View, size(5)), (RawFinding, size(6)), (PcCounts, size(7))]
+        wrong = [kind.__name__ for kind, there in mirrors if c.sizeof(kind) != there]
+        if wrong or size(0) != 8 * self.record_words or size(3) != MAX_OPERANDS or size(10) != MAX_DIMENSIONS:
+            raise DriverError(f"{path} was built for another version of mla_suite; run `python -m mla_suite build`")
+
+    def opcodes(self, arch: str | None = None) -> list[str]:
+        """Every instruction the table has, or those of one arch."""
+        names, index = [], 0
+        while (name := self.library.emulator_opcode_name(index)) is not None:
+            if arch is None or self.library.emulator_opcode_arch(index) & ARCHS[arch]:
+                names.append(name.decode())
+            index += 1
+        return names
+
+
+def _made_from(path: Path) -> str:
+    """The source hash a library was compiled with; '' if it is none of ours."""
+    try:
+        function = c.CDLL(str(path)).emulator_source_hash
+    except (OSError, AttributeError):
+        return ""
+    function.restype = c.c_char_p
+    return (function() or b"").decode()
+
+
+@cache
+def load() -> Core:
+    """The library the build installed; where it was made from other sources, or never, one is built beside the objects.
+
+    DriverError in one sentence when that is not possible either.
+    """
+    try:
+        path = manifest.installed().library("emulator")
+        if not emulator_library.SOURCES.is_dir() or _made_from(path) == emulator_library.source_hash():
+            return Core(path)
+    except ObjectError:
+        pass  # nothing installed yet: the build below says what is missing, if anything
+    try:
+        return Core(emulator_library.build_library(locations.writable_objects() / ".build" / "emulator"))
+    except BuildError as error:
+        raise DriverError(str(error)) from error
+    except OSError as error:
+        raise DriverError(
+            f"the emulator's library cannot be built ({error}); run `python -m mla_suite build`"
+        ) from error

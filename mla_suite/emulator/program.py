@@ -1,0 +1,119 @@
+"""Assembly text -> a program the core executes, decoded once per kernel and process."""
+
+from __future__ import annotations
+
+import ctypes as c
+import hashlib
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from mla_suite.emulator import assembly, core, operands
+from mla_suite.emulator.assembly import AssemblyError, KernelText, Line
+
+
+class Program:
+    """A decoded kernel: `names`, `lines` and `classes` per instruction, and `passes` of the matrix unit."""
+
+    def __init__(self, arch: str, kernel: KernelText) -> None:
+        self.core = core.load()
+        self.arch = arch
+        self.kernel = kernel
+        self.lines: Sequence[Line] = kernel.lines
+        if not kernel.lines:
+            raise AssemblyError(f"{kernel.name} has no instructions")
+        self.constants = {name: np.frombuffer(data, np.uint8).copy() for name, data in kernel.constants.items()}
+        # s_getpc gives 0 in the core, so a relative address is the host address of the constant itself.
+        symbols = {name: array.ctypes.data for name, array in self.constants.items()}
+        symbols.update(_lds_symbols(kernel))
+        parsed = [self._parse(line, symbols) for line in kernel.lines]
+        self.names = [item.name for item in parsed]
+        codes = [self._opcode(item.name, line) for item, line in zip(parsed, kernel.lines, strict=True)]
+        self.classes = [core.CLASSES[self.core.library.emulator_opcode_class(code)] for code in codes]
+        records = self._encode(parsed, codes)
+        bad, reason = c.c_int(), c.c_char_p()
+        self.handle = self.core.library.emulator_program(
+            records.ctypes.data, len(parsed), core.ARCHS[arch], c.byref(bad), c.byref(reason)
+        )
+        if not self.handle:
+            raise self._error(kernel.lines[bad.value], (reason.value or b"").decode())
+        self.passes = [
+            self.core.library.emulator_passes(self.handle, pc) if group == "matrix" else 0
+            for pc, group in enumerate(self.classes)
+        ]
+
+    def __del__(self) -> None:
+        if getattr(self, "handle", None):
+            self.core.library.emulator_program_free(self.handle)
+
+    def _error(self, line: Line, reason: str) -> AssemblyError:
+        source = f" ({line.source})" if line.source else ""
+        return AssemblyError(f"{self.kernel.name}, line {line.number}{source}: `{line.text}`: {reason} ({self.arch})")
+
+    def _parse(self, line: Line, symbols: dict[str, int]) -> operands.Instruction:
+        try:
+            return operands.parse_instruction(line.text, self.kernel.labels, symbols)
+        except AssemblyError as error:
+            raise AssemblyError(f"{self.kernel.name}, line {line.number}: {error}") from None
+
+    def _opcode(self, name: str, line: Line) -> int:
+        code = self.core.library.emulator_opcode(name.encode())
+        if code < 0:
+            raise self._error(line, f"the emulator does not know the instruction {name}")
+        return code
+
+    def _encode(self, parsed: Sequence[operands.Instruction], codes: Sequence[int]) -> np.ndarray:
+        """Rows of 64-bit words, laid out as `Record` in csrc/emulator/program.hpp."""
+        rows = np.zeros((len(parsed), self.core.record_words), np.int64)
+        slot = {name: 1 + 4 * core.MAX_OPERANDS + i for i, name in enumerate(self.core.modifiers)}
+        for row, item, code in zip(rows, parsed, codes, strict=True):
+            row[0] = code | len(item.operands) << 32
+            for i, operand in enumerate(item.operands):
+                at = 1 + 4 * i
+                row[at] = operand.kind | operand.first << 32
+                row[at + 1] = operand.registers | operand.flags << 32
+                row[at + 3] = operand.value - (1 << 64) if operand.value >> 63 else operand.value
+            for name, value in item.modifiers.items():
+                row[slot[name]] = value
+        return rows
+
+    def loop(self, label: str) -> range:
+        """Instructions from `label` to the last branch back to it: what a caller may restrict counters to."""
+        start = self.kernel.labels[label]
+        back = [pc for pc, line in enumerate(self.lines) if "branch" in line.text and line.text.split()[-1] == label]
+        if not back or max(back) < start:
+            raise AssemblyError(f"{self.kernel.name}: nothing branches back to {label}")
+        return range(start, max(back) + 1)
+
+
+def _lds_symbols(kernel: KernelText) -> dict[str, int]:
+    """Dynamic LDS begins after the static part; static variables have become numbers before this text was written."""
+    static = kernel.descriptor.get("group_segment_fixed_size", 0)
+    names: set[str] = set()
+    for line in kernel.lines:
+        if "@abs32@lo" in line.text:
+            names.update(part.partition("@")[0] for part in line.text.split() if "@abs32@lo" in part)
+    return dict.fromkeys(names, (static + 15) & ~15)
+
+
+_cache: dict[tuple[str, str, bytes], Program] = {}
+_lock = threading.Lock()
+
+
+def decode(arch: str, text: str, kernel: str) -> Program:
+    """The program of one kernel of an assembly text, from the cache if it was decoded before.
+
+    AssemblyError: no such kernel, or the first line that cannot be executed, before anything runs.
+    """
+    if arch not in core.ARCHS:
+        raise AssemblyError(f"the emulator executes {' and '.join(core.ARCHS)}, not {arch}")
+    written_for = assembly.target(text)
+    if written_for is not None and written_for != arch:
+        raise AssemblyError(f"this assembly is for {written_for}, the emulator was asked for {arch}")
+    key = (arch, kernel, hashlib.sha256(text.encode()).digest())
+    with _lock:
+        program = _cache.get(key)
+        if program is None:
+            program = _cache[key] = Program(arch, assembly.parse_kernel(text, kernel))
+        return program

@@ -1,0 +1,201 @@
+"""What a KV kv_format is: its fields, byte offsets, scale rule and block stride, as one frozen record.
+
+Nothing here needs torch, so a machine that only builds kernels can read the constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import struct
+from dataclasses import dataclass
+
+ENCODING_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3fn": 1, "e4m3fnuz": 1, "e8m0": 1, "pad": 1}
+"""Element encodings a field may have, with the bytes of one element.
+
+`e8m0` is a bare exponent: value 2^(byte - 127), byte 0 is 2^-127 and byte 255 is NaN, as the OCP microscaling
+specification says. FlashMLA's kernels build the float by shifting the byte left by 23 bits, which reads 0 for
+byte 0 and +inf for byte 255; no writer that follows `ScaleRule` stores either byte for finite values.
+"""
+
+FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
+"""Largest finite value of each fp8 flavour; encoders saturate to it, so no finite input becomes NaN."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a token: `count` elements of `encoding`.
+
+    In a block of `page` tokens, token `t` has the field at byte `page * per_block + t * stride + offset`.
+    """
+
+    name: str
+    encoding: str
+    count: int
+    offset: int
+    stride: int
+    per_block: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the field in one token."""
+        return self.count * ENCODING_BYTES[self.encoding]
+
+    def start(self, token: int, page: int) -> int:
+        """First byte of the field of `token` within its block of `page` tokens."""
+        return page * self.per_block + token * self.stride + self.offset
+
+
+@dataclass(frozen=True)
+class ScaleRule:
+    """How a writer derives the dequantisation scale of `tile` neighbouring values.
+
+    s = max(amax / divisor, smallest), then rounded up to a power of two if `power_of_two`; a value is stored as
+    round(value / s) and read as stored * s. A tile that holds NaN or inf gets scale NaN and reads back as NaN.
+    """
+
+    tile: int
+    divisor: float
+    smallest: float
+    power_of_two: bool
+
+    @property
+    def sentence(self) -> str:
+        """The rule in words, for tables."""
+        rule = f"max(amax / {self.divisor:g}, {self.smallest:.3g})"
+        rounding = f"2^ceil(log2({rule}))" if self.power_of_two else rule
+        return f"{rounding} per {self.tile} values"
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A KV kv_format: where each value of a token lies in a block of a paged cache, and how it is encoded.
+
+    A cache is a tensor `[pages, page, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts elements
+    of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim` in all;
+    V is the first `head_dim_v` of them.
+    """
+
+    name: str
+    summary: str
+    fields: tuple[Field, ...]
+    dtypes: tuple[str, ...]
+    head_dim_v: int
+    alignment: int
+    scale_rule: ScaleRule | None = None
+    per_tensor_descale: bool = False
+    block_multiple: int = 1
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Field]:
+        """Fields by their name."""
+        return {field.name: field for field in self.fields}
+
+    @property
+    def value_fields(self) -> tuple[Field, ...]:
+        """The fields whose values, concatenated, are the row."""
+        return tuple(field for field in self.fields if field.name in ("latent", "rope"))
+
+    @property
+    def latent(self) -> int:
+        """Values of the un-rotated part (kv_lora_rank; V4 calls its 448 of them nope)."""
+        return self.by_name["latent"].count
+
+    @property
+    def rope(self) -> int:
+        """Values of the rotated part."""
+        return self.by_name["rope"].count if "rope" in self.by_name else 0
+
+    @property
+    def head_dim(self) -> int:
+        """Values of one row."""
+        return self.latent + self.rope
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token costs, padding of the record included and of the block not."""
+        return sum(field.bytes for field in self.fields)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the cache tensor."""
+        return {"float32": 4, "bfloat16": 2, "float16": 2}.get(self.dtypes[0], 1)
+
+    @property
+    def width(self) -> int:
+        """Last dimension of the cache tensor."""
+        return self.token_bytes // self.element_bytes
+
+    @property
+    def dense(self) -> bool:
+        """Whether a token is nothing but its row in one encoding, so that any head_dim fits."""
+        return len({field.encoding for field in self.fields}) == 1
+
+    @property
+    def flavour(self) -> str:
+        """`ocp` or `fnuz` for fp8 values, else an empty string."""
+        return {"e4m3fn": "ocp", "e4m3fnuz": "fnuz"}.get(self.by_name["latent"].encoding, "")
+
+    def block_bytes(self, page: int, padded: bool = True) -> int:
+        """Bytes from one block of `page` tokens to the next; `padded` rounds up to `block_multiple`."""
+        multiple = self.block_multiple if padded else 1
+        return -(-page * self.token_bytes // multiple) * multiple
+
+    def sized(self, latent: int, rope: int) -> KVFormat:
+        """The same kv_format for rows of `latent` + `rope` values; only dense kv_formats have a choice."""
+        if (latent, rope) == (self.latent, self.rope):
+            return self
+        if not self.dense:
+            raise ValueError(
+                f"format {self.name!r} holds {self.latent} latent and {self.rope} rope values, not {latent} and {rope};"
+                f" rows of any size need bf16, fp16, fp32, fp8 or fp8_fnuz"
+            )
+        return _dense_sized(self, latent, rope)
+
+    def constants(self) -> dict[str, int]:
+        """Integers a kernel needs, ready for -D macros.
+
+        `KV_<FIELD>_{COUNT,OFFSET,STRIDE,PER_BLOCK}` place each field as `Field` says; `KV_SCALE_SMALLEST_BITS` is the
+        fp32 bit pattern of the rule's smallest scale; the rest describe the record.
+        """
+        named = {
+            "KV_TOKEN_BYTES": self.token_bytes,
+            "KV_HEAD_DIM": self.head_dim,
+            "KV_BLOCK_MULTIPLE": self.block_multiple,
+            "KV_ALIGNMENT": self.alignment,
+            "KV_FP8_FNUZ": int(self.flavour == "fnuz"),
+        }
+        if self.scale_rule is not None:
+            named["KV_SCALE_TILE"] = self.scale_rule.tile
+            named["KV_SCALE_DIVISOR"] = int(self.scale_rule.divisor)
+            named["KV_SCALE_SMALLEST_BITS"] = struct.unpack("<I", struct.pack("<f", self.scale_rule.smallest))[0]
+            named["KV_SCALE_POWER_OF_TWO"] = int(self.scale_rule.power_of_two)
+        for field in self.fields:
+            prefix = f"KV_{field.name.upper()}_"
+            named[prefix + "COUNT"] = field.count
+            named[prefix + "OFFSET"] = field.offset
+            named[prefix + "STRIDE"] = field.stride
+            named[prefix + "PER_BLOCK"] = field.per_block
+        return named
+
+
+@functools.lru_cache(maxsize=256)
+def _dense_sized(kv_format: KVFormat, latent: int, rope: int) -> KVFormat:
+    if latent < 1 or rope < 0:
+        raise ValueError(
+            f"kv_format {kv_format.name!r}: {latent} latent and {rope} rope values; needs at least 1 and 0"
+        )
+    encoding = kv_format.fields[0].encoding
+    return dataclasses.replace(
+        kv_format, fields=dense_fields(encoding, latent, rope), head_dim_v=min(kv_format.head_dim_v, latent + rope)
+    )
+
+
+def dense_fields(encoding: str, latent: int, rope: int) -> tuple[Field, ...]:
+    """Fields of a token that is its row and nothing else."""
+    size = ENCODING_BYTES[encoding]
+    stride = (latent + rope) * size
+    fields = [Field("latent", encoding, latent, 0, stride)]
+    if rope:
+        fields.append(Field("rope", encoding, rope, latent * size, stride))
+    return tuple(fields)

@@ -1,0 +1,90 @@
+"""Values to stored elements and back, one encoding at a time, by the rules that `declare` states."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_suite.kv_formats.declare import FP8_LARGEST, KVFormat, ScaleRule
+
+ELEMENT_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3fn": torch.float8_e4m3fn,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e8m0": torch.float8_e8m0fnu,
+    "pad": torch.uint8,
+}
+"""The torch dtype whose bytes an encoding's elements are."""
+
+
+_BYTE_VALUES = {
+    encoding: torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+    for encoding, dtype in ELEMENT_DTYPES.items()
+    if dtype.itemsize == 1
+}
+"""fp32 value of each byte."""
+
+
+def decode(stored: torch.Tensor, encoding: str) -> torch.Tensor:
+    """fp32 values of `stored`, a contiguous tensor whose bytes hold elements of `encoding`."""
+    if encoding in _BYTE_VALUES and stored.device.type == "cpu":
+        # A table is five times as fast as torch's cast (0.55 and 3.1 ms per million values on one core).
+        codes = stored.view(torch.uint8)
+        return _BYTE_VALUES[encoding].index_select(0, codes.flatten().int()).view(codes.shape)
+    return stored.view(ELEMENT_DTYPES[encoding]).to(torch.float32)
+
+
+def encode(values: torch.Tensor, encoding: str) -> torch.Tensor:
+    """`values` (fp32) rounded to nearest even into `encoding`; fp8 saturates at its largest finite value."""
+    largest = FP8_LARGEST.get(encoding)
+    if largest is not None:
+        # Casting alone is not portable: torch before 2.13 turns values beyond the range into NaN.
+        values = values.clamp(-largest, largest)
+    return values.to(ELEMENT_DTYPES[encoding])
+
+
+def tile_scales(values: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
+    """fp32 scales `[..., n / tile]` of `values` `[..., n]`; NaN for a tile that holds NaN or inf."""
+    amax = values.unflatten(-1, (-1, rule.tile)).abs().amax(dim=-1)
+    scales = (amax / rule.divisor).clamp(min=rule.smallest)
+    if rule.power_of_two:
+        scales = _power_of_two_at_least(scales)
+    return torch.where(amax.isfinite(), scales, torch.nan)
+
+
+def _power_of_two_at_least(values: torch.Tensor) -> torch.Tensor:
+    """2^ceil(log2(values)) for positive finite values, from the exponent itself, so no logarithm is rounded."""
+    mantissa, exponent = torch.frexp(values)
+    return torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
+
+
+def encode_rows(kv_format: KVFormat, rows: torch.Tensor, descale: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Each stored field of `rows` (fp32 `[..., head_dim]`) by name, as tensors `[..., count]` of the field's dtype."""
+    latent, rope = rows.split((kv_format.latent, kv_format.rope), dim=-1)
+    if kv_format.scale_rule is None:
+        if descale is not None:
+            latent, rope = latent / descale, rope / descale
+        stored = {"latent": encode(latent, kv_format.by_name["latent"].encoding)}
+    else:
+        scales = tile_scales(latent, kv_format.scale_rule)
+        tiles = latent.unflatten(-1, (-1, kv_format.scale_rule.tile)) / scales.unsqueeze(-1)
+        stored = {
+            "latent": encode(tiles.flatten(-2), kv_format.by_name["latent"].encoding),
+            "scale": encode(scales, kv_format.by_name["scale"].encoding),
+        }
+    if kv_format.rope:
+        stored["rope"] = encode(rope, kv_format.by_name["rope"].encoding)
+    if "pad" in kv_format.by_name:
+        stored["pad"] = rows.new_zeros((*rows.shape[:-1], kv_format.by_name["pad"].count), dtype=torch.uint8)
+    return stored
+
+
+def decode_rows(kv_format: KVFormat, stored: dict[str, torch.Tensor], descale: torch.Tensor | None) -> torch.Tensor:
+    """The fp32 rows `[..., head_dim]` that contiguous `stored` fields hold; the inverse of `encode_rows`."""
+    parts = [decode(stored[field.name], field.encoding) for field in kv_format.value_fields]
+    if kv_format.scale_rule is not None:
+        scales = decode(stored["scale"], kv_format.by_name["scale"].encoding)
+        parts[0] = (parts[0].unflatten(-1, (-1, kv_format.scale_rule.tile)) * scales.unsqueeze(-1)).flatten(-2)
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    return rows if descale is None else rows * descale

@@ -1,0 +1,17 @@
+"""Floor 2: code objects -> launches on torch's streams. Importing it opens no driver, no GPU and no manifest."""
+
+from mla_suite.launch.driver import Buffer, Driver, DriverError, Kernel, LaunchError
+from mla_suite.launch.launcher import bind, current_arch, emulate, has_kernel, launch
+
+__all__ = [
+    "Buffer",
+    "Driver",
+    "DriverError",
+    "Kernel",
+    "LaunchError",
+    "bind",
+    "current_arch",
+    "emulate",
+    "has_kernel",
+    "launch",
+]

@@ -1,0 +1,176 @@
+"""NVIDIA: libcuda through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_void_p
+from functools import cache
+from typing import Any
+
+from mla_suite.build.manifest import KernelEntry
+from mla_suite.core.arch import Arch
+from mla_suite.launch.driver import (
+    CAPTURE_ERRORS,
+    CAPTURE_MODE_RELAXED,
+    INVALID_CONTEXT,
+    MOST_LAUNCHES,
+    WARM_UP,
+    Bounded,
+    Buffers,
+    DriverError,
+    Grid,
+    Kernel,
+    KernelCache,
+    Naming,
+    Start,
+    TorchDevice,
+)
+
+# CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
+CONFIG = struct.Struct("<7I4xQQI4x")
+# CUlaunchAttribute: id, padding to 8, a 64-byte union. 6 is programmatic stream serialization: the kernel may begin
+# while the one before it on the stream still runs, and waits for it where it says griddepcontrol.wait.
+_OVERLAP = struct.pack("<I4xi60x", 6, 1)
+_MOST_STREAMS = 64  # whose launch configurations a bound launch keeps; torch's pools have 32 each
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+@cache
+def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
+    """libcuda. DriverError when this machine has none or an old one."""
+    try:
+        library = ctypes.CDLL(name)
+    except OSError as error:
+        raise DriverError(f"the NVIDIA driver library cannot be opened ({error}); install the NVIDIA driver") from error
+    if not hasattr(library, "cuLaunchKernelEx"):
+        raise DriverError(f"{name} has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 11.8 or newer")
+    return library
+
+
+class CudaDriver:
+    """One NVIDIA GPU, in torch's primary context."""
+
+    __slots__ = ("_bound", "_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
+                 "arch", "name", "ordinal")  # fmt: skip
+
+    def __init__(
+        self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
+    ) -> None:
+        self.arch = arch
+        self.name = "cuda"
+        self.ordinal = ordinal
+        self._torch = torch_device or TorchDevice.from_torch()
+        self._library = library or open_library()
+        self._launch = self._library.cuLaunchKernelEx
+        self._current = self._torch.current_device
+        self._stream = self._torch.raw_stream
+        self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
+        self._cache = KernelCache(self._load)
+        self._bound = Bounded[Start](MOST_LAUNCHES)
+        device, context = c_int(), c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", byref(device), ordinal)
+        # Held for the life of the process, as torch holds it.
+        self._call("cuDevicePrimaryCtxRetain", byref(context), device)
+        self._context = context
+
+    def load(self, entry: KernelEntry) -> Kernel:
+        return self._cache.get(entry)
+
+    def _load(self, entry: KernelEntry) -> Kernel:
+        image = entry.read_object()
+        module, function = c_void_p(), c_void_p()
+        with self._relaxed_capture(), self._in_context():
+            self._call("cuModuleLoadData", byref(module), image)
+            self._call("cuModuleGetFunction", byref(function), module, entry.symbol.encode())
+            kernel = Kernel(entry, function, self.arch)
+            # Beyond 48 KiB a kernel must opt in; once, so no launch has to.
+            self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel.max_dynamic_lds)
+        return kernel
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        block: int,
+        dynamic_lds: int,
+        params: bytes,
+        buffers: Buffers | None = None,
+        overlap: bool = False,
+    ) -> None:
+        """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
+        key = kernel, grid, block, dynamic_lds, overlap
+        start = self._bound.get(key)
+        if start is None:
+            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None, overlap))
+        start(params, ())
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Start:
+        current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
+        handle, size = kernel.handle, kernel.params_size
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
+        attributes = ctypes.addressof(self._overlap) if overlap else 0
+        configs = Bounded[bytes](_MOST_STREAMS)
+
+        def start(params: bytes, given: tuple[Any, ...]) -> None:
+            if current() != ordinal:
+                with self._torch.guard(ordinal):
+                    return start(params, given)
+            if len(params) != size or not fits:
+                kernel.check(block, dynamic_lds, params)
+            stream = stream_of(ordinal)
+            config = configs.get(stream)
+            if config is None:
+                config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
+                configs.keep(stream, config)
+            # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
+            # which is what kernelParams wants. Both live for the call only, so threads share nothing.
+            code = launch(config, handle, byref(c_char_p(params)), None)
+            if code == INVALID_CONTEXT:
+                # A thread that has not yet used this GPU has no current context.
+                self._call("cuCtxSetCurrent", self._context)
+                code = launch(config, handle, byref(c_char_p(params)), None)
+            if code:
+                raise DriverError(self.explain(code))
+            return None
+
+        return start
+
+    def explain(self, code: int) -> str:
+        """The driver's words for one of its error codes."""
+        text = c_char_p()
+        self._library.cuGetErrorString(code, byref(text))
+        name = c_char_p()
+        self._library.cuGetErrorName(code, byref(name))
+        known = text.value is not None and name.value is not None
+        return f"{name.value.decode()}: {text.value.decode()}" if known else f"CUDA error {code}"  # type: ignore[union-attr]  # both were just tested
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code in CAPTURE_ERRORS:
+            raise DriverError(f"{WARM_UP}; {function} said {self.explain(code)}")
+        if code:
+            raise DriverError(f"{function}: {self.explain(code)}")
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        """While a stream captures in torch's default mode, only a thread that says so may load modules."""
+        mode = c_int(CAPTURE_MODE_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
+
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", byref(c_void_p()))

@@ -1,0 +1,155 @@
+"""What every driver offers: load a code object, launch it. CUDA, HIP and the emulator are the three."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from mla_suite.build.manifest import KernelEntry
+from mla_suite.core.arch import Arch
+
+if TYPE_CHECKING:
+    import torch
+
+Grid = tuple[int, int, int]
+
+
+class DriverError(RuntimeError):
+    """A vendor library is absent, ambiguous, or refused a call; the text is its own explanation."""
+
+
+class LaunchError(RuntimeError):
+    """A kernel could not be launched: names operator, kernel, arch, shape and the driver's explanation."""
+
+
+class Buffer(NamedTuple):
+    """A tensor that a kernel touches: access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every
+    element must be written)."""
+
+    name: str
+    tensor: torch.Tensor
+    access: str
+
+
+Buffers = Callable[[], Iterable[Buffer]]
+Naming = Callable[..., Iterable[Buffer]]  # (*given) -> the buffers of a call that was given those tensors
+Start = Callable[[bytes, tuple[Any, ...]], None]  # (params, given) -> a launch
+
+
+class Kernel:
+    """A loaded kernel of one device. `handle` is the driver's own; the limits are in threads and bytes."""
+
+    __slots__ = ("entry", "handle", "max_dynamic_lds", "params_size", "threads")
+
+    def __init__(self, entry: KernelEntry, handle: Any, arch: Arch) -> None:
+        self.entry = entry
+        self.handle = handle
+        self.params_size = entry.params_size
+        self.threads = entry.threads  # MLA_KERNEL states the exact size, and the compiler builds on it
+        self.max_dynamic_lds = arch.lds_bytes - entry.lds
+
+    def check(self, block: int, dynamic_lds: int, params: bytes) -> None:
+        """LaunchError when the launch does not fit the kernel. Called where one of the three comparisons failed."""
+        if len(params) != self.params_size:
+            raise LaunchError(f"{len(params)} bytes of parameters, the kernel takes {self.params_size}")
+        if block != self.threads:
+            raise LaunchError(f"{block} threads per workgroup, the kernel was compiled for {self.threads}")
+        if dynamic_lds > self.max_dynamic_lds:
+            raise LaunchError(
+                f"{dynamic_lds} bytes of dynamic LDS, {self.entry.arch} leaves {self.max_dynamic_lds} beside the static"
+            )
+
+
+class Driver(Protocol):
+    """One device that runs code objects. Every method may be called from several threads."""
+
+    arch: Arch
+    name: str
+
+    def load(self, entry: KernelEntry) -> Kernel:
+        """The kernel of one manifest entry, loaded at the first call and kept."""
+        ...
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        block: int,
+        dynamic_lds: int,
+        params: bytes,
+        buffers: Buffers | None,
+        overlap: bool = False,
+    ) -> None:
+        """Enqueues the kernel on torch's current stream of this device.
+
+        Only the emulator asks for the buffers. `overlap` lets the kernel begin before the one ahead of it on the stream
+        ends, where the device can; the kernel waits itself before it reads that one's results.
+        """
+        ...
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Start:
+        """The same launch for as many calls as there will be: start(params, given), with buffers naming(*given)."""
+        ...
+
+
+class TorchDevice(NamedTuple):
+    """What a driver asks torch for; tests bring their own."""
+
+    current_device: Callable[[], int]
+    raw_stream: Callable[[int], int]
+    guard: Callable[[int], AbstractContextManager[Any]]
+
+    @classmethod
+    def from_torch(cls) -> TorchDevice:
+        """torch's own. Its public stream objects cost a microsecond a launch; the raw calls are what Inductor uses."""
+        import torch
+
+        torch.cuda.init()
+        return cls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device)
+
+
+_Kept = TypeVar("_Kept")
+
+
+class Bounded(dict[Any, _Kept]):
+    """Remembers no more than a number of things; it forgets all of them at once, which threads may do together."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def keep(self, key: Hashable, value: _Kept) -> _Kept:
+        if len(self) >= self.most:
+            self.clear()
+        self[key] = value
+        return value
+
+
+class KernelCache:
+    """Kernels by id: loaded once each, by whichever thread comes first, while the others wait."""
+
+    def __init__(self, make: Callable[[KernelEntry], Kernel]) -> None:
+        self._make = make
+        self._kernels: dict[str, Kernel] = {}
+        self._lock = threading.Lock()
+
+    def get(self, entry: KernelEntry) -> Kernel:
+        kernel = self._kernels.get(entry.id)
+        if kernel is None:
+            with self._lock:
+                kernel = self._kernels.get(entry.id)
+                if kernel is None:
+                    kernel = self._kernels[entry.id] = self._make(entry)
+        return kernel
+
+
+MOST_LAUNCHES = 1024  # that a driver remembers as bound; grids come back
+
+# Numbers shared by cuda.h and hip_runtime_api.h.
+CAPTURE_MODE_RELAXED = 2
+INVALID_CONTEXT = 201
+CAPTURE_ERRORS = range(900, 909)
+WARM_UP = "the stream is being captured and the kernel was never loaded: warm up first (call the operator once eagerly)"

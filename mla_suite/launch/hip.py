@@ -1,0 +1,173 @@
+"""AMD: libamdhip64 through ctypes, and always the copy that torch uses."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mla_suite.build.manifest import KernelEntry
+from mla_suite.core.arch import Arch
+from mla_suite.launch.driver import (
+    CAPTURE_ERRORS,
+    CAPTURE_MODE_RELAXED,
+    MOST_LAUNCHES,
+    WARM_UP,
+    Bounded,
+    Buffers,
+    DriverError,
+    Grid,
+    Kernel,
+    KernelCache,
+    Naming,
+    Start,
+    TorchDevice,
+)
+
+_SDK = (Path("/opt/rocm/lib"),)
+
+
+def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Paths of the distinct libamdhip64 files mapped into this process, in order of appearance."""
+    found: dict[str, None] = {}
+    for line in maps.read_text().splitlines():
+        columns = line.split(maxsplit=5)
+        if len(columns) == 6 and Path(columns[5]).name.startswith("libamdhip64.so"):
+            found[columns[5].removesuffix(" (deleted)")] = None
+    return list(found)
+
+
+def find_library(
+    maps: Path = Path("/proc/self/maps"), torch_lib: Path | None = None, sdk: Sequence[Path] = _SDK
+) -> str:
+    """The HIP runtime to use: the one mapped already, else the one in torch's folder, else the SDK's.
+
+    A second copy has its own streams and contexts, and answers torch's with errors. DriverError when two are mapped,
+    naming both, or when there is none.
+    """
+    copies = mapped_copies(maps)
+    if len(copies) > 1:
+        raise DriverError(
+            f"two HIP runtimes are mapped, {' and '.join(copies)}; start the process with one of them only "
+            "(mind LD_LIBRARY_PATH and LD_PRELOAD)"
+        )
+    if copies:
+        return copies[0]
+    if torch_lib is None:
+        torch = importlib.util.find_spec("torch")
+        torch_lib = Path(torch.origin).parent / "lib" if torch and torch.origin else Path("/nonexistent")
+    for folder in (torch_lib, *sdk):
+        for path in sorted(folder.glob("libamdhip64.so*")):
+            return str(path)
+    raise DriverError(
+        f"no libamdhip64 is mapped, nor in {torch_lib}, nor in {', '.join(map(str, sdk))}; "
+        "install ROCm and a ROCm build of torch"
+    )
+
+
+@cache
+def open_library(path: str) -> ctypes.CDLL:
+    """The HIP runtime at `path`. DriverError when it cannot be opened."""
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise DriverError(f"the HIP runtime cannot be opened ({error}); install ROCm") from error
+
+
+class HipDriver:
+    """One AMD GPU, in torch's context."""
+
+    __slots__ = ("_bound", "_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "name", "ordinal")
+
+    def __init__(
+        self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
+    ) -> None:
+        self.arch = arch
+        self.name = "hip"
+        self.ordinal = ordinal
+        self._torch = torch_device or TorchDevice.from_torch()
+        self._library = library or open_library(find_library())
+        self._library.hipGetErrorString.restype = c_char_p
+        self._library.hipGetErrorName.restype = c_char_p
+        self._launch = self._library.hipModuleLaunchKernel
+        self._current = self._torch.current_device
+        self._stream = self._torch.raw_stream
+        self._cache = KernelCache(self._load)
+        self._bound = Bounded[Start](MOST_LAUNCHES)
+
+    def load(self, entry: KernelEntry) -> Kernel:
+        return self._cache.get(entry)
+
+    def _load(self, entry: KernelEntry) -> Kernel:
+        image = entry.read_object()
+        module, function = c_void_p(), c_void_p()
+        with self._torch.guard(self.ordinal), self._relaxed_capture():
+            self._call("hipModuleLoadData", byref(module), image)
+            self._call("hipModuleGetFunction", byref(function), module, entry.symbol.encode())
+        return Kernel(entry, function, self.arch)
+
+    def launch(
+        self,
+        kernel: Kernel,
+        grid: Grid,
+        block: int,
+        dynamic_lds: int,
+        params: bytes,
+        buffers: Buffers | None = None,
+        overlap: bool = False,
+    ) -> None:
+        """`overlap` is a permission that AMD GPUs have no use for."""
+        key = kernel, grid, block, dynamic_lds
+        start = self._bound.get(key)
+        if start is None:
+            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None))
+        start(params, ())
+
+    def bind(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
+    ) -> Start:
+        current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
+        handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
+
+        def start(params: bytes, given: tuple[Any, ...]) -> None:
+            if current() != ordinal:
+                with self._torch.guard(ordinal):
+                    return start(params, given)
+            if len(params) != size or not fits:
+                kernel.check(block, dynamic_lds, params)
+            # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
+            # which is what kernelParams wants. Both live for the call only, so threads share nothing.
+            code = launch(handle, *shape, c_void_p(stream_of(ordinal)), byref(c_char_p(params)), None)
+            if code:
+                raise DriverError(self.explain(code))
+            return None
+
+        return start
+
+    def explain(self, code: int) -> str:
+        """The runtime's words for one of its error codes."""
+        name, text = self._library.hipGetErrorName(code), self._library.hipGetErrorString(code)
+        return f"{name.decode()}: {text.decode()}" if name and text else f"HIP error {code}"
+
+    def _call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code in CAPTURE_ERRORS:
+            raise DriverError(f"{WARM_UP}; {function} said {self.explain(code)}")
+        if code:
+            raise DriverError(f"{function}: {self.explain(code)}")
+
+    @contextmanager
+    def _relaxed_capture(self) -> Iterator[None]:
+        """While a stream captures in torch's default mode, only a thread that says so may load modules."""
+        mode = c_int(CAPTURE_MODE_RELAXED)
+        self._call("hipThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            yield
+        finally:
+            self._call("hipThreadExchangeStreamCaptureMode", byref(mode))

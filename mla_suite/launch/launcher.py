@@ -1,0 +1,225 @@
+"""Finds the driver and the kernel for a tensor's device, and launches."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mla_suite.build import manifest
+from mla_suite.build.errors import ObjectError
+from mla_suite.core import arch as arch_records
+from mla_suite.core.arch import Arch
+from mla_suite.launch.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
+
+if TYPE_CHECKING:
+    import torch
+
+EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
+"""Arch named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
+
+_emulated: ContextVar[Arch | None] = ContextVar("mla_suite_emulated", default=None)
+_prepared: dict[tuple[int | str, str], tuple[Driver, Kernel]] = {}
+_drivers: dict[int | str, Driver] = {}
+_lock = threading.Lock()
+
+
+@contextmanager
+def emulate(arch: str) -> Iterator[Arch]:
+    """Within the block, and in this thread, CPU tensors run the machine code of `arch` in the emulator.
+
+    ValueError for an arch that is unknown or not AMD.
+    """
+    record = _emulable(arch)
+    token = _emulated.set(record)
+    try:
+        yield record
+    finally:
+        _emulated.reset(token)
+
+
+def _emulable(name: str) -> Arch:
+    record = arch_records.get(name)
+    if record.vendor != "amd":
+        raise ValueError(f"emulate: {name} is not an AMD arch; the emulator executes gfx942 and gfx950")
+    return record
+
+
+@cache
+def _environment() -> Arch | None:
+    return _emulable(EMULATED_BY_ENVIRONMENT) if EMULATED_BY_ENVIRONMENT else None
+
+
+def current_arch(tensor: torch.Tensor) -> Arch | None:
+    """The arch whose kernels would run on this tensor's device: the GPU's, or the emulated one for a CPU tensor.
+
+    None when we have no kernels of our own for it.
+    """
+    if tensor.is_cuda:
+        return _gpu_arch(tensor.get_device())
+    if tensor.is_cpu:
+        return _emulated.get() or _environment()
+    return None
+
+
+@cache
+def _gpu_arch(index: int) -> Arch | None:
+    name = _gpu_name(index)
+    return arch_records.get(name) if name in arch_records.names() else None
+
+
+def _gpu_name(index: int) -> str:
+    import torch
+
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(properties.gcnArchName.split(":")[0])
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def has_kernel(arch: Arch | str, instance_id: str) -> bool:
+    """Whether a code object of that name was built for `arch`. ObjectError when the manifest is damaged."""
+    return manifest.is_built(arch if isinstance(arch, str) else arch.name, instance_id)
+
+
+def launch(
+    op: str,
+    instance_id: str,
+    place: torch.Tensor | torch.device,
+    grid: Grid,
+    block: int,
+    dynamic_lds: int,
+    params: bytes,
+    buffers: Buffers | None = None,
+    overlap: bool = False,
+) -> None:
+    """Enqueues one kernel on torch's current stream of a device.
+
+    op            operator named in errors
+    instance_id   kernel, as in the manifest
+    place         a tensor on the device, or the device
+    grid, block   workgroups in x, y, z; threads per workgroup
+    dynamic_lds   bytes of LDS beside the static
+    params        the packed parameter struct; the caller keeps the tensors it points to alive
+    buffers       called by the emulator only: every tensor the kernel may touch
+    overlap       the kernel may begin before the previous one on the stream ends (it must wait itself)
+
+    LaunchError names op, kernel, arch, shape and the driver's explanation.
+    """
+    driver, kernel = _find(op, instance_id, place)
+    try:
+        driver.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
+    except (DriverError, LaunchError) as error:
+        _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, buffers, error)
+
+
+def bind(
+    op: str,
+    instance_id: str,
+    place: torch.Tensor | torch.device,
+    grid: Grid,
+    block: int,
+    dynamic_lds: int,
+    naming: Naming | None = None,
+    overlap: bool = False,
+) -> Start:
+    """A launch with its driver and kernel found, as `enqueue(params, given)`, for as many calls as there will be.
+
+    Arguments as of `launch`, but `naming(*given)` gives the buffers of one call; nothing of a call is kept.
+    """
+    driver, kernel = _find(op, instance_id, place)
+    start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
+
+    def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
+        try:
+            start(params, given)
+        except (DriverError, LaunchError) as error:
+            named = naming and partial(naming, *given)
+            _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, named, error)
+
+    return enqueue
+
+
+def _find(op: str, instance_id: str, place: torch.Tensor | torch.device) -> tuple[Driver, Kernel]:
+    try:
+        index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
+    except AttributeError:
+        index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
+    if index == -1:
+        index = _emulated_name(op)
+    return _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
+
+
+def _index_of(device: torch.device) -> int:
+    import torch
+
+    if device.type == "cpu":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _emulated_name(op: str) -> str:
+    record = _emulated.get() or _environment()
+    if record is None:
+        raise LaunchError(f"{op}: CPU tensors have no native kernels; name an arch with mla_suite.emulate(...)")
+    return record.name
+
+
+def _prepare(op: str, instance_id: str, index: int | str) -> tuple[Driver, Kernel]:
+    """Driver and loaded kernel, kept for the next launch."""
+    with _lock:
+        driver = _drivers.get(index)
+        if driver is None:
+            try:
+                driver = _drivers[index] = _make_driver(index)
+            except (DriverError, ObjectError) as error:
+                raise LaunchError(f"{op}: kernel {instance_id}: {error}") from error
+    try:
+        kernel = driver.load(manifest.installed().find(driver.arch.name, instance_id))
+    except (DriverError, ObjectError) as error:
+        raise LaunchError(f"{op}: kernel {instance_id} on {driver.arch.name} cannot be loaded: {error}") from error
+    _prepared[index, instance_id] = driver, kernel
+    return driver, kernel
+
+
+def _make_driver(index: int | str) -> Driver:
+    if isinstance(index, str):
+        made: Driver = importlib.import_module("mla_suite.emulator").EmulatorDriver(arch_records.get(index))
+        return made
+    import torch
+
+    record = _gpu_arch(index)
+    if record is None:
+        known = ", ".join(arch_records.names())
+        raise DriverError(f"no native kernels for {_gpu_name(index)}; they exist for {known}")
+    if torch.version.hip:
+        from mla_suite.launch.hip import HipDriver
+
+        return HipDriver(record, index)
+    from mla_suite.launch.cuda import CudaDriver
+
+    return CudaDriver(record, index)
+
+
+def _refuse(
+    op: str,
+    instance_id: str,
+    arch: str,
+    grid: Grid,
+    block: int,
+    dynamic_lds: int,
+    buffers: Buffers | None,
+    error: Exception,
+) -> NoReturn:
+    if type(error) not in (DriverError, LaunchError):
+        raise error  # the emulator's findings, which carry their own account
+    shapes = ", ".join(f"{item.name} {tuple(item.tensor.shape)}" for item in buffers()) if buffers else "not given"
+    raise LaunchError(
+        f"{op}: kernel {instance_id} on {arch}, grid {tuple(grid)} x {block} threads, {dynamic_lds} bytes of dynamic "
+        f"LDS, shapes: {shapes}: {error}"
+    ) from error

@@ -1,7 +1,0 @@
-"""Floor 2: instances wanted -> build.ninja -> code objects with budgets and a manifest. Needs no torch, no numpy."""
-
-from mla_suite.toolchain.builder import build
-from mla_suite.toolchain.errors import BuildError, ObjectError
-from mla_suite.toolchain.manifest import KernelEntry, Manifest
-
-__all__ = ["BuildError", "KernelEntry", "Manifest", "ObjectError", "build"]

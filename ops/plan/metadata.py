@@ -1,0 +1,220 @@
+"""The words of a plan: one int32 tensor that says which keys of which sequence each worker reads.
+
+    header        [16]                      the words of `Word`
+    split_indptr  [batch + 1]               partial rows of sequence b: split_indptr[b]..split_indptr[b + 1]
+    work_indptr   [workers + 1]             items of worker w: work_indptr[w]..work_indptr[w + 1]
+    counters      [batch][COUNTERS]         arrival counters, zeroed by plan and reset by the last arriver
+    padding       to a multiple of 4 words
+    items         [item_capacity][4]        the words of `Item`; 16-byte aligned
+
+Rules a kernel may rely on:
+
+- An item covers keys first_key <= key < min(end_key, seq_lens[sequence]), with seq_lens as the kernel reads it. It is
+  empty when first_key is past the end. The last item of a sequence has end_key OPEN, so every key below seq_lens[b] is
+  in exactly one item of b, whatever the lengths were when the plan was made.
+- Items are sorted by sequence, then by first_key; every sequence has at least one. Items from the used count up to
+  item_capacity have sequence -1 and belong to no worker; work_indptr[workers] is the used count.
+- A sequence with one item owns no partial row: the item has partial_row -1 and writes `out` and `lse` itself. A
+  sequence with n > 1 items owns n rows, in the order of its items; an empty item stores lse -inf in its row.
+- A launch may have any number of blocks: `for w = block; w < workers; w += blocks`. Only the last arriver at a counter
+  may do more work for it, so no block waits for another.
+- The header, and every item, begins a multiple of 16 bytes from the tensor's start: one load of 16 bytes reads an item
+  where the tensor itself is so aligned. Where split_indptr and work_indptr lie follows from the batch alone, so a
+  kernel need not read it from the header first.
+- Counter (b, tile) belongs to row tile `tile` of sequence b. A launch with more than COUNTERS tiles combines in a
+  second kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import torch
+
+Size: TypeAlias = int | torch.SymInt
+
+MAGIC = 0x4D4C4150
+VERSION = 1
+OPEN = 2**31 - 1  # end_key of a sequence's last item
+HEADER_WORDS = 16
+ITEM_WORDS = 4
+COUNTERS = 16  # row tiles per sequence: 2048 rows in tiles of 128, 1024 in tiles of 64
+BYTE_LIMIT = 64 * 2**20
+
+
+class Word(IntEnum):
+    """Header words. Offsets count words from the start of the tensor."""
+
+    MAGIC = 0
+    VERSION = 1
+    BATCH = 2
+    WORKERS = 3
+    ITEM_CAPACITY = 4
+    SPLIT_INDPTR = 5  # offset
+    WORK_INDPTR = 6  # offset
+    COUNTERS = 7  # offset
+    ITEMS = 8  # offset
+    ITEM_WORDS = 9
+    NUM_SPLITS = 10  # per sequence when forced, else 0
+    SPLIT_SIZE = 11  # keys per split in batch-invariant mode, else 0
+    COUNTERS_PER_SEQUENCE = 12
+    ITEMS_USED = 13
+    PARTIAL_ROWS = 14  # = split_indptr[batch]; 0 when nothing is split
+    MAX_KV_LEN = 15
+
+
+class Item(IntEnum):
+    """Words of an item."""
+
+    SEQUENCE = 0
+    FIRST_KEY = 1
+    END_KEY = 2  # exclusive
+    PARTIAL_ROW = 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a plan lie, known from sizes alone (also symbolic ones)."""
+
+    batch: Size
+    workers: Size
+    item_capacity: Size
+
+    @property
+    def split_indptr(self) -> Size:
+        return HEADER_WORDS
+
+    @property
+    def work_indptr(self) -> Size:
+        return self.split_indptr + self.batch + 1
+
+    @property
+    def counters(self) -> Size:
+        return self.work_indptr + self.workers + 1
+
+    @property
+    def items(self) -> Size:
+        return (self.counters + self.batch * COUNTERS + 3) // 4 * 4
+
+    @property
+    def words(self) -> Size:
+        return self.items + self.item_capacity * ITEM_WORDS
+
+    def header(self, *, num_splits: int, split_size: int, max_seqlen_kv: int) -> list[int]:
+        """The header words that sizes and arguments determine; ITEMS_USED and PARTIAL_ROWS are left 0."""
+        words = {
+            Word.MAGIC: MAGIC,
+            Word.VERSION: VERSION,
+            Word.BATCH: self.batch,
+            Word.WORKERS: self.workers,
+            Word.ITEM_CAPACITY: self.item_capacity,
+            Word.SPLIT_INDPTR: self.split_indptr,
+            Word.WORK_INDPTR: self.work_indptr,
+            Word.COUNTERS: self.counters,
+            Word.ITEMS: self.items,
+            Word.ITEM_WORDS: ITEM_WORDS,
+            Word.NUM_SPLITS: num_splits,
+            Word.SPLIT_SIZE: split_size,
+            Word.COUNTERS_PER_SEQUENCE: COUNTERS,
+            Word.MAX_KV_LEN: max_seqlen_kv,
+        }
+        return [int(words.get(word, 0)) for word in Word]
+
+
+def layout_for(batch: Size, workers: Size, *, max_seqlen_kv: Size, num_splits: Size, split_size: Size) -> Layout:
+    """The layout of the plan that these arguments of `plan` make."""
+    if num_splits > 0:
+        return Layout(batch, workers, batch * num_splits)
+    if split_size > 0:
+        return Layout(batch, workers, batch * splits_of(max_seqlen_kv, split_size))
+    return Layout(batch, workers, batch + workers)
+
+
+def splits_of(max_seqlen_kv: Size, split_size: Size) -> Size:
+    """Splits per sequence in batch-invariant mode, the same for every sequence whatever its length.
+
+    Two at least: max_seqlen_kv may be that of a batch, and where an attention sink is divided by, a merge rounds
+    otherwise than a kernel that needs none.
+    """
+    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, 2)
+
+
+def smallest_words(batch: Size) -> Size:
+    """Fewest words a plan for `batch` sequences can have."""
+    return Layout(batch, 1, batch).words
+
+
+def most_items(words: Size, batch: Size) -> Size:
+    """Most items, and so most partial rows, a plan of `words` words for `batch` sequences can hold.
+
+    For sizing the scratch of partials on the host, where the plan's header cannot be read.
+    """
+    return (words - Layout(batch, 1, 0).items) // ITEM_WORDS
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan read back on the host."""
+
+    header: dict[Word, int]
+    split_indptr: list[int]
+    work_indptr: list[int]
+    counters: list[int]
+    items: list[tuple[int, int, int, int]]  # only the used ones, in the order of `Item`
+
+    @classmethod
+    def read(cls, plan: torch.Tensor) -> Plan:
+        """Parse a plan; ValueError, in one sentence, when the tensor is none. Waits for the device."""
+        words: list[int] = plan.tolist()
+        if len(words) < HEADER_WORDS or words[Word.MAGIC] != MAGIC or words[Word.VERSION] != VERSION:
+            found = words[: Word.BATCH] if words else "no words"
+            raise ValueError(
+                f"plan does not begin with {[MAGIC, VERSION]} but {found}; pass a tensor made by mla_suite.plan"
+            )
+        header = {word: words[word] for word in Word}
+        layout = Layout(header[Word.BATCH], header[Word.WORKERS], header[Word.ITEM_CAPACITY])
+        if len(words) != layout.words:
+            raise ValueError(f"plan has {len(words)} words but its header describes {layout.words}; pass it whole")
+        items = [
+            (words[at], words[at + 1], words[at + 2], words[at + 3])
+            for at in range(layout.items, layout.items + header[Word.ITEMS_USED] * ITEM_WORDS, ITEM_WORDS)
+        ]
+        return cls(
+            header,
+            words[layout.split_indptr : layout.work_indptr],
+            words[layout.work_indptr : layout.counters],
+            words[layout.counters : layout.counters + layout.batch * COUNTERS],
+            items,
+        )
+
+    def cuts(self) -> list[list[tuple[int, int]]]:
+        """(first_key, end_key) of every item of each sequence, in order."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.header[Word.BATCH])]
+        for sequence, first, end, _ in self.items:
+            found[sequence].append((first, end))
+        return found
+
+
+def assemble(
+    layout: Layout,
+    header: Sequence[int],
+    split_indptr: torch.Tensor,
+    work_indptr: torch.Tensor,
+    items: torch.Tensor,
+    into: torch.Tensor,
+) -> None:
+    """Write the parts into the plan tensor `into`, without waiting for a device.
+
+    items [item_capacity, 4]; split_indptr [batch + 1]; work_indptr [workers + 1]; any integer dtype.
+    """
+    into.zero_()
+    for word, value in enumerate(header):
+        into[word].fill_(value)  # assigned, the number would be copied from host memory, which cannot be captured
+    into[Word.ITEMS_USED] = work_indptr[-1]
+    into[Word.PARTIAL_ROWS] = split_indptr[-1]
+    into[layout.split_indptr : layout.work_indptr] = split_indptr
+    into[layout.work_indptr : layout.counters] = work_indptr
+    into[layout.items :] = items.reshape(-1)

@@ -1,0 +1,234 @@
+"""Every damaged, stale, foreign or absent file is refused in one sentence that says what to do."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from sample_tree import edit
+
+from mla_suite.build import BuildError, ObjectError, build, locations, manifest
+from mla_suite.cli import kernels as kernels_command
+
+NAME = "scale_threads-64"
+
+
+@pytest.fixture
+def objects(built, tmp_path):
+    """A copy that the test may damage."""
+    return shutil.copytree(built.root, tmp_path / "objects", ignore=shutil.ignore_patterns(".build"))
+
+
+def one_sentence(caught):
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "run `python -m mla_suite build" in text or "make it private" in text
+    return text
+
+
+def test_a_corrupted_object(objects, built):
+    path = objects / "gfx942" / f"{NAME}.hsaco"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    entry = manifest.read(objects, built.find("gfx942", NAME).csrc).find("gfx942", NAME)
+    with pytest.raises(ObjectError, match=r"has sha256 .*its manifest says .*altered or half replaced") as caught:
+        entry.read_object()
+    one_sentence(caught)
+    entry.read_text()
+
+
+def test_a_corrupted_text(objects):
+    path = objects / "gfx950" / f"{NAME}.s"
+    path.write_text(path.read_text().replace("v_mul_f32", "v_add_f32", 1))
+    with pytest.raises(ObjectError, match="altered") as caught:
+        manifest.read(objects, objects / "no csrc").find("gfx950", NAME).read_text()
+    one_sentence(caught)
+
+
+def test_a_missing_object(objects):
+    (objects / "gfx942" / f"{NAME}.hsaco").unlink()
+    with pytest.raises(ObjectError, match="cannot be read \\(No such file") as caught:
+        manifest.read(objects, objects / "no csrc").find("gfx942", NAME).read_object()
+    one_sentence(caught)
+
+
+def test_a_link_in_place_of_an_object(objects, built):
+    path = objects / "gfx942" / f"{NAME}.hsaco"
+    path.unlink()
+    path.symlink_to(built.root / "gfx942" / f"{NAME}.hsaco")
+    with pytest.raises(ObjectError, match="cannot be read") as caught:
+        manifest.read(objects, objects / "no csrc").find("gfx942", NAME).read_object()
+    one_sentence(caught)
+
+
+def test_edited_sources(csrc, tmp_path):
+    entry = build(["gfx942"], csrc=csrc, out=tmp_path / "objects").find("gfx942", NAME)
+    entry.read_object()
+    edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+    for read in (entry.read_object, entry.read_text):
+        with pytest.raises(ObjectError, match=r"was built from other sources than .*csrc now holds") as caught:
+            read()
+        one_sentence(caught)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda text: text[: len(text) // 2], "manifest.json is damaged"),
+        (lambda text: "[]", "manifest.json is damaged"),
+        (lambda text: text.replace('"schema": 1', '"schema": 99'), "has schema 99, this version reads 1"),
+        (lambda text: text.replace('"symbol"', '"name"', 1), r"fields \['name', 'symbol'\] are missing or unknown"),
+        (lambda text: text.replace('"threads": 64', '"threads": "64"', 1), "threads is '64'"),
+        (lambda text: text.replace('"object": "gfx942', '"object": "../gfx942', 1), "outside its folder"),
+        (lambda text: text.replace('"text": "gfx942', '"text": "/gfx942', 1), "outside its folder"),
+    ],
+)
+def test_a_damaged_manifest(objects, damage, sentence):
+    path = objects / "manifest.json"
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ObjectError, match=sentence) as caught:
+        manifest.read(objects)
+    one_sentence(caught)
+
+
+def test_a_kernel_that_was_not_built(built):
+    with pytest.raises(ObjectError, match=r"no code object scale_threads-32 for gfx942 in .* 2 kernels for gfx942"):
+        built.find("gfx942", "scale_threads-32")
+    with pytest.raises(ObjectError, match=r"no code object .* objects for gfx942, gfx950\); run .*--arch sm_90`"):
+        built.find("sm_90", NAME)
+    with pytest.raises(ObjectError, match="no emulator library in"):
+        built.library("emulator")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", f"gfx942/{NAME}.hsaco"])
+def test_a_file_that_others_may_write(objects, name):
+    (objects / name).chmod(0o666)
+    with pytest.raises(ObjectError, match=r"may be written by others .*mode 0666") as caught:
+        manifest.read(objects, objects / "no csrc").find("gfx942", NAME).read_object()
+    one_sentence(caught)
+
+
+def test_write_access_of_our_own_group_is_accepted(objects):
+    (objects / "manifest.json").chmod(0o664)
+    manifest.read(objects)
+    if os.geteuid() == 0:
+        os.chown(objects / "manifest.json", 0, 12345)
+        with pytest.raises(ObjectError, match="may be written by others"):
+            manifest.read(objects)
+
+
+def test_a_folder_that_others_may_write(objects):
+    objects.chmod(0o777)
+    with pytest.raises(ObjectError, match="may be written by others") as caught:
+        manifest.read(objects)
+    one_sentence(caught)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file belong to somebody else")
+def test_a_file_that_belongs_to_somebody_else(objects):
+    os.chown(objects / "manifest.json", 12345, 12345)
+    with pytest.raises(ObjectError, match="belongs to user 12345") as caught:
+        manifest.read(objects)
+    one_sentence(caught)
+
+
+@pytest.fixture
+def read_only_package(tmp_path, monkeypatch):
+    """A package folder that cannot be written, also for root, and a private cache."""
+    package = tmp_path / "package" / "objects"
+    package.parent.mkdir()
+    honest = os.access
+    monkeypatch.setattr(locations.os, "access", lambda path, mode: path != package.parent and honest(path, mode))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return package
+
+
+def test_a_read_only_install_builds_into_a_private_cache(read_only_package, csrc):
+    out = locations.writable_objects(csrc, read_only_package)
+    assert out == locations.cache_root() / locations.tree_hash(csrc)
+    assert [part.stat().st_mode & 0o777 for part in (out, out.parent)] == [0o700, 0o700]
+    assert isinstance(manifest.locate(csrc, read_only_package), str)
+    build(["gfx942"], csrc=csrc, out=out)
+    assert manifest.locate(csrc, read_only_package) == out
+    edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+    sentence = manifest.locate(csrc, read_only_package)
+    assert "no code objects were built into" in sentence, "a cache of other sources is not this package's"
+
+
+@pytest.mark.parametrize("which", ["cache", "cache/mla_suite", "hash"])
+def test_a_cache_that_others_may_write(read_only_package, csrc, tmp_path, which):
+    out = locations.writable_objects(csrc, read_only_package)
+    build(["gfx942"], csrc=csrc, out=out)
+    folder = out if which == "hash" else tmp_path / which
+    folder.chmod(0o775)
+    with pytest.raises(ObjectError, match=r"may be written by others \(mode 0775\)") as caught:
+        manifest.locate(csrc, read_only_package)
+    one_sentence(caught)
+    with pytest.raises(BuildError, match="may be written by others"):
+        locations.writable_objects(csrc, read_only_package)
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert locations.cache_root() == tmp_path / ".cache" / "mla_suite"
+
+
+def test_a_user_without_a_home(read_only_package, csrc, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr(locations.os.path, "expanduser", lambda path: path)
+    assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
+    with pytest.raises(BuildError, match="this user has no home; set XDG_CACHE_HOME"):
+        locations.writable_objects(csrc, read_only_package)
+
+
+def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
+    with pytest.raises(BuildError, match=r"neither .* nor the cache can be written .*; set XDG_CACHE_HOME"):
+        locations.writable_objects(csrc, read_only_package)
+
+
+def test_a_write_is_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    locations.write_atomically(path, b"old")
+    monkeypatch.setattr(locations.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        locations.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+
+
+def test_import_survives_everything(tmp_path):
+    """No compiler, no objects, a wrong MLA_SUITE_EMULATE, no cache: importing is not the moment to say so."""
+    code = (
+        "import mla_suite.build, mla_suite.launch, mla_suite.launch.cuda, mla_suite.launch.hip\n"
+        "import torch\n"
+        "try:\n    mla_suite.launch.current_arch(torch.empty(1))\n"
+        "except ValueError as error:\n    print(error)\n"
+    )
+    environment = {"PATH": "", "HOME": "/proc/none", "MLA_SUITE_EMULATE": "gfx000", "XDG_CACHE_HOME": "/proc/none"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "unknown arch 'gfx000': known are gfx942, gfx950, sm_90"
+
+
+def test_the_table_of_kernels(built, capsys, objects):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    kernels_command.add_arguments(parser)
+    assert kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx950"])) == 0
+    printed = capsys.readouterr().out
+    assert NAME in printed
+    assert "gfx950: " in printed
+    assert "gfx942" not in printed
+    with pytest.raises(ValueError, match=r"nothing that was built has that arch and name; .* holds kernels of gfx942"):
+        kernels_command.run(parser.parse_args(["--objects", str(built.root), "--arch", "gfx90a"]))
+    json.loads((objects / "manifest.json").read_text())
+    (objects / "manifest.json").write_text("{")
+    assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1
+    assert "is damaged" in capsys.readouterr().err

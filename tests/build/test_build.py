@@ -1,0 +1,368 @@
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sample_tree import IDS, edit, make
+
+from mla_suite.build import BuildError, ObjectError, build, builder, compilers, locations, manifest, ninja_plan
+
+ARCHS = ["gfx942", "gfx950"]
+
+
+def stamps(out):
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco")}
+
+
+def test_what_a_build_leaves(built):
+    assert sorted(built.kernels) == sorted((arch, name) for arch in ARCHS for name in IDS)
+    assert manifest.read(built.root) == built
+    entry = built.find("gfx950", "scale_threads-256")
+    assert entry.symbol == "scale_threads_256"
+    assert entry.constants == {"THREADS": 256}
+    assert entry.sources == ("gfx950/scale.hip", "common/device.hpp", "common/params/scale.hpp")
+    assert (entry.threads, entry.lds, entry.spills, entry.scratch, entry.params_size) == (256, 1024, 0, 0, 40)
+    assert 0 < entry.registers <= 64
+    assert entry.occupancy == 8
+    assert entry.loop.count("s_barrier") == 2
+    assert (entry.loop.lds_reads, entry.loop.lds_writes, entry.loop.matrix, entry.loop.widest_load) == (1, 1, 0, 4)
+    text = entry.read_text()
+    assert "csrc/gfx950/scale.hip:5" in text, "the text names its source lines"
+    assert b"AMDGPU" in entry.read_object() or entry.read_object()[:4] == b"\x7fELF"
+    assert entry.read_object()[18:20] == b"\xe0\x00", "ELF machine 224 is AMDGPU"
+    assert {path.stat().st_mode & 0o022 for path in built.root.rglob("*") if path.is_file()} == {0}
+
+
+def reassembled(entry, folder):
+    compiler = compilers.find_amd()
+    text, relocatable, linked = folder / "k.s", folder / "k.o", folder / "k.hsaco"
+    text.write_text(entry.read_text())
+    subprocess.run([*compiler.to_relocatable(entry.arch), str(text), "-o", str(relocatable)], check=True)
+    subprocess.run([*compiler.to_object(), str(relocatable), "-o", str(linked)], check=True)
+    return linked.read_bytes()
+
+
+def test_the_text_assembles_to_the_identical_object(built, tmp_path):
+    for entry in built.kernels.values():
+        assert reassembled(entry, tmp_path) == entry.read_object(), entry.id
+
+
+def test_every_shipped_text_assembles_to_the_identical_object(tmp_path):
+    if isinstance(manifest.locate(), str):
+        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    for entry in manifest.installed().kernels.values():
+        if entry.text:
+            assert reassembled(entry, tmp_path) == entry.read_object(), (entry.arch, entry.id)
+
+
+def test_the_same_bytes_from_any_directory(built, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    other = build(ARCHS, csrc=make(tmp_path / "another place" / "csrc"), out=Path("out of here"))
+    for key, entry in other.kernels.items():
+        assert entry.read_object() == built.kernels[key].read_object()
+        assert entry.read_text() == built.kernels[key].read_text()
+        assert str(tmp_path) not in entry.read_text()
+    assert other.to_json() == built.to_json()
+
+
+def test_only_what_changed_is_rebuilt(csrc, tmp_path):
+    out = tmp_path / "objects"
+    steps: list[tuple[int, int]] = []
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert len(steps) >= len(ARCHS)
+    assert steps == [(number, len(steps)) for number in range(1, len(steps) + 1)]
+    steps.clear()
+    first = stamps(out)
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert stamps(out) == first
+    assert not steps
+    edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+    build(ARCHS, csrc=csrc, out=out)
+    changed = {path for path, stamp in stamps(out).items() if first[path] != stamp}
+    assert changed == {path for path in first if "gfx942" in path.parts}
+    second = stamps(out)
+    edit(csrc / "common" / "device.hpp", r"static_cast<int>\(__builtin_amdgcn_workitem_id_x\(\)\)", "1")
+    build(ARCHS, csrc=csrc, out=out)
+    changed = {path for path, stamp in stamps(out).items() if second[path] != stamp}
+    assert changed == set(first), "a header rebuilds all that include it"
+
+
+def test_a_broken_source_shows_the_compilers_words_first(csrc, tmp_path):
+    edit(csrc / "gfx942" / "scale.hip", "p.count;", "p.cuont;")
+    with pytest.raises(BuildError) as caught:
+        build(ARCHS, csrc=csrc, out=tmp_path / "objects")
+    first, *_, last = str(caught.value).splitlines()
+    assert "scale.hip:5:" in first
+    assert "error: no member named 'cuont' in 'mla::ScaleParams'" in first
+    assert "gfx942/scale_threads-" in last
+    assert not (tmp_path / "objects" / "manifest.json").exists()
+
+
+def test_warnings_are_shown(csrc, tmp_path, capsys):
+    edit(csrc / "gfx942" / "scale.hip", "const int64_t at", "int unused;\n    const int64_t at")
+    build(ARCHS, csrc=csrc, out=tmp_path / "objects")
+    assert "warning: unused variable 'unused'" in capsys.readouterr().err
+    build(ARCHS, csrc=csrc, out=tmp_path / "objects")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_broken_budget_names_both_numbers_and_publishes_nothing(csrc, tmp_path):
+    out = tmp_path / "objects"
+    before = build(ARCHS, csrc=csrc, out=out).to_json()
+    edit(csrc / "gfx942" / "arch.toml", "registers = 64, lds = 1024", "registers = 4, lds = 512, min_load_bytes = 16")
+    edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+    with pytest.raises(BuildError) as caught:
+        build(ARCHS, csrc=csrc, out=out)
+    assert re.search(r"gfx942 scale_threads-64: registers is 1\d, at most 4 is allowed", str(caught.value))
+    assert "gfx942 scale_threads-256: lds is 1024, at most 512 is allowed" in str(caught.value)
+    assert "gfx942 scale_threads-256: min_load_bytes is 4, at least 16 is required" in str(caught.value)
+    assert "gfx950" not in str(caught.value)
+    assert (out / "manifest.json").read_text() == before
+    assert locations.sha256((out / "gfx942/scale_threads-64.s").read_bytes()) in before
+
+
+def test_spills_are_never_within_budget(csrc, tmp_path):
+    path = csrc / "gfx942" / "scale.hip"
+    kept = "  float kept[99];\n  for (float& x : kept) x = p.in[p.count++];\n  MLA_SHARED"
+    path.write_text(path.read_text().replace("  MLA_SHARED", kept).replace("p.scale *", "kept[p.stride % 99] *"))
+    with pytest.raises(BuildError, match=r"scratch is [1-9]\d*, at most 0 is allowed"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_a_part_of_a_build_keeps_the_rest(csrc, tmp_path):
+    out = tmp_path / "objects"
+    build(ARCHS, csrc=csrc, out=out)
+    edit(csrc / "gfx942" / "arch.toml", "64, 256", "128")
+    made = build(["gfx942"], csrc=csrc, out=out)
+    assert [name for arch, name in made.kernels if arch == "gfx942"] == ["scale_threads-128"]
+    assert {name for arch, name in made.kernels if arch == "gfx950"} == set(IDS)
+    assert {path.name for path in (out / "gfx942").iterdir()} == {"scale_threads-128.s", "scale_threads-128.hsaco"}
+    assert len(list((out / "gfx950").iterdir())) == 4
+    with pytest.raises(ValueError, match=r"unknown kernels \['scald'\]: possible are \['scale'\]"):
+        build(ARCHS, csrc=csrc, out=out, kernels=["scald"])
+
+
+def test_two_processes_at_once(csrc, tmp_path):
+    script = (
+        "import sys; from pathlib import Path; from mla_suite.build import build; "
+        "print(build(['gfx942', 'gfx950'], csrc=Path(sys.argv[1]), out=Path(sys.argv[2]), jobs=1).to_json())"
+    )
+    out = tmp_path / "objects"
+    command = [sys.executable, "-c", script, str(csrc), str(out)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+    printed = [racer.communicate()[0].strip() for racer in racers]
+    assert [racer.returncode for racer in racers] == [0, 0]
+    assert printed[0] == printed[1] == (out / "manifest.json").read_text().strip()
+    for entry in manifest.read(out, csrc).kernels.values():
+        entry.read_object()
+
+
+def test_a_second_build_says_that_it_waits(tmp_path, capsys):
+    with locations.locked(tmp_path):
+        second = threading.Thread(target=lambda: locations.locked(tmp_path).__enter__(), daemon=True)
+        second.start()
+        said = ""
+        for _ in range(500):
+            said += capsys.readouterr().err
+            if said:
+                break
+            second.join(0.01)
+        assert second.is_alive()
+    second.join(10)
+    assert not second.is_alive()
+    assert said == f"waiting for another build in {tmp_path}\n"
+
+
+def test_a_build_that_is_interrupted_leaves_no_compiler_behind(csrc, tmp_path):
+    """The second compiler sleeps until it is ended, and the interrupt comes while it does."""
+    zig = Path(compilers.packaged().clang[0])
+    first, running = tmp_path / "first", tmp_path / "running"
+    sleeps = f'case "$*" in *" -S "*) mkdir {first} 2> /dev/null || {{ echo $$ > {running}; sleep 20; }};; esac'
+    shell(tmp_path / "sdk/llvm/bin/amdclang++", f'{sleeps}; exec {zig} clang "$@"')
+    shell(tmp_path / "sdk/llvm/bin/ld.lld", f'exec {zig} ld.lld "$@"')
+
+    def interrupt(number, of):
+        for _ in range(1000):
+            if running.is_file() and running.read_text().strip():
+                raise KeyboardInterrupt
+            time.sleep(0.01)
+
+    out = tmp_path / "objects"
+    with pytest.raises(KeyboardInterrupt):
+        build(["gfx942"], csrc=csrc, out=out, rocm=tmp_path / "sdk", jobs=2, progress=interrupt)
+    compiler = Path("/proc", running.read_text().strip(), "stat")
+    for _ in range(300):
+        if not compiler.exists() or compiler.read_text().rpartition(") ")[2].startswith("Z"):
+            break
+        time.sleep(0.01)
+    else:
+        pytest.fail("the compiler goes on after the build was interrupted")
+    assert not (out / "manifest.json").exists()
+    build(["gfx942"], csrc=csrc, out=out).find("gfx942", IDS[0]).read_object()
+
+
+def test_a_source_edited_while_it_is_compiled(csrc, tmp_path, monkeypatch):
+    """The object of the old text must not pass for one of the new."""
+    honest = ninja_plan.run
+
+    def edited_meanwhile(*arguments):
+        said = honest(*arguments)
+        edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
+        return said
+
+    out = tmp_path / "objects"
+    with monkeypatch.context() as patch:
+        patch.setattr(ninja_plan, "run", edited_meanwhile)
+        with pytest.raises(BuildError, match=r"^gfx942/scale.hip changed while it was compiled; run .* again$"):
+            build(["gfx942"], csrc=csrc, out=out)
+    assert not (out / "manifest.json").exists()
+
+
+def test_a_ninja_that_cannot_be_run(csrc, tmp_path, monkeypatch):
+    (tmp_path / "ninja").write_text("not a program")
+    monkeypatch.setattr(ninja_plan, "ninja_program", lambda: str(tmp_path / "ninja"))
+    with pytest.raises(BuildError, match=r"^ninja cannot be run: .*Permission denied"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_unknown_arch(sources, tmp_path):
+    with pytest.raises(ValueError, match="unknown arch 'gfx90a': this tree has gfx942, gfx950, sm_90"):
+        build(["gfx90a"], csrc=sources, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ('source = "scale.hip"', 'source = "gone.hip"', "no source .*gone.hip"),
+        ('source = "scale.hip"', 'source = "scale.hip"\nwarp = 3', r"unknown keys \['warp'\]"),
+        ("THREADS = \\[64, 256\\]", "THREADS = [64, 64]", "two instances are named scale_threads-64"),
+        ("THREADS = \\[64, 256\\]", "threads = [64]", "names are UPPER_CASE"),
+        ("THREADS = \\[64, 256\\]", "THREADS = [true]", "constant THREADS = True; .* values letters and digits"),
+        ("THREADS = \\[64, 256\\]", 'THREADS = ["64 -fplugin=x"]', "values letters and digits"),
+        ("axes =", "instances = [{ THREADS = 64 }]\naxes =", "axes and instances exclude each other"),
+        ("axes =", 'tokens_per_iteration = "KEYS"\naxes =', "'KEYS' is neither a number nor the name"),
+    ],
+)
+def test_declarations_that_cannot_be_built(csrc, tmp_path, before, after, sentence):
+    edit(csrc / "gfx942" / "arch.toml", before, after)
+    with pytest.raises(ValueError, match=sentence):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_budgets_for_some_instances_and_unknown_rules(csrc, tmp_path):
+    path = csrc / "gfx942" / "arch.toml"
+    path.write_text(path.read_text() + "\n[[kernels.scale.budgets]]\nwhen = { THREADS = 64 }\nlds = 128\n")
+    with pytest.raises(BuildError) as caught:
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+    assert str(caught.value) == "gfx942 scale_threads-64: lds is 256, at most 128 is allowed"
+    edit(path, "lds = 128", "ldss = 128")
+    with pytest.raises(BuildError, match=r"unknown budget keys \['ldss'\]; possible are spills, scratch, lds"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+    edit(path, "ldss = 128", "matrix_per_token = 1")
+    with pytest.raises(BuildError, match="matrix_per_token is budgeted at 1, but there is no main loop or no tokens"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_no_amd_compiler(csrc, tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers.shutil, "which", lambda *a, **k: None)
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compilers, "_SDK", tmp_path / "no rocm")
+    with pytest.raises(BuildError, match=r"no AMD compiler: .*`pip install ziglang` or name a ROCm with --rocm"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_no_nvidia_compiler(csrc, tmp_path, monkeypatch):
+    monkeypatch.setattr(compilers.shutil, "which", lambda *a, **k: None)
+    with pytest.raises(BuildError, match="no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"):
+        build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
+    made = build(csrc=csrc, out=tmp_path / "objects")
+    assert {arch for arch, _ in made.kernels} == {"gfx942", "gfx950"}, "unasked, sm_90 is left out"
+
+
+def shell(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("clang", "lld", "named"),
+    [
+        ("llvm/bin/amdclang++", "llvm/bin/ld.lld", "."),
+        ("bin/hipcc", "lib/llvm/bin/ld.lld", "."),
+        ("usr/bin/clang-19", "usr/bin/ld.lld-19", "usr/bin/clang-19"),
+    ],
+)
+def test_an_installed_clang_is_used_in_the_same_steps(built, tmp_path, clang, lld, named):
+    zig = Path(compilers.find_amd().clang[0])
+    log = tmp_path / "log"
+    shell(tmp_path / "sdk" / clang, f'echo "$@" >> {log}; exec {zig} clang "$@"')
+    shell(tmp_path / "sdk" / lld, f'echo "$@" >> {log}; exec {zig} ld.lld "$@"')
+    made = build(["gfx942"], csrc=make(tmp_path / "csrc"), out=tmp_path / "objects", rocm=tmp_path / "sdk" / named)
+    asked = ("--version", "-fsyntax-only")  # about itself
+    assert len([line for line in log.read_text().splitlines() if not any(a in line for a in asked)]) == 3 * len(IDS)
+    for key, entry in made.kernels.items():
+        assert entry.read_object() == built.kernels[key].read_object()
+
+
+def test_a_named_rocm_that_is_none(csrc, tmp_path):
+    with pytest.raises(BuildError, match=r"--rocm .*: no amdclang"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects", rocm=tmp_path)
+
+
+def test_another_compiler_rebuilds(csrc, tmp_path):
+    out = tmp_path / "objects"
+    zig = Path(compilers.find_amd().clang[0])
+    build(["gfx942"], csrc=csrc, out=out)
+    before = stamps(out / ".build")
+    shell(tmp_path / "sdk/llvm/bin/amdclang++", f'exec {zig} clang "$@"')
+    shell(tmp_path / "sdk/llvm/bin/ld.lld", f'exec {zig} ld.lld "$@"')
+    build(["gfx942"], csrc=csrc, out=out, rocm=tmp_path / "sdk")
+    assert all(stamp != before[path] for path, stamp in stamps(out / ".build").items())
+
+
+def test_cubins(sources, tmp_path):
+    if compilers.find_nvidia() is None:
+        pytest.skip("nvcc is not installed")
+    made = build(["sm_90"], csrc=sources, out=tmp_path / "objects")
+    entry = made.find("sm_90", "scale_threads-256")
+    assert (entry.threads, entry.lds, entry.spills, entry.params_size) == (256, 1024, 0, 40)
+    assert 0 < entry.registers <= 64
+    assert entry.occupancy == 16
+    assert entry.compiler.startswith("nvcc 1")
+    assert entry.sources == ("common/device.hpp", "common/params/scale.hpp", "sm_90/scale.cu")
+    (tmp_path / "objects/.build/sm_90/scale_threads-256.log").unlink()
+    assert build(["sm_90"], csrc=sources, out=tmp_path / "objects").find("sm_90", "scale_threads-256") == entry
+    again = build(["sm_90"], csrc=make(tmp_path / "elsewhere" / "csrc"), out=tmp_path / "others", kernels=["scale"])
+    assert [e.object_sha256 for e in again.kernels.values()] == [e.object_sha256 for e in made.kernels.values()]
+    edit(sources / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
+    with pytest.raises(BuildError, match=r'(?s)^.*scale\.cu\(5\): error: class "mla::ScaleParams" has no member'):
+        build(["sm_90"], csrc=sources, out=tmp_path / "objects")
+    edit(sources / "sm_90" / "scale.cu", "p.cuont;", "p.count;")
+    edit(sources / "sm_90" / "scale.cu", r"MLA_KERNEL\(THREADS, 2\)", 'extern "C" __global__')
+    with pytest.raises(BuildError, match="sm_90 scale_threads-64: has no launch bound; declare the entry with"):
+        build(["sm_90"], csrc=sources, out=tmp_path / "objects")
+
+
+def test_the_emulators_library(csrc, tmp_path, monkeypatch, capsys):
+    (csrc / "emulator").mkdir()
+    (csrc / "emulator" / "probe.cpp").write_text(
+        'extern "C" __attribute__((visibility("default"))) int probe() { return 7; }\n'
+    )
+    made = build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+    assert ctypes.CDLL(str(made.library("emulator"))).probe() == 7
+    assert manifest.read(made.root, csrc).files().count("emulator/emulator.so") == 1
+    (made.root / "emulator" / "emulator.so").write_bytes(b"\x7fELF of somebody else")
+    with pytest.raises(ObjectError, match="altered or half replaced"):
+        made.library("emulator")
+    monkeypatch.setattr(builder.platform, "machine", lambda: "aarch64")
+    made = build(csrc=csrc, out=tmp_path / "others", kernels=["scale"])
+    assert "the emulator is left out: it runs on x86-64, this machine is aarch64" in capsys.readouterr().err
+    assert made.libraries == {}
+    assert made.find("gfx942", IDS[0]).read_object()

@@ -1,0 +1,73 @@
+import struct
+
+import pytest
+from sample_tree import PARAMS, edit
+
+from mla_suite.build import BuildError, build, params
+
+
+def test_offsets_and_bytes():
+    mirror = params.parse(PARAMS, "common/params/scale.hpp")
+    assert mirror.name == "mla::ScaleParams"
+    assert mirror.offsets == {"in": 0, "out": 8, "scale": 16, "count": 24, "stride": 32}
+    assert mirror.size == 40
+    assert [field.is_pointer for field in mirror.fields] == [True, True, False, False, False]
+    values = {"in": 2**63 + 5, "out": 0, "scale": 0.5, "count": -3, "stride": 2**40}
+    packed = mirror.pack(**values)
+    assert packed == struct.pack("<QQf4xqq", 2**63 + 5, 0, 0.5, -3, 2**40)
+    assert mirror.unpack(packed) == values
+    assert mirror.pack_in_order(*values.values()) == packed
+
+
+def test_a_struct_ends_on_its_widest_field():
+    mirror = params.parse("struct P {\n  int64_t a;\n  int32_t b;\n};\n", "p")
+    assert (mirror.name, mirror.size, len(mirror.pack(a=1, b=2))) == ("P", 16, 16)
+
+
+def test_packing_names_what_is_wrong():
+    mirror = params.parse(PARAMS, "common/params/scale.hpp")
+    with pytest.raises(TypeError, match=r"unknown fields \['ins'\], missing fields \['in'\]"):
+        mirror.pack(ins=0, out=0, scale=1.0, count=1, stride=1)
+    with pytest.raises(TypeError, match=r"missing fields \['count', 'stride'\]"):
+        mirror.pack(**{"in": 0}, out=0, scale=1.0)
+    with pytest.raises(struct.error):
+        mirror.pack(**{"in": -1}, out=0, scale=1.0, count=1, stride=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("  const half* x;  // [n]", "pointer to half; possible are void, float"),
+        ("  float* x;", "pointer x has no comment; state its shape"),
+        ("  double x;", "scalar type double; possible are int32_t"),
+        ("  int32_t x, y;", "is not '<type> <name>;"),
+        ("  int32_t x[4];", "is not '<type> <name>;"),
+        ("  bool x;", "scalar type bool"),
+        ("  int64_t count;", "field count is declared twice"),
+    ],
+)
+def test_what_the_grammar_refuses_is_named_with_its_line(line, sentence):
+    text = PARAMS.replace("  float scale;", line)
+    with pytest.raises(ValueError, match=r"scale\.hpp:\d+: ") as caught:
+        params.parse(text, "common/params/scale.hpp")
+    assert sentence in str(caught.value)
+
+
+def test_one_struct_a_header():
+    with pytest.raises(ValueError, match="2 parameter structs found"):
+        params.parse(PARAMS + PARAMS, "p")
+    with pytest.raises(ValueError, match="has no fields"):
+        params.parse("struct P {\n};\n", "p")
+
+
+def test_the_compiler_confirms_the_mirror(csrc, tmp_path):
+    # Something the grammar does not see, and only the compiler's offsetof can.
+    edit(csrc / "common" / "params" / "scale.hpp", "namespace mla {", "#pragma pack(1)\nnamespace mla {")
+    with pytest.raises(BuildError, match="Python packs 8 bytes at 24"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")
+
+
+def test_a_missing_header_is_named(csrc, tmp_path):
+    (csrc / "common" / "params" / "scale.hpp").unlink()
+    with pytest.raises(BuildError, match=r"gfx942 scale_threads-64: kernel parameters 'scale': no header"):
+        build(["gfx942"], csrc=csrc, out=tmp_path / "objects")

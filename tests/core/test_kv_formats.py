@@ -1,0 +1,385 @@
+"""KVFormats: every byte where the formats say it is, pack and unpack inverse, bad caches refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_suite.__main__ import main
+from mla_suite.kv_formats import KV_FORMATS, kv_format
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats.encode import ELEMENT_DTYPES, decode, encode, tile_scales
+
+NAMES = tuple(KV_FORMATS)
+PAGES = (1, 2, 3, 61, 64, 256)
+few = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def descale_of(one, value=0.037):
+    return torch.tensor([value]) if one.per_tensor_descale else None
+
+
+def raw(cache):
+    """All bytes of the storage, padding included."""
+    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+
+
+def representable(one, pages, page, seed):
+    """Rows a writer stores exactly: stored elements times a scale of few significant bits, every tile at its largest.
+
+    Scales of `v32` have 20 bits at most: then 448 * scale is exact in fp32 and the writer finds the scale again.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def elements(shape, encoding):
+        noise = torch.randn(*shape, generator=generator)
+        return encode(noise * 3, encoding).float()
+
+    latent = elements((pages, page, one.latent), one.by_name["latent"].encoding)
+    rope = elements((pages, page, one.rope), one.by_name["rope"].encoding)
+    rule = one.scale_rule
+    if rule is not None:
+        tiles = latent.unflatten(-1, (-1, rule.tile))
+        tiles[..., 0] = rule.divisor
+        exponent = torch.randint(-12, 13, tiles.shape[:-1], generator=generator)
+        mantissa = torch.randint(2**19, 2**20, exponent.shape, generator=generator)
+        significand = torch.ones_like(exponent) if rule.power_of_two else mantissa
+        latent = (tiles * torch.ldexp(significand.float(), exponent)[..., None]).flatten(-2)
+    return torch.cat([latent, rope], dim=-1)
+
+
+@few
+@given(st.sampled_from(NAMES), st.integers(1, 4), st.sampled_from((1, 2, 5, 16)), st.integers(0, 10**6), st.booleans())
+def test_pack_then_unpack_is_identity_on_representable_rows(name, pages, page, seed, padded):
+    one = kv_format(name)
+    rows = representable(one, pages, page, seed)
+    descale = descale_of(one, 0.25)
+    if descale is not None:
+        rows = rows * descale
+    cache = caches.pack(one, rows, descale=descale, padded=padded)
+    assert torch.equal(caches.unpack(one, cache, descale=descale), rows)
+    assert caches.validate(one, cache) == ()
+
+
+@few
+@given(st.sampled_from(NAMES), st.integers(0, 10**6), st.floats(1e-3, 1e3))
+def test_quantisation_error_is_within_half_a_step(name, seed, size):
+    one = kv_format(name)
+    rows = torch.randn(2, 3, one.head_dim, generator=torch.Generator().manual_seed(seed)) * size
+    largest = rows.abs().amax()
+    descale = (largest / 200)[None] if one.per_tensor_descale else None
+    back = caches.unpack(one, caches.pack(one, rows, descale=descale), descale=descale)
+    latent = slice(0, one.latent)
+    encoding = one.by_name["latent"].encoding
+    relative = {"bf16": 2**-8, "fp16": 2**-11, "fp32": 0.0, "e4m3fn": 2**-4, "e4m3fnuz": 2**-4}[encoding]
+    absolute = {"fp16": 2.0**-25, "e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11}.get(encoding, 0.0)
+    if one.scale_rule is not None:
+        scale = tile_scales(rows[..., latent], one.scale_rule).repeat_interleave(one.scale_rule.tile, dim=-1)
+    else:
+        scale = 1.0 if descale is None else descale
+    error = (back - rows)[..., latent].abs()
+    slack = 1 + 2**-20  # the fp32 division and multiplication around the rounding
+    assert (error <= (relative * rows[..., latent].abs() + absolute * scale) * slack).all()
+
+
+@pytest.mark.parametrize("name", ["v32", "v32_pow2"])
+@pytest.mark.parametrize("page", PAGES)
+def test_v32_bytes(name, page):
+    one = kv_format(name)
+    rows = torch.randn(2, page, 576, generator=torch.Generator().manual_seed(page)) * 5
+    cache = caches.pack(one, rows)
+    data = bytes(raw(cache).tolist())
+    assert len(data) == 2 * page * 656
+    for block, token in ((0, 0), (1, page - 1)):
+        record = data[(block * page + token) * 656 :][:656]
+        row = rows[block, token]
+        for tile in range(4):
+            (scale,) = struct.unpack_from("<f", record, 512 + 4 * tile)
+            values = row[tile * 128 : tile * 128 + 128]
+            ratio = values.abs().max() / 448
+            expected = 2.0 ** torch.ceil(torch.log2(ratio.double())) if name == "v32_pow2" else ratio
+            assert scale == float(expected)
+            stored = (values / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+            assert record[tile * 128 : tile * 128 + 128] == bytes(stored.tolist())
+        assert record[528:] == bytes(row[512:].bfloat16().view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("name", ["dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("padded", [True, False])
+def test_dsv4_bytes(name, page, padded):
+    one = kv_format(name)
+    divisor, dtype = (448, torch.float8_e4m3fn) if name == "dsv4" else (224, torch.float8_e4m3fnuz)
+    rows = torch.randn(2, page, 512, generator=torch.Generator().manual_seed(page)) * 5
+    cache = caches.pack(one, rows, padded=padded)
+    block_bytes = {1: 1152, 2: 1728, 64: 37440, 256: 149760}.get(page, -(-584 * page // 576) * 576)
+    block_bytes = block_bytes if padded else 584 * page
+    data = bytes(raw(cache).tolist())
+    assert cache.stride() == (block_bytes, 584, 1)
+    assert len(data) == 2 * block_bytes
+    for block, token in ((0, 0), (1, page - 1)):
+        start = block * block_bytes
+        row = rows[block, token]
+        for tile in range(7):
+            values = row[tile * 64 : tile * 64 + 64]
+            exponent = int(torch.ceil(torch.log2((values.abs().max() / divisor).clamp(min=1e-4).double())))
+            assert data[start + page * 576 + token * 8 + tile] == exponent + 127
+            stored = (values * 2.0**-exponent).to(dtype).view(torch.uint8)
+            assert data[start + token * 576 + tile * 64 :][:64] == bytes(stored.tolist())
+        assert data[start + token * 576 + 448 :][:128] == bytes(row[448:].bfloat16().view(torch.uint8).tolist())
+        assert data[start + page * 576 + token * 8 + 7] == 0
+    assert not any(data[584 * page : block_bytes])
+
+
+def test_fnuz_v4_keeps_the_ocp_bytes_with_the_next_scale():
+    rows = torch.randn(2, 4, 512, generator=torch.Generator().manual_seed(0))
+    ocp, fnuz = (raw(caches.pack(kv_format(name), rows)).view(2, -1) for name in ("dsv4", "dsv4_fnuz"))
+    latent = torch.tensor([t * 576 + i for t in range(4) for i in range(448)])
+    scale = torch.tensor([4 * 576 + t * 8 + i for t in range(4) for i in range(7)])
+    minus_zero = ocp[:, latent] == 0x80  # NaN in FNUZ, so its writer stores +0
+    assert torch.equal(ocp[:, latent][~minus_zero], fnuz[:, latent][~minus_zero])
+    assert (fnuz[:, latent] != 0x80).all()
+    assert torch.equal(ocp[:, scale] + 1, fnuz[:, scale])
+
+
+def test_e8m0_bytes_follow_the_specification():
+    values = decode(torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8), "e8m0")
+    assert values[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert values[4].isnan()
+
+
+@pytest.mark.parametrize("encoding", ["e4m3fn", "e4m3fnuz", "e8m0"])
+def test_byte_tables_equal_torch(encoding):
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = codes.view(ELEMENT_DTYPES[encoding]).float()
+    assert torch.equal(decode(codes, encoding).nan_to_num(nan=-1e30), expected.nan_to_num(nan=-1e30))
+
+
+@pytest.mark.parametrize(("encoding", "largest"), [("e4m3fn", 448.0), ("e4m3fnuz", 240.0)])
+def test_fp8_saturates_and_keeps_nan(encoding, largest):
+    stored = encode(torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, -1e-9]), encoding).float()
+    assert stored[:4].tolist() == [largest, -largest, largest, -largest]
+    assert stored[4].isnan()
+    assert stored[5] == 0
+
+
+@pytest.mark.parametrize("power", range(-20, 20))
+def test_power_of_two_scales_are_exact_at_the_powers(power):
+    rule = kv_format("dsv4").scale_rule
+    exact = 448.0 * 2.0**power
+    rows = torch.zeros(2, 64)
+    rows[:, 0] = torch.tensor([exact, torch.tensor(exact).nextafter(torch.tensor(torch.inf))])
+    at, above = tile_scales(rows, rule)[:, 0].tolist()
+    assert at == max(2.0**power, 2.0**-13)
+    assert above == max(2.0 ** (power + 1), 2.0**-13)
+
+
+@pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "dsv4_fnuz"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_tile_with_a_non_finite_value_reads_nan_and_no_other_does(name, bad):
+    one = kv_format(name)
+    rows = torch.ones(1, 2, one.head_dim)
+    rows[0, 1, one.scale_rule.tile + 3] = bad
+    cache = caches.pack(one, rows)
+    back = caches.unpack(one, cache)
+    tile = slice(one.scale_rule.tile, 2 * one.scale_rule.tile)
+    assert back[0, 1, tile].isnan().all()
+    back[0, 1, tile] = 1
+    assert torch.equal(back, torch.ones_like(back))
+    assert "first at page 0 offset 1" in caches.validate(one, cache)[-1]
+
+
+def test_zero_rows_stay_zero():
+    for one in KV_FORMATS.values():
+        rows = torch.zeros(1, 2, one.head_dim)
+        assert torch.equal(
+            caches.unpack(one, caches.pack(one, rows, descale=descale_of(one)), descale=descale_of(one)), rows
+        )
+
+
+@few
+@given(st.sampled_from(NAMES), st.integers(0, 10**6), st.booleans())
+def test_gather_scatter_and_page_permutation(name, seed, padded):
+    one = kv_format(name)
+    generator = torch.Generator().manual_seed(seed)
+    pages, page = 5, 3
+    rows = torch.randn(pages, page, one.head_dim, generator=generator)
+    descale = descale_of(one)
+    cache = caches.pack(one, rows, descale=descale, padded=padded)
+    read = caches.unpack(one, cache, descale=descale)
+    slots = torch.randint(0, pages * page, (17,), generator=generator)
+    assert torch.equal(caches.gather(one, cache, slots, descale=descale), read.flatten(0, 1)[slots])
+    order = torch.randperm(pages, generator=generator)
+    moved = cache.view(torch.uint8)[order].view(cache.dtype)  # torch 2.9 does not index float8
+    assert torch.equal(caches.unpack(one, moved, descale=descale), read[order])
+    written = caches.empty(one, pages, page, padded=padded)
+    raw(written).fill_(0xAA)
+    distinct = torch.randperm(pages * page, generator=generator)[:7]
+    caches.scatter(one, written, distinct, rows.flatten(0, 1)[distinct], descale=descale)
+    expected = torch.full_like(raw(written), 0xAA)
+    stride = written.stride(0) * written.element_size()
+    for slot in distinct.tolist():
+        for field in one.fields:
+            first = slot // page * stride + field.start(slot % page, page)
+            expected[first : first + field.bytes] = raw(cache)[first : first + field.bytes]
+    assert torch.equal(raw(written), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_slice_of_pages_is_a_cache(name):
+    one = kv_format(name)
+    rows = torch.randn(4, 3, one.head_dim)
+    cache = caches.pack(one, rows)
+    read = caches.unpack(one, cache)
+    middle = cache[1:3]
+    assert torch.equal(caches.unpack(one, middle), read[1:3])
+    assert torch.equal(caches.gather(one, middle, torch.tensor([5, 0])), read[1:3].flatten(0, 1)[[5, 0]])
+    caches.scatter(one, middle, torch.tensor([4]), read[0, :1])
+    read[2, 1] = read[0, 0]
+    assert torch.equal(caches.unpack(one, cache), read)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fields_tile_the_block_without_gap_or_overlap(name):
+    one = kv_format(name)
+    for page in PAGES:
+        owner = [0] * one.block_bytes(page, padded=False)
+        for field in one.fields:
+            for token in range(page):
+                for byte in range(field.start(token, page), field.start(token, page) + field.bytes):
+                    owner[byte] += 1
+        assert owner == [1] * len(owner)
+        assert one.block_bytes(page) % one.alignment == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constants_place_every_field(name):
+    one = kv_format(name)
+    values = one.constants()
+    assert all(type(value) is int for value in values.values())
+    for field in one.fields:
+        prefix = f"KV_{field.name.upper()}_"
+        page, token = 7, 5
+        place = page * values[prefix + "PER_BLOCK"] + token * values[prefix + "STRIDE"] + values[prefix + "OFFSET"]
+        assert place == field.start(token, page)
+    if one.scale_rule is not None:
+        (smallest,) = struct.unpack("<f", struct.pack("<I", values["KV_SCALE_SMALLEST_BITS"]))
+        assert smallest == pytest.approx(one.scale_rule.smallest, rel=1e-7)
+
+
+def test_dense_kv_formats_take_any_row():
+    one = kv_format("bf16").sized(24, 8)
+    assert (one.head_dim, one.token_bytes, one.by_name["rope"].offset) == (32, 64, 48)
+    rows = torch.randn(2, 3, 32).bfloat16()
+    assert torch.equal(caches.unpack(kv_format("bf16"), rows), rows.float())
+    with pytest.raises(ValueError, match="'dsv4' holds 448 latent and 64 rope values, not 512 and 64"):
+        kv_format("dsv4").sized(512, 64)
+
+
+def test_validate_finds_what_is_wrong():
+    cache = caches.pack(kv_format("v32"), torch.randn(2, 4, 576))
+    assert caches.validate(kv_format("v32_pow2"), cache)[0].startswith("scale is not a power of two in 8 of 8 tokens")
+    cache[1, 2, 512:516] = torch.tensor([-1.0]).view(torch.uint8)
+    cache[1, 3, 0] = 0x7F
+    problems = caches.validate(kv_format("v32"), cache)
+    assert problems == (
+        "latent is not finite in 1 of 8 tokens, first at page 1 offset 3",
+        "scale is not positive and finite in 1 of 8 tokens, first at page 1 offset 2",
+    )
+
+
+BAD_CACHES = {
+    "rank": (lambda: torch.zeros(2, 656, dtype=torch.uint8), "3 dimensions"),
+    "dtype": (lambda: torch.zeros(2, 4, 656, dtype=torch.int8), "is int8; it takes uint8 or float8_e4m3fn"),
+    "flavour": (lambda: torch.zeros(2, 4, 656, dtype=torch.uint8).view(torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
+    "width": (lambda: torch.zeros(2, 4, 576, dtype=torch.uint8), r"takes \[pages, page, 656\]"),
+    "token stride": (lambda: torch.zeros(2, 4, 672, dtype=torch.uint8)[..., :656], "exactly 656 elements apart"),
+    "last stride": (lambda: torch.zeros(2, 4, 1312, dtype=torch.uint8)[..., ::2], "last dimension must be contiguous"),
+    "expanded": (lambda: torch.zeros(1, 4, 656, dtype=torch.uint8).expand(2, 4, 656), "must not overlap"),
+    "overlap": (
+        lambda: torch.zeros(9 * 656, dtype=torch.uint8).as_strided((2, 4, 656), (3 * 656, 656, 1)),
+        "blocks of 4 tokens must not overlap, so the first is at least 2624",
+    ),
+    "block stride": (
+        lambda: torch.zeros(2 * 2632, dtype=torch.uint8).as_strided((2, 4, 656), (2632, 656, 1)),
+        "multiple of 16 bytes apart",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CACHES)
+def test_bad_caches_are_refused_in_a_sentence(case):
+    make, sentence = BAD_CACHES[case]
+    with pytest.raises((ValueError, TypeError), match=f"^decode: kv_cache .*{sentence}"):
+        caches.check(kv_format("v32"), make(), 576, op="decode", argument="kv_cache")
+
+
+def test_misaligned_base_width_and_descale_are_refused():
+    cache = torch.zeros(2 * 4 * 656 + 16, dtype=torch.uint8)[3:].as_strided((2, 4, 656), (4 * 656, 656, 1))
+    with pytest.raises(ValueError, match="begins 3 bytes past a multiple of 16"):
+        caches.check_base(kv_format("v32"), cache, op="decode", argument="kv_cache")
+    with pytest.raises(ValueError, match="is read as rows of 512; kv_format 'v32' holds rows of 576"):
+        caches.check(kv_format("v32"), caches.empty(kv_format("v32"), 1, 2), 512, op="decode", argument="kv_cache")
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="kv_descale was given with kv_format 'bf16'; only fp8, fp8_fnuz read one"):
+        caches.check_descale(kv_format("bf16"), one, one, op="decode", argument="kv_descale")
+    with pytest.raises(ValueError, match="it takes one value"):
+        caches.check_descale(kv_format("fp8"), torch.ones(2), one, op="decode", argument="kv_descale")
+    with pytest.raises(ValueError, match="kv_format 'v31' is unknown; the kv_formats are bf16, fp16"):
+        kv_format("v31")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: caches.pack(kv_format("bf16"), torch.zeros(4, 576)),
+            r"pack: rows has shape \(4, 576\); .*, head_dim\]",
+        ),
+        (lambda: caches.pack(kv_format("v32"), torch.zeros(2, 4, 512)), r"kv_format 'v32' takes \[pages, page, 576\]"),
+        (
+            lambda: caches.pack(kv_format("bf16"), torch.zeros(2, 4, 576), descale=torch.tensor(2.0)),
+            "only fp8, fp8_fnuz read",
+        ),
+        (lambda: caches.unpack(kv_format("v32"), torch.zeros(2, 4, 656)), "unpack: cache is float32; it takes uint8"),
+        (
+            lambda: caches.unpack(kv_format("v32"), torch.zeros(2, 4, 655, dtype=torch.uint8)),
+            r"takes \[pages, page, 656\]",
+        ),
+        (lambda: caches.unpack(kv_format("bf16"), torch.zeros(4, 576).bfloat16()), "unpack: cache has shape"),
+    ],
+)
+def test_what_is_no_cache_is_neither_packed_nor_unpacked(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+
+
+def test_declarations_need_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util as u; f = u.find_spec; u.find_spec = lambda n, *a: None if n == 'torch' else f(n, *a)\n"
+        "from mla_suite.kv_formats import kv_format; print(kv_format('dsv4').constants()['KV_SCALE_PER_BLOCK'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("576", 0), done.stderr
+
+
+def test_command_prints_every_kv_format(capsys):
+    assert main(["formats", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts) == list(NAMES)
+    assert facts["dsv4"]["block_bytes"] == 37440
+    assert main(["formats", "dsv4", "--page", "2", "--constants"]) == 0
+    text = capsys.readouterr().out
+    assert "1728 bytes, of which 560 are padding" in text
+    assert "P*576 + t*8" in text
+    assert "-DKV_LATENT_COUNT=448" in text
+    assert main(["formats", "nope"]) == 2
+    assert "kv_format 'nope' is unknown" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""From a tensor to the driver: arch, emulation, objects, and errors that name the operator."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_suite import launch
+from mla_suite.build import ObjectError, manifest, params
+from mla_suite.core import arch
+from mla_suite.launch import launcher
+from mla_suite.launch.driver import Buffer, DriverError, Kernel, LaunchError
+
+NAME = "scale_threads-64"
+
+
+class RecordingDriver:
+    """Stands for the emulator."""
+
+    name = "emulator"
+
+    def __init__(self, record):
+        self.arch = record
+        self.launched = []
+        self.error = None
+
+    def load(self, entry):
+        return Kernel(entry, None, self.arch)
+
+    def launch(self, kernel, grid, block, dynamic_lds, params, buffers, overlap):
+        if self.error:
+            raise self.error
+        self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, buffers))
+
+    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
+        return lambda params, given: self.launch(kernel, grid, block, dynamic_lds, params, naming, overlap)
+
+
+@pytest.fixture
+def drivers(monkeypatch, amd_objects):
+    """Emulator drivers by arch, as they are made; objects are the sample tree's."""
+    made = {}
+
+    def make(index):
+        made[index] = RecordingDriver(arch.get(index))
+        return made[index]
+
+    monkeypatch.setattr(launcher, "_make_driver", make)
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    monkeypatch.setattr(launcher, "_environment", lambda: None)
+    monkeypatch.setattr(manifest, "_found", lambda: amd_objects)
+    return made
+
+
+def run(place, **changes):
+    arguments = {"grid": (1, 1, 1), "block": 64, "dynamic_lds": 0, "params": bytes(40), "buffers": None, **changes}
+    launch.launch("scale", NAME, place, *arguments.values())
+
+
+@pytest.mark.parametrize("place", [torch.empty(2), torch.device("cpu")])
+def test_a_cpu_tensor_goes_to_the_emulated_arch(drivers, place):
+    with launch.emulate("gfx942"):
+        run(place, grid=(4, 1, 1))
+        run(place)
+    assert [(arch, name, grid) for arch, name, grid, *_ in drivers["gfx942"].launched] == [
+        ("gfx942", NAME, (4, 1, 1)),
+        ("gfx942", NAME, (1, 1, 1)),
+    ]
+
+
+def test_without_emulation_a_cpu_tensor_is_refused(drivers):
+    with pytest.raises(
+        LaunchError, match=r"scale: CPU tensors have no native kernels; name an arch with mla_suite\.em"
+    ):
+        run(torch.empty(2))
+    assert launch.current_arch(torch.empty(2)) is None
+    assert drivers == {}
+
+
+def test_emulation_belongs_to_the_block_and_the_thread(drivers):
+    tensor, seen = torch.empty(1), {}
+    with launch.emulate("gfx942") as record:
+        assert record is arch.get("gfx942")
+        with launch.emulate("gfx950"):
+            thread = threading.Thread(target=lambda: seen.update(other=launch.current_arch(tensor)))
+            thread.start()
+            thread.join()
+            assert launch.current_arch(tensor).name == "gfx950"
+        assert launch.current_arch(tensor).name == "gfx942"
+    assert launch.current_arch(tensor) is None
+    assert seen == {"other": None}
+    with pytest.raises(KeyError), launch.emulate("gfx942"):
+        raise KeyError
+    assert launch.current_arch(tensor) is None
+
+
+def test_what_cannot_be_emulated():
+    with pytest.raises(ValueError, match="emulate: sm_90 is not an AMD arch"), launch.emulate("sm_90"):
+        pass
+    with pytest.raises(ValueError, match="unknown arch 'gfx90a'"), launch.emulate("gfx90a"):
+        pass
+
+
+def test_other_devices_have_no_arch():
+    assert launch.current_arch(torch.empty(1, device="meta")) is None
+
+
+@pytest.mark.parametrize(
+    ("hip", "properties", "expected"),
+    [
+        (None, SimpleNamespace(major=9, minor=0), "sm_90"),
+        (None, SimpleNamespace(major=8, minor=9), None),
+        (None, SimpleNamespace(major=10, minor=0), None),
+        ("7.0", SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", major=9, minor=4), "gfx942"),
+        ("7.0", SimpleNamespace(gcnArchName="gfx950", major=9, minor=5), "gfx950"),
+        ("7.0", SimpleNamespace(gcnArchName="gfx1100", major=11, minor=0), None),
+    ],
+)
+def test_the_arch_of_a_gpu(monkeypatch, hip, properties, expected):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    launcher._gpu_arch.cache_clear()
+    tensor = SimpleNamespace(is_cuda=True, get_device=lambda: 5)
+    found = launch.current_arch(tensor)
+    launcher._gpu_arch.cache_clear()
+    assert (found and found.name) == expected
+
+
+def test_a_gpu_without_native_kernels_is_named(monkeypatch, amd_objects):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=8, minor=9))
+    monkeypatch.setattr(launcher, "_drivers", {})
+    launcher._gpu_arch.cache_clear()
+    with pytest.raises(
+        LaunchError, match=r"scale: kernel scale_.*: no native kernels for sm_89; they exist for gfx942,"
+    ):
+        run(SimpleNamespace(get_device=lambda: 0))
+    launcher._gpu_arch.cache_clear()
+
+
+def test_has_kernel(drivers):
+    assert launch.has_kernel("gfx942", NAME)
+    assert launch.has_kernel(arch.get("gfx942"), NAME)
+    assert not launch.has_kernel("gfx942", "scale_threads-32")
+    assert not launch.has_kernel("gfx950", NAME), "built for gfx942 only"
+
+
+def test_nothing_built(monkeypatch, drivers):
+    monkeypatch.setattr(manifest, "_found", lambda: "no code objects were built into here; run it")
+    assert not launch.has_kernel("gfx942", NAME)
+    with pytest.raises(ObjectError, match="no code objects were built"):
+        manifest.installed()
+    with (
+        launch.emulate("gfx942"),
+        pytest.raises(LaunchError, match=r"kernel scale_.* on gfx942 cannot be loaded: no code"),
+    ):
+        run(torch.empty(1))
+
+
+def test_no_code_object_for_this_arch(drivers):
+    with launch.emulate("gfx950"), pytest.raises(LaunchError) as caught:
+        run(torch.empty(1))
+    assert str(caught.value).startswith("scale: kernel scale_threads-64 on gfx950 cannot be loaded: no code object")
+    assert str(caught.value).endswith("run `python -m mla_suite build --arch gfx950`")
+
+
+def test_an_error_names_operator_kernel_arch_shape_and_cause(drivers):
+    with launch.emulate("gfx942"):
+        run(torch.empty(1))
+        drivers["gfx942"].error = DriverError("hipErrorIllegalAddress: an illegal memory access was encountered")
+        tensors = [Buffer("in", torch.empty(3, 5), "r"), Buffer("out", torch.empty(3, 5), "w")]
+        with pytest.raises(LaunchError) as caught:
+            run(torch.empty(1), grid=(7, 1, 1), buffers=lambda: tensors)
+    assert str(caught.value) == (
+        "scale: kernel scale_threads-64 on gfx942, grid (7, 1, 1) x 64 threads, 0 bytes of dynamic LDS, "
+        "shapes: in (3, 5), out (3, 5): hipErrorIllegalAddress: an illegal memory access was encountered"
+    )
+
+
+def test_two_threads_make_one_driver(drivers, monkeypatch):
+    made, make = [], launcher._make_driver
+    monkeypatch.setattr(launcher, "_make_driver", lambda index: made.append(index) or make(index))
+    barrier = threading.Barrier(4)
+
+    def work():
+        with launch.emulate("gfx942"):
+            barrier.wait()
+            run(torch.empty(1))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == ["gfx942"]
+    assert len(drivers["gfx942"].launched) == 4
+
+
+def test_machine_code_runs_end_to_end(monkeypatch, amd_objects):
+    """Manifest -> driver -> emulator: the compiled kernel's numbers, and a sanitizer finding that keeps its type."""
+    from mla_suite.emulator import SanitizerError
+
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    monkeypatch.setattr(manifest, "_found", lambda: amd_objects)
+    mirror = params.load("scale", amd_objects.find("gfx942", NAME).csrc)
+    x, out = torch.randn(64 * 5), torch.full((64 * 5,), float("nan"))
+    values = {"in": x.data_ptr(), "out": out.data_ptr(), "scale": 0.5, "count": x.numel(), "stride": 128}
+    tensors = [Buffer("in", x, "r"), Buffer("out", out, "w")]
+    with launch.emulate("gfx942"):
+        run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)
+        assert torch.equal(out, x.view(-1, 2).flip(1).reshape(-1) * 0.5)
+        values["count"] += 1
+        with pytest.raises(SanitizerError, match="scale_threads"):
+            run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)
