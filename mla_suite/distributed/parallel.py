@@ -1,0 +1,131 @@
+"""The process groups of a layer, and the collectives that it needs, as functions that torch.compile traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+
+from mla_suite.distributed.keys import KeyShard
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How one layer is spread over tp_size x cp_size ranks.
+
+    Rank r is tensor-parallel rank r // cp_size and context-parallel rank r % cp_size. Every rank holds the weights of
+    heads / (tp_size x cp_size) heads; the ranks of one context-parallel group share out the keys of all their heads.
+
+    tp_group, cp_group, all_group  names of the process groups, which functional collectives take; a type of its own in
+                                   newer torch, a str in older
+    """
+
+    tp_size: int
+    cp_size: int
+    rank: int
+    tp_group: Any
+    cp_group: Any
+    all_group: Any
+
+    @classmethod
+    def create(cls, *, tp_size: int = 1, cp_size: int = 1, device_type: str | None = None) -> Parallel:
+        """Makes the groups from the initialised default process group, whose size must be tp_size x cp_size.
+
+        device_type  "cuda" or "cpu"; by default "cuda" where a GPU is present
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Parallel.create: torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first, or start the program with torchrun"
+            )
+        world = dist.get_world_size()
+        if tp_size < 1 or cp_size < 1 or tp_size * cp_size != world:
+            raise ValueError(
+                f"Parallel.create: tp_size {tp_size} x cp_size {cp_size} is {tp_size * cp_size}, and the process "
+                f"group has {world} ranks: give factors of {world}"
+            )
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        mesh = init_device_mesh(device_type, (tp_size, cp_size), mesh_dim_names=("tp", "cp"))
+        world_mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("ranks",))
+        names = [mesh.get_group(name).group_name for name in ("tp", "cp")]
+        return cls(tp_size, cp_size, dist.get_rank(), *names, world_mesh.get_group("ranks").group_name)
+
+    @property
+    def world(self) -> int:
+        return self.tp_size * self.cp_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp_size
+
+    def shard(self, interleave: int = 1) -> KeyShard:
+        """This rank's share of the keys; `interleave` keys in a row lie on one rank."""
+        return KeyShard(self.cp_size, self.cp_rank, interleave)
+
+    def sum_over_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over all ranks of the layer."""
+        return x if self.world == 1 else _waited(functional.all_reduce(x, "sum", self.all_group))
+
+    def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads, dim] of every rank of the context-parallel group, joined over heads."""
+        if self.cp_size == 1:
+            return x
+        return _waited(functional.all_gather_tensor(x.contiguous(), x.dim() - 2, self.cp_group))
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    return functional.wait_tensor(x)
+
+
+def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-to-all: slice s of x [ranks, ...] goes to rank s; slice s of the result comes from rank s."""
+    return _waited(functional.all_to_all_single(x.contiguous(), None, None, group))
+
+
+def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
+    """x of every rank, [ranks, *x.shape]."""
+    return _waited(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
+
+
+def initialise(timeout_s: float = 60.0) -> torch.device:
+    """Joins the process group that torchrun describes and returns this rank's device: a GPU with NCCL, else gloo.
+
+    timeout_s  seconds after which a collective that another rank does not join is an error
+    """
+    if not dist.is_torchelastic_launched():
+        raise RuntimeError(
+            "this process was not started by torchrun: run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`"
+        )
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if not on_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_agreement(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError on every rank, naming the facts in dispute, when the ranks were given different ones.
+
+    facts  picklable values by name, such as shapes and options; call it once when a model is set up, since it meets
+           all ranks on the host
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(facts))
+    names = sorted({name for own in everyone for name in own})
+    disputes = []
+    for name in names:
+        values = [own.get(name, "missing") for own in everyone]
+        if any(value != values[0] for value in values):
+            disputes.append(f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}")
+    if disputes:
+        raise ValueError(f"the ranks disagree: {'; '.join(disputes)}; start them with the same arguments")
