@@ -54,8 +54,9 @@ class Parallel:
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         mesh = init_device_mesh(device_type, (tp_size, cp_size), mesh_dim_names=("tp", "cp"))
         world_mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("ranks",))
-        names = [mesh.get_group(name).group_name for name in ("tp", "cp")]
-        return cls(tp_size, cp_size, dist.get_rank(), *names, world_mesh.get_group("ranks").group_name)
+        tp_group, cp_group = (mesh.get_group(name).group_name for name in ("tp", "cp"))
+        all_group = world_mesh.get_group("ranks").group_name
+        return cls(tp_size, cp_size, dist.get_rank(), tp_group, cp_group, all_group)
 
     @property
     def world(self) -> int:
