@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -78,7 +79,7 @@ def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]
             parameter.normal_(std=parameter.shape[-1] ** -0.5)
     whole.fuse()
     spread = ParallelMLA(FULL, parallel, dtype=torch.bfloat16, device=device).requires_grad_(False)
-    spread.load_full_weights({name: tensor for name, tensor in whole.state_dict().items()})
+    spread.load_full_weights(whole.state_dict())
     table = cos_sin_table(FULL, device=device)
     rows = []
     for kv_len in LAYER_LENGTHS:
@@ -91,7 +92,7 @@ def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]
         arguments = x, cache.layers[0], step, table
         error = relative(together(*arguments), alone(*arguments))
         assert error < 2e-2, error
-        one, many = graph_us(lambda: alone(*arguments)), graph_us(lambda: together(*arguments))
+        one, many = graph_us(partial(alone, *arguments)), graph_us(partial(together, *arguments))
         rows.append({"what": f"layer B{BATCH} kv {kv_len}", "one_us": one, "many_us": many, "error": error})
     return rows
 
@@ -126,10 +127,11 @@ def context_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any
         heads = 128 // shard.world
         error = relative(mine, exact[:, :, shard.rank * heads : (shard.rank + 1) * heads])
         assert error < 1e-2, error
-        one = graph_us(lambda: alone(q, cache, lens, table))
-        many = graph_us(lambda: spread(q, own, lens, own_table))
+        one = graph_us(partial(alone, q, cache, lens, table))
+        many = graph_us(partial(spread, q, own, lens, own_table))
         rows.append({"what": f"decode B1 H128 kv {kv_len}", "one_us": one, "many_us": many, "error": error})
         del cache, own
+        torch.cuda.empty_cache()
     return rows
 
 
