@@ -23,6 +23,6 @@ def test_floors_of_two_gpus_are_below_what_was_measured():
     for kv_len in (512, 4096):
         row = rows[f"layer B128 kv {kv_len}"]
         floor = MODEL["tensor_parallel"](h200, 2, 128, kv_len) * 1e6
-        assert 1.0 < row["many_us"] / floor < 1.6
+        assert 1.0 < row["many_us"] / floor < 1.9
         one = MODEL["tensor_parallel"](h200, 1, 128, kv_len) * 1e6
         assert abs(row["many_us"] / row["one_us"] - floor / one) < 0.12
