@@ -4,11 +4,11 @@
     python benchmarks/bench_flashmla.py --save benchmarks/results/flashmla/h200.json
     python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json --plot docs/flashmla.svg
 
-Columns: `op` is the operator without a plan, `plan` with a plan made beforehand as serving engines make one, `drop_in` is
-`mla_suite.integrations.flash_mla` called with the very arguments of the peer, `peer` is FlashMLA with its metadata made
-made beforehand. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after
-0.15 s of rest, divided by the calls. Every column's output is compared with fp32 before it is timed; a column that is wrong ends
-the program.
+Columns: `op` is the operator without a plan; `plan` has a plan made beforehand, as serving engines do; `drop_in` is
+`mla_suite.integrations.flash_mla` called with the very arguments of the peer; `peer` is FlashMLA with its metadata made
+beforehand. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after 0.15 s
+of rest, divided by the calls. Every output is compared with fp32 before it is timed, and a column that is wrong
+ends the program.
 """
 
 from __future__ import annotations
