@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -161,7 +162,7 @@ def _entry(
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),
-        text=f"{item.arch.name}/{item.id}.s" if is_amd else "",
+        text=f"{item.arch.name}/{item.id}.s.gz" if is_amd else "",
         text_sha256=locations.sha256(text) if is_amd else "",
         params=item.params,
         params_size=mirror.size,
@@ -207,8 +208,14 @@ def _publish(
     entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
     named = dict(before.libraries)
     for entry, _ in made:
-        for name in filter(None, (entry.object, entry.text)):
-            locations.write_atomically(out / name, (work / name).read_bytes())
+        locations.write_atomically(out / entry.object, (work / entry.object).read_bytes())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib compresses without Python's lock
+        texts = [entry.text for entry, _ in made if entry.text]
+        list(
+            pool.map(
+                lambda name: locations.write_text(out / name, (work / name.removesuffix(".gz")).read_bytes()), texts
+            )
+        )
     for name, path in libraries.items():
         data = path.read_bytes()
         file = f"{name}/{path.name}"

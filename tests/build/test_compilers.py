@@ -212,7 +212,7 @@ def test_a_disk_that_is_full(csrc, tmp_path, monkeypatch):
         with pytest.raises(BuildError, match=f"^{out} cannot be written .No space left on device.; make room there"):
             build(["gfx942"], csrc=csrc, out=out)
     assert (out / "manifest.json").read_text() == before
-    assert {path.suffix for path in (out / "gfx942").iterdir()} == {".s", ".hsaco"}
+    assert {path.suffix for path in (out / "gfx942").iterdir()} == {".gz", ".hsaco"}
     build(["gfx942"], csrc=csrc, out=out).find("gfx942", IDS[0]).read_object()
 
 
