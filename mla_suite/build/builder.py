@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ def build(
     csrc: Path = CSRC,
     out: Path | None = None,
     rocm: Path | None = None,
+    nvcc: Path | None = None,
     jobs: int | None = None,
     kernels: Sequence[str] | None = None,
     emulator: bool = True,
@@ -31,11 +33,11 @@ def build(
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
 
-    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
-    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
-    without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
-    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its
-    number, and how many there are. Two processes may build at once.
+    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` and
+    `nvcc` name the AMD and the NVIDIA compiler (see `compilers`). `kernels` limits the build to these; objects of other
+    archs and kernels stay, those of an arch without a compiler while they are up to date. `emulator` builds the host
+    library too where its sources are present. Compilers' warnings, and what is left out, go to stderr. `progress` is
+    called with the number of each finished compiler step and their total. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, a source edited
     meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a
@@ -55,12 +57,14 @@ def build(
         if missing:
             raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
         wanted = [item for item in wanted if item.kernel in kernels]
-    nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
-    if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
-        missing_compiler = "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"
+    for_nvidia = sorted({item.arch.name for item in wanted if item.arch.vendor == "nvidia"})
+    nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
+    if for_nvidia and nvidia is None:
+        left_out, need = ", ".join(for_nvidia), "no nvcc of CUDA 12 or newer serves here"
+        remedy = "`pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
         if archs is not None:
-            raise BuildError(f"{missing_compiler}; install one or leave sm_90 out")
-        print(f"sm_90 is left out: {missing_compiler}; everything else works without it", file=sys.stderr)
+            raise BuildError(f"{need}; {remedy}, or leave {left_out} out")
+        print(f"{left_out} is left out: {need}; {remedy}; everything else works without it", file=sys.stderr)
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
     for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
     amd = compilers.find_amd(rocm, for_amd) if for_amd else None
@@ -158,7 +162,7 @@ def _entry(
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),
-        text=f"{item.arch.name}/{item.id}.s" if is_amd else "",
+        text=f"{item.arch.name}/{item.id}.s.gz" if is_amd else "",
         text_sha256=locations.sha256(text) if is_amd else "",
         params=item.params,
         params_size=mirror.size,
@@ -204,8 +208,14 @@ def _publish(
     entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
     named = dict(before.libraries)
     for entry, _ in made:
-        for name in filter(None, (entry.object, entry.text)):
-            locations.write_atomically(out / name, (work / name).read_bytes())
+        locations.write_atomically(out / entry.object, (work / entry.object).read_bytes())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib compresses without Python's lock
+        texts = [entry.text for entry, _ in made if entry.text]
+        list(
+            pool.map(
+                lambda name: locations.write_text(out / name, (work / name.removesuffix(".gz")).read_bytes()), texts
+            )
+        )
     for name, path in libraries.items():
         data = path.read_bytes()
         file = f"{name}/{path.name}"

@@ -1,8 +1,13 @@
-"""NVIDIA: libcuda through ctypes."""
+"""The CUDA driver: libcuda through ctypes.
+
+Objects of nvcc 13, which the PyPI wheels bring, need the NVIDIA driver 580 (CUDA 13.0) or newer; objects of an nvcc 12,
+named when they were built, need 525 (CUDA 12.0). An older driver is refused in a sentence.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +41,9 @@ CONFIG = struct.Struct("<7I4xQQI4x")
 _OVERLAP = struct.pack("<I4xi60x", 6, 1)
 _MOST_STREAMS = 64  # whose launch configurations a bound launch keeps; torch's pools have 32 each
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# The first driver of each CUDA release. A driver loads the objects of every nvcc of its own release and of older ones
+# (NVIDIA's minor version compatibility); CUDA 13 gave cubins a new ELF ABI, 8, which older drivers do not read.
+_FIRST_DRIVERS = {12: 525, 13: 580}
 
 
 @cache
@@ -46,7 +54,7 @@ def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
     except OSError as error:
         raise DriverError(f"the NVIDIA driver library cannot be opened ({error}); install the NVIDIA driver") from error
     if not hasattr(library, "cuLaunchKernelEx"):
-        raise DriverError(f"{name} has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 11.8 or newer")
+        raise DriverError(f"{name} has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 12 (525) or newer")
     return library
 
 
@@ -54,7 +62,7 @@ class CudaDriver:
     """One NVIDIA GPU, in torch's primary context."""
 
     __slots__ = ("_bound", "_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
-                 "arch", "name", "ordinal")  # fmt: skip
+                 "_version", "arch", "name", "ordinal")  # fmt: skip
 
     def __init__(
         self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
@@ -70,7 +78,9 @@ class CudaDriver:
         self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
         self._cache = KernelCache(self._load)
         self._bound = Bounded[Start](MOST_LAUNCHES)
-        device, context = c_int(), c_void_p()
+        device, context, version = c_int(), c_void_p(), c_int()
+        self._call("cuDriverGetVersion", byref(version))
+        self._version = version.value  # 13000 is CUDA 13.0
         self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(device), ordinal)
         # Held for the life of the process, as torch holds it.
@@ -80,7 +90,22 @@ class CudaDriver:
     def load(self, entry: KernelEntry) -> Kernel:
         return self._cache.get(entry)
 
+    def _need_driver_for(self, entry: KernelEntry) -> None:
+        """DriverError when this machine's driver is of an older CUDA release than the object's compiler."""
+        made_by = re.match(r"nvcc (\d+)", entry.compiler)
+        if made_by is None:
+            raise DriverError(f"{entry.id} was made by {entry.compiler}; build it with nvcc")
+        release = int(made_by.group(1))
+        if self._version < 1000 * release:
+            first = f" (driver {_FIRST_DRIVERS[release]})" if release in _FIRST_DRIVERS else ""
+            raise DriverError(
+                f"the NVIDIA driver is of CUDA {self._version // 1000}.{self._version % 1000 // 10}, objects of "
+                f"{entry.compiler} need one of CUDA {release}.0{first} or newer; update the driver, or name an nvcc of "
+                f"an older CUDA: `python -m mla_suite build --arch {entry.arch} --nvcc PATH`"
+            )
+
     def _load(self, entry: KernelEntry) -> Kernel:
+        self._need_driver_for(entry)
         image = entry.read_object()
         module, function = c_void_p(), c_void_p()
         with self._relaxed_capture(), self._in_context():

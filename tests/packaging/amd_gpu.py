@@ -1,4 +1,4 @@
-"""What to run first on a machine with an AMD GPU, or the sentence that says what it lacks.
+"""The first run on a machine with an AMD GPU; any other machine gets a sentence and exit status 77.
 
 usage: python tests/packaging/amd_gpu.py gfx942|gfx950
 
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from skip import skip
 
 KERNEL_DRIVER = Path("/dev/kfd")
 PROBE = """
@@ -107,8 +109,7 @@ def lacking(arch: str) -> str | None:
 def main(arch: str) -> int:
     missing = lacking(arch)
     if missing is not None:
-        print(f"skipped: {missing}")
-        return 0
+        return skip(missing)
     results = []
     for step in steps(arch):
         print(f"\n$ {step.shown}\nexpected: {step.expected}", flush=True)

@@ -1,4 +1,4 @@
-"""Run the suite with the torch build of one ROCm version, or say in a sentence why it cannot be had here.
+"""Run the suite with the torch build of one ROCm version; exit with 77 and a sentence where it cannot be had.
 
 usage: python tests/packaging/rocm_env.py ROCM_VERSION TORCH_VERSION
 
@@ -9,15 +9,14 @@ PIP_EXTRA_INDEX_URL. Without a GPU the suite's AMD kernels run in the emulator, 
 import subprocess
 import sys
 
+from skip import skip
+
 
 def main(rocm: str, torch: str) -> int:
     build = f"torch=={torch}+rocm{rocm}"
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     if subprocess.run([*pip, build]).returncode:
-        print(
-            f"skipped: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it"
-        )
-        return 0
+        return skip(f"{build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it")
     subprocess.run([*pip, "-e", ".[test,bench,hf]"], check=True)
     return subprocess.run([sys.executable, "-m", "pytest", "tests"]).returncode
 
