@@ -26,8 +26,6 @@ from mla_suite.build.locations import cache_root, locked
 SKIPPED = 77
 """Exit status of a program that could not begin; automake's and git's convention."""
 
-LIBRARIES = "usr/lib/x86_64-linux-gnu"
-LOADER = f"{LIBRARIES}/ld-linux-x86-64.so.2"
 RECORD = "packages.json"
 
 
@@ -179,12 +177,6 @@ def _mirror() -> str:
 def _reason(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in (done.stderr + done.stdout).splitlines() if line.startswith(("E:", "Err"))]
     return lines[0].removeprefix("E: ") if lines else f"apt-get ended with {done.returncode}"
-
-
-def command(folder: Path, program: list[str]) -> list[str]:
-    """`program`, run with the C library and the other libraries of a user space in place of this machine's."""
-    search = os.pathsep.join(str(folder / part) for part in (LIBRARIES, "usr/lib/llvm-22/lib", "usr/lib/llvm-21/lib"))
-    return [str(folder / LOADER), "--argv0", program[0], "--library-path", search, *program]
 
 
 if __name__ == "__main__":
