@@ -171,6 +171,14 @@ class VirtualGpu:
         with self._lock:
             self._declared.pop(params, None)
 
+    def noted(self) -> list[Memory]:
+        """The memory of hipMalloc that is known to the byte."""
+        with self._lock:
+            bounds = sorted(self._bounds.items())
+        return [
+            Memory(f"hipMalloc {address:#x}", address, 1, (size,), (1,), "rw", self.base) for address, size in bounds
+        ]
+
     @property
     def base(self) -> int:
         """Host address of GPU address 0; 0 until the HIP runtime has initialised the GPU."""
@@ -236,10 +244,10 @@ class VirtualGpu:
         scratch = descriptor.get("private_segment_fixed_size", 0)
         if packet.scratch_bytes != scratch:
             raise LaunchError(f"{entry.id}: the packet has {packet.scratch_bytes} bytes of scratch, not {scratch}")
-        if not entry.lds <= packet.lds_bytes <= self.arch.lds_bytes:
+        if not entry.lds <= packet.lds_bytes <= entry.lds + entry.dynamic_lds:
             raise LaunchError(
-                f"{entry.id}: the packet has {packet.lds_bytes} bytes of LDS; the kernel's static part is {entry.lds}, "
-                f"and {self.arch.name} has {self.arch.lds_bytes}"
+                f"{entry.id}: the packet has {packet.lds_bytes} bytes of LDS; the kernel takes {entry.lds}, and up to "
+                f"{entry.dynamic_lds} more where a launch asks for them"
             )
         size = max(descriptor.get("kernarg_size", 0), entry.params_size)
         held = self.read(packet.kernarg, size)
@@ -253,19 +261,12 @@ class VirtualGpu:
         where = packet.kernarg, packet.packet
         with self._lock:
             declared = self._declared.get(held[: entry.params_size])
-        memories = declared.memories if declared else self._noted()
+        memories = declared.memories if declared else self.noted()
         how = declared.schedule if declared else self.schedule
         report = self._machine.execute(
             program, grid, block, packet.lds_bytes, arguments, where, [*memories, *own], how
         )
         return report, declared
-
-    def _noted(self) -> list[Memory]:
-        with self._lock:
-            bounds = sorted(self._bounds.items())
-        return [
-            Memory(f"hipMalloc {address:#x}", address, 1, (size,), (1,), "rw", self.base) for address, size in bounds
-        ]
 
 
 def _workgroups(entry: KernelEntry, packet: DispatchPacket) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
