@@ -70,7 +70,7 @@ u8* global_access(Wave& wave, const Inst&, int lane, u64 address, u32 bytes, u32
     if (address & (alignment - 1)) report(wave, found_global_misaligned, 1ull << lane, address, alignment);
     if (region->tags) check_tags(wave, *region, lane, address, bytes, access, ordering);
   }
-  return reinterpret_cast<u8*>(address);
+  return reinterpret_cast<u8*>(address + u64(launch.memory.views[view].shift));
 }
 
 void publish(Wave& wave, u64 address) {

@@ -11,6 +11,7 @@ enum Access { READ = 1, WRITE = 2, COMPLETE = 4 };  // COMPLETE: the launch must
 constexpr int MAX_DIMENSIONS = 6;
 struct View {
   u64 base, span;                                    // bytes from the lowest element to past the highest
+  i64 shift;                                         // host address less the kernel's address
   i32 access, dimensions;                            // dimensions == 0: every byte of the span belongs to the view
   i64 size[MAX_DIMENSIONS], stride[MAX_DIMENSIONS];  // in bytes, largest stride first, the last one the element itself
 };

@@ -91,7 +91,10 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
     cannot be run, is passed over, and stderr is told. BuildError says what is missing.
     """
     if rocm is not None:
-        found = _clang_of(rocm)
+        try:
+            found = _clang_of(rocm)
+        except BuildError as error:
+            raise BuildError(f"--rocm {rocm}: {error}") from error
         if found is None:
             raise BuildError(f"--rocm {rocm}: no amdclang++, hipcc or clang++ with an lld beside it is there")
         too_new = found.unknown(archs)
@@ -136,30 +139,50 @@ def packaged() -> AmdCompiler:
 
 
 def installed_rocm() -> AmdCompiler | None:
-    """The compiler of the ROCm on PATH or under /opt/rocm, or None."""
+    """The compiler of the ROCm on PATH or under /opt/rocm, or None. BuildError when a hipcc is there that cannot serve."""
     on_path = shutil.which("amdclang++") or shutil.which("hipcc")
-    for root in ([Path(on_path).resolve().parent.parent] if on_path else []) + [_SDK]:
-        found = _clang_of(root)
+    for place in ([Path(on_path).resolve().parent.parent, Path(on_path)] if on_path else []) + [_SDK]:
+        found = _clang_of(place)
         if found is not None:
             return found
     return None
 
 
 def _clang_of(place: Path) -> AmdCompiler | None:
-    """The clang and lld of a ROCm root, or of one clang program (`clang-19` goes with `ld.lld-19`)."""
+    """The clang and lld of a ROCm root, of a hipcc, or of one clang program (`clang-19` goes with `ld.lld-19`)."""
+    hipcc = place / "bin/hipcc"
+    if place.is_file() and place.name.startswith("hipcc"):
+        return _clang_of_hipcc(place)
     if place.is_file():
         suffix = re.search(r"-\d+$", place.name)
         clangs, folders = [place], [place.parent, place.resolve().parent]
         linker = "ld.lld" + (suffix.group() if suffix else "")
     else:
-        # hipcc adds flags of its own to the clang it calls, so it only serves where that clang has no other name.
         clangs = [place / "llvm/bin/amdclang++", place / "bin/amdclang++", place / "llvm/bin/clang++"]
-        clangs.append(place / "bin/hipcc")
         folders, linker = [place / "llvm/bin", place / "lib/llvm/bin"], "ld.lld"
     for clang, folder in itertools.product(clangs, folders):
         if clang.is_file() and (folder / linker).is_file():
             return AmdCompiler((str(clang),), (str(folder / linker),), _first_line([str(clang)]))
-    return None
+    return _clang_of_hipcc(hipcc) if hipcc.is_file() else None
+
+
+def _clang_of_hipcc(hipcc: Path) -> AmdCompiler:
+    """The clang that a hipcc calls. hipcc itself adds flags of its own, which the three steps of a build cannot have.
+
+    BuildError when its hipconfig does not name that clang, or no lld lies beside it.
+    """
+    hipconfig = hipcc.with_name(hipcc.name.replace("hipcc", "hipconfig"))
+    try:
+        done = subprocess.run([str(hipconfig), "--hipclangpath"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"{hipcc} has no hipconfig beside it that names its clang ({error})") from error
+    folder = Path(done.stdout.strip())
+    clang, lld = folder / "clang++", folder / "ld.lld"
+    if not clang.is_file():
+        raise BuildError(f"{hipconfig} names {folder} as the folder of its clang, which has no clang++")
+    if not lld.is_file():
+        raise BuildError(f"{hipcc} compiles with {clang}, which has no ld.lld beside it; install the lld of that LLVM")
+    return AmdCompiler((str(clang),), (str(lld),), _first_line([str(clang)]))
 
 
 def find_nvidia(nvcc: Path | None = None) -> NvidiaCompiler | None:

@@ -6,6 +6,7 @@
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
   python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv_format fp8
   python -m mla_suite emulate combine --json
+  python -m mla_suite emulate --hip DIR decode --on gfx950    the same through AMD's own HIP runtime in DIR
 
 Prints the distance to the reference, what the sanitizer found (with source lines), the instruction counts of every
 launch and, per resource, the clocks that one compute unit needs at least. A bound is a bound, never a time.
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli.arguments import positive
@@ -44,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--kv_format", help="the cache's kv_format (default bf16)")
     own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
     own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
+    parser.add_argument(
+        "--hip",
+        metavar="DIR",
+        type=Path,
+        help="launch through the libamdhip64 of this ROCm 7.2 (a root, or unpacked packages), whose GPU is the emulator",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -58,6 +67,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         op = library.get(args.op)
+        if args.hip is not None:
+            from mla_suite.emulator import user_space
+
+            if not user_space.entered(args.hip):
+                program = [sys.executable, "-m", "mla_suite", *sys.argv[1:]]
+                return subprocess.run(user_space.command(args.hip, program)).returncode
+            _through_hip(args.hip, args.on)
         record = measure(op, _sample(op, args), args.on)
     except (ValueError, LaunchError, DriverError, ObjectError) as error:
         print(error, file=sys.stderr)
@@ -72,6 +88,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"emulate: {record['wrong']}", file=sys.stderr)
     found = any(launch["findings"] for launch in record["launches"])
     return 1 if found or record["wrong"] or not record["launches"] else 0
+
+
+def _through_hip(folder: Path, arch: str) -> None:
+    """Has this process launch the kernels of `arch` through the HIP runtime in `folder`."""
+    from mla_suite.core import arch as archs
+    from mla_suite.emulator import user_space
+    from mla_suite.emulator.hip_session import HipSession
+    from mla_suite.launch import launcher
+
+    record = archs.get(arch)
+    if record.vendor != "amd":
+        raise ValueError(f"emulate --hip: {arch} is not an AMD arch")
+    launcher.install(HipSession(record, user_space.hip_library(folder)))
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:

@@ -26,6 +26,7 @@ class View(c.Structure):
     _fields_ = [
         ("base", c.c_uint64),
         ("span", c.c_uint64),
+        ("shift", c.c_int64),
         ("access", c.c_int32),
         ("dimensions", c.c_int32),
         ("size", c.c_int64 * MAX_DIMENSIONS),

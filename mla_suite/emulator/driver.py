@@ -12,7 +12,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.emulator.report import Report, SanitizerError
-from mla_suite.launch.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start
+from mla_suite.launch.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_amd_grid
 
 _log = logging.getLogger("mla_suite.emulator")
 
@@ -84,12 +84,7 @@ class EmulatorDriver:
         with every finding.
         """
         kernel.check(block, dynamic_lds, params)
-        # HIP counts threads of the first axis in 32 bits; the limit of the others is its hipDeviceProp's, less one.
-        if min(grid) < 1 or grid[0] * block >= 1 << 32 or max(grid[1:]) >= 1 << 16:
-            raise LaunchError(
-                f"grid {tuple(grid)} x {block} threads; a GPU takes at least one workgroup, fewer than 2^32 threads "
-                "along x and at most 65535 workgroups along y and z"
-            )
+        check_amd_grid(grid, block)
         if buffers is None:
             raise LaunchError("the emulator needs the buffers a kernel may touch; pass `buffers` to launch")
         memories = []

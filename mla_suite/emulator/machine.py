@@ -28,7 +28,7 @@ THREADS = min(2, os.cpu_count() or 1)
 class Memory(NamedTuple):
     """A range of host memory a kernel may touch. `shape` and `strides` (in elements, none negative) say which bytes of
     it are elements; access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every element must be
-    written)."""
+    written). `shift` is its host address less `address`, for memory that a kernel addresses otherwise than the host."""
 
     name: str
     address: int
@@ -36,6 +36,7 @@ class Memory(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     access: str
+    shift: int = 0
 
     @classmethod
     def of(cls, name: str, array: Any, access: str) -> Memory:
@@ -57,7 +58,7 @@ def _view(memory: Memory) -> core.View | None:
     if any(step < 0 for step, _ in steps):
         raise LaunchError(f"buffer {memory.name}: negative strides {memory.strides}; pass a tensor without them")
     span = (1 + sum(step * (size - 1) for step, size in steps)) * memory.itemsize
-    view = core.View(memory.address, span, _ACCESS[memory.access], 0)
+    view = core.View(memory.address, span, memory.shift, _ACCESS[memory.access], 0)
     # Dimensions that follow each other without a gap are one; without any gap, every byte of the span belongs to it.
     merged: list[list[int]] = []
     for step, size in [*((step * memory.itemsize, size) for step, size in steps), (1, memory.itemsize)]:
@@ -73,6 +74,16 @@ def _view(memory: Memory) -> core.View | None:
     elif len(merged) > 1:
         view.access &= ~_COMPLETE  # elements that overlap, or too many dimensions: the span has holes nobody owns
     return view
+
+
+class Schedule(NamedTuple):
+    """How a launch is run; see Emulator.launch."""
+
+    checks: bool = True
+    threads: int = THREADS
+    order: str | Sequence[int] = "forward"
+    spin_limit: int = SPIN_LIMIT
+    instruction_limit: int = INSTRUCTION_LIMIT
 
 
 class Emulator:
@@ -124,20 +135,39 @@ class Emulator:
             raise LaunchError(f"{lds} bytes of LDS; {self.arch} has {archs.get(self.arch).lds_bytes}")
         packet = _dispatch_packet(grid, size)
         own = [Memory.of("kernel arguments", arguments, "r"), Memory.of("dispatch packet", packet, "r")]
-        own += [Memory.of(f"constant {name}", data, "r") for name, data in program.constants.items() if data.size]
-        scalars, ids = _preset_scalars(program, arguments, packet.ctypes.data)
+        where = (arguments.ctypes.data, packet.ctypes.data)
+        how = Schedule(checks, threads, order, spin_limit, instruction_limit)
+        return self.execute(program, grid, size, lds, arguments, where, [*buffers, *own], how)
+
+    def execute(
+        self,
+        program: Program,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        lds_bytes: int,
+        arguments: np.ndarray,
+        addresses: tuple[int, int],
+        memories: Sequence[Memory],
+        how: Schedule,
+    ) -> Report:
+        """Runs a grid whose kernel arguments and dispatch packet lie in `memories`, at the two `addresses` given.
+
+        arguments  the bytes at the first address; lds_bytes: static and dynamic LDS together
+        """
+        constants = [Memory.of(f"constant {name}", data, "r") for name, data in program.constants.items() if data.size]
+        scalars, ids = _preset_scalars(program, arguments, *addresses)
         request = core.LaunchRequest()
         request.mode = _mode(program.kernel.descriptor)
         request.user_scalars, request.ids = len(scalars), ids
         request.scratch_bytes = program.kernel.descriptor.get("private_segment_fixed_size", 0)
         request.user_scalar = scalars.ctypes.data
-        request.checks, request.threads = checks, threads
-        request.spin_limit, request.instruction_limit = spin_limit, instruction_limit
-        request.reverse_waves = order == "reverse"
-        permutation = _order(order, grid[0] * grid[1] * grid[2])
+        request.checks, request.threads = how.checks, how.threads
+        request.spin_limit, request.instruction_limit = how.spin_limit, how.instruction_limit
+        request.reverse_waves = how.order == "reverse"
+        permutation = _order(how.order, grid[0] * grid[1] * grid[2])
         if permutation is not None:
             request.order = permutation.ctypes.data
-        return run(program, request, grid, size, lds, [*buffers, *own])
+        return run(program, request, grid, block, lds_bytes, [*memories, *constants])
 
 
 def run(
@@ -268,7 +298,9 @@ def _dispatch_packet(grid: tuple[int, int, int], block: tuple[int, int, int]) ->
     return np.frombuffer(struct.pack("<HHHHHHIII", 2, 3, *block, 0, *work).ljust(64, b"\0"), np.uint8).copy()
 
 
-def _preset_scalars(program: Program, arguments: np.ndarray, packet: int) -> tuple[np.ndarray, int]:
+def _preset_scalars(
+    program: Program, arguments: np.ndarray, arguments_address: int, packet_address: int
+) -> tuple[np.ndarray, int]:
     """User scalars in the order of the kernel descriptor, and which workgroup ids follow them (bit per axis)."""
     get = program.kernel.descriptor.get
     words: list[int] = []
@@ -288,9 +320,9 @@ def _preset_scalars(program: Program, arguments: np.ndarray, packet: int) -> tup
         if not get(f"user_sgpr_{name}", 0):
             continue
         if name == "kernarg_segment_ptr":
-            pointer(arguments.ctypes.data)
+            pointer(arguments_address)
         elif name == "dispatch_ptr":
-            pointer(packet)
+            pointer(packet_address)
         else:
             words.extend([0] * width)
     preload, first = get("user_sgpr_kernarg_preload_length", 0), get("user_sgpr_kernarg_preload_offset", 0)

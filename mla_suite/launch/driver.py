@@ -62,6 +62,20 @@ class Kernel:
             )
 
 
+def fits_amd_grid(grid: Grid, block: int) -> bool:
+    """Whether an AMD GPU can be asked for this grid. HIP refuses none: it takes the threads along x modulo 2^32."""
+    return min(grid) > 0 and grid[0] * block < 1 << 32 and max(grid[1:]) < 1 << 16
+
+
+def check_amd_grid(grid: Grid, block: int) -> None:
+    """LaunchError for a grid that does not fit. The limit of y and z is that of hipDeviceProp, less one."""
+    if not fits_amd_grid(grid, block):
+        raise LaunchError(
+            f"grid {tuple(grid)} x {block} threads; a GPU takes at least one workgroup, fewer than 2^32 threads "
+            "along x and at most 65535 workgroups along y and z"
+        )
+
+
 class Driver(Protocol):
     """One device that runs code objects. Every method may be called from several threads."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
@@ -27,9 +28,19 @@ from mla_suite.launch.driver import (
     Naming,
     Start,
     TorchDevice,
+    check_amd_grid,
+    fits_amd_grid,
 )
 
-_SDK = (Path("/opt/rocm/lib"),)
+# AMD's own packages, then those of Debian and its derivatives, whose folder is named for the architecture.
+_SDK = (Path("/opt/rocm/lib"), Path("/usr/lib") / (sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"))
+
+_NO_DEVICE, _INVALID_DEVICE, _UNKNOWN = 100, 101, 999  # hipError_t
+_NO_GPU = (
+    "no AMD GPU is visible to the HIP runtime: see whether `rocminfo` lists one, whether this user may open /dev/kfd and "
+    "/dev/dri/renderD* (groups render and video) and what HIP_VISIBLE_DEVICES says; without a GPU, run CPU tensors in "
+    'the emulator (`with mla_suite.emulate("gfx942")`)'
+)
 
 
 def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
@@ -133,7 +144,7 @@ class HipDriver:
     ) -> Start:
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
-        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds and fits_amd_grid(grid, block)
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
@@ -141,6 +152,7 @@ class HipDriver:
                     return start(params, given)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
+                check_amd_grid(grid, block)
             # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
             # which is what kernelParams wants. Both live for the call only, so threads share nothing.
             code = launch(handle, *shape, c_void_p(stream_of(ordinal)), byref(c_char_p(params)), None)
@@ -151,14 +163,21 @@ class HipDriver:
         return start
 
     def explain(self, code: int) -> str:
-        """The runtime's words for one of its error codes."""
-        name, text = self._library.hipGetErrorName(code), self._library.hipGetErrorString(code)
-        return f"{name.decode()}: {text.decode()}" if name and text else f"HIP error {code}"
+        """The runtime's words for one of its error codes, or the number where it has none.
+
+        A runtime calls every code it does not know hipErrorUnknown.
+        """
+        name, text = self._library.hipGetErrorName(code).decode(), self._library.hipGetErrorString(code).decode()
+        if name == "hipErrorUnknown" and code != _UNKNOWN:
+            return f"HIP error {code}, which this runtime has no words for"
+        return f"{name}: {text}"
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
         if code in CAPTURE_ERRORS:
             raise DriverError(f"{WARM_UP}; {function} said {self.explain(code)}")
+        if code in (_NO_DEVICE, _INVALID_DEVICE):
+            raise DriverError(f"{function}: {self.explain(code)}; {_NO_GPU}")
         if code:
             raise DriverError(f"{function}: {self.explain(code)}")
 

@@ -206,6 +206,17 @@ def _make_driver(index: int | str) -> Driver:
     return CudaDriver(record, index)
 
 
+def install(driver: Driver) -> None:
+    """Makes `driver` the one that CPU tensors of its emulated arch are launched with in this process.
+
+    LaunchError when launches of that arch were prepared already.
+    """
+    with _lock:
+        if _drivers.get(driver.arch.name, driver) is not driver:
+            raise LaunchError(f"{driver.arch.name} is already emulated in this process by another driver")
+        _drivers[driver.arch.name] = driver
+
+
 def _refuse(
     op: str,
     instance_id: str,

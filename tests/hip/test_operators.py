@@ -1,0 +1,43 @@
+"""Every operator's samples through AMD's HIP runtime: right, without a finding, and the emulator's own bits."""
+
+import pytest
+import torch
+from conftest import ARCH
+
+import mla_suite
+from mla_suite import emulator
+from mla_suite.cli.emulate import measure
+from mla_suite.cli.support import serving
+from mla_suite.core import library
+
+SAMPLES = [(op, sample) for op in library.registry().values() for sample in op.samples()]
+
+
+@pytest.mark.parametrize(("op", "sample"), SAMPLES, ids=[f"{op.name}-{sample.name}" for op, sample in SAMPLES])
+def test_a_sample(drivers, session, op, sample):
+    before = session.gpu.dispatches
+    record = measure(op, sample, ARCH)
+    assert record["wrong"] == ""
+    assert [launch["findings"] for launch in record["launches"]] == [[]] * len(record["launches"])
+    assert session.gpu.dispatches - before == len(record["launches"])
+    if not record["launches"]:
+        assert "native" not in serving(op.name, ARCH) or "not native" in record["explanation"]
+        pytest.skip(record["explanation"].splitlines()[1].strip())
+    assert_same_bits(drivers, op, sample)
+
+
+def results(op, sample):
+    args, kwargs = sample.make(torch.device("cpu"))
+    with mla_suite.emulate(ARCH), emulator.configured(threads=1):
+        returned = getattr(torch.ops.mla_suite, op.name)(*args, **kwargs)
+    written = [kwargs[name] if name in kwargs else args[op.arguments.index(name)] for name in op.mutates]
+    return [*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written]
+
+
+def assert_same_bits(drivers, op, sample):
+    through_hip = results(op, sample)
+    with drivers.use(drivers.direct):
+        direct = results(op, sample)
+    assert through_hip
+    for there, here in zip(through_hip, direct, strict=True):
+        assert torch.equal(there.view(torch.uint8), here.view(torch.uint8))
