@@ -1,6 +1,6 @@
 // combine on this arch. D_V columns, ROWS rows and WAVES waves per workgroup, VEC columns per lane and load; SLICES
 // workgroups share the columns of a row.
-#include "cdna/wave.hpp"
+#include "cdna/common/wave.hpp"
 #include "common/combine.hpp"
 
 namespace {

@@ -1,5 +1,5 @@
 // Dense decode on gfx942. Macros of an instance: DTYPE bf16 or fp16, ROWS 16 to 128, WIDTH 576 or 512, ROTATE 0 or 1.
-#include "cdna/decode.hpp"
+#include "cdna/decode/mfma_16x16x16/traits.hpp"
 #include "gfx942/policy.hpp"
 
 using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;

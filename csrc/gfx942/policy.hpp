@@ -1,8 +1,8 @@
 // Everything in which gfx942 (CDNA3) differs from its siblings, for the shared pipelines.
 #pragma once
 
-#include "cdna/convert.hpp"
-#include "cdna/matrix.hpp"
+#include "cdna/common/convert.hpp"
+#include "cdna/common/mfma_16x16x16.hpp"
 
 namespace gfx942 {
 

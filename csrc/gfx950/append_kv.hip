@@ -1,5 +1,5 @@
 // append_kv on this arch, for every layout, TOKENS to a workgroup.
-#include "cdna/wave.hpp"
+#include "cdna/common/wave.hpp"
 #include "common/append_kv.hpp"
 
 namespace {

@@ -1,6 +1,6 @@
 // Dense decode on gfx950 from a cache of OCP e4m3. Macros of an instance: QUERY bf16 or fp8, WEIGHT bf16 or, with fp8
 // queries, fp8, ROWS 16 to 128.
-#include "cdna/wide_decode.hpp"
+#include "cdna/decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/policy.hpp"
 
 using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::QUERY>, ROWS, mla::LATENT + mla::ROPE, false>;

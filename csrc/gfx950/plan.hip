@@ -1,5 +1,5 @@
 // plan on this arch: STEP is search, balanced or uniform.
-#include "cdna/wave.hpp"
+#include "cdna/common/wave.hpp"
 #include "common/plan.hpp"
 
 namespace {

@@ -1,7 +1,7 @@
 // Everything in which gfx950 (CDNA4) differs from its siblings, for the shared pipelines.
 #pragma once
 
-#include "cdna/types.hpp"
+#include "cdna/common/types.hpp"
 #include "common/kv_format.hpp"
 
 namespace gfx950 {

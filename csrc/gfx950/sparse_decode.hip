@@ -1,5 +1,5 @@
 // Sparse decode on gfx950. Macros of an instance: LAYOUT as below, ROWS 16 to 128.
-#include "cdna/sparse_decode.hpp"
+#include "cdna/sparse_decode/mainloop_qk.hpp"
 #include "gfx950/sparse_policy.hpp"
 
 namespace {

@@ -1,13 +1,13 @@
 // One kernel per building block of csrc/cdna: each exposes what the block does to one wave, or to one workgroup.
-#include "cdna/attention_tile.hpp"
-#include "cdna/convert.hpp"
-#include "cdna/converted_stage.hpp"
-#include "cdna/key_groups.hpp"
-#include "cdna/lds.hpp"
-#include "cdna/matrix.hpp"
-#include "cdna/query.hpp"
-#include "cdna/rope.hpp"
-#include "cdna/row_stage.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/common/convert.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
+#include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
+#include "cdna/common/lds.hpp"
+#include "cdna/common/mfma_16x16x16.hpp"
+#include "cdna/decode/query.hpp"
+#include "cdna/common/rope.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
 #include "gfx942/policy.hpp"
 
 using namespace cdna;

@@ -1,7 +1,7 @@
 // One kernel per building block that csrc/cdna has for CDNA4: matrix instructions, and tiles of keys as both products read them.
-#include "cdna/copy.hpp"
-#include "cdna/slot_ring.hpp"
-#include "cdna/wide_matrix.hpp"
+#include "cdna/common/lds_copy.hpp"
+#include "cdna/decode/mfma_16x16x32/producer_lds_ring.hpp"
+#include "cdna/common/mfma_16x16x32.hpp"
 #include "gfx950/policy.hpp"
 
 using namespace cdna;

@@ -1,0 +1,47 @@
+// Values that travel between the lanes of a wave.
+#pragma once
+
+#include "cdna/common/types.hpp"
+
+namespace cdna {
+
+MLA_DEVICE float lane_value(float x, int lane) {
+  return mla::bit_cast<float>(__builtin_amdgcn_ds_bpermute(lane * 4, mla::bit_cast<int>(x)));
+}
+
+MLA_DEVICE const char* lane_value(const char* x, int lane) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(x);
+  const uint32_t low = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits)));
+  const uint32_t high = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits >> 32)));
+  return reinterpret_cast<const char*>(static_cast<uint64_t>(high) << 32 | low);
+}
+
+// A value that is the same in all lanes, for the compiler to keep in a scalar register.
+MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
+
+// True in every lane when `condition` holds in any.
+MLA_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
+
+// The maximum and the sum over the four lanes that share a column (lanes l, l ^ 16, l ^ 32, l ^ 48), in all of them.
+// The order of the additions is the same in each, so their sums are the same bits.
+MLA_DEVICE float max_over_groups(float x, const Lane& lane) {
+  x = __builtin_fmaxf(x, lane_value(x, lane.index ^ 16));
+  return __builtin_fmaxf(x, lane_value(x, lane.index ^ 32));
+}
+MLA_DEVICE float sum_over_groups(float x, const Lane& lane) {
+  x += lane_value(x, lane.index ^ 16);
+  return x + lane_value(x, lane.index ^ 32);
+}
+
+// The value one lane holds, in scalar registers.
+MLA_DEVICE uint32_t broadcast(uint32_t x, int lane) {
+  return static_cast<uint32_t>(__builtin_amdgcn_readlane(static_cast<int>(x), lane));
+}
+MLA_DEVICE const char* broadcast(const char* p, int lane) {
+  const uint64_t bits = reinterpret_cast<uint64_t>(p);
+  const uint64_t low = broadcast(static_cast<uint32_t>(bits), lane);
+  const uint64_t high = broadcast(static_cast<uint32_t>(bits >> 32), lane);
+  return reinterpret_cast<const char*>(high << 32 | low);
+}
+
+}  // namespace cdna

@@ -1,0 +1,106 @@
+// Which keys of which sequence a workgroup attends to.
+#pragma once
+
+#include "cdna/common/cross_lane.hpp"
+#include "common/params/decode.hpp"
+#include "common/params/sparse_decode.hpp"
+#include "common/plan_header.hpp"
+#include "common/work_item.hpp"
+
+namespace cdna {
+
+// Whose items a list has. `word` is what becomes of a word of the plan, which is the same in all lanes. decode leaves
+// it where the compiler likes: in scalar registers it takes 5 to 20 instructions more (LLVM 22; gfx942 with 16 rows of
+// 16-bit values takes 12 fewer). sparse_decode says so: else it is kept in vector registers, up to 5 more of them.
+struct DecodeSequences {
+  using Params = mla::DecodeParams;
+  MLA_DEVICE static int count(const Params& p) { return p.batch; }
+  MLA_DEVICE static int word(int x) { return x; }
+};
+struct SparseQueryTokens {
+  using Params = mla::SparseDecodeParams;
+  MLA_DEVICE static int count(const Params& p) { return p.tokens; }
+  MLA_DEVICE static int word(int x) { return uniform(x); }
+};
+
+// The items of one workgroup. With a plan: those of every workers-th worker of the plan, so any number of workgroups
+// does all of it. Without: every workers-th of `num_splits` cuts per sequence, equal ones or of split_size keys.
+template <class Sequences>
+class WorkList {
+  using Params = typename Sequences::Params;
+
+ public:
+  MLA_DEVICE WorkList(const Params& p, int workgroup) : worker_(workgroup), next_(0), end_(0) {
+    if (p.plan) {
+      open_worker(p);
+    } else {
+      next_ = workgroup;
+      end_ = Sequences::count(p) * p.num_splits;
+    }
+  }
+
+  MLA_DEVICE bool more() const { return next_ < end_; }
+
+  // The sequence of the next item.
+  MLA_DEVICE int sequence(const Params& p) const {
+    if (p.plan) return Sequences::word(item_words(p)[0]);
+    return static_cast<int>(static_cast<uint32_t>(next_) / static_cast<uint32_t>(p.num_splits));
+  }
+
+  // The next item; `keys_of(sequence)` says how many keys its sequence has.
+  template <class KeysOf>
+  MLA_DEVICE mla::WorkItem take(const Params& p, const KeysOf& keys_of) {
+    mla::WorkItem item;
+    if (p.plan) {
+      const int32_t* words = item_words(p);
+      item = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
+                           Sequences::word(words[3])};
+      if (++next_ == end_) {
+        worker_ += p.workers;
+        open_worker(p);
+      }
+    } else {
+      item.sequence = sequence(p);
+      const int split = next_ - item.sequence * p.num_splits;
+      const int cut = p.split_size > 0 ? p.split_size : equal_cut(p, keys_of(item.sequence));
+      item.first_key = split * cut;
+      item.end_key = split + 1 == p.num_splits ? OPEN : item.first_key + cut;
+      item.partial_row = p.num_splits > 1 ? next_ : -1;
+      next_ += p.workers;
+    }
+    const int keys = keys_of(item.sequence);
+    item.end_key = item.end_key < keys ? item.end_key : keys;
+    return item;
+  }
+
+ private:
+  static constexpr int OPEN = 0x7fffffff;
+  static constexpr uint32_t CUT_STEP = 64;  // keys; the granule of equal cuts
+
+  MLA_DEVICE static int equal_cut(const Params& p, int keys) {
+    const uint32_t splits = static_cast<uint32_t>(p.num_splits);
+    const uint32_t even = (static_cast<uint32_t>(keys) + splits - 1) / splits;
+    return static_cast<int>(even < 1 ? CUT_STEP : (even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
+  }
+
+  MLA_DEVICE const int32_t* item_words(const Params& p) const {
+    const int items = Sequences::word(p.plan[mla::PlanHeader::items]);
+    return p.plan + items + static_cast<int64_t>(next_) * mla::PlanHeader::item_words;
+  }
+
+  // The first worker with items from worker_ on, in steps of the launch's workgroups.
+  MLA_DEVICE void open_worker(const Params& p) {
+    const int32_t* bounds = p.plan + Sequences::word(p.plan[mla::PlanHeader::work_indptr]);
+    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); worker_ < workers;
+         worker_ += p.workers) {
+      next_ = Sequences::word(bounds[worker_]);
+      end_ = Sequences::word(bounds[worker_ + 1]);
+      if (next_ < end_) return;
+    }
+    next_ = end_;
+  }
+
+  int worker_, next_, end_;
+};
+
+}  // namespace cdna

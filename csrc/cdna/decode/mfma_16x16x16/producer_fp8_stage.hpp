@@ -1,0 +1,96 @@
+// Stages for a cache in fp8: rows are copied as they are stored, and each wave converts the four keys that it copied
+// into a StagedTile of bf16 before the barrier, so each value is converted once per workgroup.
+//
+// Two raw slots per wave are filled ahead and read by their own wave alone; two converted stages are shared.
+#pragma once
+
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/common/convert.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
+
+namespace cdna {
+
+template <class Policy, class Problem>
+class ConvertedStages {
+  static_assert(Problem::row_bytes == mla::LATENT + mla::ROPE, "converted stages: rows of 576 fp8 values");
+  using Addresses = RowAddresses<FourShortRows::pitch>;
+  static constexpr int raw_slots = 2;
+
+ public:
+  static constexpr int stages = 2;
+  static constexpr int ahead = raw_slots;
+  static constexpr int waves = Policy::waves;
+  static constexpr int stage_bytes = StagedTile::rope + StagedTile::rope_bytes;
+  static constexpr int raw = stages * stage_bytes;
+  static constexpr int pages = raw + waves * raw_slots * FourShortRows::bytes;
+  static constexpr int bytes = pages + waves * Addresses::bytes;
+  static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
+
+  MLA_DEVICE ConvertedStages(const mla::KvSource& source, const mla::WorkItem& item, const float*, int tiles,
+                             LdsBytes lds, const Lane& lane, int wave)
+      : addresses_(source, item.first_key, item.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
+        lane_(lane),
+        lds_(lds),
+        wave_(wave),
+        tiles_(tiles) {
+    addresses_.fetch(0);
+  }
+
+  // Begins to copy the wave's four rows of a tile into a raw slot; tiles in order. Before the first, every load of the
+  // wave must have arrived.
+  MLA_DEVICE void copy(int tile, int) {
+    if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
+      const int block = tile / Addresses::block_tiles;
+      addresses_.enter(block);
+      if (tile + Addresses::block_tiles < tiles_) addresses_.fetch(block + 1);
+    }
+    const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
+                                 addresses_.uniform(tile, 3)};
+    const int rope = lane_.group * FourShortRows::pitch + mla::LATENT + lane_.column * 4 - 4 * FourShortRows::pitch;
+    FourShortRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), addresses_.of_group(tile, lane_) + rope,
+                        static_cast<uint32_t>(reinterpret_cast<uintptr_t>(raw_slot(tile))));
+  }
+
+  // Returns when this wave's part of `tile` lies converted in its stage.
+  MLA_DEVICE void wait(int tile, int stage_at) const {
+    wait_copies<copies*(ahead - 1)>();
+    if (tile + 1 == tiles_) wait_copies<0>();
+    convert(tile, stage_at);
+  }
+
+  // The wave's part of a tile that has landed, as bf16 into a stage.
+  MLA_DEVICE void convert(int tile, int stage_at) const { convert(raw_slot(tile), lds_ + stage_at); }
+
+  // First of the bytes that no other wave touches; they are free until the first copy.
+  MLA_DEVICE static int own(int wave) { return raw + wave * raw_slots * FourShortRows::bytes; }
+
+  // A stage is named by its first byte.
+  MLA_DEVICE static int stage_after(int stage_at) { return stage_bytes - stage_at; }
+
+ private:
+  MLA_DEVICE LdsBytes raw_slot(int tile) const { return lds_ + own(wave_) + tile % raw_slots * FourShortRows::bytes; }
+
+  // A lane takes key 4 * wave + group: eight columns of each 128, and four of the rope part.
+  MLA_DEVICE void convert(LdsBytes from, LdsBytes stage) const {
+    const LdsBytes row = from + lane_.group * FourShortRows::pitch + lane_.column * 8;
+    const LdsBytes to = stage + (4 * wave_ + lane_.group) * StagedTile::pitch + lane_.column * 16;
+    u32x2 eight[OUTPUT_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b) eight[b] = lds_read8(row + b * BLOCK_COLUMNS);
+    const uint32_t four = lds_read_word(from + 4 * FourShortRows::pitch + lane_.index * 4);
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b) lds_write16(to + b * BLOCK_COLUMNS * 2, fp8_to_bf16(eight[b]));
+    const int slot = lane_.column % 8 / 2 ^ (4 * wave_ + lane_.group) / 2 % 4;
+    lds_write8(stage + StagedTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
+                   lane_.column % 2 * 8,
+               fp8_to_bf16(four));
+  }
+
+  Addresses addresses_;
+  const Lane& lane_;
+  LdsBytes lds_;
+  int wave_;
+  int tiles_;
+};
+
+}  // namespace cdna

@@ -1,0 +1,85 @@
+// One 16-row tile of queries against 16 keys: scores, softmax, values.
+//
+// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane
+// owns one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right
+// operand of the second product: P never leaves its lane.
+#pragma once
+
+#include "cdna/common/accum_registers.hpp"
+#include "cdna/common/cross_lane.hpp"
+#include "cdna/common/mfma_16x16x16.hpp"
+#include "cdna/common/transpose.hpp"
+#include "common/online_softmax.hpp"
+#include "common/problem.hpp"
+
+namespace cdna {
+
+constexpr int BLOCK_COLUMNS = 128;  // output columns that one transposed read brings
+constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
+constexpr int BLOCK_TILES = 8;
+
+// O^T of 16 rows. tile[b][t]: element r of a lane is column 128 b + 8 * (4 * lane.group + r) + t of row lane.column.
+struct OutputTile {
+  f32x4 tile[OUTPUT_BLOCKS][BLOCK_TILES];
+
+  MLA_DEVICE void clear() {
+    const float zero = mla::bit_cast<float>(rederived(0));  // a constant would be kept in registers between items
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b)
+#pragma unroll
+      for (int t = 0; t < BLOCK_TILES; ++t) tile[b][t] = f32x4{zero, zero, zero, zero};
+  }
+  // The last `ordinary` tiles are kept in ordinary registers by their owner.
+  template <int ordinary = 0>
+  MLA_DEVICE void scale(float factor) {
+#pragma unroll
+    for (int n = 0; n < OUTPUT_BLOCKS * BLOCK_TILES; ++n) {
+      f32x4& x = tile[n / BLOCK_TILES][n % BLOCK_TILES];
+      const bool accumulated = n < OUTPUT_BLOCKS * BLOCK_TILES - ordinary;
+      if (accumulated) keep_accumulated(x);
+      x *= factor;
+      if (accumulated) keep_accumulated(x);
+      if (n % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
+    }
+  }
+};
+
+// Softmax of one tile's scores. Element r of a lane is key `first_key` + 4 * lane.group + r.
+template <class Policy, class Element>
+struct Weights {
+  // Scores of keys the row may not see become -inf.
+  MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& kept) {
+    const Lane lane = kept.rederived();
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float score = scores[r];
+      scores[r] = first_key + 4 * lane.group + r < visible ? score : mla::MINUS_INFINITY;
+    }
+    return scores;
+  }
+
+  MLA_DEVICE static float largest(f32x4 scores) {
+    return __builtin_fmaxf(__builtin_fmaxf(scores[0], scores[1]), __builtin_fmaxf(scores[2], scores[3]));
+  }
+
+  // A new reference for the row, not below any score; the factor for what was accumulated so far.
+  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& kept) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, kept.rederived()) * scale);
+    const float factor = Policy::exp2(row.max - max);
+    row.max = max;
+    row.sum *= factor;
+    return factor;
+  }
+
+  // P^T as a right operand: four keys of one row. The lane's part of the sum stays in the lane.
+  MLA_DEVICE static u32x2 weights(f32x4 scores, float scale, mla::RowSoftmax& row) {
+    const float p0 = Policy::exp2(__builtin_fmaf(scores[0], scale, -row.max));
+    const float p1 = Policy::exp2(__builtin_fmaf(scores[1], scale, -row.max));
+    const float p2 = Policy::exp2(__builtin_fmaf(scores[2], scale, -row.max));
+    const float p3 = Policy::exp2(__builtin_fmaf(scores[3], scale, -row.max));
+    row.sum += (p0 + p1) + (p2 + p3);
+    return u32x2{Policy::template pack_weights<Element>(p0, p1), Policy::template pack_weights<Element>(p2, p3)};
+  }
+};
+
+}  // namespace cdna

@@ -1,0 +1,97 @@
+// The second product of sparse decode: a wave's columns of the output, and what weights and values add to them.
+#pragma once
+
+#include "cdna/common/accum_registers.hpp"
+#include "cdna/common/lds.hpp"
+#include "cdna/common/mfma_16x16x32.hpp"
+#include "common/problem.hpp"
+
+namespace cdna {
+
+template <class Record, class Shape, class Tile>
+class SparseValues {
+  static constexpr int row_tiles = Shape::row_tiles;
+  static constexpr int key_steps = Shape::keys / 32;
+  using Matrix = Matrix16x16x32<mla::bf16>;
+
+ public:
+  static constexpr int column_tiles = mla::VALUE_DIM / 16 / Shape::waves;
+  // Tile [r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
+  using Output = f32x4[row_tiles][column_tiles];
+
+  // O^T += V^T P^T. A lane's places in LDS: `weights` of its weights, `first_column` of its values within a tile; that
+  // by reference: by value LLVM 22 orders the reads of one kernel otherwise.
+  MLA_DEVICE static void add(Output& output, uint32_t weights, uint32_t tile, const uint32_t& first_column) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) add_part(output, part, weights, tile, first_column);
+  }
+
+  MLA_DEVICE static void rescale(Output& output, int r, float factor) {
+#pragma unroll
+    for (int i = 0; i < column_tiles; ++i) {
+      f32x4& x = output[r][i];
+      if (!ordinary(r, i)) keep_accumulated(x);
+      x *= factor;
+      if (!ordinary(r, i)) keep_accumulated(x);
+      if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through ordinary registers at once
+    }
+  }
+
+ private:
+  static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns
+  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;  // pairs read at once
+  static constexpr int groups = pairs / group;
+  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read
+  // twice.
+  static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;
+  static constexpr int part_tiles = row_tiles / parts;
+
+  MLA_DEVICE static void add_part(Output& output, int part, uint32_t weights, uint32_t tile,
+                                  const uint32_t& first_column) {
+    u32x4 weight[part_tiles][key_steps];
+#pragma unroll
+    for (int r = 0; r < part_tiles; ++r)
+#pragma unroll
+      for (int k = 0; k < key_steps; ++k)
+        weight[r][k] = lds_read16(lds_place(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
+    u32x4 values[2][group];
+    read_values(tile, first_column, 0, values[0]);
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      if (g + 1 < groups) {
+        read_values(tile, first_column, g + 1, values[(g + 1) % 2]);
+        wait_lds<2 * group>();
+      } else {
+        wait_lds<0>();
+      }
+#pragma unroll
+      for (int i = 0; i < group; ++i) {
+        const int pair = g * group + i, column = pair % column_tiles;
+#pragma unroll
+        for (int r = 0; r < part_tiles; ++r) {
+          f32x4& sum = output[part * part_tiles + r][column];
+          if (ordinary(part * part_tiles + r, column)) keep_ordinary(sum);
+          sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
+        }
+      }
+    }
+  }
+  // By transposed reads: column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and 16 more.
+  MLA_DEVICE static void read_values(uint32_t tile, const uint32_t& first_column, int g, u32x4 (&values)[group]) {
+#pragma unroll
+    for (int i = 0; i < group; ++i) {
+      const int pair = g * group + i, column = pair % column_tiles, k = pair / column_tiles;
+      const uint32_t at = ((tile + first_column) ^ (column % 4 * 32)) + column / 4 * 1024 + k * 4 * Tile::group_bytes;
+      const u32x2 low = read_columns(at), high = read_columns(at + 2 * Tile::group_bytes);
+      values[i] = u32x4{low[0], low[1], high[0], high[1]};
+    }
+  }
+  MLA_DEVICE static u32x2 read_columns(uint32_t at) {
+    return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_place(at)));
+  }
+
+  // Output that is kept in ordinary registers: 128 rows would leave no accumulation register for scores.
+  MLA_DEVICE static constexpr bool ordinary(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
+};
+
+}  // namespace cdna

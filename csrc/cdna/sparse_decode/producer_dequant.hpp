@@ -1,0 +1,122 @@
+// A wave's part of gathering selected tokens: indices a block of tiles ahead, addresses for a block at once, rows a
+// tile ahead, and the step that leaves them dequantised in LDS, once for the whole workgroup.
+#pragma once
+
+#include "cdna/common/cross_lane.hpp"
+#include "cdna/sparse_decode/kv_format.hpp"
+#include "common/work_item.hpp"
+
+namespace cdna {
+
+// `keys` to a tile; wave w brings keys w * wave_keys + 0..wave_keys-1 of each.
+template <class Record, int keys, int waves>
+class SparseGather {
+ public:
+  using Tile = SlottedTile<2, Record::qk_dim * 2, keys>;
+  static constexpr int wave_keys = keys / waves;
+  static constexpr int groups = wave_keys / 8;
+  static constexpr int block_tiles = WAVE / wave_keys;  // whose addresses are found at once
+  static constexpr int place_bytes = Record::apart ? 16 : 8;
+  static constexpr int lds_bytes = WAVE * place_bytes;  // of a wave: addresses of a block
+  static_assert(wave_keys == 8 || wave_keys == 16, "sparse gather: eight or sixteen keys to a wave");
+
+  MLA_DEVICE SparseGather(const SparseSelection& selection, const mla::WorkItem& item, uint32_t lds, int wave)
+      : selection_(selection),
+        first_key_(item.first_key + wave * wave_keys),
+        end_key_(item.end_key),
+        wave_(wave),
+        lds_(lds),
+        places_(GatherPlaces::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
+    fetch(0);
+    enter(0);
+    fetch(1);
+  }
+
+  // Finds the rows of a tile, and begins to load them; tiles in order.
+  MLA_DEVICE void load(int tile) {
+    if (tile > 0 && tile % block_tiles == 0) {
+      enter(tile / block_tiles);
+      fetch(tile / block_tiles + 1);
+    }
+    const int in_block = tile % block_tiles * wave_keys;
+    valid_ = static_cast<uint32_t>(block_valid_ >> in_block) & ((1u << wave_keys) - 1);
+    const GatherLane lane(static_cast<uint32_t>(rederived(Lane::current().index)));
+    uint64_t row[groups], scales[groups];
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      const LdsBytes at = lds_place(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
+      if constexpr (Record::apart) {
+        const u32x4 both = lds_read16(at);
+        row[g] = join(both[0], both[1]);
+        scales[g] = join(both[2], both[3]);
+      } else {
+        const u32x2 one = lds_read8(at);
+        row[g] = join(one[0], one[1]);
+        scales[g] = 0;
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < groups; ++g) Record::load_half(raw_[g], row[g], lane);
+#pragma unroll
+    for (int g = 0; g < groups; ++g) Record::load(raw_[g], row[g], scales[g], lane);
+  }
+
+  // One of the `pieces` in which the loaded rows go as bf16 into a tile that begins at `at`.
+  static constexpr int pieces = groups * Record::pieces;
+  MLA_DEVICE void store(int piece, uint32_t at) const {
+    const int g = piece / Record::pieces, eight = wave_ * groups + g;
+    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes,
+                  places_.turned(static_cast<uint32_t>(eight) % 2));
+  }
+
+  // Bit k: whether the wave's key k of the tile that was loaded last is there.
+  MLA_DEVICE uint32_t valid() const { return valid_; }
+
+ private:
+  MLA_DEVICE static uint64_t join(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
+
+  MLA_DEVICE int key(int block) const {
+    const int lane = rederived(Lane::current().index);
+    return first_key_ + (block * block_tiles + lane / wave_keys) * keys + lane % wave_keys;
+  }
+
+  // Begins to read the indices of a block: a key to a lane.
+  MLA_DEVICE void fetch(int block) {
+    const int mine = key(block);
+    index_ = -1;
+    if (mine < end_key_) index_ = selection_.index_of(mine);
+  }
+
+  // The indices of the block have arrived: addresses, for all lanes of the wave to read.
+  MLA_DEVICE void enter(int block) {
+    const int lane = rederived(Lane::current().index);
+    const int mine = key(block);
+    const SelectedToken token = selection_.token_of(mine, index_);
+    const bool valid = mine < end_key_ && token.valid;
+    block_valid_ = __builtin_amdgcn_ballot_w64(valid);
+    const uint64_t row = valid ? Record::row_at(token) : no_token();
+    wave_lds_fence();
+    const LdsBytes at = lds_place(lds_ + lane * place_bytes);
+    if constexpr (Record::apart) {
+      const uint64_t scales = valid ? Record::scales_at(token) : no_token();
+      lds_write16(at, u32x4{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), static_cast<uint32_t>(scales),
+                            static_cast<uint32_t>(scales >> 32)});
+    } else {
+      lds_write8(at, u32x2{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32)});
+    }
+    wave_lds_fence();
+  }
+
+  const SparseSelection selection_;
+  int first_key_;  // the wave's first of the item
+  int end_key_;
+  int wave_;
+  uint32_t lds_;
+  const GatherPlaces places_;
+  int index_;             // of the lane's key of the next block
+  uint64_t block_valid_;  // bit l: the key of lane l of this block
+  uint32_t valid_;
+  typename Record::Raw raw_[groups];
+};
+
+}  // namespace cdna
