@@ -19,11 +19,11 @@ struct Policy {
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
-  MLA_DEVICE static uint32_t pack_weights(float low, float high);
+  MLA_DEVICE static uint32_t pack_p(float low, float high);
 
   // What rounding left of two values: truncated, which is 2^-16 of them and keeps every NaN.
   template <class Element>
-  MLA_DEVICE static uint32_t pack_rest(float low, float high);
+  MLA_DEVICE static uint32_t pack_residual(float low, float high);
 };
 
 template <>
@@ -35,15 +35,15 @@ MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
   return cdna::pack_fp16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) {
-  return cdna::pack_weights_bf16(low, high);
+MLA_DEVICE uint32_t Policy::pack_p<mla::bf16>(float low, float high) {
+  return cdna::pack_p_bf16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_rest<mla::bf16>(float low, float high) {
+MLA_DEVICE uint32_t Policy::pack_residual<mla::bf16>(float low, float high) {
   return cdna::truncate_to_bf16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) {
+MLA_DEVICE uint32_t Policy::pack_p<mla::fp16>(float low, float high) {
   return cdna::pack_fp16(low, high);
 }
 

@@ -18,13 +18,13 @@ struct Policy {
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
-  MLA_DEVICE static uint32_t pack_weights(float low, float high) {
+  MLA_DEVICE static uint32_t pack_p(float low, float high) {
     return pack<Element>(low, high);
   }
 
   // What rounding left of two values.
   template <class Element>
-  MLA_DEVICE static uint32_t pack_rest(float low, float high) {
+  MLA_DEVICE static uint32_t pack_residual(float low, float high) {
     return pack<Element>(low, high);
   }
 

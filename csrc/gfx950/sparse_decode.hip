@@ -4,12 +4,12 @@
 
 namespace {
 using Policy = gfx950::SparsePolicy;
-using dsv4 = cdna::Dsv4Record<Policy>;
-using v32 = cdna::V32Record<Policy, cdna::ByFactor>;
-using v32pow2 = cdna::V32Record<Policy, cdna::ByPowerOfTwo>;
-using bf16x512 = cdna::Bf16Record<512>;
-using bf16x576 = cdna::Bf16Record<576>;
-using Decode = cdna::SparseDecode<Policy, LAYOUT, cdna::SparseShape<ROWS / 16>>;
+using dsv4 = cdna::Dsv4Format<Policy>;
+using v32 = cdna::V32Format<Policy, cdna::ScaleDequant>;
+using v32pow2 = cdna::V32Format<Policy, cdna::Pow2Dequant>;
+using bf16x512 = cdna::Bf16Format<512>;
+using bf16x576 = cdna::Bf16Format<576>;
+using Decode = cdna::SparseDecode<Policy, LAYOUT, cdna::WavePartition<ROWS / 16>>;
 }  // namespace
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::SparseDecodeParams) {

@@ -31,7 +31,7 @@ MLA_DEVICE void matrix(const Arrays& p) {
     left[k] = a[lane.column * 16 + 4 * lane.group + k];
     right[k] = b[(4 * lane.group + k) * 16 + lane.column];
   }
-  const f32x4 d = Matrix16x16x16<Element>::multiply(u32x2{left[0] | left[1] << 16, left[2] | left[3] << 16},
+  const f32x4 d = Mfma16x16x16<Element>::multiply(u32x2{left[0] | left[1] << 16, left[2] | left[3] << 16},
                                                     u32x2{right[0] | right[1] << 16, right[2] | right[3] << 16},
                                                     f32x4{0.0f, 0.0f, 0.0f, 0.0f});
   for (int r = 0; r < 4; ++r) static_cast<float*>(p.out)[(4 * lane.group + r) * 16 + lane.column] = d[r];
@@ -62,7 +62,7 @@ MLA_KERNEL(64, 1) void cross_lane(Arrays p) {
   const Lane lane = Lane::current();
   const float x = static_cast<const float*>(p.in)[lane.index];
   const uint32_t five = broadcast(mla::bit_cast<uint32_t>(x), 5);
-  static_cast<f32x4*>(p.out)[lane.index] = f32x4{lane_value(x, 63 - lane.index), max_over_groups(x, lane),
+  static_cast<f32x4*>(p.out)[lane.index] = f32x4{shuffle(x, 63 - lane.index), max_over_groups(x, lane),
                                                  sum_over_groups(x, lane), mla::bit_cast<float>(five)};
 }
 
@@ -72,17 +72,17 @@ MLA_KERNEL(64, 1) void convert(Arrays p) {
   const float low = static_cast<const float*>(p.in)[lane * 2], high = static_cast<const float*>(p.in)[lane * 2 + 1];
   uint32_t* out = static_cast<uint32_t*>(p.out) + lane * 3;
   out[0] = Policy::pack<mla::bf16>(low, high);
-  out[1] = Policy::pack_weights<mla::bf16>(low, high);
+  out[1] = Policy::pack_p<mla::bf16>(low, high);
   out[2] = Policy::pack<mla::fp16>(low, high);
 }
 
 // in[16][512] 16-bit values -> out: the tile by columns, [4 blocks][4 keys j][64 lanes][8].
 MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentTile::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile::bytes];
   const LdsBytes lds = (LdsBytes)memory;
   const Lane lane = Lane::current();
-  const KeyPlaces keys(lane);
-  const ColumnPlaces columns(lane);
+  const ChunkLdsMap keys(lane);
+  const ColumnLdsMap columns(lane);
   for (int c = 0; c < 16; ++c) {
     lds_write16(lds + keys.of(c), static_cast<const u32x4*>(p.in)[lane.column * 64 + c * 4 + lane.group]);
   }
@@ -104,7 +104,7 @@ MLA_KERNEL(64, 1) void softmax(Arrays p) {
     f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
     if (tile == 1) scores = Softmax::mask(scores, 0, 16 - lane.column, lane);   // row r sees 16 - r keys of the second
     const float largest = Softmax::largest(scores);
-    if (any_lane(row.exceeded_by(largest * 0.5f))) Softmax::raise_reference(row, largest, 0.5f, lane);
+    if (any_lane(row.exceeded_by(largest * 0.5f))) Softmax::raise_max(row, largest, 0.5f, lane);
     static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::weights(scores, 0.5f, row);
     static_cast<float*>(p.out2)[tile * 64 + lane.index] = row.max;
   }
@@ -115,14 +115,14 @@ MLA_KERNEL(64, 1) void softmax(Arrays p) {
 MLA_KERNEL(64, 1) void rope(Arrays p) {
   const Lane lane = Lane::current();
   u32x4 first = static_cast<const u32x4*>(p.in)[lane.index * 2], second = static_cast<const u32x4*>(p.in)[lane.index * 2 + 1];
-  u32x4 rest[2];
-  ChunkTurns::load(static_cast<const float*>(p.in2) + lane.column * TURN_FLOATS + lane.group * 8)
-      .turn<Policy, mla::bf16>(first, second, rest);
+  u32x4 residual[2];
+  ChunkRope::load(static_cast<const float*>(p.in2) + lane.column * COS_SIN_FLOATS + lane.group * 8)
+      .rotate<Policy, mla::bf16>(first, second, residual);
   u32x4* out = static_cast<u32x4*>(p.out) + lane.index * 4;
   out[0] = first;
   out[1] = second;
-  out[2] = rest[0];
-  out[3] = rest[1];
+  out[2] = residual[0];
+  out[3] = residual[1];
 }
 
 struct StageArrays {
@@ -152,20 +152,20 @@ MLA_DEVICE void stages(const StageArrays& a) {
   const Lane lane = Lane::current();
   const int wave = wave_id();
   const mla::KvSource source(p, element_bytes, 0);
-  const StagedPlaces places(lane);
+  const KvStageReadMap places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
   Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
-  wait_loads();
+  wait_all_loads();
   int filled = 0, used = 0;
   for (int n = 0; n < Stages::ahead && n < count; ++n) {
     ring.copy(n, filled);
-    filled = Stages::stage_after(filled);
+    filled = Stages::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     ring.wait(n, used);
     mla::block_sync();
     if (n + Stages::ahead < count) ring.copy(n + Stages::ahead, filled);
-    filled = Stages::stage_after(filled);
+    filled = Stages::next_stage(filled);
     if (wave == 0) {
       for (int c = 0; c < (rotate ? 20 : 18); ++c) {
         static_cast<u32x4*>(a.chunks)[(n * 20 + c) * 64 + lane.index] = lds_read16(lds + used + places.of_chunk(c));
@@ -177,15 +177,15 @@ MLA_DEVICE void stages(const StageArrays& a) {
         }
       }
     }
-    used = Stages::stage_after(used);
+    used = Stages::next_stage(used);
   }
 }
 using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
 using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
 using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
-MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<RowStages<Policy, Plain>, false, 2>(a); }
-MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<RowStages<Policy, Rotated>, true, 2>(a); }
-MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<ConvertedStages<Policy, Fp8>, false, 1>(a); }
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Policy, Plain>, false, 2>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<KvStageProducer<Policy, Rotated>, true, 2>(a); }
+MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8StageProducer<Policy, Fp8>, false, 1>(a); }
 
 // in[4 waves][2 tiles][32][64][4] floats of output, in2[4][2][2][64]: max and sum -> out, out2: the same, merged by two
 // groups of two waves.
@@ -193,7 +193,7 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
   static MLA_SHARED __attribute__((aligned(1024))) char memory[4 * 8192 + 4 * 256];
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  OutputTile output[2];
+  AccumO output[2];
   mla::RowSoftmax softmax[2];
   for (int r = 0; r < 2; ++r) {
     const float* statistics = static_cast<const float*>(p.in2) + (wave * 2 + r) * 2 * WAVE + lane.index;

@@ -26,7 +26,7 @@ MLA_DEVICE float roundable(float factor) {
 }
 
 // Ties away from zero, one addition per value: the bound (half a unit) is that of round_to_bf16.
-MLA_DEVICE uint32_t pack_weights_bf16(float low, float high) {
+MLA_DEVICE uint32_t pack_p_bf16(float low, float high) {
   return __builtin_amdgcn_perm(mla::bit_cast<uint32_t>(high) + 0x8000, mla::bit_cast<uint32_t>(low) + 0x8000,
                                0x07060302);
 }

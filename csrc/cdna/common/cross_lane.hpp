@@ -5,11 +5,11 @@
 
 namespace cdna {
 
-MLA_DEVICE float lane_value(float x, int lane) {
+MLA_DEVICE float shuffle(float x, int lane) {
   return mla::bit_cast<float>(__builtin_amdgcn_ds_bpermute(lane * 4, mla::bit_cast<int>(x)));
 }
 
-MLA_DEVICE const char* lane_value(const char* x, int lane) {
+MLA_DEVICE const char* shuffle(const char* x, int lane) {
   const uint64_t bits = reinterpret_cast<uint64_t>(x);
   const uint32_t low = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits)));
   const uint32_t high = static_cast<uint32_t>(__builtin_amdgcn_ds_bpermute(lane * 4, static_cast<int>(bits >> 32)));
@@ -25,12 +25,12 @@ MLA_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w64(co
 // The maximum and the sum over the four lanes that share a column (lanes l, l ^ 16, l ^ 32, l ^ 48), in all of them.
 // The order of the additions is the same in each, so their sums are the same bits.
 MLA_DEVICE float max_over_groups(float x, const Lane& lane) {
-  x = __builtin_fmaxf(x, lane_value(x, lane.index ^ 16));
-  return __builtin_fmaxf(x, lane_value(x, lane.index ^ 32));
+  x = __builtin_fmaxf(x, shuffle(x, lane.index ^ 16));
+  return __builtin_fmaxf(x, shuffle(x, lane.index ^ 32));
 }
 MLA_DEVICE float sum_over_groups(float x, const Lane& lane) {
-  x += lane_value(x, lane.index ^ 16);
-  return x + lane_value(x, lane.index ^ 32);
+  x += shuffle(x, lane.index ^ 16);
+  return x + shuffle(x, lane.index ^ 32);
 }
 
 // The value one lane holds, in scalar registers.

@@ -28,7 +28,7 @@ MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<ML
 // Returns when at most `outstanding` LDS operations of this wave have not finished. The compiler counts them too and
 // would wait before each first use; one wait for a group of reads is one instruction instead of one per read.
 template <int outstanding>
-MLA_DEVICE void wait_lds() {
+MLA_DEVICE void wait_lgkmcnt() {
   constexpr int no_other_wait = 0xc07f;  // vmcnt 63, expcnt 7
   __builtin_amdgcn_sched_barrier(0);     // or reads drift behind the wait that counts on them being issued
   __builtin_amdgcn_s_waitcnt(no_other_wait | outstanding << 8);
@@ -43,7 +43,7 @@ MLA_DEVICE void wave_lds_fence() {
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
 }
 
-struct LatentTile {
+struct LatentLdsTile {
   static constexpr int keys = 16;
   static constexpr int row_bytes = 1024;
   static constexpr int bytes = keys * row_bytes;
@@ -52,42 +52,42 @@ struct LatentTile {
   MLA_DEVICE static int slot_offset(int key, int slot) { return key * row_bytes + (slot ^ (key & 7)) * slot_bytes; }
 };
 
-// A lane's places in a LatentTile when it holds one key: 32-column chunk c of key lane.column, columns 8 * lane.group.
-struct KeyPlaces {
+// A lane's places in a LatentLdsTile when it holds one key: 32-column chunk c of key lane.column, columns 8 * lane.group.
+struct ChunkLdsMap {
   int even, odd;  // chunks 2n and 2n + 1 lie 128 n bytes further
 
-  MLA_DEVICE explicit KeyPlaces(const Lane& lane)
-      : even(LatentTile::slot_offset(lane.column, lane.group)),
-        odd(LatentTile::slot_offset(lane.column, 4 + lane.group)) {}
+  MLA_DEVICE explicit ChunkLdsMap(const Lane& lane)
+      : even(LatentLdsTile::slot_offset(lane.column, lane.group)),
+        odd(LatentLdsTile::slot_offset(lane.column, 4 + lane.group)) {}
   MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? odd : even) + (chunk >> 1) * 128; }
 };
 
 // The same where a lane holds 16 columns at once: chunks 2 n and 2 n + 1 are columns 64 n + 16 * lane.group.
-struct WideKeyPlaces {
+struct PairedChunkLdsMap {
   int first, second;
 
-  MLA_DEVICE explicit WideKeyPlaces(const Lane& lane)
-      : first(LatentTile::slot_offset(lane.column, 2 * lane.group)),
-        second(LatentTile::slot_offset(lane.column, 2 * lane.group + 1)) {}
+  MLA_DEVICE explicit PairedChunkLdsMap(const Lane& lane)
+      : first(LatentLdsTile::slot_offset(lane.column, 2 * lane.group)),
+        second(LatentLdsTile::slot_offset(lane.column, 2 * lane.group + 1)) {}
   MLA_DEVICE int of(int chunk) const { return (chunk & 1 ? second : first) + (chunk >> 1) * 128; }
 };
 
 template <int together>
-struct KeyPlacesOf {
-  using Places = KeyPlaces;
+struct ChunkLdsMapFor {
+  using Places = ChunkLdsMap;
 };
 template <>
-struct KeyPlacesOf<2> {
-  using Places = WideKeyPlaces;
+struct ChunkLdsMapFor<2> {
+  using Places = PairedChunkLdsMap;
 };
 
 // A lane's places when it holds columns: keys 4 * lane.group + 0..3, columns 8 * lane.column of 128-column block b.
-struct ColumnPlaces {
+struct ColumnLdsMap {
   int first[4];  // block b lies 256 b bytes further
 
-  MLA_DEVICE explicit ColumnPlaces(const Lane& lane) {
+  MLA_DEVICE explicit ColumnLdsMap(const Lane& lane) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) first[j] = LatentTile::slot_offset(4 * lane.group + j, lane.column);
+    for (int j = 0; j < 4; ++j) first[j] = LatentLdsTile::slot_offset(4 * lane.group + j, lane.column);
   }
   MLA_DEVICE int of(int block, int j) const { return first[j] + block * 256; }
 };

@@ -3,7 +3,7 @@
 // Written as assembly because the compiler orders every later LDS read after all such copies in flight (it cannot tell
 // stages of one array apart), which would undo the pipeline. The price: nothing below is known to the compiler's own
 // wait and hazard bookkeeping, so
-//   - whoever reads the data calls wait_copies first, and a barrier if another wave copied it;
+//   - whoever reads the data calls wait_vmcnt first, and a barrier if another wave copied it;
 //   - each block begins with the wait states that a scalar register written by v_readlane (5) or M0 (1) needs before a
 //     memory instruction reads it;
 //   - a count of outstanding copies is only right with no other vector memory instruction in between.
@@ -15,16 +15,16 @@ namespace cdna {
 
 // Returns when at most `outstanding` vector memory operations of this wave have not finished.
 template <int outstanding>
-MLA_DEVICE void wait_copies() {
+MLA_DEVICE void wait_vmcnt() {
   asm volatile("s_waitcnt vmcnt(%0)" : : "n"(outstanding) : "memory");
 }
 
 // Returns when every load of this wave has arrived, which the compiler understands too: without it the first use of a
 // register loaded before a loop makes each turn of the loop wait for copies in flight.
-MLA_DEVICE void wait_loads() { __builtin_amdgcn_s_waitcnt(0); }
+MLA_DEVICE void wait_all_loads() { __builtin_amdgcn_s_waitcnt(0); }
 
 // One word per lane.
-MLA_DEVICE void copy_words(const void* from, uint32_t lds) {
+MLA_DEVICE void copy_words_to_lds(const void* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dword %0, off" : : "v"(from), "{m0}"(lds) : "memory");
 }
 

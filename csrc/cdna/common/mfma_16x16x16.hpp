@@ -13,10 +13,10 @@
 namespace cdna {
 
 template <class Element>
-struct Matrix16x16x16;
+struct Mfma16x16x16;
 
 template <>
-struct Matrix16x16x16<mla::bf16> {
+struct Mfma16x16x16<mla::bf16> {
   MLA_DEVICE static f32x4 multiply(u32x2 left, u32x2 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(s16x4, left), __builtin_bit_cast(s16x4, right),
                                                      accumulator, 0, 0, 0);
@@ -24,7 +24,7 @@ struct Matrix16x16x16<mla::bf16> {
 };
 
 template <>
-struct Matrix16x16x16<mla::fp16> {
+struct Mfma16x16x16<mla::fp16> {
   MLA_DEVICE static f32x4 multiply(u32x2 left, u32x2 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(f16x4, left), __builtin_bit_cast(f16x4, right),
                                                  accumulator, 0, 0, 0);
@@ -35,8 +35,8 @@ struct Matrix16x16x16<mla::fp16> {
 // not matter to a sum as long as both sides agree: lane l holds columns 8 * (l / 16) + 0..7.
 template <class Element>
 MLA_DEVICE f32x4 multiply_chunk(u32x4 left, u32x4 right, f32x4 accumulator) {
-  accumulator = Matrix16x16x16<Element>::multiply(left.xy, right.xy, accumulator);
-  return Matrix16x16x16<Element>::multiply(left.zw, right.zw, accumulator);
+  accumulator = Mfma16x16x16<Element>::multiply(left.xy, right.xy, accumulator);
+  return Mfma16x16x16<Element>::multiply(left.zw, right.zw, accumulator);
 }
 
 }  // namespace cdna

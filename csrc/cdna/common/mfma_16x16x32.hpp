@@ -20,31 +20,31 @@ typedef int i32x8 __attribute__((ext_vector_type(8)));
 typedef uint32_t u32x8 __attribute__((ext_vector_type(8)));
 
 template <class Element>
-struct Matrix16x16x32;
+struct Mfma16x16x32;
 
 template <>
-struct Matrix16x16x32<mla::bf16> {
+struct Mfma16x16x32<mla::bf16> {
   MLA_DEVICE static f32x4 multiply(u32x4 left, u32x4 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x32_bf16(__builtin_bit_cast(bf16x8, left), __builtin_bit_cast(bf16x8, right),
                                                    accumulator, 0, 0, 0);
   }
 };
 template <>
-struct Matrix16x16x32<mla::fp16> {
+struct Mfma16x16x32<mla::fp16> {
   MLA_DEVICE static f32x4 multiply(u32x4 left, u32x4 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x32_f16(__builtin_bit_cast(f16x8, left), __builtin_bit_cast(f16x8, right),
                                                   accumulator, 0, 0, 0);
   }
 };
 template <>
-struct Matrix16x16x32<mla::fp8> {  // half the rate of the next
+struct Mfma16x16x32<mla::fp8> {  // half the rate of the next
   MLA_DEVICE static f32x4 multiply(u32x2 left, u32x2 right, f32x4 accumulator) {
     return __builtin_amdgcn_mfma_f32_16x16x32_fp8_fp8(__builtin_bit_cast(long, left), __builtin_bit_cast(long, right),
                                                       accumulator, 0, 0, 0);
   }
 };
 
-MLA_DEVICE f32x4 multiply_fp8x128(u32x8 left, u32x8 right, f32x4 accumulator) {
+MLA_DEVICE f32x4 mfma_16x16x128_fp8(u32x8 left, u32x8 right, f32x4 accumulator) {
   constexpr int e4m3 = 0;
   return __builtin_amdgcn_mfma_scale_f32_16x16x128_f8f6f4(__builtin_bit_cast(i32x8, left),
                                                           __builtin_bit_cast(i32x8, right), accumulator, e4m3, e4m3, 0,

@@ -18,7 +18,7 @@ namespace cdna {
 
 // `value_bytes`: of a cached value, 2 or 1. `row_bytes_`: of a row as far as the tile holds it.
 template <int value_bytes_, int row_bytes_, int keys_>
-struct SlottedTile {
+struct SwizzledLdsTile {
   static constexpr int value_bytes = value_bytes_;
   static constexpr int keys = keys_;
   static constexpr int blocks = row_bytes_ / 128;          // of 8 keys
@@ -45,20 +45,20 @@ struct SlottedTile {
 };
 
 // Places of a tile that begins at `at`, a multiple of 1,024: the swizzle is an exclusive or on address bits.
-MLA_DEVICE LdsBytes lds_place(uint32_t at) { return (LdsBytes)(uintptr_t)at; }
+MLA_DEVICE LdsBytes lds_pointer(uint32_t at) { return (LdsBytes)(uintptr_t)at; }
 
 // A lane as the left operand of the scores: key 16 T + lane.column, bytes 64 m + 16 * lane.group + 0..15 of its row.
 template <class Tile>
-struct PiecePlaces {
+struct KeyReadMap {
   uint32_t first, tail;
 
-  MLA_DEVICE explicit PiecePlaces(const Lane& lane)
+  MLA_DEVICE explicit KeyReadMap(const Lane& lane)
       : first(Tile::slot_offset(lane.column, lane.group)), tail(Tile::tail_offset(lane.column, lane.group)) {}
 
   MLA_DEVICE LdsBytes of(uint32_t at, int T, int m) const {
-    if (m == 2 * Tile::blocks) return lds_place(at + tail + T * 1024);
+    if (m == 2 * Tile::blocks) return lds_pointer(at + tail + T * 1024);
     const uint32_t turned = (at + first) ^ (m % 2 * 64 + (Tile::value_bytes == 1 ? T % 2 * 16 : 0));
-    return lds_place(turned + T * 2 * Tile::group_bytes + m / 2 * 1024);
+    return lds_pointer(turned + T * 2 * Tile::group_bytes + m / 2 * 1024);
   }
 };
 
@@ -67,13 +67,13 @@ struct PiecePlaces {
 //   fp8 values       keys 32 n + 4 * lane.group + 0..3, then 16 more and the same again
 // which are the keys whose scores the lane holds.
 template <class Tile>
-struct ColumnPieces {
+struct ColumnReadMap {
   static constexpr bool narrow = Tile::value_bytes == 1;
   static constexpr int tiles_of_block = 128 / (16 * Tile::value_bytes);
   static constexpr int keys_of_read = narrow ? 32 : 16;
   uint32_t first;
 
-  MLA_DEVICE explicit ColumnPieces(const Lane& lane) {
+  MLA_DEVICE explicit ColumnReadMap(const Lane& lane) {
     if constexpr (narrow) {
       const int key = lane.column / 8 * 16 + 4 * lane.group + lane.column / 2 % 4;
       first = Tile::slot_offset(key, 0) + lane.column % 2 * 8;
@@ -84,7 +84,7 @@ struct ColumnPieces {
   }
   MLA_DEVICE u32x2 read(uint32_t at, int t, int n) const {
     const uint32_t turned = (at + first) ^ (t % tiles_of_block * 16 * Tile::value_bytes);
-    const LdsBytes place = lds_place(turned + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
+    const LdsBytes place = lds_pointer(turned + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
     if constexpr (narrow) {
       typedef int i32x2 __attribute__((ext_vector_type(2)));
       return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS i32x2*)place));

@@ -26,45 +26,45 @@ struct SparseQueryTokens {
 // The items of one workgroup. With a plan: those of every workers-th worker of the plan, so any number of workgroups
 // does all of it. Without: every workers-th of `num_splits` cuts per sequence, equal ones or of split_size keys.
 template <class Sequences>
-class WorkList {
+class TileScheduler {
   using Params = typename Sequences::Params;
 
  public:
-  MLA_DEVICE WorkList(const Params& p, int workgroup) : worker_(workgroup), next_(0), end_(0) {
+  MLA_DEVICE TileScheduler(const Params& p, int workgroup) : part_(workgroup), next_(0), end_(0) {
     if (p.plan) {
-      open_worker(p);
+      open_part(p);
     } else {
       next_ = workgroup;
       end_ = Sequences::count(p) * p.num_splits;
     }
   }
 
-  MLA_DEVICE bool more() const { return next_ < end_; }
+  MLA_DEVICE bool has_next() const { return next_ < end_; }
 
   // The sequence of the next item.
   MLA_DEVICE int sequence(const Params& p) const {
-    if (p.plan) return Sequences::word(item_words(p)[0]);
+    if (p.plan) return Sequences::word(tile_info(p)[0]);
     return static_cast<int>(static_cast<uint32_t>(next_) / static_cast<uint32_t>(p.num_splits));
   }
 
   // The next item; `keys_of(sequence)` says how many keys its sequence has.
   template <class KeysOf>
-  MLA_DEVICE mla::WorkItem take(const Params& p, const KeysOf& keys_of) {
+  MLA_DEVICE mla::WorkItem fetch_next(const Params& p, const KeysOf& keys_of) {
     mla::WorkItem item;
     if (p.plan) {
-      const int32_t* words = item_words(p);
+      const int32_t* words = tile_info(p);
       item = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
                            Sequences::word(words[3])};
       if (++next_ == end_) {
-        worker_ += p.workers;
-        open_worker(p);
+        part_ += p.workers;
+        open_part(p);
       }
     } else {
       item.sequence = sequence(p);
       const int split = next_ - item.sequence * p.num_splits;
-      const int cut = p.split_size > 0 ? p.split_size : equal_cut(p, keys_of(item.sequence));
+      const int cut = p.split_size > 0 ? p.split_size : split_length(p, keys_of(item.sequence));
       item.first_key = split * cut;
-      item.end_key = split + 1 == p.num_splits ? OPEN : item.first_key + cut;
+      item.end_key = split + 1 == p.num_splits ? UNBOUNDED : item.first_key + cut;
       item.partial_row = p.num_splits > 1 ? next_ : -1;
       next_ += p.workers;
     }
@@ -74,33 +74,33 @@ class WorkList {
   }
 
  private:
-  static constexpr int OPEN = 0x7fffffff;
-  static constexpr uint32_t CUT_STEP = 64;  // keys; the granule of equal cuts
+  static constexpr int UNBOUNDED = 0x7fffffff;
+  static constexpr uint32_t SPLIT_ALIGNMENT = 64;  // keys; the granule of equal cuts
 
-  MLA_DEVICE static int equal_cut(const Params& p, int keys) {
+  MLA_DEVICE static int split_length(const Params& p, int keys) {
     const uint32_t splits = static_cast<uint32_t>(p.num_splits);
     const uint32_t even = (static_cast<uint32_t>(keys) + splits - 1) / splits;
-    return static_cast<int>(even < 1 ? CUT_STEP : (even + CUT_STEP - 1) / CUT_STEP * CUT_STEP);
+    return static_cast<int>(even < 1 ? SPLIT_ALIGNMENT : (even + SPLIT_ALIGNMENT - 1) / SPLIT_ALIGNMENT * SPLIT_ALIGNMENT);
   }
 
-  MLA_DEVICE const int32_t* item_words(const Params& p) const {
+  MLA_DEVICE const int32_t* tile_info(const Params& p) const {
     const int items = Sequences::word(p.plan[mla::PlanHeader::items]);
     return p.plan + items + static_cast<int64_t>(next_) * mla::PlanHeader::item_words;
   }
 
   // The first worker with items from worker_ on, in steps of the launch's workgroups.
-  MLA_DEVICE void open_worker(const Params& p) {
+  MLA_DEVICE void open_part(const Params& p) {
     const int32_t* bounds = p.plan + Sequences::word(p.plan[mla::PlanHeader::work_indptr]);
-    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); worker_ < workers;
-         worker_ += p.workers) {
-      next_ = Sequences::word(bounds[worker_]);
-      end_ = Sequences::word(bounds[worker_ + 1]);
+    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); part_ < workers;
+         part_ += p.workers) {
+      next_ = Sequences::word(bounds[part_]);
+      end_ = Sequences::word(bounds[part_ + 1]);
       if (next_ < end_) return;
     }
     next_ = end_;
   }
 
-  int worker_, next_, end_;
+  int part_, next_, end_;
 };
 
 }  // namespace cdna

@@ -23,11 +23,11 @@ struct Lane {
   MLA_DEVICE static Lane current();
   MLA_DEVICE static Lane of(int index) { return Lane{index, index & 15, index >> 4}; }
   // This lane, with nothing derived from it kept in registers so far: for paths that a loop takes rarely.
-  MLA_DEVICE Lane rederived() const;
+  MLA_DEVICE Lane rematerialized() const;
 };
 
 // x, computed from here on: what is derived from it is not kept in registers across a loop that rarely needs it.
-MLA_DEVICE int rederived(int x) {
+MLA_DEVICE int rematerialized(int x) {
   asm volatile("" : "+v"(x));
   return x;
 }
@@ -41,10 +41,10 @@ MLA_DEVICE T opaque(T x) {
 
 // Counted anew at each call, so that a kernel that walks items does not keep it between them.
 MLA_DEVICE Lane Lane::current() {
-  const uint32_t all = static_cast<uint32_t>(cdna::rederived(-1));
+  const uint32_t all = static_cast<uint32_t>(cdna::rematerialized(-1));
   return of(static_cast<int>(__builtin_amdgcn_mbcnt_hi(all, __builtin_amdgcn_mbcnt_lo(all, 0))));
 }
-MLA_DEVICE Lane Lane::rederived() const { return of(cdna::rederived(index)); }
+MLA_DEVICE Lane Lane::rematerialized() const { return of(cdna::rematerialized(index)); }
 
 // The wave's number in its workgroup, known to the compiler as the same in all lanes.
 MLA_DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(mla::thread_id() / WAVE); }

@@ -10,9 +10,9 @@
 namespace cdna {
 
 // Before LLVM 22 a constant zero would be kept in registers between items; LLVM 22 finds better without being told.
-MLA_DEVICE float fresh_zero() {
+MLA_DEVICE float rematerialized_zero() {
 #if __clang_major__ < 22
-  return mla::bit_cast<float>(rederived(0));
+  return mla::bit_cast<float>(rematerialized(0));
 #else
   return 0.0f;
 #endif
@@ -20,7 +20,7 @@ MLA_DEVICE float fresh_zero() {
 
 // 16 query rows as right operands: chunk c of a lane is columns 32 c + 8 * lane.group + 0..7 of row lane.column.
 template <int qk_dim>
-struct SparseQuery {
+struct SparseQueryTile {
   static constexpr int chunks = qk_dim / 32;
   u32x4 chunk[chunks];
 
@@ -36,11 +36,11 @@ struct SparseQuery {
 
 // One row's place in out and lse, or in the partials. `weight` is what its accumulated output is multiplied by.
 template <class Policy>
-class SparseRow {
+class SparseEpilogue {
  public:
   float weight;
 
-  MLA_DEVICE SparseRow(const mla::SparseDecodeParams& p, const mla::WorkItem& item, int row, float max, float sum)
+  MLA_DEVICE SparseEpilogue(const mla::SparseDecodeParams& p, const mla::WorkItem& item, int row, float max, float sum)
       : weight(0.0f), lse_(mla::MINUS_INFINITY), final_(item.partial_row < 0), stored_(row < p.heads) {
     // By its bits, so that the sum of a row with a NaN among its keys counts, and stays NaN.
     if (mla::bit_cast<uint32_t>(sum) != 0) {

@@ -1,4 +1,4 @@
-// How a selected token is stored in each layout, and how a wave turns eight of them into bf16 rows of a SlottedTile.
+// How a selected token is stored in each layout, and how a wave turns eight of them into bf16 rows of a SwizzledLdsTile.
 //
 // A load brings 16 bytes per lane: 128 bytes of each of eight tokens, four neighbouring lanes to a token's 64 bytes. 16
 // fp8 values become two slots of a tile. Which lanes take which token is chosen so that eight neighbouring lanes write
@@ -13,9 +13,9 @@ namespace cdna {
 // Invalid keys are read here: zeros in every layout, of scale zero, so that nothing of a token that was not selected is
 // ever loaded, and nothing needs to be cleared.
 namespace {
-__attribute__((constant)) const uint32_t NO_TOKEN[288] = {};
+__attribute__((constant)) const uint32_t ZERO_TOKEN[288] = {};
 }
-MLA_DEVICE uint64_t no_token() { return reinterpret_cast<uint64_t>(&NO_TOKEN); }
+MLA_DEVICE uint64_t zero_token() { return reinterpret_cast<uint64_t>(&ZERO_TOKEN); }
 
 template <class T>
 MLA_DEVICE T load_global(uint64_t at) {
@@ -36,16 +36,16 @@ struct GatherLane {
 
 // Where a lane writes the eight tokens 8 n + 0..7 of a tile, relative to their first place, for even n; for odd n all
 // places are 16 bytes the other way.
-struct GatherPlaces {
+struct GatherWriteMap {
   uint32_t first;  // of a piece of fp8 values, which fills two slots; the second lies 16 bytes the other way
   uint32_t whole;  // of a slot of bf16 values
 
   template <class Tile>
-  MLA_DEVICE static GatherPlaces of(const GatherLane& lane) {
+  MLA_DEVICE static GatherWriteMap of(const GatherLane& lane) {
     const uint32_t row = lane.token << 7 | static_cast<uint32_t>(Tile::swizzle(static_cast<int>(lane.token))) << 4;
-    return GatherPlaces{(lane.half << 10 | row) ^ lane.part << 5, row ^ lane.slot() << 4};
+    return GatherWriteMap{(lane.half << 10 | row) ^ lane.part << 5, row ^ lane.slot() << 4};
   }
-  MLA_DEVICE GatherPlaces turned(uint32_t odd) const { return GatherPlaces{first ^ odd << 4, whole ^ odd << 4}; }
+  MLA_DEVICE GatherWriteMap turned(uint32_t odd) const { return GatherWriteMap{first ^ odd << 4, whole ^ odd << 4}; }
   MLA_DEVICE bool lower_half() const { return (first & 1024) == 0; }
 };
 
@@ -57,31 +57,31 @@ MLA_DEVICE uint32_t from_quad(uint32_t x) {
 
 // 16 fp8 values to bf16 and into their two slots.
 template <class Convert>
-MLA_DEVICE void store_piece(u32x4 raw, const Convert& convert, uint32_t at, const GatherPlaces& places) {
+MLA_DEVICE void dequant_piece(u32x4 raw, const Convert& convert, uint32_t at, const GatherWriteMap& places) {
   const uint32_t a = raw[0], b = raw[1], c = raw[2], d = raw[3];
-  lds_write16(lds_place(at + places.first), u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)});
-  lds_write16(lds_place(at + (places.first ^ 16)),
+  lds_write16(lds_pointer(at + places.first), u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)});
+  lds_write16(lds_pointer(at + (places.first ^ 16)),
               u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
   __builtin_amdgcn_sched_barrier(0);  // or all pieces are converted at once, in registers that are not there
 }
 
 template <class Policy>
-struct ByPowerOfTwo {
+struct Pow2Dequant {
   float scale;
-  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template scaled_fp8_pair<false>(four, scale); }
-  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template scaled_fp8_pair<true>(four, scale); }
+  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template fp8_pair_times_pow2<false>(four, scale); }
+  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template fp8_pair_times_pow2<true>(four, scale); }
 };
 template <class Policy>
-struct ByFactor {
+struct ScaleDequant {
   float scale;
-  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template multiplied_fp8_pair<false>(four, scale); }
-  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template multiplied_fp8_pair<true>(four, scale); }
+  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template fp8_pair_times_scale<false>(four, scale); }
+  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template fp8_pair_times_scale<true>(four, scale); }
 };
 
 // 584 bytes: 448 fp8 values and 64 bf16 ones, tokens 576 bytes apart, and behind all tokens of a page 8 bytes each with
 // seven E8M0 scales of 64 values.
 template <class Policy>
-struct Dsv4Record {
+struct Dsv4Format {
   static constexpr int qk_dim = 512;
   static constexpr bool apart = true;  // scales have an address of their own
   static constexpr int raw_registers = 21;
@@ -113,25 +113,25 @@ struct Dsv4Record {
   }
 
   static constexpr int pieces = 5;
-  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& places) {
     const uint32_t scale = raw.scale << 23;
     if (piece == 0) store_one<0>(raw, scale, at, places);
     if (piece == 1) store_one<1>(raw, scale, at, places);
     if (piece == 2) store_one<2>(raw, scale, at, places);
     if (piece == 3 && places.lower_half()) store_one<3>(raw, scale, at, places);
-    if (piece == 4) lds_write16(lds_place(at + places.whole + 7 * 1024), raw.rope);
+    if (piece == 4) lds_write16(lds_pointer(at + places.whole + 7 * 1024), raw.rope);
   }
 
  private:
   template <int m>
-  MLA_DEVICE static void store_one(const Raw& raw, uint32_t scale, uint32_t at, const GatherPlaces& places) {
-    store_piece(raw.latent[m], ByPowerOfTwo<Policy>{mla::bit_cast<float>(from_quad<m>(scale))}, at + m * 2048, places);
+  MLA_DEVICE static void store_one(const Raw& raw, uint32_t scale, uint32_t at, const GatherWriteMap& places) {
+    dequant_piece(raw.latent[m], Pow2Dequant<Policy>{mla::bit_cast<float>(from_quad<m>(scale))}, at + m * 2048, places);
   }
 };
 
 // 656 bytes: 512 fp8 values, four fp32 scales of 128 values, 64 bf16 values.
 template <class Policy, template <class> class Convert>
-struct V32Record {
+struct V32Format {
   static constexpr int qk_dim = 576;
   static constexpr bool apart = false;
   static constexpr int raw_registers = 21;
@@ -155,24 +155,24 @@ struct V32Record {
   }
 
   static constexpr int pieces = 5;
-  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& places) {
     if (piece == 0) store_one<0>(raw, at, places);
     if (piece == 1) store_one<1>(raw, at, places);
     if (piece == 2) store_one<2>(raw, at, places);
     if (piece == 3) store_one<3>(raw, at, places);
-    if (piece == 4) lds_write16(lds_place(at + places.whole + 8 * 1024), raw.rope);
+    if (piece == 4) lds_write16(lds_pointer(at + places.whole + 8 * 1024), raw.rope);
   }
 
  private:
   template <int m>
-  MLA_DEVICE static void store_one(const Raw& raw, uint32_t at, const GatherPlaces& places) {
-    store_piece(raw.latent[m], Convert<Policy>{mla::bit_cast<float>(from_quad<m>(raw.scale))}, at + m * 2048, places);
+  MLA_DEVICE static void store_one(const Raw& raw, uint32_t at, const GatherWriteMap& places) {
+    dequant_piece(raw.latent[m], Convert<Policy>{mla::bit_cast<float>(from_quad<m>(raw.scale))}, at + m * 2048, places);
   }
 };
 
 // Rows of bf16 as they are multiplied.
 template <int qk_dim_>
-struct Bf16Record {
+struct Bf16Format {
   static constexpr int qk_dim = qk_dim_;
   static constexpr bool apart = false;
   static constexpr int blocks = qk_dim_ / 64;
@@ -192,8 +192,8 @@ struct Bf16Record {
     for (int b = 0; b < blocks; ++b) raw.block[b] = load_global<u32x4>(row + lane.slot() * 16 + b * 128);
   }
   static constexpr int pieces = blocks;
-  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherPlaces& places) {
-    lds_write16(lds_place(at + places.whole + piece * 1024), raw.block[piece]);
+  MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& places) {
+    lds_write16(lds_pointer(at + places.whole + piece * 1024), raw.block[piece]);
   }
 };
 

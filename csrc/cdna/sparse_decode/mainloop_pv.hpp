@@ -8,11 +8,11 @@
 
 namespace cdna {
 
-template <class Record, class Shape, class Tile>
-class SparseValues {
+template <class KvFormat, class Shape, class Tile>
+class PvMma {
   static constexpr int row_tiles = Shape::row_tiles;
   static constexpr int key_steps = Shape::keys / 32;
-  using Matrix = Matrix16x16x32<mla::bf16>;
+  using Matrix = Mfma16x16x32<mla::bf16>;
 
  public:
   static constexpr int column_tiles = mla::VALUE_DIM / 16 / Shape::waves;
@@ -30,20 +30,20 @@ class SparseValues {
 #pragma unroll
     for (int i = 0; i < column_tiles; ++i) {
       f32x4& x = output[r][i];
-      if (!ordinary(r, i)) keep_accumulated(x);
+      if (!ordinary(r, i)) pin_to_agpr(x);
       x *= factor;
-      if (!ordinary(r, i)) keep_accumulated(x);
+      if (!ordinary(r, i)) pin_to_agpr(x);
       if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through ordinary registers at once
     }
   }
 
  private:
   static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns
-  static constexpr int group = row_tiles < 6 ? 4 : Record::raw_registers > 32 ? 1 : 2;  // pairs read at once
+  static constexpr int group = row_tiles < 6 ? 4 : KvFormat::raw_registers > 32 ? 1 : 2;  // pairs read at once
   static constexpr int groups = pairs / group;
   // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read
   // twice.
-  static constexpr int parts = row_tiles == 8 && Record::raw_registers > 32 ? 2 : 1;
+  static constexpr int parts = row_tiles == 8 && KvFormat::raw_registers > 32 ? 2 : 1;
   static constexpr int part_tiles = row_tiles / parts;
 
   MLA_DEVICE static void add_part(Output& output, int part, uint32_t weights, uint32_t tile,
@@ -53,16 +53,16 @@ class SparseValues {
     for (int r = 0; r < part_tiles; ++r)
 #pragma unroll
       for (int k = 0; k < key_steps; ++k)
-        weight[r][k] = lds_read16(lds_place(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
+        weight[r][k] = lds_read16(lds_pointer(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
     u32x4 values[2][group];
     read_values(tile, first_column, 0, values[0]);
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       if (g + 1 < groups) {
         read_values(tile, first_column, g + 1, values[(g + 1) % 2]);
-        wait_lds<2 * group>();
+        wait_lgkmcnt<2 * group>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int i = 0; i < group; ++i) {
@@ -70,7 +70,7 @@ class SparseValues {
 #pragma unroll
         for (int r = 0; r < part_tiles; ++r) {
           f32x4& sum = output[part * part_tiles + r][column];
-          if (ordinary(part * part_tiles + r, column)) keep_ordinary(sum);
+          if (ordinary(part * part_tiles + r, column)) pin_to_vgpr(sum);
           sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
         }
       }
@@ -87,7 +87,7 @@ class SparseValues {
     }
   }
   MLA_DEVICE static u32x2 read_columns(uint32_t at) {
-    return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_place(at)));
+    return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_pointer(at)));
   }
 
   // Output that is kept in ordinary registers: 128 rows would leave no accumulation register for scores.

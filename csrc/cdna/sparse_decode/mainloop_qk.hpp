@@ -24,20 +24,20 @@
 
 namespace cdna {
 
-template <class Policy, class Record, class Shape>
+template <class Policy, class KvFormat, class Shape>
 class SparseDecode {
   static constexpr int waves = Shape::waves;
   static constexpr int keys = Shape::keys;
   static constexpr int row_tiles = Shape::row_tiles;
   static constexpr int wave_rows = Shape::wave_row_tiles;
   static constexpr int key_tiles = Shape::wave_key_tiles;
-  static constexpr int chunks = Record::qk_dim / 32;
+  static constexpr int chunks = KvFormat::qk_dim / 32;
   static constexpr int key_steps = keys / 32;  // of the second product
-  using Gather = SparseGather<Record, keys, waves>;
+  using Gather = DequantProducer<KvFormat, keys, waves>;
   using Tile = typename Gather::Tile;
-  using Query = SparseQuery<Record::qk_dim>;
-  using Values = SparseValues<Record, Shape, Tile>;
-  using Matrix = Matrix16x16x32<mla::bf16>;
+  using Query = SparseQueryTile<KvFormat::qk_dim>;
+  using Values = PvMma<KvFormat, Shape, Tile>;
+  using Matrix = Mfma16x16x32<mla::bf16>;
 
   static constexpr int weights_bytes = row_tiles * key_steps * 1024;
   static constexpr int row_bytes = row_tiles * 16 * 4;  // a float of every row
@@ -52,18 +52,18 @@ class SparseDecode {
 
  public:
   static constexpr int threads = waves * WAVE;
-  static constexpr int lds_bytes = pools + SparseSelection::lds_bytes;
+  static constexpr int lds_bytes = pools + TopkLists::lds_bytes;
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int wave = wave_id();
     const int first_row = mla::block_id_y() * row_tiles * 16;
-    for (WorkList<SparseQueryTokens> work(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); work.more();) {
+    for (TileScheduler<SparseQueryTokens> scheduler(reread_params<mla::SparseDecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::SparseDecodeParams& p = reread_params<mla::SparseDecodeParams>();
       const uint32_t base = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds));
-      if (wave == 0) SparseSelection::tabulate(p, work.sequence(p), base + pools);
+      if (wave == 0) TopkLists::fill(p, scheduler.sequence(p), base + pools);
       mla::block_sync();
-      const SparseSelection selection(base + pools);
-      SparseDecode decode(p, work.take(p, [keys = selection.keys()](int) { return keys; }), first_row, base, wave);
+      const TopkLists selection(base + pools);
+      SparseDecode decode(p, scheduler.fetch_next(p, [keys = selection.keys()](int) { return keys; }), first_row, base, wave);
       decode.attend(p, selection);
       decode.store(reread_params<mla::SparseDecodeParams>());
     }
@@ -86,14 +86,14 @@ class SparseDecode {
     column_ = static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r] = mla::RowSoftmax::empty();
-    const float zero = fresh_zero();
+    const float zero = rematerialized_zero();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r)
 #pragma unroll
       for (int i = 0; i < Values::column_tiles; ++i) output_[r][i] = f32x4{zero, zero, zero, zero};
   }
 
-  MLA_DEVICE void attend(const mla::SparseDecodeParams& p, const SparseSelection& selection) {
+  MLA_DEVICE void attend(const mla::SparseDecodeParams& p, const TopkLists& selection) {
     const int count = (item_.end_key - item_.first_key + keys - 1) / keys;
     if (count <= 0) return;
     Gather gather(selection, item_, lds_ + places + wave_ * Gather::lds_bytes, wave_);
@@ -101,12 +101,12 @@ class SparseDecode {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
       query_[r].load(p, item_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
-    wait_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every turn
+    wait_all_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every turn
     spread_query();
-    if (wave_ == 0 && own_ < 32) lds_write_word(lds_place(lds_ + flags + own_ / 4), 0);
+    if (wave_ == 0 && own_ < 32) lds_write_word(lds_pointer(lds_ + flags + own_ / 4), 0);
     uint32_t stage = 0;     // of the tile whose scores come next
     uint32_t bits = masks;  // and which of its keys are there
-    if (!Shape::own_keys) {
+    if (!Shape::scores_own_keys) {
 #pragma unroll
       for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_);
       mark(gather, bits);
@@ -119,17 +119,17 @@ class SparseDecode {
       const uint32_t next = last ? 0 : stage + Tile::bytes;
       const uint32_t next_bits = last ? masks : bits + 4;
       uint32_t valid;
-      if (Shape::own_keys) {
+      if (Shape::scores_own_keys) {
 #pragma unroll
         for (int i = 0; i < Gather::pieces; ++i) gather.store(i, lds_ + stage);
         valid = gather.valid();
         if (n + 1 < count) gather.load(n + 1);
         wave_lds_fence();
-        weigh(n, lds_ + stage, valid, sum, [](int) {});
+        compute_p(n, lds_ + stage, valid, sum, [](int) {});
       } else {
-        valid = lds_read_word(lds_place(lds_ + bits));
+        valid = lds_read_word(lds_pointer(lds_ + bits));
         // In the shadow of this tile's products the next one is dequantised, and the one after it begins to load.
-        weigh(n, lds_ + stage, valid, sum, [&](int s) {
+        compute_p(n, lds_ + stage, valid, sum, [&](int s) {
           if (s < Gather::pieces && n + 1 < count) gather.store(s, lds_ + next);
           if (s == load_step) load_after(gather, n + 1, count, next_bits);
         });
@@ -150,7 +150,7 @@ class SparseDecode {
     for (int n = 0; n < wave_rows * chunks; ++n) {
       if (n < room) {
         f32x4 bits = __builtin_bit_cast(f32x4, query_[n / chunks].chunk[n % chunks]);
-        keep_accumulated(bits);
+        pin_to_agpr(bits);
         query_[n / chunks].chunk[n % chunks] = __builtin_bit_cast(u32x4, bits);
       }
     }
@@ -164,7 +164,7 @@ class SparseDecode {
   // Which of the wave's keys that were loaded last are there, for the waves that score them.
   MLA_DEVICE void mark(const Gather& gather, uint32_t at) const {
     if (own_ == 0)
-      *reinterpret_cast<MLA_LDS uint8_t*>(lds_place(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
+      *reinterpret_cast<MLA_LDS uint8_t*>(lds_pointer(lds_ + at + wave_)) = static_cast<uint8_t>(gather.valid());
   }
 
   // S^T of the wave's rows and keys: element r of key tile T of a lane is key 16 T + 4 * lane.group + r of row
@@ -176,8 +176,8 @@ class SparseDecode {
 
   // The step beside which the next load begins: as soon as the loaded pieces are stored, or, where they are many
   // registers, behind the softmax.
-  static constexpr int load_step = Record::raw_registers <= 32 ? Gather::pieces : steps;
-  static_assert(Shape::own_keys || Gather::pieces <= steps, "sparse decode: a step for every piece of a tile");
+  static constexpr int load_step = KvFormat::raw_registers <= 32 ? Gather::pieces : steps;
+  static_assert(Shape::scores_own_keys || Gather::pieces <= steps, "sparse decode: a step for every piece of a tile");
 
   // `aside(s)` is done between the products of steps s and s + 1.
   template <class Aside>
@@ -194,9 +194,9 @@ class SparseDecode {
     for (int s = 0; s < steps; ++s) {
       if (s + ahead < steps) {
         read_keys(at, s + ahead, read[(s + ahead) % (ahead + 1)]);
-        wait_lds<ahead * step_reads>();
+        wait_lgkmcnt<ahead * step_reads>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int T = 0; T < key_tiles; ++T)
@@ -215,15 +215,15 @@ class SparseDecode {
 #pragma unroll
       for (int c = 0; c < step_chunks; ++c) {
         const int chunk = s * step_chunks + c;
-        read[T][c] = lds_read16(lds_place((at ^ (chunk % 2 * 64)) + T * 2 * Tile::group_bytes + chunk / 2 * 1024));
+        read[T][c] = lds_read16(lds_pointer((at ^ (chunk % 2 * 64)) + T * 2 * Tile::group_bytes + chunk / 2 * 1024));
       }
   }
 
   // Scores of keys that are not there become -inf. `valid` has a bit for each key of the tile, or of the wave.
   MLA_DEVICE void mask(uint32_t valid, f32x4 (&t)[wave_rows][key_tiles]) const {
-    constexpr uint32_t all = Shape::own_keys ? 0xffffu : 0xffffffffu;
+    constexpr uint32_t all = Shape::scores_own_keys ? 0xffffu : 0xffffffffu;
     if (__builtin_expect(static_cast<uint32_t>(uniform(static_cast<int>(valid))) == all, true)) return;
-    const uint32_t mine = valid >> (Shape::own_keys ? 0 : key_group_ * key_tiles * 16) >> (4 * Lane::current().group);
+    const uint32_t mine = valid >> (Shape::scores_own_keys ? 0 : key_group_ * key_tiles * 16) >> (4 * Lane::current().group);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
 #pragma unroll
@@ -237,7 +237,7 @@ class SparseDecode {
 
   // Weights of tile n for all waves to read, or the flag that says why not.
   template <class Aside>
-  MLA_DEVICE void weigh(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows], const Aside& aside) const {
+  MLA_DEVICE void compute_p(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows], const Aside& aside) const {
     f32x4 t[wave_rows][key_tiles];
     scores(tile, t, aside);
     mask(valid, t);
@@ -246,7 +246,7 @@ class SparseDecode {
     for (int r = 0; r < wave_rows; ++r) exceeded |= softmax_[r].exceeded_by(largest(t[r]) * scale_);
     if (__builtin_expect(any_lane(exceeded), false)) {
       // Atomic, because several waves may say so.
-      __hip_atomic_fetch_max(reinterpret_cast<MLA_LDS uint32_t*>(lds_place(lds_ + flags + n % 2 * 4)),
+      __hip_atomic_fetch_max(reinterpret_cast<MLA_LDS uint32_t*>(lds_pointer(lds_ + flags + n % 2 * 4)),
                              static_cast<uint32_t>(n + 1), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
     } else {
       write_weights(n, t, sum);
@@ -277,16 +277,16 @@ class SparseDecode {
           p[e] = Policy::exp2(__builtin_fmaf(score, scale_, -softmax_[r].max));
         }
         sum[r] += (p[0] + p[1]) + (p[2] + p[3]);
-        packed[T][0] = Policy::template pack_weights<mla::bf16>(p[0], p[1]);
-        packed[T][1] = Policy::template pack_weights<mla::bf16>(p[2], p[3]);
+        packed[T][0] = Policy::template pack_p<mla::bf16>(p[0], p[1]);
+        packed[T][1] = Policy::template pack_p<mla::bf16>(p[2], p[3]);
       }
       const int first = key_group_ * key_tiles;  // of the 16-key tiles of the tile
       const uint32_t at = lds_ + weights + n % 2 * weights_bytes +
                           ((row_group_ * wave_rows + r) * key_steps + first / 2) * 1024 + own_ + first % 2 * 8;
       if constexpr (key_tiles == 2) {
-        lds_write16(lds_place(at), u32x4{packed[0][0], packed[0][1], packed[1][0], packed[1][1]});
+        lds_write16(lds_pointer(at), u32x4{packed[0][0], packed[0][1], packed[1][0], packed[1][1]});
       } else {
-        lds_write8(lds_place(at), u32x2{packed[0][0], packed[0][1]});
+        lds_write8(lds_pointer(at), u32x2{packed[0][0], packed[0][1]});
       }
     }
   }
@@ -302,7 +302,7 @@ class SparseDecode {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) {
       const float most = max_over_groups(largest(t[r]), lane) * scale_;
-      if (lane.group == 0) lds_write_float(lds_place(row + key_group_ * row_bytes + r * 64), most);
+      if (lane.group == 0) lds_write_float(lds_pointer(row + key_group_ * row_bytes + r * 64), most);
     }
     mla::block_sync();
 #pragma unroll
@@ -310,22 +310,22 @@ class SparseDecode {
       float max = softmax_[r].max;
 #pragma unroll
       for (int k = 0; k < Shape::key_groups; ++k)
-        max = __builtin_fmaxf(max, lds_read_float(lds_place(row + k * row_bytes + r * 64)));
+        max = __builtin_fmaxf(max, lds_read_float(lds_pointer(row + k * row_bytes + r * 64)));
       const float factor = Policy::exp2(softmax_[r].max - max);
       softmax_[r].max = max;
       softmax_[r].sum *= factor;
-      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_place(row + (factors - maxima) + r * 64), factor);
+      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_pointer(row + (factors - maxima) + r * 64), factor);
     }
     write_weights(n, t, sum);
     mla::block_sync();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r) {
-      Values::rescale(output_, r, lds_read_float(lds_place(lds_ + factors + (r * 16 + lane.column) * 4)));
+      Values::rescale(output_, r, lds_read_float(lds_pointer(lds_ + factors + (r * 16 + lane.column) * 4)));
     }
   }
 
   MLA_DEVICE void add_values(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
-    const uint32_t flag = lds_read_word(lds_place(lds_ + flags + n % 2 * 4));
+    const uint32_t flag = lds_read_word(lds_pointer(lds_ + flags + n % 2 * 4));
     if (__builtin_expect(uniform(static_cast<int>(flag)) == n + 1, false)) raise(n, tile, valid, sum);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r].sum += sum[r];
@@ -339,8 +339,8 @@ class SparseDecode {
     for (int r = 0; r < wave_rows; ++r) {
       const float sum = sum_over_groups(softmax_[r].sum, lane);
       if (lane.group == 0) {
-        lds_write_float(lds_place(row + key_group_ * row_bytes + r * 64), softmax_[r].max);
-        lds_write_float(lds_place(row + (sums - maxima) + key_group_ * row_bytes + r * 64), sum);
+        lds_write_float(lds_pointer(row + key_group_ * row_bytes + r * 64), softmax_[r].max);
+        lds_write_float(lds_pointer(row + (sums - maxima) + key_group_ * row_bytes + r * 64), sum);
       }
     }
     mla::block_sync();
@@ -350,8 +350,8 @@ class SparseDecode {
       float sum = 0.0f;
 #pragma unroll
       for (int k = 0; k < Shape::key_groups; ++k)
-        sum += lds_read_float(lds_place(at + (sums - maxima) + k * row_bytes));
-      const SparseRow<Policy> to(p, item_, first_row_ + 16 * r + lane.column, lds_read_float(lds_place(at)), sum);
+        sum += lds_read_float(lds_pointer(at + (sums - maxima) + k * row_bytes));
+      const SparseEpilogue<Policy> to(p, item_, first_row_ + 16 * r + lane.column, lds_read_float(lds_pointer(at)), sum);
       if (wave_ == 0 && lane.group == 0) to.store_lse();
       to.template store<Values::column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
     }

@@ -9,24 +9,24 @@
 namespace cdna {
 
 // `keys` to a tile; wave w brings keys w * wave_keys + 0..wave_keys-1 of each.
-template <class Record, int keys, int waves>
-class SparseGather {
+template <class KvFormat, int keys, int waves>
+class DequantProducer {
  public:
-  using Tile = SlottedTile<2, Record::qk_dim * 2, keys>;
+  using Tile = SwizzledLdsTile<2, KvFormat::qk_dim * 2, keys>;
   static constexpr int wave_keys = keys / waves;
   static constexpr int groups = wave_keys / 8;
   static constexpr int block_tiles = WAVE / wave_keys;  // whose addresses are found at once
-  static constexpr int place_bytes = Record::apart ? 16 : 8;
+  static constexpr int place_bytes = KvFormat::apart ? 16 : 8;
   static constexpr int lds_bytes = WAVE * place_bytes;  // of a wave: addresses of a block
   static_assert(wave_keys == 8 || wave_keys == 16, "sparse gather: eight or sixteen keys to a wave");
 
-  MLA_DEVICE SparseGather(const SparseSelection& selection, const mla::WorkItem& item, uint32_t lds, int wave)
+  MLA_DEVICE DequantProducer(const TopkLists& selection, const mla::WorkItem& item, uint32_t lds, int wave)
       : selection_(selection),
         first_key_(item.first_key + wave * wave_keys),
         end_key_(item.end_key),
         wave_(wave),
         lds_(lds),
-        places_(GatherPlaces::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
+        places_(GatherWriteMap::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
     fetch(0);
     enter(0);
     fetch(1);
@@ -40,12 +40,12 @@ class SparseGather {
     }
     const int in_block = tile % block_tiles * wave_keys;
     valid_ = static_cast<uint32_t>(block_valid_ >> in_block) & ((1u << wave_keys) - 1);
-    const GatherLane lane(static_cast<uint32_t>(rederived(Lane::current().index)));
+    const GatherLane lane(static_cast<uint32_t>(rematerialized(Lane::current().index)));
     uint64_t row[groups], scales[groups];
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
-      const LdsBytes at = lds_place(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
-      if constexpr (Record::apart) {
+      const LdsBytes at = lds_pointer(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
+      if constexpr (KvFormat::apart) {
         const u32x4 both = lds_read16(at);
         row[g] = join(both[0], both[1]);
         scales[g] = join(both[2], both[3]);
@@ -56,16 +56,16 @@ class SparseGather {
       }
     }
 #pragma unroll
-    for (int g = 0; g < groups; ++g) Record::load_half(raw_[g], row[g], lane);
+    for (int g = 0; g < groups; ++g) KvFormat::load_half(raw_[g], row[g], lane);
 #pragma unroll
-    for (int g = 0; g < groups; ++g) Record::load(raw_[g], row[g], scales[g], lane);
+    for (int g = 0; g < groups; ++g) KvFormat::load(raw_[g], row[g], scales[g], lane);
   }
 
   // One of the `pieces` in which the loaded rows go as bf16 into a tile that begins at `at`.
-  static constexpr int pieces = groups * Record::pieces;
+  static constexpr int pieces = groups * KvFormat::pieces;
   MLA_DEVICE void store(int piece, uint32_t at) const {
-    const int g = piece / Record::pieces, eight = wave_ * groups + g;
-    Record::store(piece % Record::pieces, raw_[g], at + eight * Tile::group_bytes,
+    const int g = piece / KvFormat::pieces, eight = wave_ * groups + g;
+    KvFormat::store(piece % KvFormat::pieces, raw_[g], at + eight * Tile::group_bytes,
                   places_.turned(static_cast<uint32_t>(eight) % 2));
   }
 
@@ -76,7 +76,7 @@ class SparseGather {
   MLA_DEVICE static uint64_t join(uint32_t low, uint32_t high) { return static_cast<uint64_t>(high) << 32 | low; }
 
   MLA_DEVICE int key(int block) const {
-    const int lane = rederived(Lane::current().index);
+    const int lane = rematerialized(Lane::current().index);
     return first_key_ + (block * block_tiles + lane / wave_keys) * keys + lane % wave_keys;
   }
 
@@ -89,16 +89,16 @@ class SparseGather {
 
   // The indices of the block have arrived: addresses, for all lanes of the wave to read.
   MLA_DEVICE void enter(int block) {
-    const int lane = rederived(Lane::current().index);
+    const int lane = rematerialized(Lane::current().index);
     const int mine = key(block);
     const SelectedToken token = selection_.token_of(mine, index_);
     const bool valid = mine < end_key_ && token.valid;
     block_valid_ = __builtin_amdgcn_ballot_w64(valid);
-    const uint64_t row = valid ? Record::row_at(token) : no_token();
+    const uint64_t row = valid ? KvFormat::row_at(token) : zero_token();
     wave_lds_fence();
-    const LdsBytes at = lds_place(lds_ + lane * place_bytes);
-    if constexpr (Record::apart) {
-      const uint64_t scales = valid ? Record::scales_at(token) : no_token();
+    const LdsBytes at = lds_pointer(lds_ + lane * place_bytes);
+    if constexpr (KvFormat::apart) {
+      const uint64_t scales = valid ? KvFormat::scales_at(token) : zero_token();
       lds_write16(at, u32x4{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), static_cast<uint32_t>(scales),
                             static_cast<uint32_t>(scales >> 32)});
     } else {
@@ -107,16 +107,16 @@ class SparseGather {
     wave_lds_fence();
   }
 
-  const SparseSelection selection_;
+  const TopkLists selection_;
   int first_key_;  // the wave's first of the item
   int end_key_;
   int wave_;
   uint32_t lds_;
-  const GatherPlaces places_;
+  const GatherWriteMap places_;
   int index_;             // of the lane's key of the next block
   uint64_t block_valid_;  // bit l: the key of lane l of this block
   uint32_t valid_;
-  typename Record::Raw raw_[groups];
+  typename KvFormat::Raw raw_[groups];
 };
 
 }  // namespace cdna

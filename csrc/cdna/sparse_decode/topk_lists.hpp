@@ -21,7 +21,7 @@ struct SelectedToken {
   bool valid;     // the index lies in the pool
 };
 
-class SparseSelection {
+class TopkLists {
   // Bytes of a pool's entry.
   static constexpr int list = 0;  // address of the token's first index, less the keys of the pools before
   static constexpr int cache = 8;
@@ -37,7 +37,7 @@ class SparseSelection {
   static constexpr int lds_bytes = mla::MOST_POOLS * entry_bytes;
 
   // One wave fills the table, a pool to a lane; a barrier must follow.
-  MLA_DEVICE static void tabulate(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
+  MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
     const int lane = Lane::current().index;
     if (lane >= mla::MOST_POOLS) return;
     const mla::Pool pool = mla::pool_at(p, lane);
@@ -48,7 +48,7 @@ class SparseSelection {
       const int count = static_cast<int>(broadcast(static_cast<uint32_t>(found.count), i));
       before += lane > i ? count : 0;
     }
-    const LdsBytes at = lds_place(lds + lane * entry_bytes);
+    const LdsBytes at = lds_pointer(lds + lane * entry_bytes);
     lds_write16(at + list,
                 u32x4_of(reinterpret_cast<uint64_t>(found.first - before), reinterpret_cast<uint64_t>(pool.cache)));
     lds_write16(at + page_bytes, u32x4_of(static_cast<uint64_t>(pool.page_bytes),
@@ -58,14 +58,14 @@ class SparseSelection {
                 u32x4{pool.page_magic, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
   }
 
-  MLA_DEVICE explicit SparseSelection(uint32_t lds) : lds_(lds) {}
+  MLA_DEVICE explicit TopkLists(uint32_t lds) : lds_(lds) {}
 
   // Of all pools; the same in all lanes.
   MLA_DEVICE int keys() const { return uniform(static_cast<int>(word(mla::MOST_POOLS - 1, end))); }
 
   // The index of a key; `key` must be below keys().
   MLA_DEVICE int index_of(int key) const {
-    const u32x2 at = lds_read8(lds_place(lds_ + pool_of(key) * entry_bytes + list));
+    const u32x2 at = lds_read8(lds_pointer(lds_ + pool_of(key) * entry_bytes + list));
     return *reinterpret_cast<const __attribute__((address_space(1))) int*>(join(at) +
                                                                            key * static_cast<int64_t>(sizeof(int32_t)));
   }
@@ -73,9 +73,9 @@ class SparseSelection {
   // The token that `index` names in the pool of `key`.
   MLA_DEVICE SelectedToken token_of(int key, int index) const {
     const uint32_t entry = lds_ + pool_of(key) * entry_bytes;
-    const u32x2 cache_at = lds_read8(lds_place(entry + cache));
-    const u32x4 paged = lds_read16(lds_place(entry + page_bytes));
-    const u32x2 magic = lds_read8(lds_place(entry + page_magic));
+    const u32x2 cache_at = lds_read8(lds_pointer(entry + cache));
+    const u32x4 paged = lds_read16(lds_pointer(entry + page_bytes));
+    const u32x2 magic = lds_read8(lds_pointer(entry + page_magic));
     const uint32_t low = paged[0], high = paged[1], number_of_slots = paged[2], tokens = paged[3];
     const uint32_t factor = magic[0], shift = magic[1];
     const uint32_t slot = static_cast<uint32_t>(index);
@@ -86,7 +86,7 @@ class SparseSelection {
 
  private:
   MLA_DEVICE uint32_t word(int pool, int field) const {
-    return lds_read_word(lds_place(lds_ + pool * entry_bytes + field));
+    return lds_read_word(lds_pointer(lds_ + pool * entry_bytes + field));
   }
   MLA_DEVICE int pool_of(int key) const {
     int pool = 0;

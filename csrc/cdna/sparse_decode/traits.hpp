@@ -8,7 +8,7 @@ namespace cdna {
 template <int row_tiles_, int row_groups_ = row_tiles_ <= 3   ? 1
                                             : row_tiles_ <= 6 ? 2
                                                               : 4>
-struct SparseShape {
+struct WavePartition {
   static constexpr int waves = 4;
   static constexpr int row_tiles = row_tiles_;
   static constexpr int row_groups = row_groups_;
@@ -16,8 +16,8 @@ struct SparseShape {
   static constexpr int wave_row_tiles = row_tiles / row_groups;
   static constexpr int keys = key_groups == 4 ? 64 : 32;  // of a tile: 16 to a key group at least
   static constexpr int wave_key_tiles = keys / 16 / key_groups;
-  static constexpr bool own_keys = row_groups == 1;  // a wave scores the keys that it brought itself
-  static constexpr int stages = own_keys ? 2 : 3;
+  static constexpr bool scores_own_keys = row_groups == 1;  // a wave scores the keys that it brought itself
+  static constexpr int stages = scores_own_keys ? 2 : 3;
   static_assert(row_tiles % row_groups == 0, "sparse decode: as many row tiles for every row group");
 };
 

@@ -29,17 +29,17 @@ class KeySplitDecode {
   static constexpr int pieces = Problem::row_bytes / 64;  // 16-byte loads of a lane per tile
   static constexpr int together = chunks / pieces;        // chunks in a piece: 1, or 2 where the cache is fp8
   using Query = QueryTile<Problem, 8 * together>;
-  using Places = typename KeyPlacesOf<together>::Places;
+  using Places = typename ChunkLdsMapFor<together>::Places;
 
  public:
   static constexpr int threads = waves * WAVE;
-  static constexpr int lds_bytes = waves * LatentTile::bytes;
+  static constexpr int lds_bytes = waves * LatentLdsTile::bytes;
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
-    for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    for (TileScheduler<DecodeSequences> scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
+      mla::WorkItem item = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
       if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
       KeySplitDecode decode(p, item, rows, first_row, lds);
@@ -61,7 +61,7 @@ class KeySplitDecode {
         lane_(Lane::current()),
         wave_(wave_id()),
         lds_(lds),
-        latent_(lds + wave_ * LatentTile::bytes),
+        latent_(lds + wave_ * LatentLdsTile::bytes),
         key_places_(lane_),
         column_places_(lane_),
         scale_(score_scale<typename Problem::Format>(p)),
@@ -73,14 +73,14 @@ class KeySplitDecode {
     if (wave_ >= tiles) return;
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
-    visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
+    visible_ = min(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
     visible_to_all_ =
-        smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+        min(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t key = key_at(first);
     load_keys(row_of(source, source.page_of(key), key));
-    load_turns(p, key);
+    load_cos_sin(p, key);
     key = key_at(first + step);
     uint32_t page = source.page_of(key);
     for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {
@@ -89,7 +89,7 @@ class KeySplitDecode {
       key = key_at(first + 2 * step);
       page = source.page_of(key);
       const f32x4 t = scores<true>(next);
-      load_turns(p, next_key);
+      load_cos_sin(p, next_key);
       accumulate(t, first);
       first += step;
     }
@@ -110,9 +110,9 @@ class KeySplitDecode {
     for (int n = 0; n < pieces; ++n) keys_.piece[n] = *reinterpret_cast<const u32x4*>(row + n * 64);
   }
 
-  MLA_DEVICE void load_turns(const mla::DecodeParams& p, uint32_t key) {
+  MLA_DEVICE void load_cos_sin(const mla::DecodeParams& p, uint32_t key) {
     if constexpr (Problem::rotate) {
-      turns_ = ChunkTurns::load(p.rope_cos_sin + static_cast<int64_t>(key) * TURN_FLOATS + lane_.group * 8);
+      cos_sin_ = ChunkRope::load(p.rope_cos_sin + static_cast<int64_t>(key) * COS_SIN_FLOATS + lane_.group * 8);
     }
   }
 
@@ -124,10 +124,10 @@ class KeySplitDecode {
     for (int n = 0; n < pieces; ++n) {
       if constexpr (Problem::rotate) {
         if (n == latent_chunks) {
-          u32x4 rest[2];
-          turns_.template turn<Policy, Element>(keys_.piece[n], keys_.piece[pieces - 1], rest);
-          sum = multiply_chunk<Element>(rest[0], query_.chunk[n], sum);
-          sum = multiply_chunk<Element>(rest[1], query_.chunk[pieces - 1], sum);
+          u32x4 residual[2];
+          cos_sin_.template rotate<Policy, Element>(keys_.piece[n], keys_.piece[pieces - 1], residual);
+          sum = multiply_chunk<Element>(residual[0], query_.chunk[n], sum);
+          sum = multiply_chunk<Element>(residual[1], query_.chunk[pieces - 1], sum);
         }
       }
 #pragma unroll
@@ -155,7 +155,7 @@ class KeySplitDecode {
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) t = Softmax::mask(t, first, visible_, lane_);
     const float largest = Softmax::largest(t);
     if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
-      output_.scale(Softmax::raise_reference(softmax_, largest, scale_, lane_));
+      output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_));
     }
     add_values(Softmax::weights(t, scale_, softmax_));
   }
@@ -172,8 +172,8 @@ class KeySplitDecode {
         const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
         f32x4& first = output_.tile[b][2 * d];
         f32x4& second = output_.tile[b][2 * d + 1];
-        first = Matrix16x16x16<Element>::multiply(columns.first, weights, first);
-        second = Matrix16x16x16<Element>::multiply(columns.second, weights, second);
+        first = Mfma16x16x16<Element>::multiply(columns.first, weights, first);
+        second = Mfma16x16x16<Element>::multiply(columns.second, weights, second);
       }
     }
     wave_lds_fence();
@@ -228,7 +228,7 @@ class KeySplitDecode {
         merged[n] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int w = 0; w < waves; ++w) {
-          const LdsBytes tile = lds_ + w * LatentTile::bytes + (wave_ * 4 + n) * tile_bytes;
+          const LdsBytes tile = lds_ + w * LatentLdsTile::bytes + (wave_ * 4 + n) * tile_bytes;
           merged[n] += weight[w] * lds_read_f32x4(tile + lane_.index * 16);
         }
       }
@@ -242,7 +242,7 @@ class KeySplitDecode {
     mla::block_sync();
   }
 
-  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   static constexpr int step = waves * tile_keys;
 
@@ -254,15 +254,15 @@ class KeySplitDecode {
   const LdsBytes lds_;     // the workgroup's
   const LdsBytes latent_;  // the wave's quarter
   const Places key_places_;
-  const ColumnPlaces column_places_;
+  const ColumnLdsMap column_places_;
   const float scale_;
   int visible_;         // to the lane's row
   int visible_to_all_;  // rows of the tile
   Query query_;
   Keys keys_;
-  ChunkTurns turns_;  // of the rope part of keys_
+  ChunkRope cos_sin_;  // of the rope part of keys_
   mla::RowSoftmax softmax_;
-  OutputTile output_;
+  AccumO output_;
 };
 
 }  // namespace cdna

@@ -21,11 +21,11 @@ namespace cdna {
 // Keys are multiplied as they are stored, or converted on their way.
 template <class Policy, class Problem, bool converted>
 struct StagesOf {
-  using Stages = RowStages<Policy, Problem>;
+  using Stages = KvStageProducer<Policy, Problem>;
 };
 template <class Policy, class Problem>
 struct StagesOf<Policy, Problem, true> {
-  using Stages = ConvertedStages<Policy, Problem>;
+  using Stages = Fp8StageProducer<Policy, Problem>;
 };
 
 // How the waves share the row tiles: as many waves as needed get `most` tiles, so that the keys are read by as few
@@ -77,7 +77,7 @@ class RowSplitWave {
   using Softmax = Weights<Policy, Element>;
   using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
   static constexpr int chunks = Problem::qk_dim / 32;
-  static constexpr int tile_keys = StagedTile::keys;
+  static constexpr int tile_keys = KvStageTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
   using Shares = RowShares<Policy, Problem>;
   static constexpr int key_groups = Shares::key_groups;
@@ -109,16 +109,16 @@ class RowSplitWave {
     Stages stages(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      const Lane lane = lane_.rederived();
+      const Lane lane = lane_.rematerialized();
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
       if constexpr (Problem::Format::StoredQuery::bytes == 1) query_[r].reload(lds_ + Stages::own(wave_), lane);
-      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
+      visible_[r] = min(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
     }
     if (tiles > 0) {
       visible_to_all_ =
-          smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+          min(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
-    wait_loads();
+    wait_all_loads();
 
     if constexpr (key_groups == 1) {
       walk(stages, count);
@@ -129,7 +129,7 @@ class RowSplitWave {
 
   // Makes each row's sum one, and one of the groups' results.
   MLA_DEVICE void finish() {
-    const Lane lane = lane_.rederived();
+    const Lane lane = lane_.rematerialized();
 #pragma unroll
     for (int r = 0; r < tiles; ++r) softmax_[r].sum = sum_over_groups(softmax_[r].sum, lane);
     if constexpr (key_groups > 1 && tiles > 0) {
@@ -141,7 +141,7 @@ class RowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_groups > 1 && key_group_ != r) continue;
-      const Lane lane = lane_.rederived();
+      const Lane lane = lane_.rematerialized();
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, softmax_[r].sum);
       if (lane.group == 0) sink.store_lse(result.lse);
@@ -151,7 +151,7 @@ class RowSplitWave {
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
         if (e == 0) {
 #pragma unroll
-          for (int t = 0; t < BLOCK_TILES; ++t) keep_accumulated(output_[r].tile[b][t]);
+          for (int t = 0; t < BLOCK_TILES; ++t) pin_to_agpr(output_[r].tile[b][t]);
         }
 #pragma unroll
         for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * weight;
@@ -163,18 +163,18 @@ class RowSplitWave {
  private:
   MLA_DEVICE void walk(Stages& stages, int count) {
     int filled = 0, used = 0;  // stages that the next tile is copied to and read from
-    for (int n = 0; n < smaller(Stages::ahead, count); ++n) {
+    for (int n = 0; n < min(Stages::ahead, count); ++n) {
       stages.copy(n, filled);
-      filled = Stages::stage_after(filled);
+      filled = Stages::next_stage(filled);
     }
     int first = item_.first_key;
     for (int n = 0; n < count; ++n) {
       stages.wait(n, used);
       mla::block_sync();
       if (n + Stages::ahead < count) stages.copy(n + Stages::ahead, filled);
-      filled = Stages::stage_after(filled);
+      filled = Stages::next_stage(filled);
       accumulate(lds_ + used, first);
-      used = Stages::stage_after(used);
+      used = Stages::next_stage(used);
       first += tile_keys;
     }
   }
@@ -182,10 +182,10 @@ class RowSplitWave {
   // Two tiles at a time, one for each group. What lands is the wave's own, so no wave waits for another's copies, only
   // for the stages to be free and then filled.
   MLA_DEVICE void walk_pairs(Stages& stages, int count) {
-    for (int n = 0; n < smaller(2, count); ++n) stages.copy(n, 0);
+    for (int n = 0; n < min(2, count); ++n) stages.copy(n, 0);
     int first = item_.first_key;
     for (int n = 0; n < count; n += 2) {
-      wait_copies<0>();
+      wait_vmcnt<0>();
       mla::block_sync();
       stages.convert(n, 0);
       if (n + 1 < count) stages.convert(n + 1, Stages::stage_bytes);
@@ -228,9 +228,9 @@ class RowSplitWave {
     for (int g = 0; g < groups; ++g) {
       if (g + 1 < groups) {
         read_keys<group>(tile, g + 1, keys[(g + 1) % 2]);
-        wait_lds<group>();
+        wait_lgkmcnt<group>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int c = 0; c < group; ++c) {
@@ -264,7 +264,7 @@ class RowSplitWave {
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        const float factor = Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_);
+        const float factor = Softmax::raise_max(softmax_[r], largest[r], scale_, lane_);
         if (r == 1) {
           output_[r].template scale<ordinary>(factor);
         } else {
@@ -282,9 +282,9 @@ class RowSplitWave {
       u32x4(&now)[4] = b % 2 ? next : values;
       if (b + 1 < OUTPUT_BLOCKS) {
         read_values(tile, b + 1, b % 2 ? values : next);
-        wait_lds<4>();
+        wait_lgkmcnt<4>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int d = 0; d < 4; ++d) {
@@ -293,18 +293,18 @@ class RowSplitWave {
         for (int r = 0; r < tiles; ++r) {
           f32x4& first = output_[r].tile[b][2 * d];
           f32x4& second = output_[r].tile[b][2 * d + 1];
-          first = Matrix16x16x16<Element>::multiply(columns.first, weights[r], first);
-          second = Matrix16x16x16<Element>::multiply(columns.second, weights[r], second);
+          first = Mfma16x16x16<Element>::multiply(columns.first, weights[r], first);
+          second = Mfma16x16x16<Element>::multiply(columns.second, weights[r], second);
           if (r == 1 && b * BLOCK_TILES + 2 * d >= OUTPUT_BLOCKS * BLOCK_TILES - ordinary) {
-            keep_ordinary(first);
-            keep_ordinary(second);
+            pin_to_vgpr(first);
+            pin_to_vgpr(second);
           }
         }
       }
     }
   }
 
-  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem item_;
   const mla::SequenceRows rows_;
@@ -312,23 +312,23 @@ class RowSplitWave {
   const int wave_;
   const LdsBytes lds_;
   const int key_group_;
-  const StagedPlaces places_;
+  const KvStageReadMap places_;
   const float scale_;
   int visible_to_all_;
   int first_row_[array];
   int visible_[array];
   mla::RowSoftmax softmax_[array];
   QueryTile<Problem> query_[array];
-  OutputTile output_[array];
+  AccumO output_[array];
 };
 
 template <class Policy, class Problem>
 template <int tiles>
 MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave) {
   const int first_row = mla::block_id_y() * Problem::rows;
-  for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+  for (TileScheduler<DecodeSequences> scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
+    mla::WorkItem item = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
     RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);

@@ -12,7 +12,7 @@ namespace cdna {
 // more before any of them writes there again.
 template <class Policy, int tiles>
 MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
-                             mla::RowSoftmax (&softmax)[tiles], OutputTile (&output)[tiles]) {
+                             mla::RowSoftmax (&softmax)[tiles], AccumO (&output)[tiles]) {
   constexpr int tile_bytes = WAVE * 16;
   constexpr int block_bytes = BLOCK_TILES * tile_bytes;
   constexpr int statistics = Policy::waves * block_bytes;
@@ -47,7 +47,7 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
       if (group != r) {
 #pragma unroll
         for (int t = 0; t < BLOCK_TILES; ++t) {
-          keep_accumulated(output[r].tile[b][t]);
+          pin_to_agpr(output[r].tile[b][t]);
           lds_write_f32x4(sent + t * tile_bytes, output[r].tile[b][t]);
         }
       }
@@ -59,9 +59,9 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
 #pragma unroll
         for (int t = 0; t < BLOCK_TILES; ++t) {
           f32x4& x = output[r].tile[b][t];
-          keep_accumulated(x);
+          pin_to_agpr(x);
           x = x * weight[r] + lds_read_f32x4(received + t * tile_bytes) * other_weight[r];
-          keep_accumulated(x);
+          pin_to_agpr(x);
           if (t % 2 == 1) __builtin_amdgcn_sched_barrier(0);
         }
       }

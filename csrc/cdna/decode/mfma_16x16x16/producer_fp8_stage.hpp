@@ -1,5 +1,5 @@
 // Stages for a cache in fp8: rows are copied as they are stored, and each wave converts the four keys that it copied
-// into a StagedTile of bf16 before the barrier, so each value is converted once per workgroup.
+// into a KvStageTile of bf16 before the barrier, so each value is converted once per workgroup.
 //
 // Two raw slots per wave are filled ahead and read by their own wave alone; two converted stages are shared.
 #pragma once
@@ -11,22 +11,22 @@
 namespace cdna {
 
 template <class Policy, class Problem>
-class ConvertedStages {
+class Fp8StageProducer {
   static_assert(Problem::row_bytes == mla::LATENT + mla::ROPE, "converted stages: rows of 576 fp8 values");
-  using Addresses = RowAddresses<FourShortRows::pitch>;
+  using Addresses = KvRowAddresses<FourShortRows::pitch>;
   static constexpr int raw_slots = 2;
 
  public:
   static constexpr int stages = 2;
   static constexpr int ahead = raw_slots;
   static constexpr int waves = Policy::waves;
-  static constexpr int stage_bytes = StagedTile::rope + StagedTile::rope_bytes;
+  static constexpr int stage_bytes = KvStageTile::rope + KvStageTile::rope_bytes;
   static constexpr int raw = stages * stage_bytes;
   static constexpr int pages = raw + waves * raw_slots * FourShortRows::bytes;
   static constexpr int bytes = pages + waves * Addresses::bytes;
   static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
 
-  MLA_DEVICE ConvertedStages(const mla::KvSource& source, const mla::WorkItem& item, const float*, int tiles,
+  MLA_DEVICE Fp8StageProducer(const mla::KvSource& source, const mla::WorkItem& item, const float*, int tiles,
                              LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, item.first_key, item.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
         lane_(lane),
@@ -52,20 +52,20 @@ class ConvertedStages {
   }
 
   // Returns when this wave's part of `tile` lies converted in its stage.
-  MLA_DEVICE void wait(int tile, int stage_at) const {
-    wait_copies<copies*(ahead - 1)>();
-    if (tile + 1 == tiles_) wait_copies<0>();
-    convert(tile, stage_at);
+  MLA_DEVICE void wait(int tile, int stage_offset) const {
+    wait_vmcnt<copies*(ahead - 1)>();
+    if (tile + 1 == tiles_) wait_vmcnt<0>();
+    convert(tile, stage_offset);
   }
 
   // The wave's part of a tile that has landed, as bf16 into a stage.
-  MLA_DEVICE void convert(int tile, int stage_at) const { convert(raw_slot(tile), lds_ + stage_at); }
+  MLA_DEVICE void convert(int tile, int stage_offset) const { convert(raw_slot(tile), lds_ + stage_offset); }
 
   // First of the bytes that no other wave touches; they are free until the first copy.
   MLA_DEVICE static int own(int wave) { return raw + wave * raw_slots * FourShortRows::bytes; }
 
   // A stage is named by its first byte.
-  MLA_DEVICE static int stage_after(int stage_at) { return stage_bytes - stage_at; }
+  MLA_DEVICE static int next_stage(int stage_offset) { return stage_bytes - stage_offset; }
 
  private:
   MLA_DEVICE LdsBytes raw_slot(int tile) const { return lds_ + own(wave_) + tile % raw_slots * FourShortRows::bytes; }
@@ -73,7 +73,7 @@ class ConvertedStages {
   // A lane takes key 4 * wave + group: eight columns of each 128, and four of the rope part.
   MLA_DEVICE void convert(LdsBytes from, LdsBytes stage) const {
     const LdsBytes row = from + lane_.group * FourShortRows::pitch + lane_.column * 8;
-    const LdsBytes to = stage + (4 * wave_ + lane_.group) * StagedTile::pitch + lane_.column * 16;
+    const LdsBytes to = stage + (4 * wave_ + lane_.group) * KvStageTile::pitch + lane_.column * 16;
     u32x2 eight[OUTPUT_BLOCKS];
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) eight[b] = lds_read8(row + b * BLOCK_COLUMNS);
@@ -81,7 +81,7 @@ class ConvertedStages {
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) lds_write16(to + b * BLOCK_COLUMNS * 2, fp8_to_bf16(eight[b]));
     const int slot = lane_.column % 8 / 2 ^ (4 * wave_ + lane_.group) / 2 % 4;
-    lds_write8(stage + StagedTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
+    lds_write8(stage + KvStageTile::rope + wave_ * 512 + lane_.column / 8 * 256 + lane_.group * 64 + slot * 16 +
                    lane_.column % 2 * 8,
                fp8_to_bf16(four));
   }

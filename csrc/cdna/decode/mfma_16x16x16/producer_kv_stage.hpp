@@ -16,39 +16,39 @@
 
 namespace cdna {
 
-struct StagedTile {
+struct KvStageTile {
   static constexpr int keys = 16;
   static constexpr int pitch = FourRows::pitch;
   static constexpr int rope = keys * pitch;
   static constexpr int rope_bytes = keys * mla::ROPE * 2;
-  static constexpr int rest = rope + rope_bytes;  // of turned rope parts, laid out like them
-  static constexpr int turns_bytes =
-      keys * TURN_FLOATS * 4;  // cosines and sines, [wave][4][64 lanes], if keys come un-rotated
+  static constexpr int residual = rope + rope_bytes;  // of rotated rope parts, laid out like them
+  static constexpr int cos_sin_bytes =
+      keys * COS_SIN_FLOATS * 4;  // cosines and sines, [wave][4][64 lanes], if keys come un-rotated
 };
 
 // Row addresses of the keys that one wave copies, found for 16 tiles at a time: lane l knows key l % 4 (of the wave's
 // four) of tile l / 4. Page numbers come through LDS, one block of tiles ahead. Row j comes lowered by pitch * j, as
 // the copies of copy.hpp want it.
 template <int pitch>
-class RowAddresses {
+class KvRowAddresses {
  public:
   static constexpr int block_tiles = 16;
   static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
 
-  MLA_DEVICE RowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
+  MLA_DEVICE KvRowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
                           LdsBytes lds)
       : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const {
-    const int lane = rederived(lane_);
-    copy_words(source_.page_entry(key(block, lane)),
+    const int lane = rematerialized(lane_);
+    copy_words_to_lds(source_.page_entry(key(block, lane)),
                static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
   }
 
   // Page numbers of the block have arrived: the addresses.
   MLA_DEVICE void enter(int block) {
-    const int lane = rederived(lane_);
+    const int lane = rematerialized(lane_);
     const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(lds_ + slot(block) + lane * 4);
     row_ = source_.row(page, key(block, lane)) - lane % 4 * pitch;
   }
@@ -57,18 +57,18 @@ class RowAddresses {
   MLA_DEVICE const char* uniform(int tile, int j) const { return broadcast(row_, tile % block_tiles * 4 + j); }
   // The row of the wave's key number lane.group.
   MLA_DEVICE const char* of_group(int tile, const Lane& lane) const {
-    return lane_value(row_, tile % block_tiles * 4 + lane.group);
+    return shuffle(row_, tile % block_tiles * 4 + lane.group);
   }
 
   MLA_DEVICE int key_of_group(int tile, const Lane& lane) const {
-    const int key = first_key_ + tile * StagedTile::keys + lane.group;
+    const int key = first_key_ + tile * KvStageTile::keys + lane.group;
     return key < last_key_ ? key : last_key_;
   }
 
  private:
   MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
   MLA_DEVICE uint32_t key(int block, int lane) const {
-    const int key = first_key_ + (block * block_tiles + lane / 4) * StagedTile::keys + lane % 4;
+    const int key = first_key_ + (block * block_tiles + lane / 4) * KvStageTile::keys + lane % 4;
     return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
   }
 
@@ -81,22 +81,22 @@ class RowAddresses {
 };
 
 template <class Policy, class Problem>
-class RowStages {
-  using Addresses = RowAddresses<StagedTile::pitch>;
+class KvStageProducer {
+  using Addresses = KvRowAddresses<KvStageTile::pitch>;
   static constexpr bool has_rope = Problem::qk_dim > mla::LATENT;
-  static constexpr int turns = StagedTile::rest + StagedTile::rope_bytes;
+  static constexpr int cos_sin = KvStageTile::residual + KvStageTile::rope_bytes;
 
  public:
   static constexpr int stages = Problem::rotate ? 2 : 3;  // a third with cosines and sines would not fit
   static constexpr int ahead = stages - 1;                // tiles in flight while one is multiplied
   static constexpr int waves = Policy::waves;
-  static constexpr int stage_bytes = StagedTile::rope + (has_rope ? StagedTile::rope_bytes : 0) +
-                                     (Problem::rotate ? StagedTile::rope_bytes + StagedTile::turns_bytes : 0);
+  static constexpr int stage_bytes = KvStageTile::rope + (has_rope ? KvStageTile::rope_bytes : 0) +
+                                     (Problem::rotate ? KvStageTile::rope_bytes + KvStageTile::cos_sin_bytes : 0);
   static constexpr int bytes = stages * stage_bytes + waves * Addresses::bytes;
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
                                 (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
 
-  MLA_DEVICE RowStages(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
+  MLA_DEVICE KvStageProducer(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
                        LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, item.first_key, item.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * Addresses::bytes),
@@ -105,15 +105,15 @@ class RowStages {
         wave_(wave),
         tiles_(tiles),
         rope_cos_sin_(rope_cos_sin),
-        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * StagedTile::pitch),
-        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + StagedTile::rope + wave * 512) {
-    rope_offset_ = lane.group * StagedTile::pitch + mla::LATENT * 2 + rope_word() * 4;
+        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * KvStageTile::pitch),
+        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + KvStageTile::rope + wave * 512) {
+    rope_offset_ = lane.group * KvStageTile::pitch + mla::LATENT * 2 + rope_word() * 4;
     addresses_.fetch(0);
   }
 
   // Begins to copy the wave's four rows of a tile into its stage; tiles in order. Before the first, every load of the
   // wave must have arrived.
-  MLA_DEVICE void copy(int tile, int stage_at) {
+  MLA_DEVICE void copy(int tile, int stage_offset) {
     if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
       const int block = tile / Addresses::block_tiles;
       addresses_.enter(block);
@@ -122,25 +122,25 @@ class RowStages {
     const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
                                  addresses_.uniform(tile, 3)};
     const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
-    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_at));
-    if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_at));
+    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_offset));
+    if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_offset));
     if constexpr (Problem::rotate) {
       const float* cos =
-          rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * TURN_FLOATS + rope_word() * 2;
-      FourWords::copy(cos, cos + 1, cos + SINES, cos + SINES + 1, turns_at(stage_at));
+          rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * COS_SIN_FLOATS + rope_word() * 2;
+      FourWords::copy(cos, cos + 1, cos + FIRST_SINE, cos + FIRST_SINE + 1, cos_sin_at(stage_offset));
     }
   }
 
-  // Returns when this wave's part of `tile` has landed in its stage, and is turned.
-  MLA_DEVICE void wait(int tile, int stage_at) const {
-    wait_copies<copies*(ahead - 1)>();
-    if (ahead > 1 && tile + 1 == tiles_) wait_copies<0>();
-    if constexpr (Problem::rotate) turn(stage_at);
+  // Returns when this wave's part of `tile` has landed in its stage, and is rotated.
+  MLA_DEVICE void wait(int tile, int stage_offset) const {
+    wait_vmcnt<copies*(ahead - 1)>();
+    if (ahead > 1 && tile + 1 == tiles_) wait_vmcnt<0>();
+    if constexpr (Problem::rotate) rotate(stage_offset);
   }
 
   // A stage is named by its first byte.
-  MLA_DEVICE static int stage_after(int stage_at) {
-    return stage_at == (stages - 1) * stage_bytes ? 0 : stage_at + stage_bytes;
+  MLA_DEVICE static int next_stage(int stage_offset) {
+    return stage_offset == (stages - 1) * stage_bytes ? 0 : stage_offset + stage_bytes;
   }
 
  private:
@@ -149,22 +149,22 @@ class RowStages {
     return (lane_.column / 4 ^ ((4 * wave_ + lane_.group) / 2 % 4)) * 4 + lane_.index % 4;
   }
 
-  MLA_DEVICE uint32_t turns_at(int stage_at) const {
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + turns + stage_at + wave_ * TURN_FLOATS * 16);
+  MLA_DEVICE uint32_t cos_sin_at(int stage_offset) const {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + cos_sin + stage_offset + wave_ * COS_SIN_FLOATS * 16);
   }
 
   // Each lane turns the words it copied, in place.
-  MLA_DEVICE void turn(int stage_at) const {
-    const LdsBytes rope = lds_ + StagedTile::rope + stage_at + wave_ * 512 + lane_.index * 4;
-    const LdsBytes turns = (LdsBytes)(uintptr_t)turns_at(stage_at) + lane_.index * 4;
-    const TurnedWords turned = turn_words<Policy, typename Problem::Element>(
-        lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(turns), lds_read_float(turns + 256),
-        lds_read_float(turns + 512), lds_read_float(turns + 768));
-    constexpr int rest = StagedTile::rope_bytes;
-    lds_write_word(rope, turned.first);
-    lds_write_word(rope + 256, turned.second);
-    lds_write_word(rope + rest, turned.first_rest);
-    lds_write_word(rope + rest + 256, turned.second_rest);
+  MLA_DEVICE void rotate(int stage_offset) const {
+    const LdsBytes rope = lds_ + KvStageTile::rope + stage_offset + wave_ * 512 + lane_.index * 4;
+    const LdsBytes cos_sin = (LdsBytes)(uintptr_t)cos_sin_at(stage_offset) + lane_.index * 4;
+    const RotatedWords rotated = rotate_words<Policy, typename Problem::Element>(
+        lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(cos_sin), lds_read_float(cos_sin + 256),
+        lds_read_float(cos_sin + 512), lds_read_float(cos_sin + 768));
+    constexpr int residual = KvStageTile::rope_bytes;
+    lds_write_word(rope, rotated.first);
+    lds_write_word(rope + 256, rotated.second);
+    lds_write_word(rope + residual, rotated.first_residual);
+    lds_write_word(rope + residual + 256, rotated.second_residual);
   }
 
   Addresses addresses_;
@@ -180,22 +180,22 @@ class RowStages {
 
 // A lane's places in a staged tile. As the left operand of the scores it holds 32-column chunk c of key lane.column; of
 // the values, keys 4 * lane.group + j, columns 8 * lane.column of 128-column block b.
-struct StagedPlaces {
+struct KvStageReadMap {
   int key, rope, columns;
 
-  MLA_DEVICE explicit StagedPlaces(const Lane& lane)
-      : key(lane.column * StagedTile::pitch + lane.group * 16),
-        rope(StagedTile::rope + lane.column / 4 * 512 + lane.column % 4 * 64 +
+  MLA_DEVICE explicit KvStageReadMap(const Lane& lane)
+      : key(lane.column * KvStageTile::pitch + lane.group * 16),
+        rope(KvStageTile::rope + lane.column / 4 * 512 + lane.column % 4 * 64 +
              (lane.group ^ (lane.column / 2 % 4)) * 16),
-        columns(4 * lane.group * StagedTile::pitch + lane.column * 16) {}
+        columns(4 * lane.group * KvStageTile::pitch + lane.column * 16) {}
   MLA_DEVICE int of_chunk(int c) const {
     constexpr int latent_chunks = mla::LATENT / 32;
     constexpr int rope_chunks = mla::ROPE / 32;  // a third and fourth are the rests
     if (c < latent_chunks) return key + c * 64;
     const int n = c - latent_chunks;
-    return rope + n / rope_chunks * StagedTile::rope_bytes + n % rope_chunks * 256;
+    return rope + n / rope_chunks * KvStageTile::rope_bytes + n % rope_chunks * 256;
   }
-  MLA_DEVICE int of_columns(int b, int j) const { return columns + j * StagedTile::pitch + b * 256; }
+  MLA_DEVICE int of_columns(int b, int j) const { return columns + j * KvStageTile::pitch + b * 256; }
 };
 
 }  // namespace cdna

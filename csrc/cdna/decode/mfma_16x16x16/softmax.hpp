@@ -19,11 +19,11 @@ constexpr int OUTPUT_BLOCKS = mla::VALUE_DIM / BLOCK_COLUMNS;
 constexpr int BLOCK_TILES = 8;
 
 // O^T of 16 rows. tile[b][t]: element r of a lane is column 128 b + 8 * (4 * lane.group + r) + t of row lane.column.
-struct OutputTile {
+struct AccumO {
   f32x4 tile[OUTPUT_BLOCKS][BLOCK_TILES];
 
   MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rederived(0));  // a constant would be kept in registers between items
+    const float zero = mla::bit_cast<float>(rematerialized(0));  // a constant would be kept in registers between items
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b)
 #pragma unroll
@@ -36,9 +36,9 @@ struct OutputTile {
     for (int n = 0; n < OUTPUT_BLOCKS * BLOCK_TILES; ++n) {
       f32x4& x = tile[n / BLOCK_TILES][n % BLOCK_TILES];
       const bool accumulated = n < OUTPUT_BLOCKS * BLOCK_TILES - ordinary;
-      if (accumulated) keep_accumulated(x);
+      if (accumulated) pin_to_agpr(x);
       x *= factor;
-      if (accumulated) keep_accumulated(x);
+      if (accumulated) pin_to_agpr(x);
       if (n % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
     }
   }
@@ -49,7 +49,7 @@ template <class Policy, class Element>
 struct Weights {
   // Scores of keys the row may not see become -inf.
   MLA_DEVICE static f32x4 mask(f32x4 scores, int first_key, int visible, const Lane& kept) {
-    const Lane lane = kept.rederived();
+    const Lane lane = kept.rematerialized();
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const float score = scores[r];
@@ -63,8 +63,8 @@ struct Weights {
   }
 
   // A new reference for the row, not below any score; the factor for what was accumulated so far.
-  MLA_DEVICE static float raise_reference(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& kept) {
-    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, kept.rederived()) * scale);
+  MLA_DEVICE static float raise_max(mla::RowSoftmax& row, float lane_largest, float scale, const Lane& kept) {
+    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, kept.rematerialized()) * scale);
     const float factor = Policy::exp2(row.max - max);
     row.max = max;
     row.sum *= factor;
@@ -78,7 +78,7 @@ struct Weights {
     const float p2 = Policy::exp2(__builtin_fmaf(scores[2], scale, -row.max));
     const float p3 = Policy::exp2(__builtin_fmaf(scores[3], scale, -row.max));
     row.sum += (p0 + p1) + (p2 + p3);
-    return u32x2{Policy::template pack_weights<Element>(p0, p1), Policy::template pack_weights<Element>(p2, p3)};
+    return u32x2{Policy::template pack_p<Element>(p0, p1), Policy::template pack_p<Element>(p2, p3)};
   }
 };
 

@@ -27,23 +27,23 @@ class WideKeySplit {
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int pieces = Problem::row_bytes / 64;  // 16-byte loads of a lane per 16 keys
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
-  using Tile = SlottedTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, tile_keys>;
-  using Softmax = WideSoftmax<Policy, Values, score_tiles>;
+  using Tile = SwizzledLdsTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, tile_keys>;
+  using Softmax = TileSoftmax<Policy, Values, score_tiles>;
 
-  static constexpr int output_bytes = WideOutput::tiles * WAVE * 16;  // of a wave
+  static constexpr int output_bytes = AccumO::tiles * WAVE * 16;  // of a wave
   static constexpr int wave_bytes = Tile::bytes > output_bytes ? Tile::bytes : output_bytes;
   static constexpr int statistics = waves * wave_bytes;  // [2, or 3 with divisors][wave][16 rows]
   static constexpr int row_floats = waves * 16 * 4;
 
  public:
   static constexpr int threads = waves * WAVE;
-  static constexpr int lds_bytes = statistics + (Values::coarse ? 3 : 2) * row_floats;
+  static constexpr int lds_bytes = statistics + (Values::normalizes_by_rounded_sum ? 3 : 2) * row_floats;
 
   MLA_DEVICE static void run(LdsBytes lds) {
     const int first_row = mla::block_id_y() * Problem::rows;
-    for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+    for (TileScheduler<DecodeSequences> scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
+      mla::WorkItem item = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
       if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
       WideKeySplit decode(p, item, rows, first_row, lds);
@@ -81,22 +81,22 @@ class WideKeySplit {
     if (wave_ >= tiles) return;
     const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
     query_ = Query::load(p, rows_, first_row_, lane_);
-    visible_ = smaller(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
+    visible_ = min(item_.end_key, visible_keys(p, rows_, first_row_, lane_));
     visible_to_all_ =
-        smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+        min(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
 
     int first = item_.first_key + wave_ * tile_keys;
     uint32_t page[score_tiles];
     find_pages(source, first, page);
     load_keys(rows_of(source, first, page));
-    load_turns(p, first);
+    load_cos_sin(p, first);
     find_pages(source, first + step, page);
     for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {
       const Rows next = rows_of(source, first + step, page);
       find_pages(source, first + 2 * step, page);
       f32x4 t[score_tiles];
       scores<true>(next, t);
-      load_turns(p, first + step);
+      load_cos_sin(p, first + step);
       accumulate(t, first);
       first += step;
     }
@@ -128,12 +128,12 @@ class WideKeySplit {
       for (int m = 0; m < pieces; ++m) keys_.piece[T][m] = *reinterpret_cast<const u32x4*>(rows.of[T] + m * 64);
   }
 
-  MLA_DEVICE void load_turns(const mla::DecodeParams& p, int first) {
+  MLA_DEVICE void load_cos_sin(const mla::DecodeParams& p, int first) {
     if constexpr (Problem::rotate) {
 #pragma unroll
       for (int T = 0; T < score_tiles; ++T) {
-        turns_[T] =
-            ChunkTurns::load(p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * TURN_FLOATS + lane_.group * 8);
+        cos_sin_[T] =
+            ChunkRope::load(p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * COS_SIN_FLOATS + lane_.group * 8);
       }
     }
   }
@@ -151,9 +151,9 @@ class WideKeySplit {
         u32x4& high = piece[2 * n + 1];
         if constexpr (Problem::rotate) {
           if (2 * n == latent_pieces) {
-            u32x4 rest[2];
-            turns_[T].template turn<Policy, Element>(low, high, rest);
-            sum = Scores::multiply(Scores::keys(rest[0], rest[1]), query_, n, sum);
+            u32x4 residual[2];
+            cos_sin_[T].template rotate<Policy, Element>(low, high, residual);
+            sum = Scores::multiply(Scores::keys(residual[0], residual[1]), query_, n, sum);
           }
         }
         if (2 * n < latent_pieces) {
@@ -180,10 +180,10 @@ class WideKeySplit {
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) Softmax::mask(t, first, visible_, lane_);
     const float largest = Softmax::largest(t);
     if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
-      output_.scale(Softmax::raise_reference(softmax_, largest, scale_, lane_));
+      output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_));
     }
     typename Softmax::Weights weights;
-    Softmax::weigh(t, scale_, softmax_, weights);
+    Softmax::compute_p(t, scale_, softmax_, weights);
     wave_lds_fence();
     add_values(weights);
     wave_lds_fence();
@@ -191,7 +191,7 @@ class WideKeySplit {
 
   static constexpr int reads = Softmax::products * Values::reads;  // per column tile
   static constexpr int column_group = 8 / reads;                   // column tiles that are read at once
-  static constexpr int column_groups = WideOutput::tiles / column_group;
+  static constexpr int column_groups = AccumO::tiles / column_group;
   static constexpr int pair = column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(int g, u32x2 (&values)[column_group][reads]) const {
@@ -210,9 +210,9 @@ class WideKeySplit {
       const u32x2(&now)[column_group][reads] = values[g % 2];
       if (g + 1 < column_groups) {
         read_values(g + 1, values[(g + 1) % 2]);
-        wait_lds<column_group * reads>();
+        wait_lgkmcnt<column_group * reads>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
       // Two column tiles in turn, so that no product follows one into the same accumulator.
 #pragma unroll
@@ -243,10 +243,10 @@ class WideKeySplit {
     if (lane_.group == 0) {
       lds_write_float(lds_ + mine, softmax_.max);
       lds_write_float(lds_ + mine + row_floats, softmax_.sum);
-      if (Values::coarse) lds_write_float(lds_ + mine + 2 * row_floats, softmax_.divisor());
+      if (Values::normalizes_by_rounded_sum) lds_write_float(lds_ + mine + 2 * row_floats, softmax_.divisor());
     }
 #pragma unroll
-    for (int t = 0; t < WideOutput::tiles; ++t) {
+    for (int t = 0; t < AccumO::tiles; ++t) {
       lds_write_f32x4(lds_ + wave_ * wave_bytes + t * (WAVE * 16) + lane_.index * 16, output_.tile[t]);
     }
     mla::block_sync();
@@ -264,7 +264,7 @@ class WideKeySplit {
       const LdsBytes row = lds_ + statistics + (w * 16 + lane_.column) * 4;
       weight[w] = Policy::exp2(weight[w] - max);
       total += weight[w] * lds_read_float(row + row_floats);
-      if (Values::coarse) total_divisor += weight[w] * lds_read_float(row + 2 * row_floats);
+      if (Values::normalizes_by_rounded_sum) total_divisor += weight[w] * lds_read_float(row + 2 * row_floats);
     }
     const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_ + lane_.column);
     const mla::RowResult<Policy> result = sink.finish(max, total);
@@ -272,10 +272,10 @@ class WideKeySplit {
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
       weight[w] *=
-          Softmax::output_weight(result.weight, total, total_divisor) * value_scale<typename Problem::Format>(p);
+          Softmax::output_scale(result.weight, total, total_divisor) * value_scale<typename Problem::Format>(p);
     }
 
-    constexpr int share = WideOutput::tiles / waves;
+    constexpr int share = AccumO::tiles / waves;
     f32x4 merged[share];
 #pragma unroll
     for (int n = 0; n < share; ++n) {
@@ -294,7 +294,7 @@ class WideKeySplit {
     mla::block_sync();
   }
 
-  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   static constexpr int step = waves * tile_keys;
 
@@ -305,16 +305,16 @@ class WideKeySplit {
   const int wave_;
   const LdsBytes lds_;     // the workgroup's
   const uint32_t latent_;  // the wave's quarter
-  const PiecePlaces<Tile> places_;
-  const ColumnPieces<Tile> columns_;
+  const KeyReadMap<Tile> places_;
+  const ColumnReadMap<Tile> columns_;
   const float scale_;
   int visible_;         // to the lane's row
   int visible_to_all_;  // rows of the tile
   Query query_;
   Keys keys_;
-  ChunkTurns turns_[score_tiles];  // of the rope part of keys_
+  ChunkRope cos_sin_[score_tiles];  // of the rope part of keys_
   typename Softmax::Row softmax_;
-  WideOutput output_;
+  AccumO output_;
 };
 
 }  // namespace cdna

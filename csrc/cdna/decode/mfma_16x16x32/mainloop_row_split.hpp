@@ -17,7 +17,7 @@ namespace cdna {
 
 template <class Policy, class Problem, class Arithmetic>
 class WideRowSplit {
-  using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
+  using Ring = LdsRingProducer<Policy, Problem, Arithmetic::shared_keys>;
   static constexpr int waves = Policy::waves;
   static constexpr int key_groups = Arithmetic::splits_keys && Problem::row_tiles <= waves ? 2 : 1;
   static constexpr int row_waves = waves / key_groups;
@@ -50,15 +50,15 @@ class WideRowSplitWave {
   using Scores = typename Arithmetic::Scores;
   using Values = typename Arithmetic::SharedValues;
   using Query = typename Scores::Query;
-  using Ring = SlotRing<Policy, Problem, Arithmetic::shared_keys>;
-  using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::shared_keys>;
+  using Ring = LdsRingProducer<Policy, Problem, Arithmetic::shared_keys>;
+  using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::row_bytes, Arithmetic::shared_keys>;
   static constexpr int shared_keys = Arithmetic::shared_keys;
   static constexpr int tile_keys = shared_keys / key_groups;  // of a shared tile, that the wave multiplies
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int row_waves = Policy::waves / key_groups;
   static constexpr int array = tiles > 0 ? tiles : 1;
   static constexpr int ordinary = 4;  // of the second row tile's accumulators, which make room for those of scores
-  using Softmax = WideSoftmax<Policy, Values, score_tiles>;
+  using Softmax = TileSoftmax<Policy, Values, score_tiles>;
   static constexpr int products = Softmax::products;
 
  public:
@@ -92,34 +92,34 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       query_[r] = Query::load(p, rows_, first_row_[r], lane_);
-      visible_[r] = smaller(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
+      visible_[r] = min(item_.end_key, visible_keys(p, rows_, first_row_[r], lane_));
     }
     if (tiles > 0) {
       visible_to_all_ =
-          smaller(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+          min(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
-    wait_loads();
+    wait_all_loads();
 
     uint32_t filled = 0, used = 0;  // stages that the next tile is copied to and read from
-    for (int n = 0; n < smaller(Ring::ahead, count); ++n) {
+    for (int n = 0; n < min(Ring::ahead, count); ++n) {
       ring.copy(n, filled);
-      filled = Ring::stage_after(filled);
+      filled = Ring::next_stage(filled);
     }
     int first = item_.first_key + key_group_ * tile_keys;
     for (int n = 0; n < count; ++n) {
       ring.wait(n, used);
       mla::block_sync();
       if (n + Ring::ahead < count) ring.copy(n + Ring::ahead, filled);
-      filled = Ring::stage_after(filled);
+      filled = Ring::next_stage(filled);
       accumulate(lds_ + used, first);
-      used = Ring::stage_after(used);
+      used = Ring::next_stage(used);
       first += shared_keys;
     }
   }
 
   // Makes each row's sums one, and one of the groups' results.
   MLA_DEVICE void finish() {
-    const Lane lane = lane_.rederived();
+    const Lane lane = lane_.rematerialized();
 #pragma unroll
     for (int r = 0; r < tiles; ++r) softmax_[r].join(lane);
     if constexpr (key_groups > 1) merge_groups(lane);
@@ -129,15 +129,15 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_groups > 1 && key_group_ != r) continue;
-      const Lane lane = lane_.rederived();
+      const Lane lane = lane_.rematerialized();
       const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
       const float sum = softmax_[r].sum;
       const float divisor = softmax_[r].divisor();
       const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, sum);
       if (lane.group == 0) sink.store_lse(result.lse);
       const float weight =
-          Softmax::output_weight(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
-      sink.template store<4, WideOutput::tiles>([&](int t, mla::Vec<float, 4>& values) {
+          Softmax::output_scale(result.weight, sum, divisor) * value_scale<typename Problem::Format>(p);
+      sink.template store<4, AccumO::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * weight;
         return 16 * t + 4 * lane.group;
@@ -149,8 +149,8 @@ class WideRowSplitWave {
   // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and
   // gives the other away through LDS, which no stage needs any more.
   MLA_DEVICE void merge_groups(const Lane& lane) {
-    static_assert(key_groups == 2 && tiles <= 2 && !Values::coarse, "merging: two groups, a row tile for each");
-    constexpr int output_bytes = WideOutput::tiles * WAVE * 16;
+    static_assert(key_groups == 2 && tiles <= 2 && !Values::normalizes_by_rounded_sum, "merging: two groups, a row tile for each");
+    constexpr int output_bytes = AccumO::tiles * WAVE * 16;
     constexpr int statistics = Policy::waves * output_bytes;  // [wave][row tile][max, sum][16 rows]
     static_assert(statistics + Policy::waves * 256 <= Ring::bytes, "merging: outputs of four waves fit the stages");
     const uint32_t mine = lds_ + statistics + wave_ * 256 + lane.column * 4;
@@ -159,14 +159,14 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (lane.group == 0) {
-        lds_write_float(lds_place(mine + r * 128), softmax_[r].max);
-        lds_write_float(lds_place(mine + r * 128 + 64), softmax_[r].sum);
+        lds_write_float(lds_pointer(mine + r * 128), softmax_[r].max);
+        lds_write_float(lds_pointer(mine + r * 128 + 64), softmax_[r].sum);
       }
       if (key_group_ != r) {
 #pragma unroll
-        for (int t = 0; t < WideOutput::tiles; ++t) {
+        for (int t = 0; t < AccumO::tiles; ++t) {
           keep(r, t);
-          lds_write_f32x4(lds_place(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16),
+          lds_write_f32x4(lds_pointer(lds_ + wave_ * output_bytes + t * (WAVE * 16) + lane.index * 16),
                           output_[r].tile[t]);
           if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);
         }
@@ -176,17 +176,17 @@ class WideRowSplitWave {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_group_ != r) continue;
-      const float other_max = lds_read_float(lds_place(other + r * 128));
+      const float other_max = lds_read_float(lds_pointer(other + r * 128));
       const float max = __builtin_fmaxf(softmax_[r].max, other_max);
       const float weight = Policy::exp2(softmax_[r].max - max);
       const float other_weight = Policy::exp2(other_max - max);
       softmax_[r].max = max;
-      softmax_[r].sum = softmax_[r].sum * weight + lds_read_float(lds_place(other + r * 128 + 64)) * other_weight;
+      softmax_[r].sum = softmax_[r].sum * weight + lds_read_float(lds_pointer(other + r * 128 + 64)) * other_weight;
 #pragma unroll
-      for (int t = 0; t < WideOutput::tiles; ++t) {
+      for (int t = 0; t < AccumO::tiles; ++t) {
         const uint32_t at = lds_ + (wave_ ^ row_waves) * output_bytes + t * (WAVE * 16) + lane.index * 16;
         keep(r, t);
-        output_[r].tile[t] = output_[r].tile[t] * weight + lds_read_f32x4(lds_place(at)) * other_weight;
+        output_[r].tile[t] = output_[r].tile[t] * weight + lds_read_f32x4(lds_pointer(at)) * other_weight;
         keep(r, t);
         if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);
       }
@@ -194,7 +194,7 @@ class WideRowSplitWave {
   }
 
   MLA_DEVICE void keep(int r, int t) {
-    if (r == 0 || t < WideOutput::tiles - ordinary) keep_accumulated(output_[r].tile[t]);
+    if (r == 0 || t < AccumO::tiles - ordinary) pin_to_agpr(output_[r].tile[t]);
   }
 
   MLA_DEVICE void accumulate(uint32_t tile, int first) {
@@ -205,12 +205,12 @@ class WideRowSplitWave {
     read_values(tile, 0, values);
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) Softmax::mask(t[r], first, visible_[r], lane_.rederived());
+      for (int r = 0; r < tiles; ++r) Softmax::mask(t[r], first, visible_[r], lane_.rematerialized());
     }
     rescale(t);
     typename Softmax::Weights weights[array];
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) Softmax::weigh(t[r], scale_, softmax_[r], weights[r]);
+    for (int r = 0; r < tiles; ++r) Softmax::compute_p(t[r], scale_, softmax_[r], weights[r]);
     add_values(tile, values, weights);
   }
 
@@ -235,9 +235,9 @@ class WideRowSplitWave {
     if constexpr (s < steps) {
       if constexpr (s + 1 < steps) {
         read_keys(tile, s + 1, keys[(s + 1) % 2]);
-        wait_lds<reads_of(s + 1)>();
+        wait_lgkmcnt<reads_of(s + 1)>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -269,13 +269,13 @@ class WideRowSplitWave {
         if (n < Tile::blocks || Tile::has_tail) {
           keys[half][part] = lds_read16(pieces_.of(tile, T, 2 * n + part));
         } else {
-          keys[half][part] = lds_read16(lds_place(((tile + Ring::rests + lane_rest()) ^ (part * 64)) + T * 2048));
+          keys[half][part] = lds_read16(lds_pointer(((tile + Ring::residuals + lane_residual()) ^ (part * 64)) + T * 2048));
         }
       }
     }
   }
   // Rests of turned keys lie like a block of the tile.
-  MLA_DEVICE uint32_t lane_rest() const {
+  MLA_DEVICE uint32_t lane_residual() const {
     const uint32_t column = static_cast<uint32_t>(lane_.column);
     return column / 8 * 1024 + column % 8 * 128 + (lane_.group ^ Tile::swizzle(column)) * 16;
   }
@@ -291,7 +291,7 @@ class WideRowSplitWave {
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        const float factor = Softmax::raise_reference(softmax_[r], largest[r], scale_, lane_.rederived());
+        const float factor = Softmax::raise_max(softmax_[r], largest[r], scale_, lane_.rematerialized());
         if (r == 1) {
           output_[r].template scale<ordinary>(factor);
         } else {
@@ -303,7 +303,7 @@ class WideRowSplitWave {
 
   static constexpr int reads = products * Values::reads;  // per column tile
   static constexpr int column_group = 8 / reads;          // column tiles that are read at once
-  static constexpr int column_groups = WideOutput::tiles / column_group;
+  static constexpr int column_groups = AccumO::tiles / column_group;
   static constexpr int pair = tiles == 1 && column_group > 1 ? 2 : 1;
 
   MLA_DEVICE void read_values(uint32_t tile, int g, u32x2 (&values)[column_group][reads]) const {
@@ -322,9 +322,9 @@ class WideRowSplitWave {
       u32x2(&now)[column_group][reads] = g % 2 ? next : values;
       if (g + 1 < column_groups) {
         read_values(tile, g + 1, g % 2 ? values : next);
-        wait_lds<column_group * reads>();
+        wait_lgkmcnt<column_group * reads>();
       } else {
-        wait_lds<0>();
+        wait_lgkmcnt<0>();
       }
       // Two column tiles or row tiles in turn, so that no product follows one into the same accumulator.
 #pragma unroll
@@ -346,14 +346,14 @@ class WideRowSplitWave {
             const int column = g * column_group + c + i % pair;
             f32x4& sum = output_[r].tile[column];
             sum = Values::multiply(columns[i % pair][i / pair], weights[r][i / pair], sum);
-            if (r == 1 && column >= WideOutput::tiles - ordinary) keep_ordinary(sum);
+            if (r == 1 && column >= AccumO::tiles - ordinary) pin_to_vgpr(sum);
           }
         }
       }
     }
   }
 
-  MLA_DEVICE static int smaller(int a, int b) { return a < b ? a : b; }
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem item_;
   const mla::SequenceRows rows_;
@@ -361,24 +361,24 @@ class WideRowSplitWave {
   const int wave_;
   const uint32_t lds_;
   const int key_group_;
-  PiecePlaces<Tile> pieces_;
-  ColumnPieces<Tile> columns_;
+  KeyReadMap<Tile> pieces_;
+  ColumnReadMap<Tile> columns_;
   const float scale_;
   int visible_to_all_;
   int first_row_[array];
   int visible_[array];
   typename Softmax::Row softmax_[array];
   Query query_[array];
-  WideOutput output_[array];
+  AccumO output_[array];
 };
 
 template <class Policy, class Problem, class Arithmetic>
 template <int tiles>
 MLA_DEVICE void WideRowSplit<Policy, Problem, Arithmetic>::run_wave(LdsBytes lds, int wave) {
   const int first_row = mla::block_id_y() * Problem::rows;
-  for (WorkList<DecodeSequences> work(reread_params<mla::DecodeParams>(), mla::block_id_x()); work.more();) {
+  for (TileScheduler<DecodeSequences> scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
     const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    mla::WorkItem item = work.take(p, [&](int b) { return p.seq_lens[b]; });
+    mla::WorkItem item = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
     const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
     if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
     item.partial_row = uniform(item.partial_row);  // or LLVM 20 keeps it, from a plan, in four registers of every lane

@@ -18,7 +18,7 @@ namespace cdna {
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
-struct SameTypeScores {
+struct QkSameType {
   using Element = typename Problem::Element;
   using Query = QueryTile<Problem, 8>;
   struct Keys {
@@ -27,14 +27,14 @@ struct SameTypeScores {
 
   MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{low, high}; }
   MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
-    sum = Matrix16x16x32<Element>::multiply(keys.low, query.chunk[2 * n], sum);
-    return Matrix16x16x32<Element>::multiply(keys.high, query.chunk[2 * n + 1], sum);
+    sum = Mfma16x16x32<Element>::multiply(keys.low, query.chunk[2 * n], sum);
+    return Mfma16x16x32<Element>::multiply(keys.high, query.chunk[2 * n + 1], sum);
   }
 };
 
 // fp8 keys and bf16 queries: keys become bf16.
 template <class Policy, class Problem>
-struct ConvertedScores {
+struct QkFp8ToBf16 {
   using Query = QueryTile<Problem, 16>;
   struct Tail {
     u32x4 low, high;
@@ -56,14 +56,14 @@ struct ConvertedScores {
 
  private:
   MLA_DEVICE static f32x4 multiply_piece(const Tail& keys, const Query& query, int m, f32x4 sum) {
-    sum = Matrix16x16x32<mla::bf16>::multiply(keys.low, query.chunk[2 * m], sum);
-    return Matrix16x16x32<mla::bf16>::multiply(keys.high, query.chunk[2 * m + 1], sum);
+    sum = Mfma16x16x32<mla::bf16>::multiply(keys.low, query.chunk[2 * m], sum);
+    return Mfma16x16x32<mla::bf16>::multiply(keys.high, query.chunk[2 * m + 1], sum);
   }
 };
 
 // fp8 keys and queries: 128 columns at once, and what is left over of 576 by the instruction of half rate.
 template <class Problem>
-struct NarrowScores {
+struct QkFp8 {
   struct Query {
     static constexpr int pieces = Problem::row_bytes / 64;
     u32x4 piece[pieces];
@@ -85,27 +85,27 @@ struct NarrowScores {
   }
   MLA_DEVICE static Tail tail(u32x4 piece) { return piece; }
   MLA_DEVICE static f32x4 multiply(Keys left, const Query& query, int n, f32x4 sum) {
-    return multiply_fp8x128(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
+    return mfma_16x16x128_fp8(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
   }
   MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
     const u32x4 right = query.piece[Query::pieces - 1];
-    sum = Matrix16x16x32<mla::fp8>::multiply(left.xy, right.xy, sum);
-    return Matrix16x16x32<mla::fp8>::multiply(left.zw, right.zw, sum);
+    sum = Mfma16x16x32<mla::fp8>::multiply(left.xy, right.xy, sum);
+    return Mfma16x16x32<mla::fp8>::multiply(left.zw, right.zw, sum);
   }
 };
 
-// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnPieces, and what a lane's
+// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnReadMap, and what a lane's
 // weights for them become. `headroom`: the largest weight is 2 to this power (a row's reference lies as far below its
 // largest score). `converted`: values change their type on the way. `coarse`: rounding shifts the sum of the weights so
 // far that outputs are divided by that of the rounded ones.
 
 // Weights and values in a 16-bit type.
 template <class Policy, class Element>
-struct WideValues {
+struct PvSameType {
   static constexpr int keys = 32;
   static constexpr int reads = 2;
   static constexpr float headroom = 0.0f;
-  static constexpr bool coarse = false;
+  static constexpr bool normalizes_by_rounded_sum = false;
   static constexpr bool converted = false;
   using Columns = u32x4;
   using Rows = u32x4;
@@ -114,20 +114,20 @@ struct WideValues {
     return u32x4{read[0][0], read[0][1], read[1][0], read[1][1]};
   }
   MLA_DEVICE static f32x4 multiply(Columns columns, Rows rows, f32x4 sum) {
-    return Matrix16x16x32<Element>::multiply(columns, rows, sum);
+    return Mfma16x16x32<Element>::multiply(columns, rows, sum);
   }
   // Weights of 32 keys: both 16-key tiles of scores, four keys each.
   MLA_DEVICE static Rows pack(const f32x4* p) {
-    return u32x4{Policy::template pack_weights<Element>(p[0][0], p[0][1]),
-                 Policy::template pack_weights<Element>(p[0][2], p[0][3]),
-                 Policy::template pack_weights<Element>(p[1][0], p[1][1]),
-                 Policy::template pack_weights<Element>(p[1][2], p[1][3])};
+    return u32x4{Policy::template pack_p<Element>(p[0][0], p[0][1]),
+                 Policy::template pack_p<Element>(p[0][2], p[0][3]),
+                 Policy::template pack_p<Element>(p[1][0], p[1][1]),
+                 Policy::template pack_p<Element>(p[1][2], p[1][3])};
   }
 };
 
 // bf16 weights and fp8 values, which become bf16.
 template <class Policy>
-struct ConvertedValues : WideValues<Policy, mla::bf16> {
+struct PvFp8ToBf16 : PvSameType<Policy, mla::bf16> {
   static constexpr int reads = 1;
   static constexpr bool converted = true;
 
@@ -138,12 +138,12 @@ struct ConvertedValues : WideValues<Policy, mla::bf16> {
 // largest score itself, so that the largest weight is a power of two and exact, as far up in the type's range as one
 // can be.
 template <class Policy, int keys_>
-struct NarrowValues {
+struct PvFp8 {
   static constexpr int keys = keys_;
   static constexpr int reads = keys / 32;
   static constexpr int words = keys / 16;
   static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the reference renews it
-  static constexpr bool coarse = true;
+  static constexpr bool normalizes_by_rounded_sum = true;
   static constexpr bool converted = false;
   static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");
   typedef uint32_t Columns __attribute__((ext_vector_type(words)));
@@ -160,9 +160,9 @@ struct NarrowValues {
   }
   MLA_DEVICE static f32x4 multiply(Columns columns, Rows rows, f32x4 sum) {
     if constexpr (keys == 128) {
-      return multiply_fp8x128(columns, rows, sum);
+      return mfma_16x16x128_fp8(columns, rows, sum);
     } else {
-      return Matrix16x16x32<mla::fp8>::multiply(columns, rows, sum);
+      return Mfma16x16x32<mla::fp8>::multiply(columns, rows, sum);
     }
   }
   MLA_DEVICE static Rows pack(const f32x4* p) {
@@ -183,12 +183,12 @@ struct NarrowValues {
 };
 
 // O^T of 16 rows. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row lane.column.
-struct WideOutput {
+struct AccumO {
   static constexpr int tiles = mla::VALUE_DIM / 16;
   f32x4 tile[tiles];
 
   MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rederived(0));  // a constant would be kept in registers between items
+    const float zero = mla::bit_cast<float>(rematerialized(0));  // a constant would be kept in registers between items
 #pragma unroll
     for (int t = 0; t < tiles; ++t) tile[t] = f32x4{zero, zero, zero, zero};
   }
@@ -197,17 +197,17 @@ struct WideOutput {
   MLA_DEVICE void scale(float factor) {
 #pragma unroll
     for (int t = 0; t < tiles; ++t) {
-      if (t < tiles - ordinary) keep_accumulated(tile[t]);
+      if (t < tiles - ordinary) pin_to_agpr(tile[t]);
       tile[t] *= factor;
-      if (t < tiles - ordinary) keep_accumulated(tile[t]);
+      if (t < tiles - ordinary) pin_to_agpr(tile[t]);
       if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
     }
   }
 };
 
 // A row's softmax so far: lse comes from `sum`, outputs are divided by `divisor`.
-template <bool coarse>
-struct WideRow : mla::RowSoftmax {
+template <bool normalizes_by_rounded_sum>
+struct SoftmaxRow : mla::RowSoftmax {
   MLA_DEVICE void clear() {
     max = NOTHING;
     sum = 0.0f;
@@ -218,12 +218,12 @@ struct WideRow : mla::RowSoftmax {
   MLA_DEVICE float divisor() const { return sum; }
 };
 template <>
-struct WideRow<true> : mla::RowSoftmax {
+struct SoftmaxRow<true> : mla::RowSoftmax {
   float rounded_sum;
 
   // Not as constants: LLVM 20 and 21 store two of those at once, and then keep all three in LDS.
   MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rederived(0));
+    const float zero = mla::bit_cast<float>(rematerialized(0));
     max = NOTHING;
     sum = zero;
     rounded_sum = zero;
@@ -242,11 +242,11 @@ struct WideRow<true> : mla::RowSoftmax {
 // Softmax of 16 query rows over `score_tiles` tiles of 16 keys: element r of tile T of a lane is key
 // 16 T + 4 * lane.group + r.
 template <class Policy, class Values, int score_tiles>
-struct WideSoftmax {
+struct TileSoftmax {
   static constexpr int products = score_tiles * 16 / Values::keys;  // of the values, per column tile
   using Scores = f32x4[score_tiles];
   using Weights = typename Values::Rows[products];
-  using Row = WideRow<Values::coarse>;
+  using Row = SoftmaxRow<Values::normalizes_by_rounded_sum>;
 
   // Scores of keys the row may not see become -inf.
   MLA_DEVICE static void mask(Scores& scores, int first_key, int visible, const Lane& lane) {
@@ -271,7 +271,7 @@ struct WideSoftmax {
   }
 
   // A new reference for the row, by which no weight exceeds 2^headroom; the factor for what was accumulated so far.
-  MLA_DEVICE static float raise_reference(Row& row, float lane_largest, float scale, const Lane& lane) {
+  MLA_DEVICE static float raise_max(Row& row, float lane_largest, float scale, const Lane& lane) {
     const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale - Values::headroom);
     const float factor = Policy::exp2(row.max - max);
     row.max = max;
@@ -280,7 +280,7 @@ struct WideSoftmax {
   }
 
   // Scores become weights. The lane's part of the sums stays in the lane.
-  MLA_DEVICE static void weigh(Scores& scores, float scale, Row& row, Weights& weights) {
+  MLA_DEVICE static void compute_p(Scores& scores, float scale, Row& row, Weights& weights) {
 #pragma unroll
     for (int T = 0; T < score_tiles; ++T) {
 #pragma unroll
@@ -293,13 +293,13 @@ struct WideSoftmax {
 #pragma unroll
     for (int n = 0; n < products; ++n) {
       weights[n] = Values::pack(scores + n * (Values::keys / 16));
-      if constexpr (Values::coarse) row.rounded_sum += Values::sum_of(weights[n]);
+      if constexpr (Values::normalizes_by_rounded_sum) row.rounded_sum += Values::sum_of(weights[n]);
     }
   }
 
   // What turns a row's accumulated values into its output, by that of a row divided by `sum`.
-  MLA_DEVICE static float output_weight(float weight, float sum, float divisor) {
-    if constexpr (!Values::coarse) return weight;
+  MLA_DEVICE static float output_scale(float weight, float sum, float divisor) {
+    if constexpr (!Values::normalizes_by_rounded_sum) return weight;
     return mla::bit_cast<uint32_t>(divisor) != 0 ? weight * sum * Policy::reciprocal(divisor) : 0.0f;
   }
 };

@@ -15,8 +15,8 @@ struct SameTypeArithmetic {
   static constexpr bool splits_keys = false;
   static constexpr int shared_keys = 32;
   static constexpr int private_keys = 32;
-  using Scores = SameTypeScores<Problem>;
-  using SharedValues = WideValues<Policy, typename Problem::Element>;
+  using Scores = QkSameType<Problem>;
+  using SharedValues = PvSameType<Policy, typename Problem::Element>;
   using PrivateValues = SharedValues;
 };
 
@@ -29,14 +29,14 @@ struct Fp8Arithmetic<Policy, Problem, mla::bf16, mla::bf16> {
   static constexpr bool splits_keys = true;
   static constexpr int shared_keys = 64;
   static constexpr int private_keys = 64;
-  using Scores = ConvertedScores<Policy, Problem>;
-  using SharedValues = ConvertedValues<Policy>;
+  using Scores = QkFp8ToBf16<Policy, Problem>;
+  using SharedValues = PvFp8ToBf16<Policy>;
   using PrivateValues = SharedValues;
 };
 
 template <class Policy, class Problem>
 struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::bf16> : Fp8Arithmetic<Policy, Problem, mla::bf16, mla::bf16> {
-  using Scores = NarrowScores<Problem>;
+  using Scores = QkFp8<Problem>;
 };
 
 // One row tile has clocks to spare: a private tile is multiplied 32 keys at a time.
@@ -45,9 +45,9 @@ struct Fp8Arithmetic<Policy, Problem, mla::fp8, mla::fp8> {
   static constexpr bool splits_keys = false;
   static constexpr int shared_keys = 128;
   static constexpr int private_keys = 64;
-  using Scores = NarrowScores<Problem>;
-  using SharedValues = NarrowValues<Policy, 128>;
-  using PrivateValues = NarrowValues<Policy, 32>;
+  using Scores = QkFp8<Problem>;
+  using SharedValues = PvFp8<Policy, 128>;
+  using PrivateValues = PvFp8<Policy, 32>;
 };
 
 template <class Policy, class Problem, class Arithmetic, bool one_tile = Problem::row_tiles == 1>

@@ -21,14 +21,14 @@ template <class Element>
 MLA_DEVICE void matrix(const Arrays& p) {
   const Lane lane = Lane::current();
   const int at = lane.column * 4 + lane.group;
-  store(p, lane, Matrix16x16x32<Element>::multiply(static_cast<const u32x4*>(p.left)[at], static_cast<const u32x4*>(p.right)[at], f32x4{}));
+  store(p, lane, Mfma16x16x32<Element>::multiply(static_cast<const u32x4*>(p.left)[at], static_cast<const u32x4*>(p.right)[at], f32x4{}));
 }
 MLA_KERNEL(64, 1) void matrix_bf16(Arrays p) { matrix<mla::bf16>(p); }
 MLA_KERNEL(64, 1) void matrix_fp16(Arrays p) { matrix<mla::fp16>(p); }
 MLA_KERNEL(64, 1) void matrix_fp8(Arrays p) {
   const Lane lane = Lane::current();
   const int at = lane.column * 4 + lane.group;
-  store(p, lane, Matrix16x16x32<mla::fp8>::multiply(static_cast<const u32x2*>(p.left)[at], static_cast<const u32x2*>(p.right)[at], f32x4{}));
+  store(p, lane, Mfma16x16x32<mla::fp8>::multiply(static_cast<const u32x2*>(p.left)[at], static_cast<const u32x2*>(p.right)[at], f32x4{}));
 }
 MLA_KERNEL(64, 1) void matrix_fp8x128(Arrays p) {
   const Lane lane = Lane::current();
@@ -37,7 +37,7 @@ MLA_KERNEL(64, 1) void matrix_fp8x128(Arrays p) {
     const u32x4* from = static_cast<const u32x4*>(side ? p.right : p.left) + lane.column * 8 + lane.group;
     operand[side] = __builtin_shufflevector(from[0], from[4], 0, 1, 2, 3, 4, 5, 6, 7);
   }
-  store(p, lane, multiply_fp8x128(operand[0], operand[1], f32x4{}));
+  store(p, lane, mfma_16x16x128_fp8(operand[0], operand[1], f32x4{}));
 }
 
 struct RingArrays {
@@ -53,10 +53,10 @@ struct RingArrays {
 // Four waves copy the tiles of an item through the ring; wave 0 dumps each as the two products read it.
 template <class Problem, int keys>
 MLA_DEVICE void ring(const RingArrays& a) {
-  using Ring = SlotRing<Policy, Problem, keys>;
-  using Tile = SlottedTile<Problem::Format::bytes, Problem::row_bytes, keys>;
+  using Ring = LdsRingProducer<Policy, Problem, keys>;
+  using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::row_bytes, keys>;
   constexpr int row_pieces = Problem::row_bytes / 64;
-  constexpr int reads = keys / ColumnPieces<Tile>::keys_of_read;
+  constexpr int reads = keys / ColumnReadMap<Tile>::keys_of_read;
   static MLA_SHARED __attribute__((aligned(1024))) char memory[Ring::bytes];
   const uint32_t lds = static_cast<uint32_t>(reinterpret_cast<uintptr_t>((LdsBytes)memory));
   mla::DecodeParams p = {};
@@ -70,21 +70,21 @@ MLA_DEVICE void ring(const RingArrays& a) {
   const Lane lane = Lane::current();
   const int wave = wave_id();
   const mla::KvSource source(p, Problem::Format::bytes, 0);
-  const PiecePlaces<Tile> pieces(lane);
-  const ColumnPieces<Tile> columns(lane);
+  const KeyReadMap<Tile> pieces(lane);
+  const ColumnReadMap<Tile> columns(lane);
   const int count = (a.end_key - a.first_key + keys - 1) / keys;
   Ring stages(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, nullptr, count, lds, lane, wave);
-  wait_loads();
+  wait_all_loads();
   uint32_t filled = 0, used = 0;
   for (int n = 0; n < Ring::ahead && n < count; ++n) {
     stages.copy(n, filled);
-    filled = Ring::stage_after(filled);
+    filled = Ring::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     stages.wait(n, used);
     mla::block_sync();
     if (n + Ring::ahead < count) stages.copy(n + Ring::ahead, filled);
-    filled = Ring::stage_after(filled);
+    filled = Ring::next_stage(filled);
     if (wave == 0) {
 #pragma unroll
       for (int T = 0; T < keys / 16; ++T)
@@ -97,7 +97,7 @@ MLA_DEVICE void ring(const RingArrays& a) {
 #pragma unroll
         for (int i = 0; i < reads; ++i) a.columns[((n * 32 + t) * reads + i) * 64 + lane.index] = columns.read(lds + used, t, i);
     }
-    used = Ring::stage_after(used);
+    used = Ring::next_stage(used);
   }
 }
 using Bf16 = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;

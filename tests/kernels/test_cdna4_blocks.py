@@ -17,7 +17,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    return assembly("wide_blocks", "gfx950", tmp_path_factory.mktemp("blocks"))
+    return assembly("cdna4_blocks", "gfx950", tmp_path_factory.mktemp("blocks"))
 
 
 def launch(text, kernel, threads, arrays, *scalars):
