@@ -3,7 +3,7 @@
 #include "gfx942/policy.hpp"
 
 using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;
-using Decode = cdna::Decode<gfx942::Policy, Problem>;
+using Decode = cdna::mfma_16x16x16::Decode<Problem, gfx942::Policy>;
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];

@@ -1,4 +1,4 @@
-// Everything in which gfx942 (CDNA3) differs from its siblings, for the shared pipelines.
+// The Policy of gfx942 (CDNA3): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from the arch.
 #pragma once
 
 #include "cdna/common/convert.hpp"
@@ -14,14 +14,14 @@ struct Policy {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // Two values rounded to Element, the first in the low half: nearest even for results, and the cheaper rounding of
-  // softmax weights (this arch has no bf16 conversion).
+  // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper rounding
+  // for P (this arch has no bf16 conversion).
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
   MLA_DEVICE static uint32_t pack_p(float low, float high);
 
-  // What rounding left of two values: truncated, which is 2^-16 of them and keeps every NaN.
+  // Returns the residuals of two roundings, truncated: the error is 2^-16 of the values, and every NaN is kept.
   template <class Element>
   MLA_DEVICE static uint32_t pack_residual(float low, float high);
 };

@@ -2,8 +2,10 @@
 #include "cdna/decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/policy.hpp"
 
+using Policy = gfx950::Policy;
 using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;
-using Decode = cdna::WideDecode<gfx950::Policy, Problem, cdna::SameTypeArithmetic<gfx950::Policy, Problem>>;
+using Mma = cdna::mfma_16x16x32::SameTypeMma<Problem, Policy>;
+using Decode = cdna::mfma_16x16x32::Decode<Problem, Policy, Mma>;
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];

@@ -1,4 +1,4 @@
-// plan on this arch: STEP is search, balanced or uniform.
+// plan on gfx950. Macros of an instance: STEP (search, balanced or uniform) and WAVES of the workgroup.
 #include "cdna/common/wave.hpp"
 #include "common/plan.hpp"
 

@@ -1,10 +1,11 @@
 // One kernel per building block that csrc/cdna has for CDNA4: matrix instructions, and tiles of keys as both products read them.
 #include "cdna/common/lds_copy.hpp"
-#include "cdna/decode/mfma_16x16x32/producer_lds_ring.hpp"
 #include "cdna/common/mfma_16x16x32.hpp"
+#include "cdna/decode/mfma_16x16x32/producer_lds_ring.hpp"
 #include "gfx950/policy.hpp"
 
 using namespace cdna;
+using namespace cdna::mfma_16x16x32;
 using Policy = gfx950::Policy;
 
 struct Arrays {
@@ -53,11 +54,11 @@ struct RingArrays {
 // Four waves copy the tiles of an item through the ring; wave 0 dumps each as the two products read it.
 template <class Problem, int keys>
 MLA_DEVICE void ring(const RingArrays& a) {
-  using Ring = LdsRingProducer<Policy, Problem, keys>;
+  using Ring = LdsRingProducer<Problem, Policy, keys>;
   using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::row_bytes, keys>;
   constexpr int row_pieces = Problem::row_bytes / 64;
   constexpr int reads = keys / ColumnReadMap<Tile>::keys_of_read;
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[Ring::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[Ring::lds_bytes];
   const uint32_t lds = static_cast<uint32_t>(reinterpret_cast<uintptr_t>((LdsBytes)memory));
   mla::DecodeParams p = {};
   p.kv_cache = a.cache;
@@ -76,14 +77,14 @@ MLA_DEVICE void ring(const RingArrays& a) {
   Ring stages(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, nullptr, count, lds, lane, wave);
   wait_all_loads();
   uint32_t filled = 0, used = 0;
-  for (int n = 0; n < Ring::ahead && n < count; ++n) {
+  for (int n = 0; n < Ring::prefetch && n < count; ++n) {
     stages.copy(n, filled);
     filled = Ring::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     stages.wait(n, used);
     mla::block_sync();
-    if (n + Ring::ahead < count) stages.copy(n + Ring::ahead, filled);
+    if (n + Ring::prefetch < count) stages.copy(n + Ring::prefetch, filled);
     filled = Ring::next_stage(filled);
     if (wave == 0) {
 #pragma unroll

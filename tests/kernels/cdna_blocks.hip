@@ -1,16 +1,17 @@
 // One kernel per building block of csrc/cdna: each exposes what the block does to one wave, or to one workgroup.
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/common/convert.hpp"
-#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
-#include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
-#include "cdna/common/lds.hpp"
 #include "cdna/common/mfma_16x16x16.hpp"
-#include "cdna/decode/query.hpp"
 #include "cdna/common/rope.hpp"
+#include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
+#include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
 #include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/decode/query.hpp"
 #include "gfx942/policy.hpp"
 
 using namespace cdna;
+using namespace cdna::mfma_16x16x16;
 using Policy = gfx942::Policy;
 
 struct Arrays {
@@ -20,7 +21,7 @@ struct Arrays {
   void* out2;
 };
 
-// out[16][16] = in[16][16] * in2[16][16], by the lane map that matrix.hpp documents.
+// out[16][16] = in[16][16] * in2[16][16], by the lane map that mfma_16x16x16.hpp documents.
 template <class Element>
 MLA_DEVICE void matrix(const Arrays& p) {
   const Lane lane = Lane::current();
@@ -66,7 +67,7 @@ MLA_KERNEL(64, 1) void cross_lane(Arrays p) {
                                                  sum_over_groups(x, lane), mla::bit_cast<float>(five)};
 }
 
-// in[64][2] floats -> out[64][3] words: nearest bf16, weights as bf16, fp16.
+// in[64][2] floats -> out[64][3] words: nearest bf16, P as bf16, fp16.
 MLA_KERNEL(64, 1) void convert(Arrays p) {
   const int lane = Lane::current().index;
   const float low = static_cast<const float*>(p.in)[lane * 2], high = static_cast<const float*>(p.in)[lane * 2 + 1];
@@ -95,23 +96,23 @@ MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
 }
 
 // in: three floats per score, [64][4] scores of 16 rows x 16 keys, in accumulator order. Two tiles through the softmax:
-// out[2][64][2] words of weights, out2[64][2]: max and sum over the groups.
+// out[2][64][2] words of P, out2[64][2]: max and sum over the groups.
 MLA_KERNEL(64, 1) void softmax(Arrays p) {
-  using Softmax = Weights<Policy, mla::bf16>;
+  using Softmax = TileSoftmax<Policy, mla::bf16>;
   const Lane lane = Lane::current();
   mla::RowSoftmax row = mla::RowSoftmax::empty();
   for (int tile = 0; tile < 2; ++tile) {
     f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
     if (tile == 1) scores = Softmax::mask(scores, 0, 16 - lane.column, lane);   // row r sees 16 - r keys of the second
-    const float largest = Softmax::largest(scores);
-    if (any_lane(row.exceeded_by(largest * 0.5f))) Softmax::raise_max(row, largest, 0.5f, lane);
-    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::weights(scores, 0.5f, row);
+    const float lane_max = Softmax::lane_max(scores);
+    if (any_lane(row.exceeded_by(lane_max * 0.5f))) Softmax::raise_max(row, lane_max, 0.5f, lane);
+    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::compute_p(scores, 0.5f, row);
     static_cast<float*>(p.out2)[tile * 64 + lane.index] = row.max;
   }
   static_cast<float*>(p.out2)[128 + lane.index] = sum_over_groups(row.sum, lane);
 }
 
-// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: turned, rests.
+// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: rotated, residuals.
 MLA_KERNEL(64, 1) void rope(Arrays p) {
   const Lane lane = Lane::current();
   u32x4 first = static_cast<const u32x4*>(p.in)[lane.index * 2], second = static_cast<const u32x4*>(p.in)[lane.index * 2 + 1];
@@ -139,7 +140,7 @@ struct StageArrays {
 // Four waves copy the tiles of an item through the ring; wave 0 dumps each tile as the two products read it.
 template <class Stages, bool rotate, int element_bytes>
 MLA_DEVICE void stages(const StageArrays& a) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::lds_bytes];
   const LdsBytes lds = (LdsBytes)memory;
   mla::DecodeParams p = {};
   p.kv_cache = a.cache;
@@ -157,14 +158,14 @@ MLA_DEVICE void stages(const StageArrays& a) {
   Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
   wait_all_loads();
   int filled = 0, used = 0;
-  for (int n = 0; n < Stages::ahead && n < count; ++n) {
+  for (int n = 0; n < Stages::prefetch && n < count; ++n) {
     ring.copy(n, filled);
     filled = Stages::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     ring.wait(n, used);
     mla::block_sync();
-    if (n + Stages::ahead < count) ring.copy(n + Stages::ahead, filled);
+    if (n + Stages::prefetch < count) ring.copy(n + Stages::prefetch, filled);
     filled = Stages::next_stage(filled);
     if (wave == 0) {
       for (int c = 0; c < (rotate ? 20 : 18); ++c) {
@@ -183,9 +184,9 @@ MLA_DEVICE void stages(const StageArrays& a) {
 using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
 using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
 using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
-MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Policy, Plain>, false, 2>(a); }
-MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<KvStageProducer<Policy, Rotated>, true, 2>(a); }
-MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8StageProducer<Policy, Fp8>, false, 1>(a); }
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Plain, Policy>, false, 2>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<KvStageProducer<Rotated, Policy>, true, 2>(a); }
+MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8StageProducer<Fp8, Policy>, false, 1>(a); }
 
 // in[4 waves][2 tiles][32][64][4] floats of output, in2[4][2][2][64]: max and sum -> out, out2: the same, merged by two
 // groups of two waves.
@@ -202,7 +203,7 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES] = tiles[n * WAVE];
   }
-  merge_groups<Policy, 2>((LdsBytes)memory, wave, wave / 2, 2, lane, softmax, output);
+  merge_key_groups<Policy, 2>((LdsBytes)memory, wave, wave / 2, 2, lane, softmax, output);
   for (int r = 0; r < 2; ++r) {
     float* statistics = static_cast<float*>(p.out2) + (wave * 2 + r) * 2 * WAVE + lane.index;
     statistics[0] = softmax[r].max;
@@ -226,7 +227,7 @@ MLA_KERNEL(64, 1) void query_fp8(Arrays a) {
   p.seq_lens = static_cast<const int32_t*>(a.in2);
   using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::fp8>, 32, 576, false>;
   QueryTile<Problem> query = QueryTile<Problem>::load(p, mla::SequenceRows::of(p, 0), 0, lane);
-  query.reload((LdsBytes)memory, lane);
+  query.pass_through_lds((LdsBytes)memory, lane);
 #pragma unroll
   for (int c = 0; c < 18; ++c) static_cast<u32x4*>(a.out)[c * WAVE + lane.index] = query.chunk[c];
 }

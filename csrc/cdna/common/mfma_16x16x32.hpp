@@ -1,11 +1,12 @@
-// Matrix instructions of CDNA4, with named operands: accumulator(16 x 16) += left(16 x k) * right(k x 16).
+// The matrix instructions that contract 32 or 128 values (CDNA4), with named operands:
+// accumulator(16 x 16) += left(16 x k) * right(k x 16).
 //
 // Lane map (l = lane): left holds row l % 16, right column l % 16, the accumulator column l % 16 and rows
 // 4 * (l / 16) + 0..3. Along k a lane of group l / 16 holds
 //   16-bit, k = 32     8 * group + 0..7
 //   fp8, k = 32        8 * group + 0..7
 //   fp8, k = 128       16 * group + 0..15, then 64 + 16 * group + 0..15
-// A sum does not care which values a lane holds as long as both sides agree.
+// A sum does not depend on which values a lane holds as long as both sides agree.
 #pragma once
 
 #include "cdna/common/types.hpp"

@@ -1,5 +1,5 @@
-// The rotary embedding of keys that are cached un-rotated: value i of the rope part turns with value i + 32 by the
-// angle of the key's position. rope_cos_sin holds 32 cosines, then 32 sines, per position.
+// The rotary embedding of keys that are cached un-rotated: value i of the rope part is rotated with value i + 32 by the angle of
+// the key's position. rope_cos_sin holds 32 cosines, then 32 sines, per position.
 #pragma once
 
 #include "cdna/common/types.hpp"
@@ -9,7 +9,7 @@
 namespace cdna {
 
 constexpr int COS_SIN_FLOATS = mla::ROPE;  // per position
-constexpr int FIRST_SINE = mla::ROPE / 2;    // first of them
+constexpr int FIRST_SINE = mla::ROPE / 2;
 
 template <class Element>
 struct PackedPair;
@@ -20,15 +20,15 @@ struct PackedPair<mla::bf16> {
   MLA_DEVICE static float high(uint32_t word) { return mla::bit_cast<float>(word & 0xffff0000u); }
 };
 
-// A rotated pair of words: rounded to Element, and what the rounding left, in Element as well. The scores add both
-// products: rounding the rotated key alone would shift a score by up to 2^-9 of its rope part, which lse would show.
-// A NaN is at least in the second: pack may lose it (cdna/common/convert.hpp), pack_residual does not.
+// A rotated pair of words, rounded to Element, and the residual of the rounding, in Element as well. QK^T adds both products:
+// rounding the rotated key alone would shift a score by up to 2^-9 of its rope part, which lse would show. At least the
+// residual keeps a NaN: pack may lose it (convert.hpp), pack_residual does not.
 struct RotatedWords {
   uint32_t first, second;
   uint32_t first_residual, second_residual;
 };
 
-// Turns two neighbouring values of the first half of the rope part with their partners of the second.
+// Rotates two neighbouring values of the first half of the rope part with their partners of the second.
 template <class Policy, class Element>
 MLA_DEVICE RotatedWords rotate_words(uint32_t first, uint32_t second, float cos0, float cos1, float sin0, float sin1) {
   const float a0 = PackedPair<Element>::low(first), a1 = PackedPair<Element>::high(first);
@@ -49,14 +49,14 @@ MLA_DEVICE RotatedWords rotate_words(uint32_t first, uint32_t second, float cos0
 struct ChunkRope {
   f32x4 cos[2], sin[2];
 
-  // `from`: the position's row of rope_cos_sin, at the lane's first value.
+  // `from` is the position's row of rope_cos_sin, at the lane's first value.
   MLA_DEVICE static ChunkRope load(const float* from) {
     const f32x4* cos = reinterpret_cast<const f32x4*>(from);
     const f32x4* sin = reinterpret_cast<const f32x4*>(from + FIRST_SINE);
     return ChunkRope{{cos[0], cos[1]}, {sin[0], sin[1]}};
   }
 
-  // The two chunks of the rope part, in place; what rounding left goes to `rest`.
+  // Rotates the two chunks of the rope part in place and returns what rounding left in `residual`.
   template <class Policy, class Element>
   MLA_DEVICE void rotate(u32x4& first, u32x4& second, u32x4 (&residual)[2]) const {
 #pragma unroll

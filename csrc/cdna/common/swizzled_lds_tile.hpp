@@ -1,14 +1,14 @@
-// Keys in LDS for an arch with transposed LDS reads and 16-byte copies to LDS.
+// A tile of keys in LDS for archs with transposed LDS reads and 16-byte copies to LDS.
 //
-// A copy brings 16 bytes per lane to consecutive places, so a tile is built of blocks of 1,024 bytes: 8 keys x 128
-// bytes of their rows. Only which lane fetches which 16-byte slot is free: slot s of key k stands at place s ^
-// swizzle(k), with
+// A copy brings 16 bytes per lane to consecutive addresses, so a tile is built of blocks of 1,024 bytes: 8 keys x 128 bytes of
+// their rows. Only the choice of the 16-byte slot that a lane fetches is free: slot s of key k is stored at s ^ swizzle(k), with
 //   swizzle(k) = 2 * (k % 4 ^ k / 4 % 2) + (k / 4 + k / 8) % 2          (fp8 also adds k / 16)
 // Then every access meets all banks evenly, whether the LDS serves 128 or 256 bytes a clock:
-//   ds_read_b128, one slot of 8 or 16 keys                       all places of a 128 or 256 byte line
+//   ds_read_b128, one slot of 8 or 16 keys                       all slots of a 128 or 256 byte line
 //   ds_read_b64_tr_b16, 32 bytes of 4 keys, or of 8              the same
 //   ds_read_b64_tr_b8, 16 bytes of 8 keys, or of 16              the same
-// Rows of 576 fp8 values leave 64 bytes over: behind the blocks, 16 keys x 64 bytes in 1,024, slots swizzled likewise.
+// Rows of 576 fp8 values have 64 bytes more than whole blocks: a tail behind the blocks holds them, 16 keys x 64 bytes in each
+// 1,024, with slots swizzled likewise.
 #pragma once
 
 #include "cdna/common/lds.hpp"
@@ -16,7 +16,7 @@
 
 namespace cdna {
 
-// `value_bytes`: of a cached value, 2 or 1. `row_bytes_`: of a row as far as the tile holds it.
+// `value_bytes_` is the size of a cached value, 2 or 1; `row_bytes_` is how much of a row the tile holds.
 template <int value_bytes_, int row_bytes_, int keys_>
 struct SwizzledLdsTile {
   static constexpr int value_bytes = value_bytes_;
@@ -26,8 +26,8 @@ struct SwizzledLdsTile {
   static constexpr int group_bytes = blocks * 1024;        // of 8 keys
   static constexpr int tail = keys / 8 * group_bytes;
   static constexpr int bytes = tail + (has_tail ? keys * 64 : 0);
-  static_assert(row_bytes_ % 128 == 0 || row_bytes_ % 128 == 64, "slotted tile: rows of whole 64-byte pieces");
-  static_assert(keys % 32 == 0, "slotted tile: a multiple of 32 keys");
+  static_assert(row_bytes_ % 128 == 0 || row_bytes_ % 128 == 64, "swizzled tile: rows of whole 64-byte pieces");
+  static_assert(keys % 32 == 0, "swizzled tile: a multiple of 32 keys");
 
   // Unsigned, so that divisions by powers of two are shifts.
   MLA_DEVICE static uint32_t swizzle(uint32_t key) {
@@ -44,10 +44,8 @@ struct SwizzledLdsTile {
   }
 };
 
-// Places of a tile that begins at `at`, a multiple of 1,024: the swizzle is an exclusive or on address bits.
-MLA_DEVICE LdsBytes lds_pointer(uint32_t at) { return (LdsBytes)(uintptr_t)at; }
-
-// A lane as the left operand of the scores: key 16 T + lane.column, bytes 64 m + 16 * lane.group + 0..15 of its row.
+// Addresses at which a lane reads the left operand of QK^T from the tile that begins at `at`: bytes 64 m + 16 * lane.group +
+// 0..15 of the row of key 16 T + lane.column. `at` is a multiple of 1,024, so the swizzle is an exclusive or on address bits.
 template <class Tile>
 struct KeyReadMap {
   uint32_t first, tail;
@@ -57,15 +55,15 @@ struct KeyReadMap {
 
   MLA_DEVICE LdsBytes of(uint32_t at, int T, int m) const {
     if (m == 2 * Tile::blocks) return lds_pointer(at + tail + T * 1024);
-    const uint32_t turned = (at + first) ^ (m % 2 * 64 + (Tile::value_bytes == 1 ? T % 2 * 16 : 0));
-    return lds_pointer(turned + T * 2 * Tile::group_bytes + m / 2 * 1024);
+    const uint32_t swizzled = (at + first) ^ (m % 2 * 64 + (Tile::value_bytes == 1 ? T % 2 * 16 : 0));
+    return lds_pointer(swizzled + T * 2 * Tile::group_bytes + m / 2 * 1024);
   }
 };
 
-// A lane as the left operand of the values, by transposed reads of 8 bytes: column 16 t + lane.column. A read brings
+// Reads of the left operand of PV, by transposed reads of 8 bytes: column 16 t + lane.column. A read brings
 //   16-bit values    keys 16 n + 4 * lane.group + 0..3
 //   fp8 values       keys 32 n + 4 * lane.group + 0..3, then 16 more and the same again
-// which are the keys whose scores the lane holds.
+// which are the keys whose P the lane holds.
 template <class Tile>
 struct ColumnReadMap {
   static constexpr bool narrow = Tile::value_bytes == 1;
@@ -83,13 +81,13 @@ struct ColumnReadMap {
     }
   }
   MLA_DEVICE u32x2 read(uint32_t at, int t, int n) const {
-    const uint32_t turned = (at + first) ^ (t % tiles_of_block * 16 * Tile::value_bytes);
-    const LdsBytes place = lds_pointer(turned + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
+    const uint32_t swizzled = (at + first) ^ (t % tiles_of_block * 16 * Tile::value_bytes);
+    const LdsBytes source = lds_pointer(swizzled + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
     if constexpr (narrow) {
       typedef int i32x2 __attribute__((ext_vector_type(2)));
-      return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS i32x2*)place));
+      return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS i32x2*)source));
     } else {
-      return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)place));
+      return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)source));
     }
   }
 };

@@ -1,4 +1,4 @@
-// Which keys of which sequence a workgroup attends to.
+// The tile scheduler: which KV splits of which sequences a workgroup processes.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
@@ -9,9 +9,10 @@
 
 namespace cdna {
 
-// Whose items a list has. `word` is what becomes of a word of the plan, which is the same in all lanes. decode leaves
-// it where the compiler likes: in scalar registers it takes 5 to 20 instructions more (LLVM 22; gfx942 with 16 rows of
-// 16-bit values takes 12 fewer). sparse_decode says so: else it is kept in vector registers, up to 5 more of them.
+// The units that an operator's work tiles split: sequences or query tokens. `word` treats a word of the plan, which is the same
+// in all lanes. Decode leaves it where the compiler likes: a scalar register costs 5 to 20 instructions more there (LLVM 22;
+// gfx942 with 16 rows of 16-bit values takes 12 fewer). Sparse decode moves it to a scalar register, or it would take up to 5
+// more vector registers.
 struct DecodeSequences {
   using Params = mla::DecodeParams;
   MLA_DEVICE static int count(const Params& p) { return p.batch; }
@@ -23,8 +24,8 @@ struct SparseQueryTokens {
   MLA_DEVICE static int word(int x) { return uniform(x); }
 };
 
-// The items of one workgroup. With a plan: those of every workers-th worker of the plan, so any number of workgroups
-// does all of it. Without: every workers-th of `num_splits` cuts per sequence, equal ones or of split_size keys.
+// The work tiles of one workgroup. With a plan it takes every workers-th part of the plan, so any number of workgroups processes
+// all of it. Without a plan it takes every workers-th of `num_splits` splits per sequence, equal ones or of split_size keys.
 template <class Sequences>
 class TileScheduler {
   using Params = typename Sequences::Params;
@@ -41,13 +42,13 @@ class TileScheduler {
 
   MLA_DEVICE bool has_next() const { return next_ < end_; }
 
-  // The sequence of the next item.
+  // Returns the sequence of the next work tile.
   MLA_DEVICE int sequence(const Params& p) const {
     if (p.plan) return Sequences::word(tile_info(p)[0]);
     return static_cast<int>(static_cast<uint32_t>(next_) / static_cast<uint32_t>(p.num_splits));
   }
 
-  // The next item; `keys_of(sequence)` says how many keys its sequence has.
+  // Returns the next work tile and advances; `keys_of(sequence)` gives the length of a sequence in keys.
   template <class KeysOf>
   MLA_DEVICE mla::WorkItem fetch_next(const Params& p, const KeysOf& keys_of) {
     mla::WorkItem item;
@@ -62,9 +63,9 @@ class TileScheduler {
     } else {
       item.sequence = sequence(p);
       const int split = next_ - item.sequence * p.num_splits;
-      const int cut = p.split_size > 0 ? p.split_size : split_length(p, keys_of(item.sequence));
-      item.first_key = split * cut;
-      item.end_key = split + 1 == p.num_splits ? UNBOUNDED : item.first_key + cut;
+      const int length = p.split_size > 0 ? p.split_size : split_length(p, keys_of(item.sequence));
+      item.first_key = split * length;
+      item.end_key = split + 1 == p.num_splits ? UNBOUNDED : item.first_key + length;
       item.partial_row = p.num_splits > 1 ? next_ : -1;
       next_ += p.workers;
     }
@@ -75,7 +76,7 @@ class TileScheduler {
 
  private:
   static constexpr int UNBOUNDED = 0x7fffffff;
-  static constexpr uint32_t SPLIT_ALIGNMENT = 64;  // keys; the granule of equal cuts
+  static constexpr uint32_t SPLIT_ALIGNMENT = 64;  // keys; equal splits are multiples of it
 
   MLA_DEVICE static int split_length(const Params& p, int keys) {
     const uint32_t splits = static_cast<uint32_t>(p.num_splits);
@@ -88,7 +89,7 @@ class TileScheduler {
     return p.plan + items + static_cast<int64_t>(next_) * mla::PlanHeader::item_words;
   }
 
-  // The first worker with items from worker_ on, in steps of the launch's workgroups.
+  // Finds the first part with work tiles from part_ on, in steps of the launch's workgroups.
   MLA_DEVICE void open_part(const Params& p) {
     const int32_t* bounds = p.plan + Sequences::word(p.plan[mla::PlanHeader::work_indptr]);
     for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); part_ < workers;

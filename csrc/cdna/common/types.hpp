@@ -1,4 +1,4 @@
-// Vectors as the CDNA instructions take them, and the lane's place in its wave.
+// The vector types of the CDNA instructions, and the position of a lane in its wave.
 #pragma once
 
 #include "common/device.hpp"
@@ -22,31 +22,33 @@ struct Lane {
 
   MLA_DEVICE static Lane current();
   MLA_DEVICE static Lane of(int index) { return Lane{index, index & 15, index >> 4}; }
-  // This lane, with nothing derived from it kept in registers so far: for paths that a loop takes rarely.
+  // Returns this lane as a value the compiler cannot relate to earlier ones, so that nothing derived from it stays in
+  // registers for a path that a loop takes rarely.
   MLA_DEVICE Lane rematerialized() const;
 };
 
-// x, computed from here on: what is derived from it is not kept in registers across a loop that rarely needs it.
+// Returns x as a new value: results derived from it are computed again here instead of being kept in registers across a loop.
 MLA_DEVICE int rematerialized(int x) {
   asm volatile("" : "+v"(x));
   return x;
 }
 
-// The same value, of which the optimiser knows nothing: under -fno-honor-nans it may else drop what is done for NaN.
+// Returns x with everything that the optimiser knows about it forgotten: under -fno-honor-nans it may otherwise drop the code
+// that handles NaN.
 template <class T>
 MLA_DEVICE T opaque(T x) {
   asm("" : "+v"(x));
   return x;
 }
 
-// Counted anew at each call, so that a kernel that walks items does not keep it between them.
+// The lane number is counted anew at each call, so that a persistent kernel does not keep it from one work tile to the next.
 MLA_DEVICE Lane Lane::current() {
   const uint32_t all = static_cast<uint32_t>(cdna::rematerialized(-1));
   return of(static_cast<int>(__builtin_amdgcn_mbcnt_hi(all, __builtin_amdgcn_mbcnt_lo(all, 0))));
 }
 MLA_DEVICE Lane Lane::rematerialized() const { return of(cdna::rematerialized(index)); }
 
-// The wave's number in its workgroup, known to the compiler as the same in all lanes.
+// Returns the wave's number in its workgroup, which the compiler knows to be the same in all lanes.
 MLA_DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(mla::thread_id() / WAVE); }
 
 }  // namespace cdna

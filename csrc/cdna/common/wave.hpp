@@ -1,5 +1,5 @@
-// A wave of 64 lanes as the small kernels see it: sums and maxima over teams of lanes, broadcasts, scans, elementary
-// functions. csrc/sm_90/wave.hpp has the same face.
+// The wave of 64 lanes that the shared kernels (combine, plan, append_kv) are written for: sums and maxima over teams of lanes,
+// broadcasts, scans, elementary functions. sm_90 has a class with the same members.
 #pragma once
 
 #include "cdna/common/kernel_params.hpp"
@@ -8,30 +8,30 @@
 
 namespace cdna {
 
-// `converts_bf16`: the arch has v_cvt_pk_bf16_f32.
+// `converts_bf16` says that the arch has v_cvt_pk_bf16_f32.
 template <bool converts_bf16>
 struct Wave {
   static constexpr int lanes = 64;
   static constexpr bool reads_early = false;  // combine: a split of weight zero is not read
 
-  // A value that is the same in all lanes of the wave, in a scalar register.
+  // Returns a value that is the same in all lanes of the wave, in a scalar register.
   MLA_DEVICE static int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 
-  // The kernel's parameters, read again: those that only a later part needs do not stay in scalar registers until then.
+  // Reads the kernel's parameters again, so that fields that only a later part needs do not stay in scalar registers until then.
   template <class Params>
   MLA_DEVICE static const Params& again(const Params&) {
     return reread_params<Params>();
   }
 
-  // Parameters are read when they are wanted: nothing is waited for that they could be read before.
+  // No wait separates launch and work on AMD, so there is nothing that parameters should be read ahead of.
   template <class... Words>
   MLA_DEVICE static void want(Words...) {}
   MLA_DEVICE static void want_line(const int32_t*) {}
 
-  // The value of lane `source` (0..63, any lane may ask for another).
+  // Returns x of lane `source` (0..63), which may differ from lane to lane.
   MLA_DEVICE static int from_lane(int x, int source) { return __builtin_amdgcn_ds_bpermute(source * 4, x); }
 
-  // What lane `index` of this lane's team of `team` neighbouring lanes holds; `index` is the same in the whole team.
+  // Returns x of lane `index` of this lane's team of `team` neighbouring lanes; `index` is the same in the whole team.
   template <int team>
   MLA_DEVICE static float from_team(float x, int lane, int index) {
     const int bits = mla::bit_cast<int>(x);
@@ -39,7 +39,7 @@ struct Wave {
     return mla::bit_cast<float>(from_lane(bits, (lane & ~(team - 1)) + index));
   }
 
-  // Maximum and sum over each team of 1, 2, 4, .. 64 neighbouring lanes, the same bits in all of them.
+  // Return the maximum and the sum over each team of 1, 2, 4, .. 64 neighbouring lanes, the same bits in all of them.
   template <int team>
   MLA_DEVICE static int max_over(int x, int lane) {
     return reduce<team>(x, lane, [](int a, int b) { return a > b ? a : b; });
@@ -49,7 +49,7 @@ struct Wave {
     return reduce<team>(x, lane, [](float a, float b) { return a + b; });
   }
 
-  // 2^x for x <= 0, denormal results included: v_exp_f32 flushes those.
+  // Returns 2^x for x <= 0, denormal results included: v_exp_f32 alone flushes those.
   MLA_DEVICE static float exp2(float x) {
     const bool tiny = x < -100.0f;
     const float power = __builtin_amdgcn_exp2f(tiny ? x + 64.0f : x);
@@ -61,7 +61,7 @@ struct Wave {
   MLA_DEVICE static float opaque(float x) { return cdna::opaque(x); }
   MLA_DEVICE static float not_a_number() { return opaque(mla::bit_cast<float>(0x7fc00000)); }
 
-  // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
+  // Returns two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
   MLA_DEVICE static uint32_t pack_bf16(float low, float high) {
     return static_cast<uint32_t>(bf16_bits(high)) << 16 | bf16_bits(low);
   }
@@ -73,7 +73,7 @@ struct Wave {
 
   MLA_DEVICE static float fp16_value(uint16_t bits) { return static_cast<float>(mla::bit_cast<_Float16>(bits)); }
 
-  // a * b and a - b, each rounded: never fused with what follows.
+  // Return a * b and a - b, each rounded and never fused with a later operation.
   MLA_DEVICE static float product(float a, float b) {
 #pragma clang fp contract(off)
     return a * b;
@@ -83,10 +83,10 @@ struct Wave {
     return a - b;
   }
 
-  // True in every lane when it holds in any.
+  // Returns true in every lane when `condition` holds in any.
   MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
-  // In how many lanes it holds, and in how many before this one.
+  // Return in how many lanes `condition` holds, and in how many before this one.
   MLA_DEVICE static int count(bool condition) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(condition)); }
   MLA_DEVICE static int count_before(bool condition, int, int& all) {
     const uint64_t lanes_with = __builtin_amdgcn_ballot_w64(condition);
@@ -95,18 +95,17 @@ struct Wave {
     return __builtin_amdgcn_mbcnt_hi(static_cast<uint32_t>(lanes_with >> 32), below);
   }
 
-  // Puts a value in a word of LDS and returns what was there, as one step.
+  // Exchanges a word of LDS atomically.
   MLA_DEVICE static int exchange(int* word, int value) {
     return __hip_atomic_exchange(word, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
   }
 
-  // Sets bits of a word of LDS, as one step.
+  // Sets bits of a word of LDS atomically.
   MLA_DEVICE static void set_bits(int* word, int bits) {
     __hip_atomic_fetch_or(word, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
   }
 
-  // A kernel launched under programmatic dependence waits for its producer and lets its consumer start; AMD has no such
-  // launch, so the stream's order is all there is.
+  // AMD has no programmatic dependent launch: the order of the stream is all there is, and both are empty.
   MLA_DEVICE static void wait_for_producer() {}
   MLA_DEVICE static void release_consumer() {}
 
@@ -125,7 +124,7 @@ struct Wave {
   MLA_DEVICE static T step(T x, int moved, Combine combine) {
     return combine(x, mla::bit_cast<T>(moved));
   }
-  // A butterfly. Within 8 and 16 lanes a mirror serves as the exchange: by then each half holds one value.
+  // A butterfly reduction. Within 8 and 16 lanes a mirror serves as the exchange: by then each half holds one value.
   template <int team, class T, class Combine>
   MLA_DEVICE static T reduce(T x, int lane, Combine combine) {
     if constexpr (team >= 2) x = step(x, dpp<0xb1>(mla::bit_cast<int>(x)), combine);    // quad_perm [1, 0, 3, 2]

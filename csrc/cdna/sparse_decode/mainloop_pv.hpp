@@ -1,4 +1,4 @@
-// The second product of sparse decode: a wave's columns of the output, and what weights and values add to them.
+// PV of sparse decode: one wave's columns of the output, to which P and values are added.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
@@ -6,54 +6,67 @@
 #include "cdna/common/mfma_16x16x32.hpp"
 #include "common/problem.hpp"
 
-namespace cdna {
+namespace cdna::sparse {
 
-template <class KvFormat, class Shape, class Tile>
+template <class KvFormat, class Partition, class Tile>
 class PvMma {
-  static constexpr int row_tiles = Shape::row_tiles;
-  static constexpr int key_steps = Shape::keys / 32;
-  using Matrix = Mfma16x16x32<mla::bf16>;
+  static constexpr int row_tiles = Partition::row_tiles;
+  static constexpr int key_steps = Partition::keys / 32;
+  using Mma = Mfma16x16x32<mla::bf16>;
 
  public:
-  static constexpr int column_tiles = mla::VALUE_DIM / 16 / Shape::waves;
+  static constexpr int column_tiles = mla::VALUE_DIM / 16 / Partition::waves;
   // Tile [r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
   using Output = f32x4[row_tiles][column_tiles];
 
-  // O^T += V^T P^T. A lane's places in LDS: `weights` of its weights, `first_column` of its values within a tile; that
-  // by reference: by value LLVM 22 orders the reads of one kernel otherwise.
-  MLA_DEVICE static void add(Output& output, uint32_t weights, uint32_t tile, const uint32_t& first_column) {
+  MLA_DEVICE static void clear(Output& output) {
+#if __clang_major__ < 22
+    // A constant zero would be kept in registers from one work tile to the next; LLVM 22 needs not be told.
+    const float zero = mla::bit_cast<float>(rematerialized(0));
+#else
+    const float zero = 0.0f;
+#endif
 #pragma unroll
-    for (int part = 0; part < parts; ++part) add_part(output, part, weights, tile, first_column);
+    for (int r = 0; r < row_tiles; ++r)
+#pragma unroll
+      for (int i = 0; i < column_tiles; ++i) output[r][i] = f32x4{zero, zero, zero, zero};
   }
 
-  MLA_DEVICE static void rescale(Output& output, int r, float factor) {
+  // O^T += V^T P^T. `p` is the LDS address of the lane's P, `first_column` the offset of its values within a tile. The latter
+  // comes by reference because LLVM 22 orders the reads of one kernel otherwise when it comes by value.
+  MLA_DEVICE static void multiply(Output& output, uint32_t p, uint32_t tile, const uint32_t& first_column) {
+#pragma unroll
+    for (int part = 0; part < parts; ++part) multiply_part(output, part, p, tile, first_column);
+  }
+
+  MLA_DEVICE static void rescale(Output& output, int r, float alpha) {
 #pragma unroll
     for (int i = 0; i < column_tiles; ++i) {
       f32x4& x = output[r][i];
-      if (!ordinary(r, i)) pin_to_agpr(x);
-      x *= factor;
-      if (!ordinary(r, i)) pin_to_agpr(x);
-      if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through ordinary registers at once
+      if (!in_vgpr(r, i)) pin_to_agpr(x);
+      x *= alpha;
+      if (!in_vgpr(r, i)) pin_to_agpr(x);
+      if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through VGPRs at once
     }
   }
 
  private:
-  static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns
+  static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns each
   static constexpr int group = row_tiles < 6 ? 4 : KvFormat::raw_registers > 32 ? 1 : 2;  // pairs read at once
   static constexpr int groups = pairs / group;
-  // Rows whose weights are held at once: where unconverted keys take many registers, half of 128, and values are read
+  // P of all rows is held at once, except where raw keys take many registers: then of half of 128 rows, and values are read
   // twice.
   static constexpr int parts = row_tiles == 8 && KvFormat::raw_registers > 32 ? 2 : 1;
   static constexpr int part_tiles = row_tiles / parts;
 
-  MLA_DEVICE static void add_part(Output& output, int part, uint32_t weights, uint32_t tile,
+  MLA_DEVICE static void multiply_part(Output& output, int part, uint32_t p, uint32_t tile,
                                   const uint32_t& first_column) {
-    u32x4 weight[part_tiles][key_steps];
+    u32x4 probabilities[part_tiles][key_steps];
 #pragma unroll
     for (int r = 0; r < part_tiles; ++r)
 #pragma unroll
       for (int k = 0; k < key_steps; ++k)
-        weight[r][k] = lds_read16(lds_pointer(weights + ((part * part_tiles + r) * key_steps + k) * 1024));
+        probabilities[r][k] = lds_read16(lds_pointer(p + ((part * part_tiles + r) * key_steps + k) * 1024));
     u32x4 values[2][group];
     read_values(tile, first_column, 0, values[0]);
 #pragma unroll
@@ -70,13 +83,13 @@ class PvMma {
 #pragma unroll
         for (int r = 0; r < part_tiles; ++r) {
           f32x4& sum = output[part * part_tiles + r][column];
-          if (ordinary(part * part_tiles + r, column)) pin_to_vgpr(sum);
-          sum = Matrix::multiply(values[g % 2][i], weight[r][pair / column_tiles], sum);
+          if (in_vgpr(part * part_tiles + r, column)) pin_to_vgpr(sum);
+          sum = Mma::multiply(values[g % 2][i], probabilities[r][pair / column_tiles], sum);
         }
       }
     }
   }
-  // By transposed reads: column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and 16 more.
+  // Transposed reads bring column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and the same plus 16.
   MLA_DEVICE static void read_values(uint32_t tile, const uint32_t& first_column, int g, u32x4 (&values)[group]) {
 #pragma unroll
     for (int i = 0; i < group; ++i) {
@@ -90,8 +103,8 @@ class PvMma {
     return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr16_b64_v4i16((MLA_LDS s16x4*)lds_pointer(at)));
   }
 
-  // Output that is kept in ordinary registers: 128 rows would leave no accumulation register for scores.
-  MLA_DEVICE static constexpr bool ordinary(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
+  // Says which output is kept in VGPRs: 128 rows would leave no AGPR for scores.
+  MLA_DEVICE static constexpr bool in_vgpr(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
 };
 
-}  // namespace cdna
+}  // namespace cdna::sparse

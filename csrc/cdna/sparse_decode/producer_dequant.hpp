@@ -1,38 +1,40 @@
-// A wave's part of gathering selected tokens: indices a block of tiles ahead, addresses for a block at once, rows a
-// tile ahead, and the step that leaves them dequantised in LDS, once for the whole workgroup.
+// The producer of sparse decode: one wave's part of gathering selected tokens. Indices are read a block of tiles ahead,
+// addresses are found for a block at once, rows are loaded a tile ahead and then stored dequantised to LDS, once for the
+// workgroup.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
+#include "cdna/common/swizzled_lds_tile.hpp"
 #include "cdna/sparse_decode/kv_format.hpp"
 #include "common/work_item.hpp"
 
-namespace cdna {
+namespace cdna::sparse {
 
-// `keys` to a tile; wave w brings keys w * wave_keys + 0..wave_keys-1 of each.
+// A tile has `keys` keys, of which wave w brings w * wave_keys + 0..wave_keys - 1.
 template <class KvFormat, int keys, int waves>
 class DequantProducer {
  public:
   using Tile = SwizzledLdsTile<2, KvFormat::qk_dim * 2, keys>;
   static constexpr int wave_keys = keys / waves;
   static constexpr int groups = wave_keys / 8;
-  static constexpr int block_tiles = WAVE / wave_keys;  // whose addresses are found at once
-  static constexpr int place_bytes = KvFormat::apart ? 16 : 8;
-  static constexpr int lds_bytes = WAVE * place_bytes;  // of a wave: addresses of a block
-  static_assert(wave_keys == 8 || wave_keys == 16, "sparse gather: eight or sixteen keys to a wave");
+  static constexpr int block_tiles = WAVE / wave_keys;  // tiles whose addresses are found at once
+  static constexpr int address_bytes = KvFormat::separate_scales ? 16 : 8;
+  static constexpr int lds_bytes = WAVE * address_bytes;  // of a wave: the addresses of a block
+  static_assert(wave_keys == 8 || wave_keys == 16, "sparse decode: eight or sixteen keys to a wave");
 
-  MLA_DEVICE DequantProducer(const TopkLists& selection, const mla::WorkItem& item, uint32_t lds, int wave)
-      : selection_(selection),
-        first_key_(item.first_key + wave * wave_keys),
-        end_key_(item.end_key),
+  MLA_DEVICE DequantProducer(const TopkLists& lists, const mla::WorkItem& tile, uint32_t lds, int wave)
+      : lists_(lists),
+        first_key_(tile.first_key + wave * wave_keys),
+        end_key_(tile.end_key),
         wave_(wave),
         lds_(lds),
-        places_(GatherWriteMap::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
+        write_map_(GatherWriteMap::of<Tile>(GatherLane(static_cast<uint32_t>(Lane::current().index)))) {
     fetch(0);
     enter(0);
     fetch(1);
   }
 
-  // Finds the rows of a tile, and begins to load them; tiles in order.
+  // Finds the rows of a tile and begins to load them; tiles come in order.
   MLA_DEVICE void load(int tile) {
     if (tile > 0 && tile % block_tiles == 0) {
       enter(tile / block_tiles);
@@ -44,8 +46,8 @@ class DequantProducer {
     uint64_t row[groups], scales[groups];
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
-      const LdsBytes at = lds_pointer(lds_ + (in_block + 8 * g + lane.token) * place_bytes);
-      if constexpr (KvFormat::apart) {
+      const LdsBytes at = lds_pointer(lds_ + (in_block + 8 * g + lane.token) * address_bytes);
+      if constexpr (KvFormat::separate_scales) {
         const u32x4 both = lds_read16(at);
         row[g] = join(both[0], both[1]);
         scales[g] = join(both[2], both[3]);
@@ -61,15 +63,15 @@ class DequantProducer {
     for (int g = 0; g < groups; ++g) KvFormat::load(raw_[g], row[g], scales[g], lane);
   }
 
-  // One of the `pieces` in which the loaded rows go as bf16 into a tile that begins at `at`.
+  // Stores one of the `pieces` of the loaded rows as bf16, into the tile that begins at `at`.
   static constexpr int pieces = groups * KvFormat::pieces;
   MLA_DEVICE void store(int piece, uint32_t at) const {
     const int g = piece / KvFormat::pieces, eight = wave_ * groups + g;
     KvFormat::store(piece % KvFormat::pieces, raw_[g], at + eight * Tile::group_bytes,
-                  places_.turned(static_cast<uint32_t>(eight) % 2));
+                  write_map_.for_group(static_cast<uint32_t>(eight) % 2));
   }
 
-  // Bit k: whether the wave's key k of the tile that was loaded last is there.
+  // Bit k says whether the wave's key k of the tile that was loaded last is valid.
   MLA_DEVICE uint32_t valid() const { return valid_; }
 
  private:
@@ -80,24 +82,24 @@ class DequantProducer {
     return first_key_ + (block * block_tiles + lane / wave_keys) * keys + lane % wave_keys;
   }
 
-  // Begins to read the indices of a block: a key to a lane.
+  // Begins to read the indices of a block, a key to a lane.
   MLA_DEVICE void fetch(int block) {
     const int mine = key(block);
     index_ = -1;
-    if (mine < end_key_) index_ = selection_.index_of(mine);
+    if (mine < end_key_) index_ = lists_.index_of(mine);
   }
 
-  // The indices of the block have arrived: addresses, for all lanes of the wave to read.
+  // Turns the indices of a block, which have arrived, into addresses in LDS for all lanes of the wave to read.
   MLA_DEVICE void enter(int block) {
     const int lane = rematerialized(Lane::current().index);
     const int mine = key(block);
-    const SelectedToken token = selection_.token_of(mine, index_);
+    const SelectedToken token = lists_.token_of(mine, index_);
     const bool valid = mine < end_key_ && token.valid;
     block_valid_ = __builtin_amdgcn_ballot_w64(valid);
     const uint64_t row = valid ? KvFormat::row_at(token) : zero_token();
     wave_lds_fence();
-    const LdsBytes at = lds_pointer(lds_ + lane * place_bytes);
-    if constexpr (KvFormat::apart) {
+    const LdsBytes at = lds_pointer(lds_ + lane * address_bytes);
+    if constexpr (KvFormat::separate_scales) {
       const uint64_t scales = valid ? KvFormat::scales_at(token) : zero_token();
       lds_write16(at, u32x4{static_cast<uint32_t>(row), static_cast<uint32_t>(row >> 32), static_cast<uint32_t>(scales),
                             static_cast<uint32_t>(scales >> 32)});
@@ -107,16 +109,16 @@ class DequantProducer {
     wave_lds_fence();
   }
 
-  const TopkLists selection_;
-  int first_key_;  // the wave's first of the item
+  const TopkLists lists_;
+  int first_key_;  // the wave's first key of the work tile
   int end_key_;
   int wave_;
   uint32_t lds_;
-  const GatherWriteMap places_;
+  const GatherWriteMap write_map_;
   int index_;             // of the lane's key of the next block
   uint64_t block_valid_;  // bit l: the key of lane l of this block
   uint32_t valid_;
   typename KvFormat::Raw raw_[groups];
 };
 
-}  // namespace cdna
+}  // namespace cdna::sparse

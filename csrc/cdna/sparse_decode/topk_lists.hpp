@@ -1,8 +1,7 @@
-// The pools of one query token as a table in LDS: where each list of indices begins and ends, and how its cache is
-// paged.
+// The top-k lists of one query token as a table in LDS: where each pool's list of indices begins and ends, and how its cache
+// is paged.
 //
-// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the main loop has
-// left.
+// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the mainloop has left.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
@@ -11,9 +10,9 @@
 #include "common/division.hpp"
 #include "common/selection.hpp"
 
-namespace cdna {
+namespace cdna::sparse {
 
-// A token that an index names: where its page begins, and its number in the page.
+// The token that an index names: where its page begins, and its number in the page.
 struct SelectedToken {
   uint64_t page_at;  // address
   uint32_t in_page;
@@ -36,7 +35,7 @@ class TopkLists {
  public:
   static constexpr int lds_bytes = mla::MOST_POOLS * entry_bytes;
 
-  // One wave fills the table, a pool to a lane; a barrier must follow.
+  // Fills the table; called by one wave, a pool to a lane. A barrier must follow.
   MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
     const int lane = Lane::current().index;
     if (lane >= mla::MOST_POOLS) return;
@@ -60,17 +59,17 @@ class TopkLists {
 
   MLA_DEVICE explicit TopkLists(uint32_t lds) : lds_(lds) {}
 
-  // Of all pools; the same in all lanes.
+  // Returns the number of keys of all pools, the same in all lanes.
   MLA_DEVICE int keys() const { return uniform(static_cast<int>(word(mla::MOST_POOLS - 1, end))); }
 
-  // The index of a key; `key` must be below keys().
+  // Returns the index of a key; `key` must be below keys().
   MLA_DEVICE int index_of(int key) const {
     const u32x2 at = lds_read8(lds_pointer(lds_ + pool_of(key) * entry_bytes + list));
     return *reinterpret_cast<const __attribute__((address_space(1))) int*>(join(at) +
                                                                            key * static_cast<int64_t>(sizeof(int32_t)));
   }
 
-  // The token that `index` names in the pool of `key`.
+  // Returns the token that `index` names in the pool of `key`.
   MLA_DEVICE SelectedToken token_of(int key, int index) const {
     const uint32_t entry = lds_ + pool_of(key) * entry_bytes;
     const u32x2 cache_at = lds_read8(lds_pointer(entry + cache));
@@ -106,4 +105,4 @@ class TopkLists {
   uint32_t lds_;
 };
 
-}  // namespace cdna
+}  // namespace cdna::sparse

@@ -1,24 +1,26 @@
-// How sparse_decode shares its scores among four waves.
+// The sparse decode kernel of a problem: which parts it is made of.
 #pragma once
 
-namespace cdna {
+#include "cdna/sparse_decode/epilogue.hpp"
+#include "cdna/sparse_decode/kernel.hpp"
+#include "cdna/sparse_decode/mainloop.hpp"
+#include "cdna/sparse_decode/problem.hpp"
+#include "cdna/sparse_decode/producer_dequant.hpp"
+#include "cdna/sparse_decode/wave_partition.hpp"
 
-// Which waves compute which scores: `row_groups` x `key_groups` of them. Rows are those of a workgroup, in tiles of 16.
-// The fewer row groups, the fewer waves read each key; but queries of so many rows must fit beside the output.
-template <int row_tiles_, int row_groups_ = row_tiles_ <= 3   ? 1
-                                            : row_tiles_ <= 6 ? 2
-                                                              : 4>
-struct WavePartition {
-  static constexpr int waves = 4;
-  static constexpr int row_tiles = row_tiles_;
-  static constexpr int row_groups = row_groups_;
-  static constexpr int key_groups = waves / row_groups;
-  static constexpr int wave_row_tiles = row_tiles / row_groups;
-  static constexpr int keys = key_groups == 4 ? 64 : 32;  // of a tile: 16 to a key group at least
-  static constexpr int wave_key_tiles = keys / 16 / key_groups;
-  static constexpr bool scores_own_keys = row_groups == 1;  // a wave scores the keys that it brought itself
-  static constexpr int stages = scores_own_keys ? 2 : 3;
-  static_assert(row_tiles % row_groups == 0, "sparse decode: as many row tiles for every row group");
+namespace cdna::sparse {
+
+template <class Problem, class Policy>
+struct DecodeTraits {
+  using Partition = WavePartition<Problem::row_tiles>;
+  using Producer = DequantProducer<typename Problem::KvFormat, Partition::keys, Partition::waves>;
+  using Mainloop = SparseMainloop<Problem, Policy, Partition, Producer>;
 };
 
-}  // namespace cdna
+template <class Problem, class Policy>
+using Decode =
+    SparseDecodeKernel<Problem, Policy, TileScheduler<SparseQueryTokens>,
+                       typename DecodeTraits<Problem, Policy>::Producer,
+                       typename DecodeTraits<Problem, Policy>::Mainloop, SparseEpilogue<Policy>>;
+
+}  // namespace cdna::sparse

@@ -1,152 +1,138 @@
-// Decode of 32 to 128 rows: the waves share 16-key tiles in LDS and split the query rows, a wave taking one or two
-// 16-row tiles. Nothing of the softmax crosses a wave; one barrier per tile hands a landed stage over and frees the one
-// before it.
+// The mainloop for 32 to 128 rows: the waves share 16-key stages in LDS and split the query rows, one or two 16-row tiles to
+// a wave. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees the one before it.
 //
-// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token is then half the
-// bytes but as many LDS reads as ever, which would lead; with two row tiles per wave each read serves twice the
-// products. Two tiles are consumed at once, while the next two are on their way as they are stored.
+// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token then has half the bytes
+// but as many LDS reads as before, which would be the bound; with two row tiles per wave each read serves twice the
+// products. Two tiles are consumed at once, while the next two arrive in their stored form.
 #pragma once
 
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
-#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
-#include "cdna/common/kernel_params.hpp"
+#include "cdna/common/lds_copy.hpp"
+#include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/decode/query.hpp"
-#include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
-#include "cdna/common/tile_scheduler.hpp"
-#include "common/epilogue.hpp"
+#include "common/kv_source.hpp"
 
-namespace cdna {
+namespace cdna::mfma_16x16x16 {
 
-// Keys are multiplied as they are stored, or converted on their way.
-template <class Policy, class Problem, bool converted>
-struct StagesOf {
-  using Stages = KvStageProducer<Policy, Problem>;
-};
-template <class Policy, class Problem>
-struct StagesOf<Policy, Problem, true> {
-  using Stages = Fp8StageProducer<Policy, Problem>;
-};
-
-// How the waves share the row tiles: as many waves as needed get `most` tiles, so that the keys are read by as few
-// waves as the busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
-template <class Policy, class Problem>
-struct RowShares {
+// How the waves share the row tiles: as many waves as needed get `max_tiles`, so that as few waves read the keys as the
+// busiest one allows (three of four with 5 or 6 tiles: the fourth would save the others nothing).
+template <class Problem, class Policy>
+struct RowPartition {
   static constexpr int key_groups = Problem::Format::bytes == 1 && Problem::row_tiles <= Policy::waves ? 2 : 1;
   static constexpr int waves = Policy::waves / key_groups;  // of a key group
-  static constexpr int most = (Problem::row_tiles + waves - 1) / waves;
-  static constexpr int busy = (Problem::row_tiles + most - 1) / most;  // waves with tiles: w, w + busy
-  static constexpr int full =
-      Problem::row_tiles - (most - 1) * busy;  // waves with `most`; other busy ones have one less
+  static constexpr int max_tiles = (Problem::row_tiles + waves - 1) / waves;
+  static constexpr int busy = (Problem::row_tiles + max_tiles - 1) / max_tiles;  // waves with tiles: w, w + busy
+  // Waves with `max_tiles`; the other busy ones have one less.
+  static constexpr int full = Problem::row_tiles - (max_tiles - 1) * busy;
   static_assert(key_groups == 1 || busy == waves, "row split: all waves take part in merging key groups");
 };
 
-template <class Policy, class Problem, int tiles>
+template <class Problem, class Policy, int tiles>
 class RowSplitWave;
 
-template <class Policy, class Problem>
-class RowSplitDecode {
-  using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
-  using Shares = RowShares<Policy, Problem>;
+template <class Problem, class Policy>
+struct RowSplitMainloop {
+  using Partition = RowPartition<Problem, Policy>;
+  static constexpr int lds_bytes = Partition::key_groups > 1 ? KeyGroupExchange<Policy>::lds_bytes : 0;
+  // Key groups begin a work tile with a barrier before anything shared is written.
+  static constexpr bool sync_after_tile = Partition::key_groups == 1;
+  static constexpr bool scalar_partial_row = false;
 
- public:
-  static constexpr int threads = Policy::waves * WAVE;
-  static constexpr int lds_bytes = Stages::bytes;
-
-  MLA_DEVICE static void run(LdsBytes lds) {
+  template <class Kernel>
+  MLA_DEVICE static void run_waves(LdsBytes lds) {
     const int wave = wave_id();
-    const int in_group = wave % Shares::waves;
-    if (in_group < Shares::full) {
-      run_wave<Shares::most>(lds, wave);
-    } else if (in_group < Shares::busy) {
-      run_wave<Shares::most - 1>(lds, wave);
+    const int in_group = wave % Partition::waves;
+    if (in_group < Partition::full) {
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, Partition::max_tiles>>(lds, wave);
+    } else if (in_group < Partition::busy) {
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, Partition::max_tiles - 1>>(lds, wave);
     } else {
-      run_wave<0>(lds, wave);
+      Kernel::template run_wave<RowSplitWave<Problem, Policy, 0>>(lds, wave);
     }
   }
-
- private:
-  template <int tiles>
-  MLA_DEVICE static void run_wave(LdsBytes lds, int wave);
 };
 
-// One wave's part: `tiles` 16-row tiles against every key of an item. A wave without rows still copies its keys.
-template <class Policy, class Problem, int tiles>
+// One wave's part: `tiles` 16-row tiles against every key of a work tile. A wave without rows still copies its keys.
+template <class Problem, class Policy, int tiles>
 class RowSplitWave {
   using Element = typename Problem::Element;
-  using Softmax = Weights<Policy, Element>;
-  using Stages = typename StagesOf<Policy, Problem, Problem::Format::bytes == 1>::Stages;
+  using Softmax = TileSoftmax<Policy, Element>;
+  using Partition = RowPartition<Problem, Policy>;
   static constexpr int chunks = Problem::qk_dim / 32;
   static constexpr int tile_keys = KvStageTile::keys;
   static constexpr int array = tiles > 0 ? tiles : 1;
-  using Shares = RowShares<Policy, Problem>;
-  static constexpr int key_groups = Shares::key_groups;
-  static constexpr int ordinary = 2;  // of the second tile's accumulators, which make room for two of scores
+  static constexpr int key_groups = Partition::key_groups;
+  static constexpr int in_vgpr = 2;  // of the second tile's accumulators, which make room for two of scores
 
  public:
-  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& item, const mla::SequenceRows& rows,
+  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& tile, const mla::SequenceRows& rows,
                           int first_row, LdsBytes lds, int wave)
-      : item_(item),
+      : tile_(tile),
         rows_(rows),
         lane_(Lane::current()),
         wave_(wave),
         lds_(lds),
-        key_group_(wave / Shares::waves),
-        places_(lane_),
+        key_group_(wave / Partition::waves),
+        read_map_(lane_),
         scale_(score_scale<typename Problem::Format>(p)) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      first_row_[r] = first_row + 16 * (wave % Shares::waves + r * Shares::busy);
+      first_row_[r] = first_row + 16 * (wave % Partition::waves + r * Partition::busy);
       softmax_[r] = mla::RowSoftmax::empty();
       output_[r].clear();
     }
   }
 
+  // QK^T, softmax and PV over the keys of the work tile.
+  template <class Producer>
   MLA_DEVICE void attend(const mla::DecodeParams& p) {
-    const int count = (item_.end_key - item_.first_key + tile_keys - 1) / tile_keys;
+    const int count = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
     if (count <= 0) return;
-    const mla::KvSource source(p, Problem::Format::bytes, item_.sequence);
-    Stages stages(source, item_, p.rope_cos_sin, count, lds_, lane_, wave_);
+    const mla::KvSource source(p, Problem::Format::bytes, tile_.sequence);
+    Producer producer(source, tile_, p.rope_cos_sin, count, lds_, lane_, wave_);
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       const Lane lane = lane_.rematerialized();
       query_[r] = QueryTile<Problem>::load(p, rows_, first_row_[r], lane);
-      if constexpr (Problem::Format::StoredQuery::bytes == 1) query_[r].reload(lds_ + Stages::own(wave_), lane);
-      visible_[r] = min(item_.end_key, visible_keys(p, rows_, first_row_[r], lane));
+      if constexpr (Problem::Format::StoredQuery::bytes == 1)
+        query_[r].pass_through_lds(lds_ + Producer::private_bytes_of(wave_), lane);
+      visible_[r] = min(tile_.end_key, visible_keys(p, rows_, first_row_[r], lane));
     }
     if (tiles > 0) {
       visible_to_all_ =
-          min(item_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
+          min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_[0]))));
     }
     wait_all_loads();
 
     if constexpr (key_groups == 1) {
-      walk(stages, count);
+      process_stages(producer, count);
     } else {
-      walk_pairs(stages, count);
+      process_stage_pairs(producer, count);
     }
   }
 
-  // Makes each row's sum one, and one of the groups' results.
+  // Makes each row's sum one, and one of the key groups' results.
   MLA_DEVICE void finish() {
     const Lane lane = lane_.rematerialized();
 #pragma unroll
     for (int r = 0; r < tiles; ++r) softmax_[r].sum = sum_over_groups(softmax_[r].sum, lane);
     if constexpr (key_groups > 1 && tiles > 0) {
-      merge_groups<Policy, tiles>(lds_, wave_, key_group_, Shares::waves, lane, softmax_, output_);
+      merge_key_groups<Policy, tiles>(lds_, wave_, key_group_, Partition::waves, lane, softmax_, output_);
     }
   }
 
+  template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
       if (key_groups > 1 && key_group_ != r) continue;
       const Lane lane = lane_.rematerialized();
-      const mla::RowSink<Policy, Element> sink(p, item_, rows_, first_row_[r] + lane.column);
-      const mla::RowResult<Policy> result = sink.finish(softmax_[r].max, softmax_[r].sum);
-      if (lane.group == 0) sink.store_lse(result.lse);
-      const float weight = roundable(result.weight * value_scale<typename Problem::Format>(p));
-      sink.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
+      const Epilogue target(p, tile_, rows_, first_row_[r] + lane.column);
+      const mla::RowResult<Policy> result = target.finish(softmax_[r].max, softmax_[r].sum);
+      if (lane.group == 0) target.store_lse(result.lse);
+      const float scale = roundable(result.weight * Epilogue::value_scale(p));
+      target.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
         if (e == 0) {
@@ -154,80 +140,83 @@ class RowSplitWave {
           for (int t = 0; t < BLOCK_TILES; ++t) pin_to_agpr(output_[r].tile[b][t]);
         }
 #pragma unroll
-        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * weight;
+        for (int t = 0; t < BLOCK_TILES; ++t) values[t] = output_[r].tile[b][t][e] * scale;
         return b * BLOCK_COLUMNS + lane.group * 32 + e * 8;
       });
     }
   }
 
  private:
-  MLA_DEVICE void walk(Stages& stages, int count) {
+  template <class Producer>
+  MLA_DEVICE void process_stages(Producer& producer, int count) {
     int filled = 0, used = 0;  // stages that the next tile is copied to and read from
-    for (int n = 0; n < min(Stages::ahead, count); ++n) {
-      stages.copy(n, filled);
-      filled = Stages::next_stage(filled);
+    for (int n = 0; n < min(Producer::prefetch, count); ++n) {
+      producer.copy(n, filled);
+      filled = Producer::next_stage(filled);
     }
-    int first = item_.first_key;
+    int first = tile_.first_key;
     for (int n = 0; n < count; ++n) {
-      stages.wait(n, used);
+      producer.wait(n, used);
       mla::block_sync();
-      if (n + Stages::ahead < count) stages.copy(n + Stages::ahead, filled);
-      filled = Stages::next_stage(filled);
+      if (n + Producer::prefetch < count) producer.copy(n + Producer::prefetch, filled);
+      filled = Producer::next_stage(filled);
       accumulate(lds_ + used, first);
-      used = Stages::next_stage(used);
+      used = Producer::next_stage(used);
       first += tile_keys;
     }
   }
 
-  // Two tiles at a time, one for each group. What lands is the wave's own, so no wave waits for another's copies, only
-  // for the stages to be free and then filled.
-  MLA_DEVICE void walk_pairs(Stages& stages, int count) {
-    for (int n = 0; n < min(2, count); ++n) stages.copy(n, 0);
-    int first = item_.first_key;
+  // Two tiles at a time, one for each key group. A wave converts only what it copied itself, so no wave waits for another's
+  // copies, only for the stages to be free and then filled.
+  template <class Producer>
+  MLA_DEVICE void process_stage_pairs(Producer& producer, int count) {
+    for (int n = 0; n < min(2, count); ++n) producer.copy(n, 0);
+    int first = tile_.first_key;
     for (int n = 0; n < count; n += 2) {
       wait_vmcnt<0>();
       mla::block_sync();
-      stages.convert(n, 0);
-      if (n + 1 < count) stages.convert(n + 1, Stages::stage_bytes);
+      producer.convert(n, 0);
+      if (n + 1 < count) producer.convert(n + 1, Producer::stage_bytes);
       mla::block_sync();
-      if (n + 2 < count) stages.copy(n + 2, 0);
-      if (n + 3 < count) stages.copy(n + 3, 0);
-      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Stages::stage_bytes, first + key_group_ * tile_keys);
+      if (n + 2 < count) producer.copy(n + 2, 0);
+      if (n + 3 < count) producer.copy(n + 3, 0);
+      if (n + key_group_ < count) accumulate(lds_ + key_group_ * Producer::stage_bytes, first + key_group_ * tile_keys);
       first += 2 * tile_keys;
     }
   }
 
-  MLA_DEVICE void accumulate(LdsBytes tile, int first) {
+  // QK^T, softmax and PV of the tile that begins at key `first` and at `stage` in LDS.
+  MLA_DEVICE void accumulate(LdsBytes stage, int first) {
     if (tiles == 0) return;
-    f32x4 t[array];
-    scores(tile, t);
+    f32x4 s[array];
+    scores(stage, s);
     u32x4 values[4];
-    read_values(tile, 0, values);
+    read_values(stage, 0, values);
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) {
 #pragma unroll
-      for (int r = 0; r < tiles; ++r) t[r] = Softmax::mask(t[r], first, visible_[r], lane_);
+      for (int r = 0; r < tiles; ++r) s[r] = Softmax::mask(s[r], first, visible_[r], lane_);
     }
-    rescale(t);
-    u32x2 weights[array];
+    rescale(s);
+    u32x2 p[array];
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) weights[r] = Softmax::weights(t[r], scale_, softmax_[r]);
-    add_values(tile, values, weights);
+    for (int r = 0; r < tiles; ++r) p[r] = Softmax::compute_p(s[r], scale_, softmax_[r]);
+    multiply_values(stage, values, p);
   }
 
-  // Keys are read a group ahead of the products that use them.
-  MLA_DEVICE void scores(LdsBytes tile, f32x4 (&t)[array]) {
+  // S^T = K Q^T. Keys are read a group ahead of the products that use them.
+  MLA_DEVICE void scores(LdsBytes stage, f32x4 (&s)[array]) {
     constexpr int rope_chunks = mla::ROPE / 32;
-    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the rests of turned rope parts
+    constexpr int products = chunks + (Problem::rotate ? rope_chunks : 0);  // with the residuals of rotated rope parts
     constexpr int group = products % 3 == 0 ? 3 : 4;
     constexpr int groups = products / group;
 #pragma unroll
-    for (int r = 0; r < tiles; ++r) t[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+    for (int r = 0; r < tiles; ++r) s[r] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
     u32x4 keys[2][group];
-    read_keys<group>(tile, 0, keys[0]);
+    read_keys<group>(stage, 0, keys[0]);
 #pragma unroll
     for (int g = 0; g < groups; ++g) {
       if (g + 1 < groups) {
-        read_keys<group>(tile, g + 1, keys[(g + 1) % 2]);
+        read_keys<group>(stage, g + 1, keys[(g + 1) % 2]);
         wait_lgkmcnt<group>();
       } else {
         wait_lgkmcnt<0>();
@@ -237,51 +226,53 @@ class RowSplitWave {
 #pragma unroll
         for (int r = 0; r < tiles; ++r) {
           const int n = g * group + c;
-          t[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[n < chunks ? n : n - rope_chunks], t[r]);
+          s[r] = multiply_chunk<Element>(keys[g % 2][c], query_[r].chunk[n < chunks ? n : n - rope_chunks], s[r]);
         }
       }
     }
   }
 
   template <int group>
-  MLA_DEVICE void read_keys(LdsBytes tile, int g, u32x4 (&keys)[group]) const {
+  MLA_DEVICE void read_keys(LdsBytes stage, int g, u32x4 (&keys)[group]) const {
 #pragma unroll
-    for (int c = 0; c < group; ++c) keys[c] = lds_read16(tile + places_.of_chunk(g * group + c));
+    for (int c = 0; c < group; ++c) keys[c] = lds_read16(stage + read_map_.of_chunk(g * group + c));
   }
-  MLA_DEVICE void read_values(LdsBytes tile, int b, u32x4 (&values)[4]) const {
+  MLA_DEVICE void read_values(LdsBytes stage, int b, u32x4 (&values)[4]) const {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) values[j] = lds_read16(tile + places_.of_columns(b, j));
+    for (int j = 0; j < 4; ++j) values[j] = lds_read16(stage + read_map_.of_columns(b, j));
   }
 
-  MLA_DEVICE void rescale(const f32x4 (&t)[array]) {
+  // Raises the running max of rows that a score exceeds by more than the threshold of the lazy rescale.
+  MLA_DEVICE void rescale(const f32x4 (&s)[array]) {
     bool exceeded = false;
-    float largest[array];
+    float lane_max[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      largest[r] = Softmax::largest(t[r]);
-      exceeded |= softmax_[r].exceeded_by(largest[r] * scale_);
+      lane_max[r] = Softmax::lane_max(s[r]);
+      exceeded |= softmax_[r].exceeded_by(lane_max[r] * scale_);
     }
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        const float factor = Softmax::raise_max(softmax_[r], largest[r], scale_, lane_);
+        const float alpha = Softmax::raise_max(softmax_[r], lane_max[r], scale_, lane_);
         if (r == 1) {
-          output_[r].template scale<ordinary>(factor);
+          output_[r].template scale<in_vgpr>(alpha);
         } else {
-          output_[r].scale(factor);
+          output_[r].scale(alpha);
         }
       }
     }
   }
 
-  // `values` holds, or will, the first block of columns; each block is read while the one before is multiplied.
-  MLA_DEVICE void add_values(LdsBytes tile, u32x4 (&values)[4], const u32x2 (&weights)[array]) {
+  // O^T += V^T P^T. `values` holds, or will, the first block of columns; each block is read while the one before is
+  // multiplied.
+  MLA_DEVICE void multiply_values(LdsBytes stage, u32x4 (&values)[4], const u32x2 (&p)[array]) {
     u32x4 next[4];
 #pragma unroll
     for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
       u32x4(&now)[4] = b % 2 ? next : values;
       if (b + 1 < OUTPUT_BLOCKS) {
-        read_values(tile, b + 1, b % 2 ? values : next);
+        read_values(stage, b + 1, b % 2 ? values : next);
         wait_lgkmcnt<4>();
       } else {
         wait_lgkmcnt<0>();
@@ -293,9 +284,9 @@ class RowSplitWave {
         for (int r = 0; r < tiles; ++r) {
           f32x4& first = output_[r].tile[b][2 * d];
           f32x4& second = output_[r].tile[b][2 * d + 1];
-          first = Mfma16x16x16<Element>::multiply(columns.first, weights[r], first);
-          second = Mfma16x16x16<Element>::multiply(columns.second, weights[r], second);
-          if (r == 1 && b * BLOCK_TILES + 2 * d >= OUTPUT_BLOCKS * BLOCK_TILES - ordinary) {
+          first = Mfma16x16x16<Element>::multiply(columns.first, p[r], first);
+          second = Mfma16x16x16<Element>::multiply(columns.second, p[r], second);
+          if (r == 1 && b * BLOCK_TILES + 2 * d >= OUTPUT_BLOCKS * BLOCK_TILES - in_vgpr) {
             pin_to_vgpr(first);
             pin_to_vgpr(second);
           }
@@ -306,37 +297,20 @@ class RowSplitWave {
 
   MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
-  const mla::WorkItem item_;
+  const mla::WorkItem tile_;
   const mla::SequenceRows rows_;
   const Lane lane_;
   const int wave_;
   const LdsBytes lds_;
   const int key_group_;
-  const KvStageReadMap places_;
+  const KvStageReadMap read_map_;
   const float scale_;
-  int visible_to_all_;
+  int visible_to_all_;     // end of the keys that every row of the first tile may see
   int first_row_[array];
-  int visible_[array];
+  int visible_[array];     // end of the keys that the lane's row of each tile may see
   mla::RowSoftmax softmax_[array];
   QueryTile<Problem> query_[array];
   AccumO output_[array];
 };
 
-template <class Policy, class Problem>
-template <int tiles>
-MLA_DEVICE void RowSplitDecode<Policy, Problem>::run_wave(LdsBytes lds, int wave) {
-  const int first_row = mla::block_id_y() * Problem::rows;
-  for (TileScheduler<DecodeSequences> scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
-    const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-    mla::WorkItem item = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
-    const mla::SequenceRows rows = mla::SequenceRows::of(p, item.sequence);
-    if (first_row >= rows.rows) item.end_key = item.first_key;  // no query row: nothing to read
-    RowSplitWave<Policy, Problem, tiles> part(p, item, rows, first_row, lds, wave);
-    part.attend(p);
-    part.finish();
-    part.store(reread_params<mla::DecodeParams>());
-    if (Shares::key_groups == 1) mla::block_sync();  // key groups begin with one, before anything shared is written
-  }
-}
-
-}  // namespace cdna
+}  // namespace cdna::mfma_16x16x16

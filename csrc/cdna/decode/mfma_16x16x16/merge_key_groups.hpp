@@ -1,22 +1,31 @@
-// Two groups of waves that attended with the same query rows to different keys: their results become one.
+// The merge of two groups of waves that attended with the same query rows to different keys.
 #pragma once
 
-#include "cdna/decode/mfma_16x16x16/softmax.hpp"
 #include "cdna/common/lds.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
 
-namespace cdna {
+namespace cdna::mfma_16x16x16 {
+
+// LDS of the merge: a block of output columns of each wave, then row statistics [wave][2 tiles][max, sum][16 rows].
+template <class Policy>
+struct KeyGroupExchange {
+  static constexpr int tile_bytes = WAVE * 16;
+  static constexpr int block_bytes = BLOCK_TILES * tile_bytes;
+  static constexpr int row_bytes = 16 * 4;
+  static constexpr int statistics = Policy::waves * block_bytes;
+  static constexpr int lds_bytes = statistics + Policy::waves * 4 * row_bytes;
+};
 
 // Each wave and the wave `distance` apart hold `tiles` tiles of the same rows. Afterwards the wave of group 0 holds the
-// merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
-// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and meet once
-// more before any of them writes there again.
+// merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block of
+// columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and they need another
+// barrier before any of them writes there again.
 template <class Policy, int tiles>
-MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
-                             mla::RowSoftmax (&softmax)[tiles], AccumO (&output)[tiles]) {
-  constexpr int tile_bytes = WAVE * 16;
-  constexpr int block_bytes = BLOCK_TILES * tile_bytes;
-  constexpr int statistics = Policy::waves * block_bytes;
-  constexpr int row_bytes = 16 * 4;
+MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
+                                 mla::RowSoftmax (&softmax)[tiles], AccumO (&output)[tiles]) {
+  using Lds = KeyGroupExchange<Policy>;
+  constexpr int tile_bytes = Lds::tile_bytes, block_bytes = Lds::block_bytes;
+  constexpr int statistics = Lds::statistics, row_bytes = Lds::row_bytes;
   const LdsBytes mine = lds + statistics + wave * 4 * row_bytes + lane.column * 4;
   const LdsBytes other = lds + statistics + (wave ^ distance) * 4 * row_bytes + lane.column * 4;
   mla::block_sync();
@@ -28,15 +37,15 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
     }
   }
   mla::block_sync();
-  float weight[tiles], other_weight[tiles];
+  float scale[tiles], other_scale[tiles];
 #pragma unroll
   for (int r = 0; r < tiles; ++r) {
     const float other_max = lds_read_float(other + 2 * r * row_bytes);
     const float max = __builtin_fmaxf(softmax[r].max, other_max);
-    weight[r] = Policy::exp2(softmax[r].max - max);
-    other_weight[r] = Policy::exp2(other_max - max);
+    scale[r] = Policy::exp2(softmax[r].max - max);
+    other_scale[r] = Policy::exp2(other_max - max);
     const float other_sum = lds_read_float(other + (2 * r + 1) * row_bytes);
-    softmax[r] = mla::RowSoftmax{max, softmax[r].sum * weight[r] + other_sum * other_weight[r]};
+    softmax[r] = mla::RowSoftmax{max, softmax[r].sum * scale[r] + other_sum * other_scale[r]};
   }
   const LdsBytes sent = lds + wave * block_bytes + lane.index * 16;
   const LdsBytes received = lds + (wave ^ distance) * block_bytes + lane.index * 16;
@@ -60,7 +69,7 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
         for (int t = 0; t < BLOCK_TILES; ++t) {
           f32x4& x = output[r].tile[b][t];
           pin_to_agpr(x);
-          x = x * weight[r] + lds_read_f32x4(received + t * tile_bytes) * other_weight[r];
+          x = x * scale[r] + lds_read_f32x4(received + t * tile_bytes) * other_scale[r];
           pin_to_agpr(x);
           if (t % 2 == 1) __builtin_amdgcn_sched_barrier(0);
         }
@@ -70,4 +79,4 @@ MLA_DEVICE void merge_groups(LdsBytes lds, int wave, int group, int distance, co
   }
 }
 
-}  // namespace cdna
+}  // namespace cdna::mfma_16x16x16

@@ -1,18 +1,19 @@
-// A ring of SlottedTiles that four waves fill by 16-byte direct copies, each wave a quarter of the keys of every tile.
+// The producer of the row-split mainloop: a ring of SwizzledLdsTiles that four waves fill by 16-byte direct copies, each wave
+// a quarter of the keys of every tile.
 #pragma once
 
-#include "cdna/common/lds_copy.hpp"
 #include "cdna/common/cross_lane.hpp"
+#include "cdna/common/lds_copy.hpp"
 #include "cdna/common/rope.hpp"
 #include "cdna/common/swizzled_lds_tile.hpp"
 #include "common/kv_source.hpp"
 #include "common/problem.hpp"
 #include "common/work_item.hpp"
 
-namespace cdna {
+namespace cdna::mfma_16x16x32 {
 
-// 16 bytes per lane from `from` + offset to LDS place `lds` + 16 * lane. The offset in the instruction counts on both
-// sides. As assembly for the reasons that copy.hpp gives; the wait state is for M0.
+// Copies 16 bytes per lane from `from` + offset to LDS address `lds` + 16 * lane. The offset in the instruction counts on
+// both sides. It is assembly for the reasons that lds_copy.hpp gives; the wait state is for M0.
 template <int offset>
 MLA_DEVICE void copy_16_bytes_to_lds(const char* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dwordx4 %0, off offset:%2"
@@ -28,37 +29,37 @@ MLA_DEVICE void copy_blocks_to_lds(const char* from, uint32_t lds) {
   }
 }
 
-template <class Policy, class Problem, int keys>
+template <class Problem, class Policy, int keys>
 class LdsRingProducer {
   using Tile = SwizzledLdsTile<Problem::Format::bytes, Problem::row_bytes, keys>;
   static constexpr int wave_keys = keys / Policy::waves;
   static constexpr int groups = wave_keys / 8;  // of a wave
   static constexpr int tails = Tile::has_tail ? wave_keys / 16 : 0;
-  static constexpr int block_tiles = WAVE / wave_keys;  // whose page numbers are fetched at once
-  static constexpr int page_bytes = 2 * WAVE * 4;       // of a wave
-  static constexpr int rope_block = Tile::blocks - 1;   // where 16-bit rows of 576 have their rope part
+  static constexpr int block_tiles = WAVE / wave_keys;  // tiles whose page numbers are fetched at once
+  static constexpr int page_bytes = 2 * WAVE * 4;       // of a wave: the page numbers of two blocks
+  static constexpr int rope_block = Tile::blocks - 1;   // 16-bit rows of 576 have their rope part here
 
  public:
-  // In a stage behind the tile, for un-rotated keys: the rests of rotated rope parts as 1,024-byte blocks of 8 keys,
-  // then cosines and sines, 2,048 bytes of a wave.
+  // Behind the tile in a stage of un-rotated keys: the residuals of rotated rope parts as 1,024-byte blocks of 8 keys, then
+  // cosines and sines, 2,048 bytes of a wave.
   static constexpr int residuals = Tile::bytes;
   static constexpr int residual_bytes = Problem::rotate ? keys * mla::ROPE * 2 : 0;
   static constexpr int cos_sin = residuals + residual_bytes;
   static constexpr int stage_bytes = cos_sin + (Problem::rotate ? Policy::waves * 2048 : 0);
   static constexpr int room = (Policy::lds_bytes - Policy::waves * page_bytes) / stage_bytes;
   static constexpr int stages = room < 4 ? room : 4;
-  static constexpr int ahead = stages - 1;  // tiles in flight while one is multiplied
-  static constexpr int bytes = stages * stage_bytes + Policy::waves * page_bytes;
+  static constexpr int prefetch = stages - 1;  // tiles in flight while one is multiplied
+  static constexpr int lds_bytes = stages * stage_bytes + Policy::waves * page_bytes;
   static constexpr int copies = groups * Tile::blocks + tails + (Problem::rotate ? 2 : 0);  // of a wave per tile
-  static_assert(!Problem::rotate || wave_keys == 8, "slot ring: rope parts are rotated eight keys to a wave");
-  static_assert(ahead >= 1 && ahead <= block_tiles, "slot ring: page numbers arrive a block of tiles ahead");
-  static_assert(copies * ahead < 63, "slot ring: more copies in flight than can be counted");
+  static_assert(!Problem::rotate || wave_keys == 8, "LDS ring: rope parts are rotated eight keys to a wave");
+  static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
+  static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
 
-  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkItem& item, const float* rope_cos_sin, int tiles,
+  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkItem& work_tile, const float* rope_cos_sin, int tiles,
                       uint32_t lds, const Lane& lane, int wave)
       : source_(source),
-        first_key_(item.first_key + wave * wave_keys),
-        last_key_(item.end_key - 1),
+        first_key_(work_tile.first_key + wave * wave_keys),
+        last_key_(work_tile.end_key - 1),
         lane_(lane.index),
         wave_(wave),
         tiles_(tiles),
@@ -68,8 +69,8 @@ class LdsRingProducer {
     fetch_pages(0);
   }
 
-  // Begins to copy the wave's keys of a tile into its stage; tiles in order. Before the first, every load of the wave
-  // must have arrived.
+  // Begins to copy the wave's keys of a tile into its stage; tiles come in order. Every load of the wave must have arrived
+  // before the first call.
   MLA_DEVICE void copy(int tile, uint32_t stage_offset) {
     const uint32_t lane = lane_index();
     if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false))
@@ -99,17 +100,17 @@ class LdsRingProducer {
     }
   }
 
-  // Returns when this wave's part of `tile` has landed in its stage, and is rotated.
+  // Returns when this wave's part of `tile` has landed in its stage and is rotated.
   MLA_DEVICE void wait(int tile, uint32_t stage_offset) const {
-    if (__builtin_expect(tile + ahead <= tiles_, true)) {
-      wait_vmcnt<copies*(ahead - 1)>();
+    if (__builtin_expect(tile + prefetch <= tiles_, true)) {
+      wait_vmcnt<copies*(prefetch - 1)>();
     } else {
       wait_vmcnt<0>();
     }
     if constexpr (Problem::rotate) rotate(stage_offset);
   }
 
-  // A stage is named by its first byte.
+  // Stages are named by the offset of their first byte.
   MLA_DEVICE static uint32_t next_stage(uint32_t stage_offset) {
     return stage_offset == (stages - 1) * stage_bytes ? 0 : stage_offset + stage_bytes;
   }
@@ -121,7 +122,7 @@ class LdsRingProducer {
     const uint32_t key = key_of(block * block_tiles + static_cast<int>(lane / wave_keys), lane % wave_keys);
     copy_words_to_lds(source_.page_entry(key), pages_ + block % 2 * (WAVE * 4));
   }
-  // What derives from it stays in registers where there are some to spare.
+  // Values derived from the lane number stay in registers only where there are some to spare.
   MLA_DEVICE uint32_t lane_index() const {
     return static_cast<uint32_t>(Problem::row_tiles > Policy::waves ? rematerialized(lane_) : lane_);
   }
@@ -133,8 +134,7 @@ class LdsRingProducer {
     return source_.row(lds_read_word(lds_pointer(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
-  // A lane turns four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4)
-  // on.
+  // A lane rotates four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4) on.
   MLA_DEVICE uint32_t rope_slot(uint32_t lane) const { return lane % 8 ^ Tile::swizzle(wave_ * wave_keys + lane / 8); }
   MLA_DEVICE uint32_t first_rotated(uint32_t lane) const {
     const uint32_t slot = rope_slot(lane);
@@ -142,7 +142,7 @@ class LdsRingProducer {
   }
   MLA_DEVICE uint32_t cos_sin_at(uint32_t stage_offset) const { return lds_ + stage_offset + cos_sin + wave_ * 2048; }
 
-  // In place.
+  // Rotates the rope parts of the wave's keys in place.
   MLA_DEVICE void rotate(uint32_t stage_offset) const {
     const uint32_t lane = static_cast<uint32_t>(rematerialized(lane_));
     const uint32_t slot = rope_slot(lane);
@@ -164,8 +164,8 @@ class LdsRingProducer {
   }
 
   const mla::KvSource& source_;
-  int first_key_;  // the wave's first of the item
-  int last_key_;   // of the item
+  int first_key_;  // the wave's first key of the work tile
+  int last_key_;   // of the work tile
   int lane_;
   int wave_;
   int tiles_;
@@ -174,4 +174,4 @@ class LdsRingProducer {
   uint32_t pages_;
 };
 
-}  // namespace cdna
+}  // namespace cdna::mfma_16x16x32

@@ -1,20 +1,18 @@
-// The two products of a tile on CDNA4's matrix instructions, by how queries, keys and weights are stored. As in
-// attention_tile.hpp both are held transposed, so a lane owns one query row and weights never leave their lane.
+// QK^T and PV of a tile, by the types of queries, keys and P. Both are held transposed (S^T = K Q^T, O^T = V^T P^T), so a
+// lane owns one query row and P never leaves its lane.
 //
 // A lane holds 16-byte pieces of a row: piece m is bytes 64 m + 16 * lane.group + 0..15, of a key or of a query.
 #pragma once
 
-#include "cdna/common/accum_registers.hpp"
-#include "cdna/common/cross_lane.hpp"
-#include "cdna/decode/query.hpp"
 #include "cdna/common/swizzled_lds_tile.hpp"
+#include "cdna/decode/query.hpp"
 #include "common/online_softmax.hpp"
 #include "common/problem.hpp"
 
-namespace cdna {
+namespace cdna::mfma_16x16x32 {
 
-// How scores are made: `Keys` is what two neighbouring pieces of a key become, once for all rows they meet; where rows
-// have an odd number of pieces, `Tail` is the last one.
+// QK^T. `Keys` is the operand that two neighbouring pieces of a key become, once for all row tiles that they meet; where a
+// row has an odd number of pieces, `Tail` is the operand of the last one.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
@@ -32,8 +30,8 @@ struct QkSameType {
   }
 };
 
-// fp8 keys and bf16 queries: keys become bf16.
-template <class Policy, class Problem>
+// fp8 keys and bf16 queries: the keys become bf16.
+template <class Problem, class Policy>
 struct QkFp8ToBf16 {
   using Query = QueryTile<Problem, 16>;
   struct Tail {
@@ -61,7 +59,7 @@ struct QkFp8ToBf16 {
   }
 };
 
-// fp8 keys and queries: 128 columns at once, and what is left over of 576 by the instruction of half rate.
+// fp8 keys and queries: 128 columns at once, and the last 64 of 576 by the instruction of half rate.
 template <class Problem>
 struct QkFp8 {
   struct Query {
@@ -94,12 +92,12 @@ struct QkFp8 {
   }
 };
 
-// How values are multiplied: `keys` of them at once, of which a lane reads `reads` of ColumnReadMap, and what a lane's
-// weights for them become. `headroom`: the largest weight is 2 to this power (a row's reference lies as far below its
-// largest score). `converted`: values change their type on the way. `coarse`: rounding shifts the sum of the weights so
-// far that outputs are divided by that of the rounded ones.
+// PV. One product contracts `keys` keys, for which a lane makes `reads` reads of ColumnReadMap.
+//   headroom                    the largest P is 2 to this power: the running max lies as far below a row's largest score
+//   converted                   values change their type between LDS and the product
+//   normalizes_by_rounded_sum   rounding P shifts its sum so far that outputs are divided by the sum of the rounded P
 
-// Weights and values in a 16-bit type.
+// P and values in a 16-bit type.
 template <class Policy, class Element>
 struct PvSameType {
   static constexpr int keys = 32;
@@ -116,7 +114,7 @@ struct PvSameType {
   MLA_DEVICE static f32x4 multiply(Columns columns, Rows rows, f32x4 sum) {
     return Mfma16x16x32<Element>::multiply(columns, rows, sum);
   }
-  // Weights of 32 keys: both 16-key tiles of scores, four keys each.
+  // P of 32 keys: both 16-key tiles of scores, four keys each.
   MLA_DEVICE static Rows pack(const f32x4* p) {
     return u32x4{Policy::template pack_p<Element>(p[0][0], p[0][1]),
                  Policy::template pack_p<Element>(p[0][2], p[0][3]),
@@ -125,7 +123,7 @@ struct PvSameType {
   }
 };
 
-// bf16 weights and fp8 values, which become bf16.
+// P in bf16 and values in fp8, which become bf16.
 template <class Policy>
 struct PvFp8ToBf16 : PvSameType<Policy, mla::bf16> {
   static constexpr int reads = 1;
@@ -134,15 +132,14 @@ struct PvFp8ToBf16 : PvSameType<Policy, mla::bf16> {
   MLA_DEVICE static u32x4 columns(const u32x2 (&read)[reads]) { return Policy::fp8_to_bf16(read[0]); }
 };
 
-// fp8 weights and values, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The reference is the row's
-// largest score itself, so that the largest weight is a power of two and exact, as far up in the type's range as one
-// can be.
+// P and values in fp8, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The running max is the row's largest
+// score itself, so that the largest P is a power of two and exact, as far up in the type's range as one can be.
 template <class Policy, int keys_>
 struct PvFp8 {
   static constexpr int keys = keys_;
   static constexpr int reads = keys / 32;
   static constexpr int words = keys / 16;
-  static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the reference renews it
+  static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the running max raises it
   static constexpr bool normalizes_by_rounded_sum = true;
   static constexpr bool converted = false;
   static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");
@@ -182,126 +179,4 @@ struct PvFp8 {
   }
 };
 
-// O^T of 16 rows. tile[t]: element r of a lane is column 16 t + 4 * lane.group + r of row lane.column.
-struct AccumO {
-  static constexpr int tiles = mla::VALUE_DIM / 16;
-  f32x4 tile[tiles];
-
-  MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rematerialized(0));  // a constant would be kept in registers between items
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) tile[t] = f32x4{zero, zero, zero, zero};
-  }
-  // The last `ordinary` tiles are kept in ordinary registers by their owner.
-  template <int ordinary = 0>
-  MLA_DEVICE void scale(float factor) {
-#pragma unroll
-    for (int t = 0; t < tiles; ++t) {
-      if (t < tiles - ordinary) pin_to_agpr(tile[t]);
-      tile[t] *= factor;
-      if (t < tiles - ordinary) pin_to_agpr(tile[t]);
-      if (t % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all tiles pass through ordinary registers at once
-    }
-  }
-};
-
-// A row's softmax so far: lse comes from `sum`, outputs are divided by `divisor`.
-template <bool normalizes_by_rounded_sum>
-struct SoftmaxRow : mla::RowSoftmax {
-  MLA_DEVICE void clear() {
-    max = NOTHING;
-    sum = 0.0f;
-  }
-  MLA_DEVICE void scale(float factor) { sum *= factor; }
-  // The sums of the four lanes that share the row, in each of them.
-  MLA_DEVICE void join(const Lane& lane) { sum = sum_over_groups(sum, lane); }
-  MLA_DEVICE float divisor() const { return sum; }
-};
-template <>
-struct SoftmaxRow<true> : mla::RowSoftmax {
-  float rounded_sum;
-
-  // Not as constants: LLVM 20 and 21 store two of those at once, and then keep all three in LDS.
-  MLA_DEVICE void clear() {
-    const float zero = mla::bit_cast<float>(rematerialized(0));
-    max = NOTHING;
-    sum = zero;
-    rounded_sum = zero;
-  }
-  MLA_DEVICE void scale(float factor) {
-    sum *= factor;
-    rounded_sum *= factor;
-  }
-  MLA_DEVICE void join(const Lane& lane) {
-    sum = sum_over_groups(sum, lane);
-    rounded_sum = sum_over_groups(rounded_sum, lane);
-  }
-  MLA_DEVICE float divisor() const { return rounded_sum; }
-};
-
-// Softmax of 16 query rows over `score_tiles` tiles of 16 keys: element r of tile T of a lane is key
-// 16 T + 4 * lane.group + r.
-template <class Policy, class Values, int score_tiles>
-struct TileSoftmax {
-  static constexpr int products = score_tiles * 16 / Values::keys;  // of the values, per column tile
-  using Scores = f32x4[score_tiles];
-  using Weights = typename Values::Rows[products];
-  using Row = SoftmaxRow<Values::normalizes_by_rounded_sum>;
-
-  // Scores of keys the row may not see become -inf.
-  MLA_DEVICE static void mask(Scores& scores, int first_key, int visible, const Lane& lane) {
-    const int seen = visible - first_key - 4 * lane.group;
-#pragma unroll
-    for (int T = 0; T < score_tiles; ++T)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float score = scores[T][r];
-        scores[T][r] = 16 * T + r < seen ? score : mla::MINUS_INFINITY;
-      }
-  }
-
-  MLA_DEVICE static float largest(const Scores& scores) {
-    float largest = scores[0][0];
-#pragma unroll
-    for (int n = 1; n < 4 * score_tiles; ++n) {
-      const float score = scores[n / 4][n % 4];
-      largest = __builtin_fmaxf(largest, score);
-    }
-    return largest;
-  }
-
-  // A new reference for the row, by which no weight exceeds 2^headroom; the factor for what was accumulated so far.
-  MLA_DEVICE static float raise_max(Row& row, float lane_largest, float scale, const Lane& lane) {
-    const float max = __builtin_fmaxf(row.max, max_over_groups(lane_largest, lane) * scale - Values::headroom);
-    const float factor = Policy::exp2(row.max - max);
-    row.max = max;
-    row.scale(factor);
-    return factor;
-  }
-
-  // Scores become weights. The lane's part of the sums stays in the lane.
-  MLA_DEVICE static void compute_p(Scores& scores, float scale, Row& row, Weights& weights) {
-#pragma unroll
-    for (int T = 0; T < score_tiles; ++T) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const float score = scores[T][r];
-        scores[T][r] = Policy::exp2(__builtin_fmaf(score, scale, -row.max));
-      }
-      row.sum += (scores[T][0] + scores[T][1]) + (scores[T][2] + scores[T][3]);
-    }
-#pragma unroll
-    for (int n = 0; n < products; ++n) {
-      weights[n] = Values::pack(scores + n * (Values::keys / 16));
-      if constexpr (Values::normalizes_by_rounded_sum) row.rounded_sum += Values::sum_of(weights[n]);
-    }
-  }
-
-  // What turns a row's accumulated values into its output, by that of a row divided by `sum`.
-  MLA_DEVICE static float output_scale(float weight, float sum, float divisor) {
-    if constexpr (!Values::normalizes_by_rounded_sum) return weight;
-    return mla::bit_cast<uint32_t>(divisor) != 0 ? weight * sum * Policy::reciprocal(divisor) : 0.0f;
-  }
-};
-
-}  // namespace cdna
+}  // namespace cdna::mfma_16x16x32
