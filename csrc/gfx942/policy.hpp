@@ -1,4 +1,5 @@
-// The Policy of gfx942 (CDNA3): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from the arch.
+// The Policy of gfx942 (CDNA3): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from
+// the arch.
 #pragma once
 
 #include "cdna/common/convert.hpp"
@@ -14,8 +15,8 @@ struct Policy {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper rounding
-  // for P (this arch has no bf16 conversion).
+  // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper
+  // rounding for P (this arch has no bf16 conversion).
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>

@@ -1,5 +1,5 @@
-// combine on gfx950. Macros of an instance: D_V columns of a row, ROWS rows and WAVES waves of a workgroup, VEC columns of a lane's
-// load, SLICES workgroups that share the columns of a row.
+// combine on gfx950. Macros of an instance: D_V columns of a row, ROWS rows and WAVES waves of a workgroup, VEC columns
+// of a lane's load, SLICES workgroups that share the columns of a row.
 #include "cdna/common/wave.hpp"
 #include "common/combine.hpp"
 

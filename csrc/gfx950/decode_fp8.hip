@@ -1,5 +1,5 @@
-// Dense decode on gfx950 from a cache of OCP e4m3. Macros of an instance: QUERY bf16 or fp8, WEIGHT (the type of P) bf16 or,
-// with fp8 queries, fp8, ROWS 16 to 128.
+// Dense decode on gfx950 from a cache of OCP e4m3. Macros of an instance: QUERY bf16 or fp8, WEIGHT (the type of P)
+// bf16 or, with fp8 queries, fp8, ROWS 16 to 128.
 #include "cdna/decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/policy.hpp"
 

@@ -1,4 +1,5 @@
-// The Policy of gfx950 (CDNA4): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from the arch.
+// The Policy of gfx950 (CDNA4): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from
+// the arch.
 #pragma once
 
 #include "cdna/common/types.hpp"

@@ -6,8 +6,8 @@
 namespace gfx950 {
 
 struct SparsePolicy : Policy {
-  // Multiplies two of four fp8 values (OCP e4m3) by a power of two, to bf16: exact while the result is a normal number. Only the
-  // exponent of `scale` counts; that of NaN gives NaN.
+  // Multiplies two of four fp8 values (OCP e4m3) by a power of two, to bf16: exact while the result is a normal number.
+  // Only the exponent of `scale` counts; that of NaN gives NaN.
   template <bool upper>
   MLA_DEVICE static uint32_t fp8_pair_times_pow2(uint32_t four, float scale) {
     return __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, scale, upper));

@@ -5,7 +5,8 @@
 
 namespace cdna {
 
-// Rounds to nearest even. A NaN whose low half is full becomes zero, because the carry runs through its sign: see roundable.
+// Rounds to nearest even. A NaN whose low half is full becomes zero, because the carry runs through its sign: see
+// roundable.
 MLA_DEVICE uint32_t round_to_bf16(float x) {
   const uint32_t bits = mla::bit_cast<uint32_t>(x);
   return bits + 0x7fff + (bits >> 16 & 1);

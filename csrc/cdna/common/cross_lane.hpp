@@ -23,8 +23,8 @@ MLA_DEVICE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 // Returns true in every lane when `condition` holds in any.
 MLA_DEVICE bool any_lane(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
-// Return the maximum and the sum over the four lanes that share a column (lanes l, l ^ 16, l ^ 32, l ^ 48), in all of them. The
-// order of the additions is the same in each, so the sums are the same bits.
+// Return the maximum and the sum over the four lanes that share a column (lanes l, l ^ 16, l ^ 32, l ^ 48), in all of
+// them. The order of the additions is the same in each, so the sums are the same bits.
 MLA_DEVICE float max_over_groups(float x, const Lane& lane) {
   x = __builtin_fmaxf(x, shuffle(x, lane.index ^ 16));
   return __builtin_fmaxf(x, shuffle(x, lane.index ^ 32));

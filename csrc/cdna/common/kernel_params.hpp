@@ -5,9 +5,9 @@
 
 namespace cdna {
 
-// Returns a reference whose loads the compiler cannot merge with earlier ones. Fields that only the beginning and the end of a
-// work tile need would otherwise stay in scalar registers across the mainloop, which has none to spare. The struct must be the
-// kernel's only argument.
+// Returns a reference whose loads the compiler cannot merge with earlier ones. Fields that only the beginning and the
+// end of a work tile need would otherwise stay in scalar registers across the mainloop, which has none to spare. The
+// struct must be the kernel's only argument.
 template <class Params>
 MLA_DEVICE const Params& reread_params() {
   using Constant = const __attribute__((address_space(4))) Params;

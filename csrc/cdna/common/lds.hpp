@@ -23,8 +23,8 @@ MLA_DEVICE void lds_write_word(LdsBytes at, uint32_t value) { *reinterpret_cast<
 MLA_DEVICE float lds_read_float(LdsBytes at) { return *reinterpret_cast<MLA_LDS float*>(at); }
 MLA_DEVICE void lds_write_float(LdsBytes at, float value) { *reinterpret_cast<MLA_LDS float*>(at) = value; }
 
-// Returns when at most `outstanding` LDS operations of this wave have not finished. The compiler counts them too and would
-// wait before each first use; one wait for a group of reads is one instruction instead of one per read.
+// Returns when at most `outstanding` LDS operations of this wave have not finished. The compiler counts them too and
+// would wait before each first use; one wait for a group of reads is one instruction instead of one per read.
 template <int outstanding>
 MLA_DEVICE void wait_lgkmcnt() {
   constexpr int no_other_wait = 0xc07f;  // vmcnt 63, expcnt 7
@@ -33,8 +33,8 @@ MLA_DEVICE void wait_lgkmcnt() {
   __builtin_amdgcn_sched_barrier(0);
 }
 
-// Orders LDS accesses of the lanes of one wave. The LDS unit serves a wave in order, so nothing is waited for; the fence only
-// keeps the compiler, which sees one lane, from exchanging a write and another lane's read.
+// Orders LDS accesses of the lanes of one wave. The LDS unit serves a wave in order, so nothing is waited for; the
+// fence only keeps the compiler, which sees one lane, from exchanging a write and another lane's read.
 MLA_DEVICE void wave_lds_fence() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
   __builtin_amdgcn_wave_barrier();

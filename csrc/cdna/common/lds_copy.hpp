@@ -1,8 +1,9 @@
-// Copies from memory to LDS without registers in between, 4 bytes per lane: lane l's word lands at the wave's LDS address + 4 l.
+// Copies from memory to LDS without registers in between, 4 bytes per lane: lane l's word lands at the wave's LDS
+// address + 4 l.
 //
-// The copies are assembly because the compiler orders every later LDS read after all copies in flight (it cannot tell stages of
-// one array apart), which would undo the pipeline. In return, the compiler's own wait and hazard bookkeeping knows nothing of
-// them, so
+// The copies are assembly because the compiler orders every later LDS read after all copies in flight (it cannot tell
+// stages of one array apart), which would undo the pipeline. In return, the compiler's own wait and hazard bookkeeping
+// knows nothing of them, so
 //   - a reader of the data calls wait_vmcnt first, and a barrier if another wave copied it;
 //   - each block begins with the wait states that a scalar register written by v_readlane (5) or M0 (1) needs before a
 //     memory instruction reads it;
@@ -19,8 +20,8 @@ MLA_DEVICE void wait_vmcnt() {
   asm volatile("s_waitcnt vmcnt(%0)" : : "n"(outstanding) : "memory");
 }
 
-// Returns when every load of this wave has arrived, which the compiler understands too: without it the first use of a register
-// loaded before a loop makes each iteration wait for the copies in flight.
+// Returns when every load of this wave has arrived, which the compiler understands too: without it the first use of a
+// register loaded before a loop makes each iteration wait for the copies in flight.
 MLA_DEVICE void wait_all_loads() { __builtin_amdgcn_s_waitcnt(0); }
 
 // Copies one word per lane.
@@ -28,8 +29,8 @@ MLA_DEVICE void copy_words_to_lds(const void* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dword %0, off" : : "v"(from), "{m0}"(lds) : "memory");
 }
 
-// Copies four rows of 1,024 bytes to LDS rows that lie `pitch` apart. Row j begins at row[j] + pitch * j: the caller subtracts
-// that, so that one M0 serves all sixteen instructions (the offset in an instruction counts on both sides).
+// Copies four rows of 1,024 bytes to LDS rows that lie `pitch` apart. Row j begins at row[j] + pitch * j: the caller
+// subtracts that, so that one M0 serves all sixteen instructions (the offset in an instruction counts on both sides).
 struct FourRows {
   static constexpr int instructions = 16;
   static constexpr int pitch = 1040;
@@ -59,8 +60,8 @@ struct FourRows {
   }
 };
 
-// Copies four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j, the word
-// at word + 2048: see FourRows.
+// Copies four rows of 512 bytes, end to end in LDS, and behind them one word per lane. Row j begins at row[j] + 512 j,
+// the word at word + 2048: see FourRows.
 struct FourShortRows {
   static constexpr int instructions = 9;
   static constexpr int pitch = 512;

@@ -1,4 +1,5 @@
-// The matrix instructions that contract 16 values, with named operands: accumulator(16 x 16) += left(16 x k) * right(k x 16).
+// The matrix instructions that contract 16 values, with named operands: accumulator(16 x 16) += left(16 x k) * right(k
+// x 16).
 //
 // Lane map of the 16x16x16 forms (l = lane):
 //   left         lane l holds row    l % 16, k = 4 * (l / 16) + 0..3
@@ -31,8 +32,8 @@ struct Mfma16x16x16<mla::fp16> {
   }
 };
 
-// Contracts the eight consecutive values per lane that a 16-byte load brings. A sum does not depend on which of the 32 columns a
-// lane holds as long as both sides agree: lane l holds columns 8 * (l / 16) + 0..7.
+// Contracts the eight consecutive values per lane that a 16-byte load brings. A sum does not depend on which of the 32
+// columns a lane holds as long as both sides agree: lane l holds columns 8 * (l / 16) + 0..7.
 template <class Element>
 MLA_DEVICE f32x4 multiply_chunk(u32x4 left, u32x4 right, f32x4 accumulator) {
   accumulator = Mfma16x16x16<Element>::multiply(left.xy, right.xy, accumulator);

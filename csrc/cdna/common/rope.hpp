@@ -1,5 +1,5 @@
-// The rotary embedding of keys that are cached un-rotated: value i of the rope part is rotated with value i + 32 by the angle of
-// the key's position. rope_cos_sin holds 32 cosines, then 32 sines, per position.
+// The rotary embedding of keys that are cached un-rotated: value i of the rope part is rotated with value i + 32 by the
+// angle of the key's position. rope_cos_sin holds 32 cosines, then 32 sines, per position.
 #pragma once
 
 #include "cdna/common/types.hpp"
@@ -20,9 +20,9 @@ struct PackedPair<mla::bf16> {
   MLA_DEVICE static float high(uint32_t word) { return mla::bit_cast<float>(word & 0xffff0000u); }
 };
 
-// A rotated pair of words, rounded to Element, and the residual of the rounding, in Element as well. QK^T adds both products:
-// rounding the rotated key alone would shift a score by up to 2^-9 of its rope part, which lse would show. At least the
-// residual keeps a NaN: pack may lose it (convert.hpp), pack_residual does not.
+// A rotated pair of words, rounded to Element, and the residual of the rounding, in Element as well. QK^T adds both
+// products: rounding the rotated key alone would shift a score by up to 2^-9 of its rope part, which lse would show. At
+// least the residual keeps a NaN: pack may lose it (convert.hpp), pack_residual does not.
 struct RotatedWords {
   uint32_t first, second;
   uint32_t first_residual, second_residual;
@@ -39,9 +39,9 @@ MLA_DEVICE RotatedWords rotate_words(uint32_t first, uint32_t second, float cos0
   rotated.first = Policy::template pack<Element>(x0, x1);
   rotated.second = Policy::template pack<Element>(y0, y1);
   rotated.first_residual = Policy::template pack_residual<Element>(x0 - PackedPair<Element>::low(rotated.first),
-                                                          x1 - PackedPair<Element>::high(rotated.first));
+                                                                   x1 - PackedPair<Element>::high(rotated.first));
   rotated.second_residual = Policy::template pack_residual<Element>(y0 - PackedPair<Element>::low(rotated.second),
-                                                           y1 - PackedPair<Element>::high(rotated.second));
+                                                                    y1 - PackedPair<Element>::high(rotated.second));
   return rotated;
 }
 

@@ -1,14 +1,15 @@
 // A tile of keys in LDS for archs with transposed LDS reads and 16-byte copies to LDS.
 //
-// A copy brings 16 bytes per lane to consecutive addresses, so a tile is built of blocks of 1,024 bytes: 8 keys x 128 bytes of
-// their rows. Only the choice of the 16-byte slot that a lane fetches is free: slot s of key k is stored at s ^ swizzle(k), with
+// A copy brings 16 bytes per lane to consecutive addresses, so a tile is built of blocks of 1,024 bytes: 8 keys x 128
+// bytes of their rows. Only the choice of the 16-byte slot that a lane fetches is free: slot s of key k is stored at s
+// ^ swizzle(k), with
 //   swizzle(k) = 2 * (k % 4 ^ k / 4 % 2) + (k / 4 + k / 8) % 2          (fp8 also adds k / 16)
 // Then every access meets all banks evenly, whether the LDS serves 128 or 256 bytes a clock:
 //   ds_read_b128, one slot of 8 or 16 keys                       all slots of a 128 or 256 byte line
 //   ds_read_b64_tr_b16, 32 bytes of 4 keys, or of 8              the same
 //   ds_read_b64_tr_b8, 16 bytes of 8 keys, or of 16              the same
-// Rows of 576 fp8 values have 64 bytes more than whole blocks: a tail behind the blocks holds them, 16 keys x 64 bytes in each
-// 1,024, with slots swizzled likewise.
+// Rows of 576 fp8 values have 64 bytes more than whole blocks: a tail behind the blocks holds them, 16 keys x 64 bytes
+// in each 1,024, with slots swizzled likewise.
 #pragma once
 
 #include "cdna/common/lds.hpp"
@@ -44,8 +45,9 @@ struct SwizzledLdsTile {
   }
 };
 
-// Addresses at which a lane reads the left operand of QK^T from the tile that begins at `at`: bytes 64 m + 16 * lane.group +
-// 0..15 of the row of key 16 T + lane.column. `at` is a multiple of 1,024, so the swizzle is an exclusive or on address bits.
+// Addresses at which a lane reads the left operand of QK^T from the tile that begins at `at`: bytes 64 m + 16 *
+// lane.group + 0..15 of the row of key 16 T + lane.column. `at` is a multiple of 1,024, so the swizzle is an exclusive
+// or on address bits.
 template <class Tile>
 struct KeyReadMap {
   uint32_t first, tail;
@@ -82,7 +84,8 @@ struct ColumnReadMap {
   }
   MLA_DEVICE u32x2 read(uint32_t at, int t, int n) const {
     const uint32_t swizzled = (at + first) ^ (t % tiles_of_block * 16 * Tile::value_bytes);
-    const LdsBytes source = lds_pointer(swizzled + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
+    const LdsBytes source =
+        lds_pointer(swizzled + t / tiles_of_block * 1024 + n * (keys_of_read / 8) * Tile::group_bytes);
     if constexpr (narrow) {
       typedef int i32x2 __attribute__((ext_vector_type(2)));
       return __builtin_bit_cast(u32x2, __builtin_amdgcn_ds_read_tr8_b64_v2i32((MLA_LDS i32x2*)source));

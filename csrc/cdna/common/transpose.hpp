@@ -5,8 +5,8 @@
 
 namespace cdna {
 
-// Four keys of one pair of columns, each word = (column 0, column 1 << 16), become two matrix operands of four keys of one column
-// each: four v_perm_b32 for eight values.
+// Four keys of one pair of columns, each word = (column 0, column 1 << 16), become two matrix operands of four keys of
+// one column each: four v_perm_b32 for eight values.
 struct KeyColumns {
   u32x2 first;   // column 0: keys 0..3
   u32x2 second;  // column 1: keys 0..3

@@ -27,21 +27,23 @@ struct Lane {
   MLA_DEVICE Lane rematerialized() const;
 };
 
-// Returns x as a new value: results derived from it are computed again here instead of being kept in registers across a loop.
+// Returns x as a new value: results derived from it are computed again here instead of being kept in registers across a
+// loop.
 MLA_DEVICE int rematerialized(int x) {
   asm volatile("" : "+v"(x));
   return x;
 }
 
-// Returns x with everything that the optimiser knows about it forgotten: under -fno-honor-nans it may otherwise drop the code
-// that handles NaN.
+// Returns x with everything that the optimiser knows about it forgotten: under -fno-honor-nans it may otherwise drop
+// the code that handles NaN.
 template <class T>
 MLA_DEVICE T opaque(T x) {
   asm("" : "+v"(x));
   return x;
 }
 
-// The lane number is counted anew at each call, so that a persistent kernel does not keep it from one work tile to the next.
+// The lane number is counted anew at each call, so that a persistent kernel does not keep it from one work tile to the
+// next.
 MLA_DEVICE Lane Lane::current() {
   const uint32_t all = static_cast<uint32_t>(cdna::rematerialized(-1));
   return of(static_cast<int>(__builtin_amdgcn_mbcnt_hi(all, __builtin_amdgcn_mbcnt_lo(all, 0))));

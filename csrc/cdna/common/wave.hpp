@@ -1,5 +1,5 @@
-// The wave of 64 lanes that the shared kernels (combine, plan, append_kv) are written for: sums and maxima over teams of lanes,
-// broadcasts, scans, elementary functions. sm_90 has a class with the same members.
+// The wave of 64 lanes that the shared kernels (combine, plan, append_kv) are written for: sums and maxima over teams
+// of lanes, broadcasts, scans, elementary functions. sm_90 has a class with the same members.
 #pragma once
 
 #include "cdna/common/kernel_params.hpp"
@@ -17,7 +17,8 @@ struct Wave {
   // Returns a value that is the same in all lanes of the wave, in a scalar register.
   MLA_DEVICE static int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 
-  // Reads the kernel's parameters again, so that fields that only a later part needs do not stay in scalar registers until then.
+  // Reads the kernel's parameters again, so that fields that only a later part needs do not stay in scalar registers
+  // until then.
   template <class Params>
   MLA_DEVICE static const Params& again(const Params&) {
     return reread_params<Params>();

@@ -1,4 +1,5 @@
-// The dense decode kernel: one workgroup walks its work tiles, and each wave runs the mainloop and the epilogue on them.
+// The dense decode kernel: one workgroup walks its work tiles, and each wave runs the mainloop and the epilogue on
+// them.
 //
 // The roles are template parameters, so an arch combines the parts that its instructions allow:
 //   Problem        the element types, the query rows of a workgroup, the widths (common/problem.hpp)

@@ -9,8 +9,8 @@
 
 namespace cdna {
 
-// Returns the first byte of the query row that a lane holds. Rows past the sequence's last repeat it; the epilogue never
-// stores them.
+// Returns the first byte of the query row that a lane holds. Rows past the sequence's last repeat it; the epilogue
+// never stores them.
 template <class Stored>
 MLA_DEVICE const char* query_row(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
                                  const Lane& lane) {
@@ -23,9 +23,9 @@ MLA_DEVICE const char* query_row(const mla::DecodeParams& p, const mla::Sequence
   return static_cast<const char*>(p.q) + start * Stored::bytes;
 }
 
-// `columns` is how many consecutive columns of a key a lane holds at once, 8 or 16. With 8, chunk c of a lane is columns
-// 32 c + 8 * lane.group + 0..7 of row lane.column; with 16, chunks 2 c and 2 c + 1 are columns 64 c + 16 * lane.group +
-// 0..15.
+// `columns` is how many consecutive columns of a key a lane holds at once, 8 or 16. With 8, chunk c of a lane is
+// columns 32 c + 8 * lane.group + 0..7 of row lane.column; with 16, chunks 2 c and 2 c + 1 are columns 64 c + 16 *
+// lane.group + 0..15.
 template <class Problem, int columns = 8>
 struct QueryTile {
   using Stored = typename Problem::Format::StoredQuery;
@@ -49,8 +49,8 @@ struct QueryTile {
     return tile;
   }
 
-  // Passes the tile through LDS; `lds` is the wave's own 3 KiB. A computed value is born in a VGPR and is copied back to one
-  // for each product, while a loaded value may stay in an AGPR and be multiplied from there.
+  // Passes the tile through LDS; `lds` is the wave's own 3 KiB. A computed value is born in a VGPR and is copied back
+  // to one for each product, while a loaded value may stay in an AGPR and be multiplied from there.
   MLA_DEVICE void pass_through_lds(LdsBytes lds, const Lane& lane) {
     constexpr int batch = 3;
     static_assert(chunks % batch == 0, "query: whole groups of chunks");
@@ -67,9 +67,9 @@ struct QueryTile {
   }
 };
 
-// Returns the factor that turns a score into an exponent of 2: softmax_scale times log2(e) and, where the format has them,
-// both descales. softmax_scale is positive and no descale is negative, but a descale may be 0 (a tensor of zeros): then
-// 0 times a masked score of -inf would be NaN, so a tiny factor takes its place.
+// Returns the factor that turns a score into an exponent of 2: softmax_scale times log2(e) and, where the format has
+// them, both descales. softmax_scale is positive and no descale is negative, but a descale may be 0 (a tensor of
+// zeros): then 0 times a masked score of -inf would be NaN, so a tiny factor takes its place.
 template <class Format>
 MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
   constexpr float tiny = 1e-30f;

@@ -8,8 +8,7 @@ namespace cdna {
 
 template <class Policy, class Producer, class Mainloop>
 struct SharedStorage {
-  static constexpr int bytes =
-      Producer::lds_bytes > Mainloop::lds_bytes ? Producer::lds_bytes : Mainloop::lds_bytes;
+  static constexpr int bytes = Producer::lds_bytes > Mainloop::lds_bytes ? Producer::lds_bytes : Mainloop::lds_bytes;
   static_assert(bytes <= Policy::lds_bytes, "decode: the workgroup needs more LDS than the arch has");
 };
 

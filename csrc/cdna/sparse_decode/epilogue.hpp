@@ -1,7 +1,7 @@
 // The epilogue of sparse decode: where one finished row goes, and what its values are multiplied by on the way.
 //
-// It is not the one of dense decode: a workgroup has rows of one token only, so a row is a head without a division, and eight
-// row tiles pass through every wave, so the sink is read only for rows that have a sum.
+// It is not the one of dense decode: a workgroup has rows of one token only, so a row is a head without a division, and
+// eight row tiles pass through every wave, so the sink is read only for rows that have a sum.
 #pragma once
 
 #include "cdna/common/types.hpp"
@@ -57,8 +57,7 @@ class SparseEpilogue {
       }
     } else {
 #pragma unroll
-      for (int t = 0; t < count; ++t)
-        *reinterpret_cast<f32x4*>(out_ + (first_column + 16 * t) * 4) = values(t) * scale;
+      for (int t = 0; t < count; ++t) *reinterpret_cast<f32x4*>(out_ + (first_column + 16 * t) * 4) = values(t) * scale;
     }
   }
 

@@ -1,7 +1,7 @@
 // The sparse decode kernel: attention of one query token's heads over selected tokens, in one launch.
 //
-// The roles are those of cdna/decode/kernel.hpp. Each work tile begins with a table of the token's lists, from which the
-// producer gathers.
+// The roles are those of cdna/decode/kernel.hpp. Each work tile begins with a table of the token's lists, from which
+// the producer gathers.
 #pragma once
 
 #include "cdna/common/kernel_params.hpp"

@@ -1,9 +1,9 @@
-// The KV formats of sparse decode: how a selected token is stored, and how a wave turns eight of them into bf16 rows of a
-// SwizzledLdsTile.
+// The KV formats of sparse decode: how a selected token is stored, and how a wave turns eight of them into bf16 rows of
+// a SwizzledLdsTile.
 //
-// A load brings 16 bytes per lane: 128 bytes of each of eight tokens, four neighbouring lanes to a token's 64 bytes. 16 fp8
-// values become two slots of a tile. The lanes are dealt to tokens so that eight neighbouring lanes write four even slots
-// of one token and four odd slots of another, and so meet all banks once; see GatherLane.
+// A load brings 16 bytes per lane: 128 bytes of each of eight tokens, four neighbouring lanes to a token's 64 bytes. 16
+// fp8 values become two slots of a tile. The lanes are dealt to tokens so that eight neighbouring lanes write four even
+// slots of one token and four odd slots of another, and so meet all banks once; see GatherLane.
 #pragma once
 
 #include "cdna/common/swizzled_lds_tile.hpp"
@@ -35,8 +35,8 @@ struct GatherLane {
   MLA_DEVICE uint32_t slot() const { return piece() ^ (token & 4); }  // of 8 bf16 values among 64
 };
 
-// The offsets at which a lane writes the tokens 8 n + 0..7 of a tile, relative to the first of them, for even n. For odd n
-// the slots of each pair are exchanged.
+// The offsets at which a lane writes the tokens 8 n + 0..7 of a tile, relative to the first of them, for even n. For
+// odd n the slots of each pair are exchanged.
 struct GatherWriteMap {
   uint32_t first;  // of 16 fp8 values, which fill two slots; the second is the other of its pair
   uint32_t whole;  // of a slot of bf16 values
@@ -102,8 +102,8 @@ struct Dsv4Format {
     return token.page_at + static_cast<uint64_t>(token.page) * 576 + token.in_page * static_cast<uint64_t>(8);
   }
 
-  // Half the lanes load this. It comes before everything else, or a scale is widened behind the branch by an instruction
-  // that waits.
+  // Half the lanes load this. It comes before everything else, or a scale is widened behind the branch by an
+  // instruction that waits.
   MLA_DEVICE static void load_half(Raw& raw, uint64_t row, const GatherLane& lane) {
     if (lane.half == 0) raw.latent[3] = load_global<u32x4>(row + lane.piece() * 16 + 3 * 128);
   }

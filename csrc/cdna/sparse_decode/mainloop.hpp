@@ -1,13 +1,13 @@
 // The mainloop of sparse decode: QK^T, online softmax and PV over the selected keys of one work tile.
 //
-// The producer leaves each selected token as a row of bf16 in LDS, once for the workgroup. QK^T is split over waves by rows and
-// keys, PV by columns: wave w owns columns 128 w + 0..127 of every row's output. So a wave reads a quarter of the values instead
-// of all of them, and P (128 bytes per 64 rows and key) travels through LDS instead. Both products are held transposed, so P is a
-// right operand of PV in the very lane number that computed it.
+// The producer leaves each selected token as a row of bf16 in LDS, once for the workgroup. QK^T is split over waves by
+// rows and keys, PV by columns: wave w owns columns 128 w + 0..127 of every row's output. So a wave reads a quarter of
+// the values instead of all of them, and P (128 bytes per 64 rows and key) travels through LDS instead. Both products
+// are held transposed, so P is a right operand of PV in the very lane number that computed it.
 //
-// All waves must subtract the same running max. A wave whose scores exceed its row's max by more than the threshold of the lazy
-// rescale raises a flag instead of writing P; behind the tile's barrier all waves see it, agree on a new max and rescale. There
-// is one barrier per tile otherwise.
+// All waves must subtract the same running max. A wave whose scores exceed its row's max by more than the threshold of
+// the lazy rescale raises a flag instead of writing P; behind the tile's barrier all waves see it, agree on a new max
+// and rescale. There is one barrier per tile otherwise.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
@@ -68,7 +68,7 @@ class SparseMainloop {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
       query_[r].load(p, tile_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
-    wait_all_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every turn
+    wait_all_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every iteration
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_pointer(lds_ + Lds::flags + own_ / 4), 0);
     uint32_t stage = 0;          // of the tile whose scores come next
@@ -161,16 +161,17 @@ class SparseMainloop {
       *reinterpret_cast<MLA_LDS uint8_t*>(lds_pointer(lds_ + at + wave_)) = static_cast<uint8_t>(producer.valid());
   }
 
-  // S^T of the wave's rows and keys: element e of key tile T of a lane is key 16 T + 4 * lane.group + e of row lane.column.
+  // S^T of the wave's rows and keys: element e of key tile T of a lane is key 16 T + 4 * lane.group + e of row
+  // lane.column.
   static constexpr int step_chunks = row_tiles >= 6 ? 1 : 2;
   static constexpr int steps = chunks / step_chunks;
   static constexpr int step_reads = step_chunks * key_tiles;
   static constexpr int read_ahead = key_tiles == 1 && wave_rows < 3 ? 3 : 1;  // steps of keys, ahead of the products
 
-  // The step beside which the next load begins: as soon as the loaded pieces are stored or, where they take many registers,
-  // behind the softmax.
+  // The step beside which the next load begins: as soon as the loaded pieces are stored or, where they take many
+  // registers, behind the softmax.
   static constexpr int load_step = KvFormat::raw_registers <= 32 ? Producer::pieces : steps;
-  static_assert(Partition::scores_own_keys || Producer::pieces <= steps, "sparse decode: a step for every piece of a tile");
+  static_assert(Partition::scores_own_keys || Producer::pieces <= steps, "sparse decode: a step for every piece");
 
   // Calls `aside(step)` between the products of a step and the next.
   template <class Aside>
@@ -197,7 +198,8 @@ class SparseMainloop {
         for (int c = 0; c < step_chunks; ++c)
 #pragma unroll
           for (int r = 0; r < wave_rows; ++r) {
-            s[r][T] = Mma::multiply(read[step % (read_ahead + 1)][T][c], query_[r].chunk[step * step_chunks + c], s[r][T]);
+            s[r][T] =
+                Mma::multiply(read[step % (read_ahead + 1)][T][c], query_[r].chunk[step * step_chunks + c], s[r][T]);
           }
       aside(step);
     }
@@ -216,7 +218,8 @@ class SparseMainloop {
   MLA_DEVICE void mask(uint32_t valid, f32x4 (&s)[wave_rows][key_tiles]) const {
     constexpr uint32_t all = Partition::scores_own_keys ? 0xffffu : 0xffffffffu;
     if (__builtin_expect(static_cast<uint32_t>(uniform(static_cast<int>(valid))) == all, true)) return;
-    const uint32_t mine = valid >> (Partition::scores_own_keys ? 0 : key_group_ * key_tiles * 16) >> (4 * Lane::current().group);
+    const uint32_t of_wave = valid >> (Partition::scores_own_keys ? 0 : key_group_ * key_tiles * 16);
+    const uint32_t mine = of_wave >> (4 * Lane::current().group);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
 #pragma unroll
@@ -284,8 +287,9 @@ class SparseMainloop {
     }
   }
 
-  // Some wave's scores of tile n exceed a running max: raises it, to the same number in all waves that share a row. The scores
-  // are computed again, because keeping them until all waves have reported would cost registers in every iteration.
+  // Some wave's scores of tile n exceed a running max: raises it, to the same number in all waves that share a row. The
+  // scores are computed again, because keeping them until all waves have reported would cost registers in every
+  // iteration.
   MLA_DEVICE void raise_max(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
     const Lane lane = Lane::current();
     f32x4 s[wave_rows][key_tiles];
@@ -307,7 +311,8 @@ class SparseMainloop {
       const float alpha = Policy::exp2(softmax_[r].max - max);
       softmax_[r].max = max;
       softmax_[r].sum *= alpha;
-      if (key_group_ == 0 && lane.group == 0) lds_write_float(lds_pointer(row + (Lds::alphas - Lds::maxima) + r * 64), alpha);
+      if (key_group_ == 0 && lane.group == 0)
+        lds_write_float(lds_pointer(row + (Lds::alphas - Lds::maxima) + r * 64), alpha);
     }
     publish_p(n, s, sum);
     mla::block_sync();

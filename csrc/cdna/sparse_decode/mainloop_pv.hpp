@@ -32,8 +32,8 @@ class PvMma {
       for (int i = 0; i < column_tiles; ++i) output[r][i] = f32x4{zero, zero, zero, zero};
   }
 
-  // O^T += V^T P^T. `p` is the LDS address of the lane's P, `first_column` the offset of its values within a tile. The latter
-  // comes by reference because LLVM 22 orders the reads of one kernel otherwise when it comes by value.
+  // O^T += V^T P^T. `p` is the LDS address of the lane's P, `first_column` the offset of its values within a tile. The
+  // latter comes by reference because LLVM 22 orders the reads of one kernel otherwise when it comes by value.
   MLA_DEVICE static void multiply(Output& output, uint32_t p, uint32_t tile, const uint32_t& first_column) {
 #pragma unroll
     for (int part = 0; part < parts; ++part) multiply_part(output, part, p, tile, first_column);
@@ -54,13 +54,13 @@ class PvMma {
   static constexpr int pairs = key_steps * column_tiles;  // of a 32-key step and 16 columns each
   static constexpr int group = row_tiles < 6 ? 4 : KvFormat::raw_registers > 32 ? 1 : 2;  // pairs read at once
   static constexpr int groups = pairs / group;
-  // P of all rows is held at once, except where raw keys take many registers: then of half of 128 rows, and values are read
-  // twice.
+  // P of all rows is held at once, except where raw keys take many registers: then of half of 128 rows, and values are
+  // read twice.
   static constexpr int parts = row_tiles == 8 && KvFormat::raw_registers > 32 ? 2 : 1;
   static constexpr int part_tiles = row_tiles / parts;
 
   MLA_DEVICE static void multiply_part(Output& output, int part, uint32_t p, uint32_t tile,
-                                  const uint32_t& first_column) {
+                                       const uint32_t& first_column) {
     u32x4 probabilities[part_tiles][key_steps];
 #pragma unroll
     for (int r = 0; r < part_tiles; ++r)
@@ -89,7 +89,8 @@ class PvMma {
       }
     }
   }
-  // Transposed reads bring column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and the same plus 16.
+  // Transposed reads bring column 16 i + lane.column of the wave's, keys 32 k + 4 * lane.group + 0..3 and the same plus
+  // 16.
   MLA_DEVICE static void read_values(uint32_t tile, const uint32_t& first_column, int g, u32x4 (&values)[group]) {
 #pragma unroll
     for (int i = 0; i < group; ++i) {

@@ -3,7 +3,8 @@
 
 namespace cdna::sparse {
 
-// One workgroup attends with `rows_` heads of one query token (16 to 128, a multiple of 16) to that token's selected keys.
+// One workgroup attends with `rows_` heads of one query token (16 to 128, a multiple of 16) to that token's selected
+// keys.
 template <class KvFormat_, int rows_>
 struct SparseProblem {
   using KvFormat = KvFormat_;  // kv_format.hpp

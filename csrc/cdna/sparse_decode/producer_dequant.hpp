@@ -1,6 +1,6 @@
 // The producer of sparse decode: one wave's part of gathering selected tokens. Indices are read a block of tiles ahead,
-// addresses are found for a block at once, rows are loaded a tile ahead and then stored dequantised to LDS, once for the
-// workgroup.
+// addresses are found for a block at once, rows are loaded a tile ahead and then stored dequantised to LDS, once for
+// the workgroup.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
@@ -68,7 +68,7 @@ class DequantProducer {
   MLA_DEVICE void store(int piece, uint32_t at) const {
     const int g = piece / KvFormat::pieces, eight = wave_ * groups + g;
     KvFormat::store(piece % KvFormat::pieces, raw_[g], at + eight * Tile::group_bytes,
-                  write_map_.for_group(static_cast<uint32_t>(eight) % 2));
+                    write_map_.for_group(static_cast<uint32_t>(eight) % 2));
   }
 
   // Bit k says whether the wave's key k of the tile that was loaded last is valid.

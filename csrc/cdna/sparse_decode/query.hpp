@@ -1,4 +1,5 @@
-// The query rows of one 16-row matrix tile of sparse decode: heads of one query token, kept in registers as right operands.
+// The query rows of one 16-row matrix tile of sparse decode: heads of one query token, kept in registers as right
+// operands.
 #pragma once
 
 #include "cdna/common/types.hpp"

@@ -1,7 +1,8 @@
-// The top-k lists of one query token as a table in LDS: where each pool's list of indices begins and ends, and how its cache
-// is paged.
+// The top-k lists of one query token as a table in LDS: where each pool's list of indices begins and ends, and how its
+// cache is paged.
 //
-// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the mainloop has left.
+// A lane looks up its key's pool there. In registers the lists of four pools would cost more than the mainloop has
+// left.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"

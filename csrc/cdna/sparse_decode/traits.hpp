@@ -18,9 +18,8 @@ struct DecodeTraits {
 };
 
 template <class Problem, class Policy>
-using Decode =
-    SparseDecodeKernel<Problem, Policy, TileScheduler<SparseQueryTokens>,
-                       typename DecodeTraits<Problem, Policy>::Producer,
-                       typename DecodeTraits<Problem, Policy>::Mainloop, SparseEpilogue<Policy>>;
+using Decode = SparseDecodeKernel<Problem, Policy, TileScheduler<SparseQueryTokens>,
+                                  typename DecodeTraits<Problem, Policy>::Producer,
+                                  typename DecodeTraits<Problem, Policy>::Mainloop, SparseEpilogue<Policy>>;
 
 }  // namespace cdna::sparse

@@ -3,8 +3,8 @@
 
 namespace cdna::sparse {
 
-// The waves form a grid of `row_groups` x `key_groups`; rows are those of a workgroup, in tiles of 16. The fewer row groups,
-// the fewer waves read each key; but the queries of more rows must then fit beside the output.
+// The waves form a grid of `row_groups` x `key_groups`; rows are those of a workgroup, in tiles of 16. The fewer row
+// groups, the fewer waves read each key; but the queries of more rows must then fit beside the output.
 template <int row_tiles_, int row_groups_ = row_tiles_ <= 3   ? 1
                                             : row_tiles_ <= 6 ? 2
                                                               : 4>

@@ -7,9 +7,9 @@
 
 namespace cdna::mfma_16x16x16 {
 
-// Row addresses of the keys that one wave copies, found for a block of 16 tiles at a time: lane l knows key l % 4 (of the
-// wave's four) of tile l / 4. Page numbers come through LDS, one block ahead. The address of row j is lowered by pitch * j,
-// as the copies of lds_copy.hpp expect.
+// Row addresses of the keys that one wave copies, found for a block of 16 tiles at a time: lane l knows key l % 4 (of
+// the wave's four) of tile l / 4. Page numbers come through LDS, one block ahead. The address of row j is lowered by
+// pitch * j, as the copies of lds_copy.hpp expect.
 template <int pitch>
 class KvRowAddresses {
  public:
@@ -17,14 +17,14 @@ class KvRowAddresses {
   static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
 
   MLA_DEVICE KvRowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
-                          LdsBytes lds)
+                            LdsBytes lds)
       : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const {
     const int lane = rematerialized(lane_);
     copy_words_to_lds(source_.page_entry(key(block, lane)),
-               static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
+                      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
   }
 
   // Turns the page numbers of a block, which must have arrived, into addresses.

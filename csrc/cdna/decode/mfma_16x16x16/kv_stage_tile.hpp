@@ -1,9 +1,9 @@
 // A stage of the row-split mainloop: 16 keys of 16-bit values in LDS, filled by direct copies.
 //
 // A stage holds 16 latent rows, 16 bytes more than their length apart, so that eight lanes that read the same column of
-// eight keys, and eight that read consecutive columns of one key, both meet all banks once; and every address a lane reads
-// is one register plus a constant. Behind them, for 576-wide rows, lie the rope parts: [wave][half][4 keys][64 bytes], the
-// 16-byte slot s of key k stored at s ^ (k / 2 % 4), for the same reason.
+// eight keys, and eight that read consecutive columns of one key, both meet all banks once; and every address a lane
+// reads is one register plus a constant. Behind them, for 576-wide rows, lie the rope parts: [wave][half][4 keys][64
+// bytes], the 16-byte slot s of key k stored at s ^ (k / 2 % 4), for the same reason.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -23,8 +23,8 @@ struct KvStageTile {
   static constexpr int cos_sin_bytes = keys * COS_SIN_FLOATS * 4;
 };
 
-// Offsets at which a lane reads a stage. As the left operand of QK^T it holds 32-column chunk c of key lane.column; as the
-// left operand of PV, keys 4 * lane.group + j, columns 8 * lane.column + 0..7 of 128-column block b.
+// Offsets at which a lane reads a stage. As the left operand of QK^T it holds 32-column chunk c of key lane.column; as
+// the left operand of PV, keys 4 * lane.group + j, columns 8 * lane.column + 0..7 of 128-column block b.
 struct KvStageReadMap {
   int key, rope, columns;
 

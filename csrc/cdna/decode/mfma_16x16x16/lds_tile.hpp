@@ -1,7 +1,7 @@
 // A tile of 16 keys x 512 latent columns (16-bit) in LDS that one wave writes and reads without bank conflicts.
 //
-// Row strides are multiples of 128 bytes, so unswizzled rows would all begin in the same bank. A row is cut into slots of
-// 16 bytes, and slot s of key k is stored at s ^ (k % 8). Then
+// Row strides are multiples of 128 bytes, so unswizzled rows would all begin in the same bank. A row is divided into
+// slots of 16 bytes, and slot s of key k is stored at s ^ (k % 8). Then
 //   an access by key      eight lanes of eight keys, same slot: eight different slots of a 128-byte line
 //   an access by column   eight lanes of one key, consecutive slots: a permutation of one 128-byte line
 #pragma once
@@ -49,7 +49,8 @@ struct ChunkLdsMapFor<2> {
   using Map = PairedChunkLdsMap;
 };
 
-// Offsets at which a lane reads columns: keys 4 * lane.group + 0..3, columns 8 * lane.column + 0..7 of 128-column block b.
+// Offsets at which a lane reads columns: keys 4 * lane.group + 0..3, columns 8 * lane.column + 0..7 of 128-column block
+// b.
 struct ColumnLdsMap {
   int first[4];  // block b lies 256 b bytes further
 

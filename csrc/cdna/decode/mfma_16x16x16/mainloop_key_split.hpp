@@ -1,8 +1,10 @@
-// The mainloop for up to 16 rows: the four waves take every fourth 16-key tile of the work tile and never meet until it ends.
+// The mainloop for up to 16 rows: the four waves take every fourth 16-key tile of the work tile and never meet until it
+// ends.
 //
 // Each wave does flash decoding of its own. It multiplies its keys from the registers they were loaded to (no LDS, no
 // barrier), and stores the same registers into its private quarter of LDS, from which PV reads them back by column. The
-// registers serve as a double buffer, so 18 KiB per wave stay in flight. The four results are combined when the tile ends.
+// registers serve as a double buffer, so 18 KiB per wave stay in flight. The four results are combined when the tile
+// ends.
 #pragma once
 
 #include "cdna/common/lds.hpp"
@@ -86,8 +88,8 @@ class KeySplitWave {
 
   MLA_DEVICE void finish() {}
 
-  // The four waves' rows become one and are stored: row statistics first, then the outputs in two halves of 256 columns,
-  // of which each wave adds up a quarter.
+  // The four waves' rows become one and are stored: row statistics first, then the outputs in two halves of 256
+  // columns, of which each wave adds up a quarter.
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
     constexpr int sums = waves * 16 * 4;

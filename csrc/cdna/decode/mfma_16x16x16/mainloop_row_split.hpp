@@ -1,9 +1,10 @@
-// The mainloop for 32 to 128 rows: the waves share 16-key stages in LDS and split the query rows, one or two 16-row tiles to
-// a wave. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees the one before it.
+// The mainloop for 32 to 128 rows: the waves share 16-key stages in LDS and split the query rows, one or two 16-row
+// tiles to a wave. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees the one
+// before it.
 //
-// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token then has half the bytes
-// but as many LDS reads as before, which would be the bound; with two row tiles per wave each read serves twice the
-// products. Two tiles are consumed at once, while the next two arrive in their stored form.
+// Up to 64 rows of an fp8 cache are split in two ways: two waves over rows, two over keys. A token then has half the
+// bytes but as many LDS reads as before, which would be the bound; with two row tiles per wave each read serves twice
+// the products. Two tiles are consumed at once, while the next two arrive in their stored form.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -166,8 +167,8 @@ class RowSplitWave {
     }
   }
 
-  // Two tiles at a time, one for each key group. A wave converts only what it copied itself, so no wave waits for another's
-  // copies, only for the stages to be free and then filled.
+  // Two tiles at a time, one for each key group. A wave converts only what it copied itself, so no wave waits for
+  // another's copies, only for the stages to be free and then filled.
   template <class Producer>
   MLA_DEVICE void process_stage_pairs(Producer& producer, int count) {
     for (int n = 0; n < min(2, count); ++n) producer.copy(n, 0);
@@ -305,9 +306,9 @@ class RowSplitWave {
   const int key_group_;
   const KvStageReadMap read_map_;
   const float scale_;
-  int visible_to_all_;     // end of the keys that every row of the first tile may see
+  int visible_to_all_;  // end of the keys that every row of the first tile may see
   int first_row_[array];
-  int visible_[array];     // end of the keys that the lane's row of each tile may see
+  int visible_[array];  // end of the keys that the lane's row of each tile may see
   mla::RowSoftmax softmax_[array];
   QueryTile<Problem> query_[array];
   AccumO output_[array];

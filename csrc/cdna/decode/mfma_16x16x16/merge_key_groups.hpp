@@ -17,9 +17,9 @@ struct KeyGroupExchange {
 };
 
 // Each wave and the wave `distance` apart hold `tiles` tiles of the same rows. Afterwards the wave of group 0 holds the
-// merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block of
-// columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and they need another
-// barrier before any of them writes there again.
+// merged tile 0 and that of group 1 the merged tile 1, each with its `max` and `sum`. The outputs are exchanged a block
+// of columns at a time, so that 8 KiB of LDS per wave are enough. All waves of the workgroup call this, and they need
+// another barrier before any of them writes there again.
 template <class Policy, int tiles>
 MLA_DEVICE void merge_key_groups(LdsBytes lds, int wave, int group, int distance, const Lane& lane,
                                  mla::RowSoftmax (&softmax)[tiles], AccumO (&output)[tiles]) {

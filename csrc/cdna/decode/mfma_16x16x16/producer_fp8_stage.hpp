@@ -1,5 +1,6 @@
-// The producer of the row-split mainloop for fp8 caches: rows are copied as they are stored, and each wave converts the four
-// keys that it copied into a KvStageTile of bf16 before the barrier, so each value is converted once per workgroup.
+// The producer of the row-split mainloop for fp8 caches: rows are copied as they are stored, and each wave converts the
+// four keys that it copied into a KvStageTile of bf16 before the barrier, so each value is converted once per
+// workgroup.
 //
 // Two raw buffers per wave are filled ahead and read by their own wave alone; two converted stages are shared.
 #pragma once
@@ -29,7 +30,7 @@ class Fp8StageProducer {
   static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
 
   MLA_DEVICE Fp8StageProducer(const mla::KvSource& source, const mla::WorkItem& tile, const float*, int tiles,
-                             LdsBytes lds, const Lane& lane, int wave)
+                              LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, tile.first_key, tile.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
         lane_(lane),
         lds_(lds),
@@ -38,8 +39,8 @@ class Fp8StageProducer {
     addresses_.fetch(0);
   }
 
-  // Begins to copy the wave's four rows of a tile into a raw buffer; tiles come in order. Every load of the wave must have
-  // arrived before the first call.
+  // Begins to copy the wave's four rows of a tile into a raw buffer; tiles come in order. Every load of the wave must
+  // have arrived before the first call.
   MLA_DEVICE void copy(int tile, int) {
     if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
       const int block = tile / Addresses::block_tiles;
@@ -70,7 +71,9 @@ class Fp8StageProducer {
   MLA_DEVICE static int next_stage(int stage_offset) { return stage_bytes - stage_offset; }
 
  private:
-  MLA_DEVICE LdsBytes raw_buffer(int tile) const { return lds_ + private_bytes_of(wave_) + tile % raw_buffers * FourShortRows::bytes; }
+  MLA_DEVICE LdsBytes raw_buffer(int tile) const {
+    return lds_ + private_bytes_of(wave_) + tile % raw_buffers * FourShortRows::bytes;
+  }
 
   // A lane converts key 4 * wave + group: eight columns of each 128, and four of the rope part.
   MLA_DEVICE void convert(LdsBytes from, LdsBytes stage) const {

@@ -1,5 +1,5 @@
-// The producer of the row-split mainloop for 16-bit caches: a ring of stages in LDS that four waves fill by direct copies,
-// each wave four keys of every tile.
+// The producer of the row-split mainloop for 16-bit caches: a ring of stages in LDS that four waves fill by direct
+// copies, each wave four keys of every tile.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -28,8 +28,8 @@ class KvStageProducer {
   static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
                                 (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
 
-  MLA_DEVICE KvStageProducer(const mla::KvSource& source, const mla::WorkItem& tile, const float* rope_cos_sin, int tiles,
-                       LdsBytes lds, const Lane& lane, int wave)
+  MLA_DEVICE KvStageProducer(const mla::KvSource& source, const mla::WorkItem& tile, const float* rope_cos_sin,
+                             int tiles, LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, tile.first_key, tile.end_key, lane, wave,
                    lds + stages * stage_bytes + wave * Addresses::bytes),
         lane_(lane),
@@ -82,7 +82,8 @@ class KvStageProducer {
   }
 
   MLA_DEVICE uint32_t cos_sin_at(int stage_offset) const {
-    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + cos_sin + stage_offset + wave_ * COS_SIN_FLOATS * 16);
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + cos_sin + stage_offset +
+                                 wave_ * COS_SIN_FLOATS * 16);
   }
 
   // Each lane rotates the words it copied, in place.

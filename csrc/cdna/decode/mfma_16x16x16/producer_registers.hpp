@@ -1,7 +1,7 @@
 // The producer of the key-split mainloop: one wave's keys come from memory straight into matrix operands.
 //
-// The mainloop consumes the registers load by load, and each is refilled with the next tile's bytes as soon as it is free.
-// The page numbers of the tile after the next are in flight meanwhile.
+// The mainloop consumes the registers load by load, and each is refilled with the next tile's bytes as soon as it is
+// free. The page numbers of the tile after the next are in flight meanwhile.
 #pragma once
 
 #include "cdna/common/rope.hpp"
@@ -36,22 +36,25 @@ class RegisterProducer {
     next_key_ = key_at(first);
     const char* row = row_of(source_.page_of(next_key_), next_key_);
 #pragma unroll
-    for (int n = 0; n < KvRegisters<Problem>::loads; ++n) registers_.key[n] = *reinterpret_cast<const u32x4*>(row + n * 64);
+    for (int n = 0; n < KvRegisters<Problem>::loads; ++n) {
+      registers_.key[n] = *reinterpret_cast<const u32x4*>(row + n * 64);
+    }
     load_cos_sin(p, next_key_);
     next_key_ = key_at(first + step);
     next_page_ = source_.page_of(next_key_);
   }
 
-  // Finds the row that `refill` loads from, the one after the tile at `first`, and begins to read the page number behind it.
+  // Finds the row that `refill` loads from, the one after the tile at `first`, and begins to read the page number
+  // behind it.
   MLA_DEVICE void advance(int first) {
     refill_row_ = row_of(next_page_, next_key_);
     refill_key_ = next_key_;
     next_key_ = key_at(first + 2 * step);
     next_page_ = source_.page_of(next_key_);
   }
-  // Register n is free: the next tile's bytes begin to arrive there.
+  // Loads the next tile's bytes into register n, which must be free.
   MLA_DEVICE void refill(int n) { registers_.key[n] = *reinterpret_cast<const u32x4*>(refill_row_ + n * 64); }
-  // The cosines and sines of the tile are used: those of the next one.
+  // Loads the next tile's cosines and sines; those of the present one must have been used.
   MLA_DEVICE void refill_cos_sin(const mla::DecodeParams& p) { load_cos_sin(p, refill_key_); }
 
  private:
@@ -60,12 +63,11 @@ class RegisterProducer {
     const int key = first + lane_.column;
     return static_cast<uint32_t>(key < tile_.end_key ? key : tile_.end_key - 1);
   }
-  MLA_DEVICE const char* row_of(uint32_t page, uint32_t key) const {
-    return source_.row(page, key) + lane_.group * 16;
-  }
+  MLA_DEVICE const char* row_of(uint32_t page, uint32_t key) const { return source_.row(page, key) + lane_.group * 16; }
   MLA_DEVICE void load_cos_sin(const mla::DecodeParams& p, uint32_t key) {
     if constexpr (Problem::rotate) {
-      registers_.cos_sin = ChunkRope::load(p.rope_cos_sin + static_cast<int64_t>(key) * COS_SIN_FLOATS + lane_.group * 8);
+      registers_.cos_sin =
+          ChunkRope::load(p.rope_cos_sin + static_cast<int64_t>(key) * COS_SIN_FLOATS + lane_.group * 8);
     }
   }
 

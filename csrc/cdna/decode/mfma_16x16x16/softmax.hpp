@@ -1,8 +1,8 @@
 // The accumulator of O and the softmax of one 16-row tile of queries against 16 keys.
 //
-// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane owns
-// one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right operand of
-// the second product: P never leaves its lane.
+// Everything is held transposed: scores S^T (keys x rows) = K Q^T and output O^T (columns x rows) = V^T P^T. A lane
+// owns one query row (lane.column), so softmax needs no broadcast, and the accumulator of S^T is, rounded, the right
+// operand of the second product: P never leaves its lane.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"

@@ -11,9 +11,10 @@
 
 namespace cdna::mfma_16x16x16 {
 
-// More than one row tile: the waves share stages of keys in LDS and split the rows. An fp8 cache is converted to bf16 as it
-// enters a stage.
-template <class Problem, class Policy, bool one_row_tile = Problem::row_tiles == 1, bool fp8 = Problem::Format::bytes == 1>
+// More than one row tile: the waves share stages of keys in LDS and split the rows. An fp8 cache is converted to bf16
+// as it enters a stage.
+template <class Problem, class Policy, bool one_row_tile = Problem::row_tiles == 1,
+          bool fp8 = Problem::Format::bytes == 1>
 struct DecodeTraits {
   using Producer = KvStageProducer<Problem, Policy>;
   using Mainloop = RowSplitMainloop<Problem, Policy>;

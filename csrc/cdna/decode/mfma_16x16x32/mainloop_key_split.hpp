@@ -1,9 +1,9 @@
 // The mainloop for up to 16 rows: the four waves take every fourth tile of the work tile and never meet until it ends.
 //
-// Each wave does flash decoding of its own. It multiplies its keys from the registers they were loaded to (no barrier), and
-// stores the same registers into its private quarter of LDS, from which transposed reads bring them back by column for PV.
-// The registers serve as a double buffer, so 36 KiB per wave stay in flight. The four results are combined when the tile
-// ends.
+// Each wave does flash decoding of its own. It multiplies its keys from the registers they were loaded to (no barrier),
+// and stores the same registers into its private quarter of LDS, from which transposed reads bring them back by column
+// for PV. The registers serve as a double buffer, so 36 KiB per wave stay in flight. The four results are combined when
+// the tile ends.
 #pragma once
 
 #include "cdna/common/lds.hpp"
@@ -106,8 +106,8 @@ class KeySplitWave {
 
   MLA_DEVICE void finish() {}
 
-  // The four waves' rows become one and are stored: row statistics and outputs go through LDS, and each wave adds up a quarter
-  // of the columns.
+  // The four waves' rows become one and are stored: row statistics and outputs go through LDS, and each wave adds up a
+  // quarter of the columns.
   template <class Epilogue>
   MLA_DEVICE void store(const mla::DecodeParams& p) {
     const int mine = statistics + (wave_ * 16 + lane_.column) * 4;
@@ -143,8 +143,7 @@ class KeySplitWave {
     if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
-      scale[w] *=
-          Softmax::output_scale(result.weight, total, total_divisor) * Epilogue::value_scale(p);
+      scale[w] *= Softmax::output_scale(result.weight, total, total_divisor) * Epilogue::value_scale(p);
     }
 
     constexpr int share = AccumO::tiles / waves;
@@ -218,7 +217,7 @@ class KeySplitWave {
   }
 
   static constexpr int reads = Softmax::products * Pv::reads;  // per column tile
-  static constexpr int column_group = 8 / reads;                   // column tiles that are read at once
+  static constexpr int column_group = 8 / reads;               // column tiles that are read at once
   static constexpr int column_groups = AccumO::tiles / column_group;
   static constexpr int pair = column_group > 1 ? 2 : 1;
 
@@ -242,7 +241,7 @@ class KeySplitWave {
       } else {
         wait_lgkmcnt<0>();
       }
-      // Two column tiles in turn, so that no product follows one into the same accumulator.
+      // Two column tiles alternate, so that no product follows one into the same accumulator.
 #pragma unroll
       for (int c = 0; c < column_group; c += pair) {
         typename Pv::Columns columns[pair][Softmax::products];
@@ -253,8 +252,7 @@ class KeySplitWave {
           for (int k = 0; k < Pv::reads; ++k) read[k] = now[c + i % pair][i / pair * Pv::reads + k];
           columns[i % pair][i / pair] = Pv::columns(read);
         }
-        if (Pv::converted)
-          __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+        if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
           f32x4& sum = output_.tile[g * column_group + c + i % pair];

@@ -1,10 +1,10 @@
-// The mainloop for 32 to 128 rows: the waves share tiles of keys in LDS and split the query rows, wave w taking the 16-row
-// tiles w and w + 4. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees the one before
-// it.
+// The mainloop for 32 to 128 rows: the waves share tiles of keys in LDS and split the query rows, wave w taking the
+// 16-row tiles w and w + 4. No softmax state crosses a wave; one barrier per tile publishes a landed stage and frees
+// the one before it.
 //
-// Where keys or values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over the
-// keys of a tile. Each conversion and each LDS read then serves two row tiles; the results are merged when the work tile
-// ends.
+// Where keys or values change their type on the way, up to 64 rows are split in two ways: two waves over rows, two over
+// the keys of a tile. Each conversion and each LDS read then serves two row tiles; the results are merged when the work
+// tile ends.
 #pragma once
 
 #include "cdna/common/lds_copy.hpp"
@@ -24,7 +24,8 @@ struct RowPartition {
   static constexpr int full_waves = Problem::row_tiles - (max_tiles - 1) * row_waves;
 };
 
-// LDS of the merge of two key groups: the outputs of four waves, then row statistics [wave][row tile][max, sum][16 rows].
+// LDS of the merge of two key groups: the outputs of four waves, then row statistics [wave][row tile][max, sum][16
+// rows].
 template <class Policy>
 struct KeyGroupExchange {
   static constexpr int output_bytes = AccumO::tiles * WAVE * 16;
@@ -159,10 +160,11 @@ class RowSplitWave {
   }
 
  private:
-  // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and gives
-  // the other away through LDS, which no stage needs any more.
+  // Each wave and the one `row_waves` apart hold the same rows of other keys. The wave of group r keeps row tile r and
+  // gives the other away through LDS, which no stage needs any more.
   MLA_DEVICE void merge_key_groups(const Lane& lane) {
-    static_assert(key_groups == 2 && tiles <= 2 && !Pv::normalizes_by_rounded_sum, "merging: two groups, a row tile for each");
+    static_assert(key_groups == 2 && tiles <= 2, "merging: one row tile for each group");
+    static_assert(!Pv::normalizes_by_rounded_sum, "merging: one sum for each row");
     constexpr int output_bytes = KeyGroupExchange<Policy>::output_bytes;
     constexpr int statistics = KeyGroupExchange<Policy>::statistics;
     const uint32_t mine = lds_ + statistics + wave_ * 256 + lane.column * 4;
@@ -284,7 +286,8 @@ class RowSplitWave {
         if (n < Tile::blocks || Tile::has_tail) {
           keys[half][part] = lds_read16(key_map_.of(stage, T, 2 * n + part));
         } else {
-          keys[half][part] = lds_read16(lds_pointer(((stage + Tile::bytes + lane_residual()) ^ (part * 64)) + T * 2048));
+          const uint32_t residual = (stage + Tile::bytes + lane_residual()) ^ (part * 64);
+          keys[half][part] = lds_read16(lds_pointer(residual + T * 2048));
         }
       }
     }
@@ -318,7 +321,7 @@ class RowSplitWave {
   }
 
   static constexpr int reads = products * Pv::reads;  // per column tile
-  static constexpr int column_group = 8 / reads;          // column tiles that are read at once
+  static constexpr int column_group = 8 / reads;      // column tiles that are read at once
   static constexpr int column_groups = AccumO::tiles / column_group;
   static constexpr int pair = tiles == 1 && column_group > 1 ? 2 : 1;
 
@@ -343,7 +346,7 @@ class RowSplitWave {
       } else {
         wait_lgkmcnt<0>();
       }
-      // Two column tiles or row tiles in turn, so that no product follows one into the same accumulator.
+      // Column tiles or row tiles alternate, so that no product follows one into the same accumulator.
 #pragma unroll
       for (int c = 0; c < column_group; c += pair) {
         typename Pv::Columns columns[pair][Softmax::products];
@@ -354,8 +357,7 @@ class RowSplitWave {
           for (int k = 0; k < Pv::reads; ++k) read[k] = now[c + i % pair][i / pair * Pv::reads + k];
           columns[i % pair][i / pair] = Pv::columns(read);
         }
-        if (Pv::converted)
-          __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+        if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// The producer of the row-split mainloop: a ring of SwizzledLdsTiles that four waves fill by 16-byte direct copies, each wave
-// a quarter of the keys of every tile.
+// The producer of the row-split mainloop: a ring of SwizzledLdsTiles that four waves fill by 16-byte direct copies,
+// each wave a quarter of the keys of every tile.
 #pragma once
 
 #include "cdna/common/cross_lane.hpp"
@@ -12,8 +12,8 @@
 
 namespace cdna::mfma_16x16x32 {
 
-// Copies 16 bytes per lane from `from` + offset to LDS address `lds` + 16 * lane. The offset in the instruction counts on
-// both sides. It is assembly for the reasons that lds_copy.hpp gives; the wait state is for M0.
+// Copies 16 bytes per lane from `from` + offset to LDS address `lds` + 16 * lane. The offset in the instruction counts
+// on both sides. It is assembly for the reasons that lds_copy.hpp gives; the wait state is for M0.
 template <int offset>
 MLA_DEVICE void copy_16_bytes_to_lds(const char* from, uint32_t lds) {
   asm volatile("s_nop 0\n\tglobal_load_lds_dwordx4 %0, off offset:%2"
@@ -40,8 +40,8 @@ class LdsRingProducer {
   static constexpr int rope_block = Tile::blocks - 1;   // 16-bit rows of 576 have their rope part here
 
  public:
-  // Behind the tile in a stage of un-rotated keys: the residuals of rotated rope parts as 1,024-byte blocks of 8 keys, then
-  // cosines and sines, 2,048 bytes of a wave.
+  // Behind the tile in a stage of un-rotated keys: the residuals of rotated rope parts as 1,024-byte blocks of 8 keys,
+  // then cosines and sines, 2,048 bytes of a wave.
   static constexpr int residuals = Tile::bytes;
   static constexpr int residual_bytes = Problem::rotate ? keys * mla::ROPE * 2 : 0;
   static constexpr int cos_sin = residuals + residual_bytes;
@@ -55,8 +55,8 @@ class LdsRingProducer {
   static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
 
-  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkItem& work_tile, const float* rope_cos_sin, int tiles,
-                      uint32_t lds, const Lane& lane, int wave)
+  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkItem& work_tile, const float* rope_cos_sin,
+                             int tiles, uint32_t lds, const Lane& lane, int wave)
       : source_(source),
         first_key_(work_tile.first_key + wave * wave_keys),
         last_key_(work_tile.end_key - 1),
@@ -69,8 +69,8 @@ class LdsRingProducer {
     fetch_pages(0);
   }
 
-  // Begins to copy the wave's keys of a tile into its stage; tiles come in order. Every load of the wave must have arrived
-  // before the first call.
+  // Begins to copy the wave's keys of a tile into its stage; tiles come in order. Every load of the wave must have
+  // arrived before the first call.
   MLA_DEVICE void copy(int tile, uint32_t stage_offset) {
     const uint32_t lane = lane_index();
     if (__builtin_expect(tile % block_tiles == 0 && tile + block_tiles < tiles_, false))
@@ -89,12 +89,12 @@ class LdsRingProducer {
       const uint32_t in_wave = 16 * j + lane / 4;
       const uint32_t slot = lane % 4 ^ Tile::tail_swizzle(in_wave);
       copy_16_bytes_to_lds<Tile::blocks * 128>(row_of(tile, in_wave, page_numbers) + slot * 16,
-                                     stage + Tile::tail + (wave_ * tails + j) * 1024);
+                                               stage + Tile::tail + (wave_ * tails + j) * 1024);
     }
     if constexpr (Problem::rotate) {
       const int key = first_key_ + tile * keys + static_cast<int>(lane / 8);
-      const float* from =
-          rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * COS_SIN_FLOATS + first_rotated(lane);
+      const float* from = rope_cos_sin_ + static_cast<int64_t>(key < last_key_ ? key : last_key_) * COS_SIN_FLOATS +
+                          first_rotated(lane);
       copy_16_bytes_to_lds<0>(reinterpret_cast<const char*>(from), cos_sin_at(stage_offset));
       copy_16_bytes_to_lds<FIRST_SINE * 4>(reinterpret_cast<const char*>(from), cos_sin_at(stage_offset) + 1024);
     }
@@ -134,7 +134,8 @@ class LdsRingProducer {
     return source_.row(lds_read_word(lds_pointer(page_numbers + in_wave * 4)), key_of(tile, in_wave));
   }
 
-  // A lane rotates four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4) on.
+  // A lane rotates four values and their partners: those of slot `slot` % 4 of the key's rope part from 4 * (slot / 4)
+  // on.
   MLA_DEVICE uint32_t rope_slot(uint32_t lane) const { return lane % 8 ^ Tile::swizzle(wave_ * wave_keys + lane / 8); }
   MLA_DEVICE uint32_t first_rotated(uint32_t lane) const {
     const uint32_t slot = rope_slot(lane);

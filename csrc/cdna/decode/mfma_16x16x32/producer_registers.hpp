@@ -1,7 +1,7 @@
 // The producer of the key-split mainloop: one wave's keys come from memory straight into matrix operands.
 //
-// The mainloop consumes the registers load by load, and each is refilled with the next tile's bytes as soon as it is free.
-// The page numbers of the tile after the next are in flight meanwhile.
+// The mainloop consumes the registers load by load, and each is refilled with the next tile's bytes as soon as it is
+// free. The page numbers of the tile after the next are in flight meanwhile.
 #pragma once
 
 #include "cdna/common/rope.hpp"
@@ -48,16 +48,17 @@ class RegisterProducer {
     find_pages(first + step);
   }
 
-  // Finds the rows that `refill` loads from, those after the tile at `first`, and begins to read the page numbers behind.
+  // Finds the rows that `refill` loads from, those after the tile at `first`, and begins to read the page numbers
+  // behind.
   MLA_DEVICE void advance(int first) {
     refill_ = rows_of(first + step);
     find_pages(first + 2 * step);
   }
-  // Register n of score tile T is free: the next tile's bytes begin to arrive there.
+  // Loads the next tile's bytes into register n of score tile T, which must be free.
   MLA_DEVICE void refill(int T, int n) {
     registers_.key[T][n] = *reinterpret_cast<const u32x4*>(refill_.of[T] + n * 64);
   }
-  // The cosines and sines of the tile at `first` are used: those of the next one.
+  // Loads the cosines and sines of the tile after the one at `first`, whose own must have been used.
   MLA_DEVICE void refill_cos_sin(const mla::DecodeParams& p, int first) { load_cos_sin(p, first + step); }
 
  private:
@@ -84,8 +85,8 @@ class RegisterProducer {
     if constexpr (Problem::rotate) {
 #pragma unroll
       for (int T = 0; T < score_tiles; ++T) {
-        registers_.cos_sin[T] = ChunkRope::load(
-            p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * COS_SIN_FLOATS + lane_.group * 8);
+        registers_.cos_sin[T] =
+            ChunkRope::load(p.rope_cos_sin + static_cast<int64_t>(key_at(first, T)) * COS_SIN_FLOATS + lane_.group * 8);
       }
     }
   }

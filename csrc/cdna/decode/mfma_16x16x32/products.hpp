@@ -1,5 +1,5 @@
-// QK^T and PV of a tile, by the types of queries, keys and P. Both are held transposed (S^T = K Q^T, O^T = V^T P^T), so a
-// lane owns one query row and P never leaves its lane.
+// QK^T and PV of a tile, by the types of queries, keys and P. Both are held transposed (S^T = K Q^T, O^T = V^T P^T), so
+// a lane owns one query row and P never leaves its lane.
 //
 // A lane holds 16-byte pieces of a row: piece m is bytes 64 m + 16 * lane.group + 0..15, of a key or of a query.
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace cdna::mfma_16x16x32 {
 
-// QK^T. `Keys` is the operand that two neighbouring pieces of a key become, once for all row tiles that they meet; where a
-// row has an odd number of pieces, `Tail` is the operand of the last one.
+// QK^T. `Keys` is the operand that two neighbouring pieces of a key become, once for all row tiles that they meet;
+// where a row has an odd number of pieces, `Tail` is the operand of the last one.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
@@ -93,7 +93,7 @@ struct QkFp8 {
 };
 
 // PV. One product contracts `keys` keys, for which a lane makes `reads` reads of ColumnReadMap.
-//   headroom                    the largest P is 2 to this power: the running max lies as far below a row's largest score
+//   headroom                    log2 of the largest P: the running max lies this far below a row's largest score
 //   converted                   values change their type between LDS and the product
 //   normalizes_by_rounded_sum   rounding P shifts its sum so far that outputs are divided by the sum of the rounded P
 
@@ -116,8 +116,7 @@ struct PvSameType {
   }
   // P of 32 keys: both 16-key tiles of scores, four keys each.
   MLA_DEVICE static Rows pack(const f32x4* p) {
-    return u32x4{Policy::template pack_p<Element>(p[0][0], p[0][1]),
-                 Policy::template pack_p<Element>(p[0][2], p[0][3]),
+    return u32x4{Policy::template pack_p<Element>(p[0][0], p[0][1]), Policy::template pack_p<Element>(p[0][2], p[0][3]),
                  Policy::template pack_p<Element>(p[1][0], p[1][1]),
                  Policy::template pack_p<Element>(p[1][2], p[1][3])};
   }
@@ -132,8 +131,8 @@ struct PvFp8ToBf16 : PvSameType<Policy, mla::bf16> {
   MLA_DEVICE static u32x4 columns(const u32x2 (&read)[reads]) { return Policy::fp8_to_bf16(read[0]); }
 };
 
-// P and values in fp8, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The running max is the row's largest
-// score itself, so that the largest P is a power of two and exact, as far up in the type's range as one can be.
+// P and values in fp8, `keys_` (32 or 128) at once; 32 by the instruction of half rate. The running max is the row's
+// largest score itself, so that the largest P is a power of two and exact, as far up in the type's range as one can be.
 template <class Policy, int keys_>
 struct PvFp8 {
   static constexpr int keys = keys_;

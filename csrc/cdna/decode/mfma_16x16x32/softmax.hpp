@@ -97,7 +97,8 @@ struct TileSoftmax {
     return largest;
   }
 
-  // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so far.
+  // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so
+  // far.
   MLA_DEVICE static float raise_max(Row& row, float lane_max, float scale, const Lane& lane) {
     const float max = __builtin_fmaxf(row.max, max_over_groups(lane_max, lane) * scale - Pv::headroom);
     const float alpha = Policy::exp2(row.max - max);

@@ -11,8 +11,8 @@
 
 namespace cdna::mfma_16x16x32 {
 
-// The types of both products and the keys of a tile: `shared_keys` where the waves share it, `private_keys` where each wave
-// has its own. `splits_keys` says that up to four row tiles are worth splitting the waves over keys as well.
+// The types of both products and the keys of a tile: `shared_keys` where the waves share it, `private_keys` where each
+// wave has its own. `splits_keys` says that up to four row tiles are worth splitting the waves over keys as well.
 
 // 16-bit caches: every operand has the type of the cache.
 template <class Problem, class Policy>
