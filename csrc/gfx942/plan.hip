@@ -1,5 +1,5 @@
-// plan on this arch: STEP is search, balanced or uniform.
-#include "cdna/wave.hpp"
+// plan on gfx942. Macros of an instance: STEP (search, balanced or uniform) and WAVES of the workgroup.
+#include "cdna/common/wave.hpp"
 #include "common/plan.hpp"
 
 namespace {

@@ -1,8 +1,9 @@
-// Everything in which gfx942 (CDNA3) differs from its siblings, for the shared pipelines.
+// The Policy of gfx942 (CDNA3): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from
+// the arch.
 #pragma once
 
-#include "cdna/convert.hpp"
-#include "cdna/matrix.hpp"
+#include "cdna/common/convert.hpp"
+#include "cdna/common/mfma_16x16x16.hpp"
 
 namespace gfx942 {
 
@@ -14,16 +15,16 @@ struct Policy {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // Two values rounded to Element, the first in the low half: nearest even for results, and the cheaper rounding of
-  // softmax weights (this arch has no bf16 conversion).
+  // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper
+  // rounding for P (this arch has no bf16 conversion).
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
-  MLA_DEVICE static uint32_t pack_weights(float low, float high);
+  MLA_DEVICE static uint32_t pack_p(float low, float high);
 
-  // What rounding left of two values: truncated, which is 2^-16 of them and keeps every NaN.
+  // Returns the residuals of two roundings, truncated: the error is 2^-16 of the values, and every NaN is kept.
   template <class Element>
-  MLA_DEVICE static uint32_t pack_rest(float low, float high);
+  MLA_DEVICE static uint32_t pack_residual(float low, float high);
 };
 
 template <>
@@ -35,15 +36,15 @@ MLA_DEVICE uint32_t Policy::pack<mla::fp16>(float low, float high) {
   return cdna::pack_fp16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::bf16>(float low, float high) {
-  return cdna::pack_weights_bf16(low, high);
+MLA_DEVICE uint32_t Policy::pack_p<mla::bf16>(float low, float high) {
+  return cdna::pack_p_bf16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_rest<mla::bf16>(float low, float high) {
+MLA_DEVICE uint32_t Policy::pack_residual<mla::bf16>(float low, float high) {
   return cdna::truncate_to_bf16(low, high);
 }
 template <>
-MLA_DEVICE uint32_t Policy::pack_weights<mla::fp16>(float low, float high) {
+MLA_DEVICE uint32_t Policy::pack_p<mla::fp16>(float low, float high) {
   return cdna::pack_fp16(low, high);
 }
 

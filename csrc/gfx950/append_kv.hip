@@ -1,5 +1,5 @@
-// append_kv on this arch, for every layout, TOKENS to a workgroup.
-#include "cdna/wave.hpp"
+// append_kv on gfx950, for every KV format. Macro of an instance: TOKENS, the tokens of a workgroup.
+#include "cdna/common/wave.hpp"
 #include "common/append_kv.hpp"
 
 namespace {

@@ -1,6 +1,6 @@
-// combine on this arch. D_V columns, ROWS rows and WAVES waves per workgroup, VEC columns per lane and load; SLICES
-// workgroups share the columns of a row.
-#include "cdna/wave.hpp"
+// combine on gfx950. Macros of an instance: D_V columns of a row, ROWS rows and WAVES waves of a workgroup, VEC columns
+// of a lane's load, SLICES workgroups that share the columns of a row.
+#include "cdna/common/wave.hpp"
 #include "common/combine.hpp"
 
 namespace {

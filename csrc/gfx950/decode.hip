@@ -1,9 +1,11 @@
 // Dense decode on gfx950. Macros of an instance: DTYPE bf16 or fp16, ROWS 16 to 128, WIDTH 576 or 512, ROTATE 0 or 1.
-#include "cdna/wide_decode.hpp"
+#include "cdna/decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/policy.hpp"
 
+using Policy = gfx950::Policy;
 using Problem = mla::DecodeProblem<mla::SameAsQuery<mla::DTYPE>, ROWS, WIDTH, ROTATE>;
-using Decode = cdna::WideDecode<gfx950::Policy, Problem, cdna::SameTypeArithmetic<gfx950::Policy, Problem>>;
+using Mma = cdna::mfma_16x16x32::SameTypeMma<Problem, Policy>;
+using Decode = cdna::mfma_16x16x32::Decode<Problem, Policy, Mma>;
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::DecodeParams) {
   static MLA_SHARED __attribute__((aligned(1024))) char lds[Decode::lds_bytes];

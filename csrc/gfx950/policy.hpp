@@ -1,7 +1,8 @@
-// Everything in which gfx950 (CDNA4) differs from its siblings, for the shared pipelines.
+// The Policy of gfx950 (CDNA4): the sizes, conversions and elementary functions that the kernels in csrc/cdna take from
+// the arch.
 #pragma once
 
-#include "cdna/types.hpp"
+#include "cdna/common/types.hpp"
 #include "common/kv_format.hpp"
 
 namespace gfx950 {
@@ -14,21 +15,21 @@ struct Policy {
   MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
   MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
-  // Two values rounded to Element, nearest even, the first in the low half.
+  // Return two values rounded to Element, to nearest even, the first in the low half.
   template <class Element>
   MLA_DEVICE static uint32_t pack(float low, float high);
   template <class Element>
-  MLA_DEVICE static uint32_t pack_weights(float low, float high) {
+  MLA_DEVICE static uint32_t pack_p(float low, float high) {
     return pack<Element>(low, high);
   }
 
-  // What rounding left of two values.
+  // Returns the residuals of two roundings.
   template <class Element>
-  MLA_DEVICE static uint32_t pack_rest(float low, float high) {
+  MLA_DEVICE static uint32_t pack_residual(float low, float high) {
     return pack<Element>(low, high);
   }
 
-  // Two of four fp8 values (OCP e4m3) as bf16, exactly.
+  // Converts two of four fp8 values (OCP e4m3) to bf16, exactly.
   template <bool upper>
   MLA_DEVICE static uint32_t fp8_pair_to_bf16(uint32_t four) {
     return __builtin_bit_cast(uint32_t, __builtin_amdgcn_cvt_scalef32_pk_bf16_fp8(four, 1.0f, upper));
@@ -39,7 +40,7 @@ struct Policy {
                        fp8_pair_to_bf16<false>(eight[1]), fp8_pair_to_bf16<true>(eight[1])};
   }
 
-  // Two values rounded to fp8, nearest even, into one half of `four`.
+  // Rounds two values to fp8, to nearest even, into one half of `four`.
   template <bool upper>
   MLA_DEVICE static uint32_t pack_fp8(float low, float high, uint32_t four) {
     return static_cast<uint32_t>(__builtin_amdgcn_cvt_pk_fp8_f32(low, high, static_cast<int>(four), upper));

@@ -1,15 +1,16 @@
-// Sparse decode on gfx950. Macros of an instance: LAYOUT as below, ROWS 16 to 128.
-#include "cdna/sparse_decode.hpp"
+// Sparse decode on gfx950. Macros of an instance: LAYOUT (the KV format) as below, ROWS 16 to 128.
+#include "cdna/sparse_decode/traits.hpp"
 #include "gfx950/sparse_policy.hpp"
 
 namespace {
+namespace sparse = cdna::sparse;
 using Policy = gfx950::SparsePolicy;
-using dsv4 = cdna::Dsv4Record<Policy>;
-using v32 = cdna::V32Record<Policy, cdna::ByFactor>;
-using v32pow2 = cdna::V32Record<Policy, cdna::ByPowerOfTwo>;
-using bf16x512 = cdna::Bf16Record<512>;
-using bf16x576 = cdna::Bf16Record<576>;
-using Decode = cdna::SparseDecode<Policy, LAYOUT, cdna::SparseShape<ROWS / 16>>;
+using dsv4 = sparse::Dsv4Format<Policy>;
+using v32 = sparse::V32Format<Policy, sparse::ScaleDequant>;
+using v32pow2 = sparse::V32Format<Policy, sparse::Pow2Dequant>;
+using bf16x512 = sparse::Bf16Format<512>;
+using bf16x576 = sparse::Bf16Format<576>;
+using Decode = sparse::Decode<sparse::SparseProblem<LAYOUT, ROWS>, Policy>;
 }  // namespace
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::SparseDecodeParams) {

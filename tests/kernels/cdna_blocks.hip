@@ -1,16 +1,17 @@
 // One kernel per building block of csrc/cdna: each exposes what the block does to one wave, or to one workgroup.
-#include "cdna/attention_tile.hpp"
-#include "cdna/convert.hpp"
-#include "cdna/converted_stage.hpp"
-#include "cdna/key_groups.hpp"
-#include "cdna/lds.hpp"
-#include "cdna/matrix.hpp"
-#include "cdna/query.hpp"
-#include "cdna/rope.hpp"
-#include "cdna/row_stage.hpp"
+#include "cdna/common/convert.hpp"
+#include "cdna/common/mfma_16x16x16.hpp"
+#include "cdna/common/rope.hpp"
+#include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
+#include "cdna/decode/mfma_16x16x16/merge_key_groups.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_fp8_stage.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_kv_stage.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/decode/query.hpp"
 #include "gfx942/policy.hpp"
 
 using namespace cdna;
+using namespace cdna::mfma_16x16x16;
 using Policy = gfx942::Policy;
 
 struct Arrays {
@@ -20,7 +21,7 @@ struct Arrays {
   void* out2;
 };
 
-// out[16][16] = in[16][16] * in2[16][16], by the lane map that matrix.hpp documents.
+// out[16][16] = in[16][16] * in2[16][16], by the lane map that mfma_16x16x16.hpp documents.
 template <class Element>
 MLA_DEVICE void matrix(const Arrays& p) {
   const Lane lane = Lane::current();
@@ -31,7 +32,7 @@ MLA_DEVICE void matrix(const Arrays& p) {
     left[k] = a[lane.column * 16 + 4 * lane.group + k];
     right[k] = b[(4 * lane.group + k) * 16 + lane.column];
   }
-  const f32x4 d = Matrix16x16x16<Element>::multiply(u32x2{left[0] | left[1] << 16, left[2] | left[3] << 16},
+  const f32x4 d = Mfma16x16x16<Element>::multiply(u32x2{left[0] | left[1] << 16, left[2] | left[3] << 16},
                                                     u32x2{right[0] | right[1] << 16, right[2] | right[3] << 16},
                                                     f32x4{0.0f, 0.0f, 0.0f, 0.0f});
   for (int r = 0; r < 4; ++r) static_cast<float*>(p.out)[(4 * lane.group + r) * 16 + lane.column] = d[r];
@@ -62,27 +63,27 @@ MLA_KERNEL(64, 1) void cross_lane(Arrays p) {
   const Lane lane = Lane::current();
   const float x = static_cast<const float*>(p.in)[lane.index];
   const uint32_t five = broadcast(mla::bit_cast<uint32_t>(x), 5);
-  static_cast<f32x4*>(p.out)[lane.index] = f32x4{lane_value(x, 63 - lane.index), max_over_groups(x, lane),
+  static_cast<f32x4*>(p.out)[lane.index] = f32x4{shuffle(x, 63 - lane.index), max_over_groups(x, lane),
                                                  sum_over_groups(x, lane), mla::bit_cast<float>(five)};
 }
 
-// in[64][2] floats -> out[64][3] words: nearest bf16, weights as bf16, fp16.
+// in[64][2] floats -> out[64][3] words: nearest bf16, P as bf16, fp16.
 MLA_KERNEL(64, 1) void convert(Arrays p) {
   const int lane = Lane::current().index;
   const float low = static_cast<const float*>(p.in)[lane * 2], high = static_cast<const float*>(p.in)[lane * 2 + 1];
   uint32_t* out = static_cast<uint32_t*>(p.out) + lane * 3;
   out[0] = Policy::pack<mla::bf16>(low, high);
-  out[1] = Policy::pack_weights<mla::bf16>(low, high);
+  out[1] = Policy::pack_p<mla::bf16>(low, high);
   out[2] = Policy::pack<mla::fp16>(low, high);
 }
 
 // in[16][512] 16-bit values -> out: the tile by columns, [4 blocks][4 keys j][64 lanes][8].
 MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentTile::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[LatentLdsTile::bytes];
   const LdsBytes lds = (LdsBytes)memory;
   const Lane lane = Lane::current();
-  const KeyPlaces keys(lane);
-  const ColumnPlaces columns(lane);
+  const ChunkLdsMap keys(lane);
+  const ColumnLdsMap columns(lane);
   for (int c = 0; c < 16; ++c) {
     lds_write16(lds + keys.of(c), static_cast<const u32x4*>(p.in)[lane.column * 64 + c * 4 + lane.group]);
   }
@@ -95,34 +96,34 @@ MLA_KERNEL(64, 1) void latent_tile(Arrays p) {
 }
 
 // in: three floats per score, [64][4] scores of 16 rows x 16 keys, in accumulator order. Two tiles through the softmax:
-// out[2][64][2] words of weights, out2[64][2]: max and sum over the groups.
+// out[2][64][2] words of P, out2[64][2]: max and sum over the groups.
 MLA_KERNEL(64, 1) void softmax(Arrays p) {
-  using Softmax = Weights<Policy, mla::bf16>;
+  using Softmax = TileSoftmax<Policy, mla::bf16>;
   const Lane lane = Lane::current();
   mla::RowSoftmax row = mla::RowSoftmax::empty();
   for (int tile = 0; tile < 2; ++tile) {
     f32x4 scores = static_cast<const f32x4*>(p.in)[tile * 64 + lane.index];
     if (tile == 1) scores = Softmax::mask(scores, 0, 16 - lane.column, lane);   // row r sees 16 - r keys of the second
-    const float largest = Softmax::largest(scores);
-    if (any_lane(row.exceeded_by(largest * 0.5f))) Softmax::raise_reference(row, largest, 0.5f, lane);
-    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::weights(scores, 0.5f, row);
+    const float lane_max = Softmax::lane_max(scores);
+    if (any_lane(row.exceeded_by(lane_max * 0.5f))) Softmax::raise_max(row, lane_max, 0.5f, lane);
+    static_cast<u32x2*>(p.out)[tile * 64 + lane.index] = Softmax::compute_p(scores, 0.5f, row);
     static_cast<float*>(p.out2)[tile * 64 + lane.index] = row.max;
   }
   static_cast<float*>(p.out2)[128 + lane.index] = sum_over_groups(row.sum, lane);
 }
 
-// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: turned, rests.
+// in[64][2][4] words of a rope part, in2[64] positions' rows of rope_cos_sin -> out[64][4][4] words: rotated, residuals.
 MLA_KERNEL(64, 1) void rope(Arrays p) {
   const Lane lane = Lane::current();
   u32x4 first = static_cast<const u32x4*>(p.in)[lane.index * 2], second = static_cast<const u32x4*>(p.in)[lane.index * 2 + 1];
-  u32x4 rest[2];
-  ChunkTurns::load(static_cast<const float*>(p.in2) + lane.column * TURN_FLOATS + lane.group * 8)
-      .turn<Policy, mla::bf16>(first, second, rest);
+  u32x4 residual[2];
+  ChunkRope::load(static_cast<const float*>(p.in2) + lane.column * COS_SIN_FLOATS + lane.group * 8)
+      .rotate<Policy, mla::bf16>(first, second, residual);
   u32x4* out = static_cast<u32x4*>(p.out) + lane.index * 4;
   out[0] = first;
   out[1] = second;
-  out[2] = rest[0];
-  out[3] = rest[1];
+  out[2] = residual[0];
+  out[3] = residual[1];
 }
 
 struct StageArrays {
@@ -139,7 +140,7 @@ struct StageArrays {
 // Four waves copy the tiles of an item through the ring; wave 0 dumps each tile as the two products read it.
 template <class Stages, bool rotate, int element_bytes>
 MLA_DEVICE void stages(const StageArrays& a) {
-  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::bytes];
+  static MLA_SHARED __attribute__((aligned(1024))) char memory[Stages::lds_bytes];
   const LdsBytes lds = (LdsBytes)memory;
   mla::DecodeParams p = {};
   p.kv_cache = a.cache;
@@ -152,20 +153,20 @@ MLA_DEVICE void stages(const StageArrays& a) {
   const Lane lane = Lane::current();
   const int wave = wave_id();
   const mla::KvSource source(p, element_bytes, 0);
-  const StagedPlaces places(lane);
+  const KvStageReadMap places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
   Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
-  wait_loads();
+  wait_all_loads();
   int filled = 0, used = 0;
-  for (int n = 0; n < Stages::ahead && n < count; ++n) {
+  for (int n = 0; n < Stages::prefetch && n < count; ++n) {
     ring.copy(n, filled);
-    filled = Stages::stage_after(filled);
+    filled = Stages::next_stage(filled);
   }
   for (int n = 0; n < count; ++n) {
     ring.wait(n, used);
     mla::block_sync();
-    if (n + Stages::ahead < count) ring.copy(n + Stages::ahead, filled);
-    filled = Stages::stage_after(filled);
+    if (n + Stages::prefetch < count) ring.copy(n + Stages::prefetch, filled);
+    filled = Stages::next_stage(filled);
     if (wave == 0) {
       for (int c = 0; c < (rotate ? 20 : 18); ++c) {
         static_cast<u32x4*>(a.chunks)[(n * 20 + c) * 64 + lane.index] = lds_read16(lds + used + places.of_chunk(c));
@@ -177,15 +178,15 @@ MLA_DEVICE void stages(const StageArrays& a) {
         }
       }
     }
-    used = Stages::stage_after(used);
+    used = Stages::next_stage(used);
   }
 }
 using Plain = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, false>;
 using Rotated = mla::DecodeProblem<mla::SameAsQuery<mla::bf16>, 64, 576, true>;
 using Fp8 = mla::DecodeProblem<mla::Fp8Cache<mla::bf16>, 64, 576, false>;
-MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<RowStages<Policy, Plain>, false, 2>(a); }
-MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<RowStages<Policy, Rotated>, true, 2>(a); }
-MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<ConvertedStages<Policy, Fp8>, false, 1>(a); }
+MLA_KERNEL(256, 1) void stages_plain(StageArrays a) { stages<KvStageProducer<Plain, Policy>, false, 2>(a); }
+MLA_KERNEL(256, 1) void stages_rotated(StageArrays a) { stages<KvStageProducer<Rotated, Policy>, true, 2>(a); }
+MLA_KERNEL(256, 1) void stages_fp8(StageArrays a) { stages<Fp8StageProducer<Fp8, Policy>, false, 1>(a); }
 
 // in[4 waves][2 tiles][32][64][4] floats of output, in2[4][2][2][64]: max and sum -> out, out2: the same, merged by two
 // groups of two waves.
@@ -193,7 +194,7 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
   static MLA_SHARED __attribute__((aligned(1024))) char memory[4 * 8192 + 4 * 256];
   const Lane lane = Lane::current();
   const int wave = wave_id();
-  OutputTile output[2];
+  AccumO output[2];
   mla::RowSoftmax softmax[2];
   for (int r = 0; r < 2; ++r) {
     const float* statistics = static_cast<const float*>(p.in2) + (wave * 2 + r) * 2 * WAVE + lane.index;
@@ -202,7 +203,7 @@ MLA_KERNEL(256, 1) void key_groups(Arrays p) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) output[r].tile[n / BLOCK_TILES][n % BLOCK_TILES] = tiles[n * WAVE];
   }
-  merge_groups<Policy, 2>((LdsBytes)memory, wave, wave / 2, 2, lane, softmax, output);
+  merge_key_groups<Policy, 2>((LdsBytes)memory, wave, wave / 2, 2, lane, softmax, output);
   for (int r = 0; r < 2; ++r) {
     float* statistics = static_cast<float*>(p.out2) + (wave * 2 + r) * 2 * WAVE + lane.index;
     statistics[0] = softmax[r].max;
@@ -226,7 +227,7 @@ MLA_KERNEL(64, 1) void query_fp8(Arrays a) {
   p.seq_lens = static_cast<const int32_t*>(a.in2);
   using Problem = mla::DecodeProblem<mla::Fp8Cache<mla::fp8>, 32, 576, false>;
   QueryTile<Problem> query = QueryTile<Problem>::load(p, mla::SequenceRows::of(p, 0), 0, lane);
-  query.reload((LdsBytes)memory, lane);
+  query.pass_through_lds((LdsBytes)memory, lane);
 #pragma unroll
   for (int c = 0; c < 18; ++c) static_cast<u32x4*>(a.out)[c * WAVE + lane.index] = query.chunk[c];
 }

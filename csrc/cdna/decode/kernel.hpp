@@ -1,0 +1,51 @@
+// The dense decode kernel: one workgroup walks its work tiles, and each wave runs the mainloop and the epilogue on
+// them.
+//
+// The roles are template parameters, so an arch combines the parts that its instructions allow:
+//   Problem        the element types, the query rows of a workgroup, the widths (common/problem.hpp)
+//   Policy         the arch: waves of a workgroup, LDS size, conversions, elementary functions
+//   TileScheduler  the KV splits that a workgroup processes
+//   Producer       how keys come from memory to where the mainloop reads them
+//   Mainloop       QK^T, online softmax and PV over the keys of one work tile
+//   Epilogue       the target of a finished row: out and lse, or a row of the partial results
+#pragma once
+
+#include "cdna/common/kernel_params.hpp"
+#include "cdna/common/lds.hpp"
+#include "cdna/common/tile_scheduler.hpp"
+#include "cdna/decode/shared_storage.hpp"
+#include "common/mask.hpp"
+#include "common/problem.hpp"
+
+namespace cdna {
+
+template <class Problem, class Policy, class TileScheduler, class Producer, class Mainloop, class Epilogue>
+class DecodeKernel {
+ public:
+  static constexpr int threads = Policy::waves * WAVE;
+  static constexpr int lds_bytes = SharedStorage<Policy, Producer, Mainloop>::bytes;
+
+  // The mainloop decides how many row tiles each wave holds, and calls `run_wave` with a type for that number.
+  MLA_DEVICE static void run(LdsBytes lds) { Mainloop::template run_waves<DecodeKernel>(lds); }
+
+  // The work tiles of one wave. `WaveMainloop` is the mainloop's part that one wave executes.
+  template <class WaveMainloop>
+  MLA_DEVICE static void run_wave(LdsBytes lds, int wave) {
+    const int first_row = mla::block_id_y() * Problem::rows;
+    for (TileScheduler scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
+      const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
+      mla::WorkItem tile = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
+      const mla::SequenceRows rows = mla::SequenceRows::of(p, tile.sequence);
+      if (first_row >= rows.rows) tile.end_key = tile.first_key;  // no query row: nothing to read
+      // LLVM 20 keeps a partial row that a plan names in four registers of every lane unless it is told.
+      if constexpr (Mainloop::scalar_partial_row) tile.partial_row = uniform(tile.partial_row);
+      WaveMainloop mainloop(p, tile, rows, first_row, lds, wave);
+      mainloop.template attend<Producer>(p);
+      mainloop.finish();
+      mainloop.template store<Epilogue>(reread_params<mla::DecodeParams>());
+      if constexpr (Mainloop::sync_after_tile) mla::block_sync();
+    }
+  }
+};
+
+}  // namespace cdna

@@ -1,0 +1,64 @@
+// Where the rows that one wave copies lie in the paged cache.
+#pragma once
+
+#include "cdna/common/cross_lane.hpp"
+#include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
+#include "common/kv_source.hpp"
+
+namespace cdna::mfma_16x16x16 {
+
+// Row addresses of the keys that one wave copies, found for a block of 16 tiles at a time: lane l knows key l % 4 (of
+// the wave's four) of tile l / 4. Page numbers come through LDS, one block ahead. The address of row j is lowered by
+// pitch * j, as the copies of lds_copy.hpp expect.
+template <int pitch>
+class KvRowAddresses {
+ public:
+  static constexpr int block_tiles = 16;
+  static constexpr int bytes = 2 * WAVE * 4;  // page numbers of two blocks, of a wave
+
+  MLA_DEVICE KvRowAddresses(const mla::KvSource& source, int first_key, int end_key, const Lane& lane, int wave,
+                            LdsBytes lds)
+      : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
+
+  // Begins to read the page numbers of a block.
+  MLA_DEVICE void fetch(int block) const {
+    const int lane = rematerialized(lane_);
+    copy_words_to_lds(source_.page_entry(key(block, lane)),
+                      static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_)) + slot(block));
+  }
+
+  // Turns the page numbers of a block, which must have arrived, into addresses.
+  MLA_DEVICE void enter(int block) {
+    const int lane = rematerialized(lane_);
+    const uint32_t page = *reinterpret_cast<MLA_LDS uint32_t*>(lds_ + slot(block) + lane * 4);
+    row_ = source_.row(page, key(block, lane)) - lane % 4 * pitch;
+  }
+
+  // Returns row j of the wave in a tile of the entered block, the same in all lanes.
+  MLA_DEVICE const char* uniform(int tile, int j) const { return broadcast(row_, tile % block_tiles * 4 + j); }
+  // Returns the row of the wave's key number lane.group.
+  MLA_DEVICE const char* of_group(int tile, const Lane& lane) const {
+    return shuffle(row_, tile % block_tiles * 4 + lane.group);
+  }
+
+  MLA_DEVICE int key_of_group(int tile, const Lane& lane) const {
+    const int key = first_key_ + tile * KvStageTile::keys + lane.group;
+    return key < last_key_ ? key : last_key_;
+  }
+
+ private:
+  MLA_DEVICE static int slot(int block) { return block % 2 * WAVE * 4; }
+  MLA_DEVICE uint32_t key(int block, int lane) const {
+    const int key = first_key_ + (block * block_tiles + lane / 4) * KvStageTile::keys + lane % 4;
+    return static_cast<uint32_t>(key < last_key_ ? key : last_key_);
+  }
+
+  const mla::KvSource& source_;
+  int first_key_;  // the wave's first key of the work tile
+  int last_key_;   // of the work tile
+  int lane_;
+  const char* row_;
+  LdsBytes lds_;
+};
+
+}  // namespace cdna::mfma_16x16x16

@@ -1,0 +1,238 @@
+// The mainloop for up to 16 rows: the four waves take every fourth 16-key tile of the work tile and never meet until it
+// ends.
+//
+// Each wave does flash decoding of its own. It multiplies its keys from the registers they were loaded to (no LDS, no
+// barrier), and stores the same registers into its private quarter of LDS, from which PV reads them back by column. The
+// registers serve as a double buffer, so 18 KiB per wave stay in flight. The four results are combined when the tile
+// ends.
+#pragma once
+
+#include "cdna/common/lds.hpp"
+#include "cdna/decode/mfma_16x16x16/lds_tile.hpp"
+#include "cdna/decode/mfma_16x16x16/producer_registers.hpp"
+#include "cdna/decode/mfma_16x16x16/softmax.hpp"
+#include "cdna/decode/query.hpp"
+#include "common/kv_source.hpp"
+
+namespace cdna::mfma_16x16x16 {
+
+template <class Problem, class Policy>
+class KeySplitWave;
+
+template <class Problem, class Policy>
+struct KeySplitMainloop {
+  static constexpr int lds_bytes = Policy::waves * LatentLdsTile::bytes;
+  static constexpr bool sync_after_tile = true;
+  static constexpr bool scalar_partial_row = false;
+
+  template <class Kernel>
+  MLA_DEVICE static void run_waves(LdsBytes lds) {
+    Kernel::template run_wave<KeySplitWave<Problem, Policy>>(lds, wave_id());
+  }
+};
+
+// One wave's part: all rows against every fourth tile of keys.
+template <class Problem, class Policy>
+class KeySplitWave {
+  using Element = typename Problem::Element;
+  using Softmax = TileSoftmax<Policy, Element>;
+  static_assert(Problem::row_tiles == 1, "key-split decode: a wave holds the output of one 16-row tile");
+
+  static constexpr int waves = Policy::waves;
+  static constexpr int tile_keys = 16;
+  static constexpr int chunks = Problem::qk_dim / 32;
+  static constexpr int latent_chunks = mla::LATENT / 32;
+  static constexpr int loads = KvRegisters<Problem>::loads;
+  static constexpr int chunks_per_load = chunks / loads;  // 1, or 2 where the cache is fp8
+  using Query = QueryTile<Problem, 8 * chunks_per_load>;
+  using KeyMap = typename ChunkLdsMapFor<chunks_per_load>::Map;
+
+ public:
+  MLA_DEVICE KeySplitWave(const mla::DecodeParams& p, const mla::WorkItem& tile, const mla::SequenceRows& rows,
+                          int first_row, LdsBytes lds, int)
+      : tile_(tile),
+        rows_(rows),
+        first_row_(first_row),
+        lane_(Lane::current()),
+        wave_(wave_id()),
+        lds_(lds),
+        latent_(lds + wave_ * LatentLdsTile::bytes),
+        key_map_(lane_),
+        column_map_(lane_),
+        scale_(score_scale<typename Problem::Format>(p)),
+        softmax_(mla::RowSoftmax::empty()) {}
+
+  // QK^T, softmax and PV over the wave's tiles of the work tile.
+  template <class Producer>
+  MLA_DEVICE void attend(const mla::DecodeParams& p) {
+    output_.clear();
+    const int tiles = (tile_.end_key - tile_.first_key + tile_keys - 1) / tile_keys;
+    if (wave_ >= tiles) return;
+    const mla::KvSource source(p, Problem::Format::bytes, tile_.sequence);
+    query_ = Query::load(p, rows_, first_row_, lane_);
+    visible_ = min(tile_.end_key, visible_keys(p, rows_, first_row_, lane_));
+    visible_to_all_ = min(tile_.end_key, uniform(rows_.visible_keys(p, mla::SequenceRows::token_of(p, first_row_))));
+
+    Producer producer(source, tile_, lane_, kv_);
+    int first = tile_.first_key + wave_ * tile_keys;
+    producer.start(p, first);
+    for (int left = (tiles - 1 - wave_) / waves; left > 0; --left) {
+      producer.advance(first);
+      const f32x4 s = scores<true>(producer);
+      producer.refill_cos_sin(p);
+      accumulate(s, first);
+      first += Producer::step;
+    }
+    accumulate(scores<false>(producer), first);
+  }
+
+  MLA_DEVICE void finish() {}
+
+  // The four waves' rows become one and are stored: row statistics first, then the outputs in two halves of 256
+  // columns, of which each wave adds up a quarter.
+  template <class Epilogue>
+  MLA_DEVICE void store(const mla::DecodeParams& p) {
+    constexpr int sums = waves * 16 * 4;
+    const int mine = (wave_ * 16 + lane_.column) * 4;
+    const float sum = sum_over_groups(softmax_.sum, lane_);
+    mla::block_sync();
+    if (lane_.group == 0) {
+      lds_write_float(lds_ + mine, softmax_.max);
+      lds_write_float(lds_ + sums + mine, sum);
+    }
+    mla::block_sync();
+    float scale[waves];
+    float max = mla::RowSoftmax::NOTHING;
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < waves; ++w) {
+      scale[w] = lds_read_float(lds_ + (w * 16 + lane_.column) * 4);
+      max = __builtin_fmaxf(max, scale[w]);
+    }
+#pragma unroll
+    for (int w = 0; w < waves; ++w) {
+      scale[w] = Policy::exp2(scale[w] - max);
+      total += scale[w] * lds_read_float(lds_ + sums + (w * 16 + lane_.column) * 4);
+    }
+    const Epilogue target(p, tile_, rows_, first_row_ + lane_.column);
+    const mla::RowResult<Policy> result = target.finish(max, total);
+    if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
+#pragma unroll
+    for (int w = 0; w < waves; ++w) scale[w] = roundable(scale[w] * (result.weight * Epilogue::value_scale(p)));
+
+    constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
+    constexpr int tile_bytes = WAVE * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mla::block_sync();
+#pragma unroll
+      for (int n = 0; n < half_tiles; ++n) {
+        lds_write_f32x4(latent_ + n * tile_bytes + lane_.index * 16,
+                        output_.tile[half * 2 + n / BLOCK_TILES][n % BLOCK_TILES]);
+      }
+      mla::block_sync();
+      f32x4 combined[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        combined[n] = f32x4{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+        for (int w = 0; w < waves; ++w) {
+          const LdsBytes tile = lds_ + w * LatentLdsTile::bytes + (wave_ * 4 + n) * tile_bytes;
+          combined[n] += scale[w] * lds_read_f32x4(tile + lane_.index * 16);
+        }
+      }
+      const int column = (half * 2 + wave_ / 2) * BLOCK_COLUMNS + lane_.group * 32 + wave_ % 2 * 4;
+      target.template store<4, 4>([&](int r, mla::Vec<float, 4>& values) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) values[n] = combined[n][r];
+        return column + r * 8;
+      });
+    }
+  }
+
+ private:
+  // S^T of the keys in registers. Their latent part goes to LDS for PV, and each register is refilled once it is free.
+  template <bool prefetch, class Producer>
+  MLA_DEVICE f32x4 scores(Producer& producer) {
+    f32x4 sum = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < loads; ++n) {
+      if constexpr (Problem::rotate) {
+        if (n == latent_chunks) {
+          u32x4 residual[2];
+          kv_.cos_sin.template rotate<Policy, Element>(kv_.key[n], kv_.key[loads - 1], residual);
+          sum = multiply_chunk<Element>(residual[0], query_.chunk[n], sum);
+          sum = multiply_chunk<Element>(residual[1], query_.chunk[loads - 1], sum);
+        }
+      }
+#pragma unroll
+      for (int part = 0; part < chunks_per_load; ++part) {
+        const int c = n * chunks_per_load + part;
+        const u32x4 keys = chunk_of(kv_.key[n], part);
+        if (c < latent_chunks) lds_write16(latent_ + key_map_.of(c), keys);
+        sum = multiply_chunk<Element>(keys, query_.chunk[c], sum);
+      }
+      if (prefetch) producer.refill(n);
+    }
+    return sum;
+  }
+
+  MLA_DEVICE static u32x4 chunk_of(u32x4 load, int part) {
+    if constexpr (chunks_per_load == 1) {
+      return load;
+    } else {
+      return fp8_to_bf16(part == 0 ? load.xy : load.zw);
+    }
+  }
+
+  // Softmax and PV of the tile that begins at key `first`.
+  MLA_DEVICE void accumulate(f32x4 s, int first) {
+    if (__builtin_expect(first + tile_keys > visible_to_all_, false)) s = Softmax::mask(s, first, visible_, lane_);
+    const float lane_max = Softmax::lane_max(s);
+    if (__builtin_expect(any_lane(softmax_.exceeded_by(lane_max * scale_)), false)) {
+      output_.scale(Softmax::raise_max(softmax_, lane_max, scale_, lane_));
+    }
+    multiply_values(Softmax::compute_p(s, scale_, softmax_));
+  }
+
+  // O^T += V^T P^T.
+  MLA_DEVICE void multiply_values(u32x2 p) {
+    wave_lds_fence();
+#pragma unroll
+    for (int b = 0; b < OUTPUT_BLOCKS; ++b) {
+      u32x4 keys[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) keys[j] = lds_read16(latent_ + column_map_.of(b, j));
+#pragma unroll
+      for (int d = 0; d < 4; ++d) {
+        const KeyColumns columns = transpose_pair(keys[0][d], keys[1][d], keys[2][d], keys[3][d]);
+        f32x4& first = output_.tile[b][2 * d];
+        f32x4& second = output_.tile[b][2 * d + 1];
+        first = Mfma16x16x16<Element>::multiply(columns.first, p, first);
+        second = Mfma16x16x16<Element>::multiply(columns.second, p, second);
+      }
+    }
+    wave_lds_fence();
+  }
+
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
+
+  const mla::WorkItem tile_;
+  const mla::SequenceRows rows_;
+  const int first_row_;
+  const Lane lane_;
+  const int wave_;
+  const LdsBytes lds_;     // the workgroup's
+  const LdsBytes latent_;  // the wave's quarter
+  const KeyMap key_map_;
+  const ColumnLdsMap column_map_;
+  const float scale_;
+  int visible_;         // end of the keys that the lane's row may see
+  int visible_to_all_;  // end of the keys that every row of the tile may see
+  Query query_;
+  KvRegisters<Problem> kv_;
+  mla::RowSoftmax softmax_;
+  AccumO output_;
+};
+
+}  // namespace cdna::mfma_16x16x16

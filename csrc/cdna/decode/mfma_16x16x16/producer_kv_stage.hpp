@@ -1,0 +1,114 @@
+// The producer of the row-split mainloop for 16-bit caches: a ring of stages in LDS that four waves fill by direct
+// copies, each wave four keys of every tile.
+#pragma once
+
+#include "cdna/common/lds_copy.hpp"
+#include "cdna/common/rope.hpp"
+#include "cdna/decode/mfma_16x16x16/kv_row_addresses.hpp"
+#include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
+#include "common/kv_source.hpp"
+#include "common/problem.hpp"
+#include "common/work_item.hpp"
+
+namespace cdna::mfma_16x16x16 {
+
+template <class Problem, class Policy>
+class KvStageProducer {
+  using Addresses = KvRowAddresses<KvStageTile::pitch>;
+  static constexpr bool has_rope = Problem::qk_dim > mla::LATENT;
+  static constexpr int cos_sin = KvStageTile::residual + KvStageTile::rope_bytes;
+
+ public:
+  static constexpr int stages = Problem::rotate ? 2 : 3;  // a third with cosines and sines would not fit
+  static constexpr int prefetch = stages - 1;             // tiles in flight while one is multiplied
+  static constexpr int waves = Policy::waves;
+  static constexpr int stage_bytes = KvStageTile::rope + (has_rope ? KvStageTile::rope_bytes : 0) +
+                                     (Problem::rotate ? KvStageTile::rope_bytes + KvStageTile::cos_sin_bytes : 0);
+  static constexpr int lds_bytes = stages * stage_bytes + waves * Addresses::bytes;
+  static constexpr int copies = FourRows::instructions + (has_rope ? TwoWords::instructions : 0) +
+                                (Problem::rotate ? FourWords::instructions : 0);  // of a wave per tile
+
+  MLA_DEVICE KvStageProducer(const mla::KvSource& source, const mla::WorkItem& tile, const float* rope_cos_sin,
+                             int tiles, LdsBytes lds, const Lane& lane, int wave)
+      : addresses_(source, tile.first_key, tile.end_key, lane, wave,
+                   lds + stages * stage_bytes + wave * Addresses::bytes),
+        lane_(lane),
+        lds_(lds),
+        wave_(wave),
+        tiles_(tiles),
+        rope_cos_sin_(rope_cos_sin),
+        latent_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + wave * 4 * KvStageTile::pitch),
+        rope_at_(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds)) + KvStageTile::rope + wave * 512) {
+    rope_offset_ = lane.group * KvStageTile::pitch + mla::LATENT * 2 + rope_word() * 4;
+    addresses_.fetch(0);
+  }
+
+  // Begins to copy the wave's four rows of a tile into its stage; tiles come in order. Every load of the wave must have
+  // arrived before the first call.
+  MLA_DEVICE void copy(int tile, int stage_offset) {
+    if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
+      const int block = tile / Addresses::block_tiles;
+      addresses_.enter(block);
+      if (tile + Addresses::block_tiles < tiles_) addresses_.fetch(block + 1);
+    }
+    const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
+                                 addresses_.uniform(tile, 3)};
+    const char* rope = addresses_.of_group(tile, lane_) + rope_offset_;
+    FourRows::copy(rows, static_cast<uint32_t>(lane_.index * 4), latent_at_ + static_cast<uint32_t>(stage_offset));
+    if constexpr (has_rope) TwoWords::copy(rope, rope + 64, rope_at_ + static_cast<uint32_t>(stage_offset));
+    if constexpr (Problem::rotate) {
+      const float* cos =
+          rope_cos_sin_ + static_cast<int64_t>(addresses_.key_of_group(tile, lane_)) * COS_SIN_FLOATS + rope_word() * 2;
+      FourWords::copy(cos, cos + 1, cos + FIRST_SINE, cos + FIRST_SINE + 1, cos_sin_at(stage_offset));
+    }
+  }
+
+  // Returns when this wave's part of `tile` has landed in its stage and is rotated.
+  MLA_DEVICE void wait(int tile, int stage_offset) const {
+    wait_vmcnt<copies*(prefetch - 1)>();
+    if (prefetch > 1 && tile + 1 == tiles_) wait_vmcnt<0>();
+    if constexpr (Problem::rotate) rotate(stage_offset);
+  }
+
+  // Stages are named by the offset of their first byte.
+  MLA_DEVICE static int next_stage(int stage_offset) {
+    return stage_offset == (stages - 1) * stage_bytes ? 0 : stage_offset + stage_bytes;
+  }
+
+ private:
+  // Returns which 4 of the 64 bytes of a half the lane brings for the key it copies.
+  MLA_DEVICE int rope_word() const {
+    return (lane_.column / 4 ^ ((4 * wave_ + lane_.group) / 2 % 4)) * 4 + lane_.index % 4;
+  }
+
+  MLA_DEVICE uint32_t cos_sin_at(int stage_offset) const {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(lds_) + cos_sin + stage_offset +
+                                 wave_ * COS_SIN_FLOATS * 16);
+  }
+
+  // Each lane rotates the words it copied, in place.
+  MLA_DEVICE void rotate(int stage_offset) const {
+    const LdsBytes rope = lds_ + KvStageTile::rope + stage_offset + wave_ * 512 + lane_.index * 4;
+    const LdsBytes cos_sin = (LdsBytes)(uintptr_t)cos_sin_at(stage_offset) + lane_.index * 4;
+    const RotatedWords rotated = rotate_words<Policy, typename Problem::Element>(
+        lds_read_word(rope), lds_read_word(rope + 256), lds_read_float(cos_sin), lds_read_float(cos_sin + 256),
+        lds_read_float(cos_sin + 512), lds_read_float(cos_sin + 768));
+    constexpr int residual = KvStageTile::rope_bytes;
+    lds_write_word(rope, rotated.first);
+    lds_write_word(rope + 256, rotated.second);
+    lds_write_word(rope + residual, rotated.first_residual);
+    lds_write_word(rope + residual + 256, rotated.second_residual);
+  }
+
+  Addresses addresses_;
+  const Lane& lane_;
+  LdsBytes lds_;
+  int wave_;
+  int tiles_;
+  const float* rope_cos_sin_;
+  uint32_t latent_at_;
+  uint32_t rope_at_;
+  int rope_offset_;
+};
+
+}  // namespace cdna::mfma_16x16x16

@@ -1,0 +1,90 @@
+// The query rows of one 16-row matrix tile, kept in registers as right operands, and the scale of their scores.
+#pragma once
+
+#include "cdna/common/convert.hpp"
+#include "cdna/common/lds.hpp"
+#include "common/kv_format.hpp"
+#include "common/mask.hpp"
+#include "common/online_softmax.hpp"
+
+namespace cdna {
+
+// Returns the first byte of the query row that a lane holds. Rows past the sequence's last repeat it; the epilogue
+// never stores them.
+template <class Stored>
+MLA_DEVICE const char* query_row(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
+                                 const Lane& lane) {
+  const int row = first_row + lane.column < rows.rows ? first_row + lane.column : rows.rows - 1;
+  const int token = mla::SequenceRows::token_of(p, row);
+  const int head = row - token * p.heads;
+  const int64_t batch_start =
+      p.cu_seqlens_q ? rows.first_token * p.q_token_stride : static_cast<int64_t>(rows.sequence) * p.q_batch_stride;
+  const int64_t start = batch_start + token * p.q_token_stride + head * p.q_head_stride;
+  return static_cast<const char*>(p.q) + start * Stored::bytes;
+}
+
+// `columns` is how many consecutive columns of a key a lane holds at once, 8 or 16. With 8, chunk c of a lane is
+// columns 32 c + 8 * lane.group + 0..7 of row lane.column; with 16, chunks 2 c and 2 c + 1 are columns 64 c + 16 *
+// lane.group + 0..15.
+template <class Problem, int columns = 8>
+struct QueryTile {
+  using Stored = typename Problem::Format::StoredQuery;
+  static constexpr int chunks = Problem::qk_dim / 32;
+  u32x4 chunk[chunks];
+
+  MLA_DEVICE static QueryTile load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
+                                   const Lane& lane) {
+    const char* q = query_row<Stored>(p, rows, first_row, lane) + lane.group * columns * Stored::bytes;
+    QueryTile tile;
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      constexpr int per_load = columns / 8;  // chunks
+      const char* at = q + (c / per_load * 32 * per_load + c % per_load * 8) * Stored::bytes;
+      if constexpr (Stored::bytes == 1) {
+        tile.chunk[c] = fp8_to_bf16(*reinterpret_cast<const u32x2*>(at));
+      } else {
+        tile.chunk[c] = *reinterpret_cast<const u32x4*>(at);
+      }
+    }
+    return tile;
+  }
+
+  // Passes the tile through LDS; `lds` is the wave's own 3 KiB. A computed value is born in a VGPR and is copied back
+  // to one for each product, while a loaded value may stay in an AGPR and be multiplied from there.
+  MLA_DEVICE void pass_through_lds(LdsBytes lds, const Lane& lane) {
+    constexpr int batch = 3;
+    static_assert(chunks % batch == 0, "query: whole groups of chunks");
+    const LdsBytes at = lds + lane.index * 16;
+#pragma unroll
+    for (int c = 0; c < chunks; c += batch) {
+#pragma unroll
+      for (int n = 0; n < batch; ++n) lds_write16(at + n * WAVE * 16, chunk[c + n]);
+      wave_lds_fence();
+#pragma unroll
+      for (int n = 0; n < batch; ++n) chunk[c + n] = lds_read16(at + n * WAVE * 16);
+      wave_lds_fence();
+    }
+  }
+};
+
+// Returns the factor that turns a score into an exponent of 2: softmax_scale times log2(e) and, where the format has
+// them, both descales. softmax_scale is positive and no descale is negative, but a descale may be 0 (a tensor of
+// zeros): then 0 times a masked score of -inf would be NaN, so a tiny factor takes its place.
+template <class Format>
+MLA_DEVICE float score_scale(const mla::DecodeParams& p) {
+  constexpr float tiny = 1e-30f;
+  const float scale = p.softmax_scale * mla::LOG2_E;
+  if constexpr (!Format::descaled) return scale;
+  const float descaled = scale * mla::descale(p.q_descale) * mla::descale(p.kv_descale);
+  const uint32_t bits = opaque(mla::bit_cast<uint32_t>(descaled));  // a comparison of floats would take NaN for 0
+  return bits << 1 == 0 ? tiny : mla::bit_cast<float>(bits);
+}
+
+// Returns the end of the keys that are visible to the lane's row of the tile.
+MLA_DEVICE int visible_keys(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
+                            const Lane& lane) {
+  const int row = first_row + lane.column < rows.rows ? first_row + lane.column : rows.rows - 1;
+  return rows.visible_keys(p, mla::SequenceRows::token_of(p, row));
+}
+
+}  // namespace cdna
