@@ -63,7 +63,7 @@ def in_torch(partial_out: torch.Tensor, partial_lse: torch.Tensor, splits: int) 
     return out.bfloat16(), torch.logsumexp(lse, dim=1)
 
 
-def contenders(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
+def runners(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
     """Name, call, and whether its result is combine's and left in the turn's outputs."""
 
     def chosen(turn: Turn) -> None:
@@ -120,20 +120,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--cold", action="store_true", help="partials from device memory")
-    parser.add_argument("--only", default="", help="comma-separated contenders")
+    parser.add_argument("--only", default="", help="comma-separated runners")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("combine's benchmark needs a GPU; the emulator counts but has no times")
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "cold" if given.cold else "warm")
-    print(f"{'shape':>14} {'contender':>14} {'us':>8} {'GB/s':>7} {'tiles':>7} {'to stream':>9}")
+    print(f"{'shape':>14} {'runner':>14} {'us':>8} {'GB/s':>7} {'tiles':>7} {'to stream':>9}")
     for shape in given.shapes.split(","):
         batch, heads, splits = map(int, shape.split("x"))
         sets = turns(batch, heads, splits, given.cold)
         tiles = batch * heads * splits
         moved = tiles * (HEAD_DIM_V + 1) * 4 + batch * heads * (HEAD_DIM_V * 2 + 4)
         times: dict[str, float] = {}
-        for name, call, result in contenders(splits):
+        for name, call, result in runners(splits):
             if given.only and name not in given.only.split(","):
                 continue
             if result:

@@ -1,4 +1,4 @@
-"""decode in Triton on an H200, beside two peers' times: the fallback must not be slower than another Triton kernel.
+"""decode in Triton on an H200, beside the times of two others: it must not be slower than another Triton kernel.
 
     python benchmarks/bench_decode_triton.py [--only B1,B8] [--plan] [--alternatives]
 
@@ -20,7 +20,7 @@ import torch
 from bench_decode_sm90 import ROWS as NATIVE_ROWS
 from by_shape import wanted
 
-from mla_suite.bench import clock, contenders, inputs, noise, sets
+from mla_suite.bench import clock, inputs, noise, runners, sets
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch, library
@@ -93,13 +93,11 @@ def measure(row: Row, planned: bool, others: bool) -> str:
     offer = backend.offer(problem, dispatch.arch_of(call.args[0]))
     if not isinstance(offer, Offer):
         return f"{row.name:18} {offer.reason}"
-    contender = contenders.configured(op, backend, offer.config, offer.reason)
-    assert contender.run is not None
-    assert contender.answer is not None
-    right, _ = inputs.expected(case, call)
-    inputs.error(contender.answer(call), right)
+    runner = runners.configured(op, backend, offer.config, offer.reason)
+    assert runner.run is not None
+    runner.error(call, inputs.expected(case, call))
     turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
-    us = noise.median(clock.device_rounds(contender.run, turns, EFFORT))
+    us = noise.median(clock.device_rounds(runner.run, turns, EFFORT))
     beside = f"{row.sglang:8.1f} {us / row.sglang:5.2f}" if row.sglang else f"{'':14}"
     line = f"{row.name:18} {us:8.1f} {case.sample.bytes / us / 1e3:6.0f} {beside} {row.flash_mla:9.1f} "
     line += f"{us / row.flash_mla:5.2f}  {tuple(offer.config)}"
@@ -121,7 +119,7 @@ def alternatives(row: Row, backend: Backend, turns: list[Call]) -> Iterator[tupl
             if row.kv_len // cuts < 64 or blocks > 2 * 132 > row.batch * tiles:
                 continue
             varied = [turn._replace(kwargs={**turn.kwargs, "num_splits": cuts}) for turn in turns]
-            run = contenders.configured(op, backend, tile, "alternative").run
+            run = runners.configured(op, backend, tile, "alternative").run
             assert run is not None
             try:
                 us = noise.median(clock.device_rounds(run, varied, BRIEF))

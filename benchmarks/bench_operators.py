@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_suite.bench import clock, contenders, environment, floors, inputs, noise
+from mla_suite.bench import clock, environment, floors, inputs, noise, runners
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
@@ -44,26 +44,24 @@ def test_operator(
 ) -> None:
     op = library.get(case.op)
     call = inputs.make(case, device)
-    contender = next(contenders.backends(op, call, [backend], device), None)
-    if contender is None or contender.refusal is not None:
-        pytest.skip(f"{case.op} {backend}: {contender.refusal if contender else 'the operator has no such backend'}")
+    runner = next(runners.backends(op, call, [backend], device), None)
+    if runner is None or runner.refusal is not None:
+        pytest.skip(f"{case.op} {backend}: {runner.refusal if runner else 'the operator has no such backend'}")
     right, source = inputs.expected(case, call)
-    error = inputs.error(contender.answer(call), right)
+    error = inputs.error(runner.answer(call), right)
 
-    benchmark(contender.eager, call)
+    benchmark(runner.eager, call)
 
-    result = Result(
-        case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops, contender.config
-    )
+    result = Result(case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops, runner.config)
     if device.type == "cuda" and benchmark.enabled:
         turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
-        result.rounds = clock.device_rounds(contender.run, turns, EFFORT)
+        result.rounds = clock.device_rounds(runner.run, turns, EFFORT)
         result.floor_us, result.bound = ceilings.of(result.bytes, result.flops) if ceilings else (0.0, "")
     elif benchmark.enabled:
         result.rounds = [benchmark.stats.stats.median * 1e6]
     benchmark.extra_info |= machine | {
-        "config": contender.config,
-        "reason": contender.reason,
+        "config": runner.config,
+        "reason": runner.reason,
         "error": error,
         "checked": source,
         "bytes": result.bytes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,17 +37,32 @@ def attention(
 
     sink [rows] logits, -inf for none. All in fp64, by the formula.
     """
-    keys = keys.double()
-    scores = queries.double() @ keys.T * scale
-    scores = scores.masked_fill(torch.arange(keys.shape[0]) >= visible[:, None], -torch.inf)
-    lse = torch.logsumexp(scores, dim=1)
-    denominator = torch.logaddexp(lse, sink.double())
-    p = torch.where(scores == -torch.inf, 0.0, torch.exp(scores - denominator[:, None]))
-    values = keys[:, :head_dim_v]
+    p, lse = _weights(queries, keys, visible, scale, sink)
+    values = keys[:, :head_dim_v].double()
     return Exact(p @ values, lse, p @ values.abs())
 
 
-def exact_decode(
+def _weights(
+    queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, scale: float, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax weights [rows, n] and lse [rows]."""
+    scores = queries.double() @ keys.double().T * scale
+    scores = scores.masked_fill(torch.arange(keys.shape[0], device=keys.device) >= visible[:, None], -torch.inf)
+    lse = torch.logsumexp(scores, dim=1)
+    denominator = torch.logaddexp(lse, sink.double())
+    return torch.where(scores == -torch.inf, 0.0, torch.exp(scores - denominator[:, None])), lse
+
+
+class _Sequence(NamedTuple):
+    """One sequence of a decode call, as `attention` takes it."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    visible: torch.Tensor
+    sink: torch.Tensor
+
+
+def _sequences(
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -60,17 +76,13 @@ def exact_decode(
     rope_cos_sin: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
     *,
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    **choices: int,
-) -> Exact:
-    """What `mla_suite.decode` of the same arguments approximates. Splits and plans (`choices`) change nothing."""
+    causal: bool,
+    kv_format: str,
+) -> Iterator[_Sequence]:
     page, heads = kv_cache.shape[1], q.shape[-2]
     tokens = cu_seqlens_q.tolist() if cu_seqlens_q is not None else range(0, q.shape[:-2].numel() + 1, q.shape[1])
     flat = q.flatten(0, -3).double()
-    found: list[Exact] = []
+    here: dict[str, Any] = dict(device=q.device)
     for b, length in enumerate(seq_lens.tolist()):
         pages = block_table[b] if block_table is not None else kv_indices[kv_indptr[b] : kv_indptr[b + 1]]  # type: ignore[index]  # one of the two is given
         used = pages[: -(-length // page)].long()
@@ -80,15 +92,60 @@ def exact_decode(
         queries = flat[tokens[b] : tokens[b + 1]]
         queries = queries if q_descale is None else queries * q_descale.double()
         q_len = queries.shape[0]
-        last = torch.arange(length - q_len + 1, length + 1) if causal else torch.full((q_len,), length)
-        sink = torch.full((heads,), -torch.inf) if attn_sink is None else attn_sink
-        rows = queries.flatten(0, 1)
-        found.append(
-            attention(rows, keys, last.repeat_interleave(heads), softmax_scale, head_dim_v, sink.repeat(q_len))
-        )
+        last = torch.arange(length - q_len + 1, length + 1, **here) if causal else torch.full((q_len,), length, **here)
+        sink = torch.full((heads,), -torch.inf, **here) if attn_sink is None else attn_sink
+        yield _Sequence(queries.flatten(0, 1), keys, last.repeat_interleave(heads), sink.repeat(q_len))
+
+
+def exact_decode(
+    q: torch.Tensor,
+    *tensors: torch.Tensor | None,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    kv_format: str = "bf16",
+    **choices: int,
+) -> Exact:
+    """What `mla_suite.decode` of the same arguments approximates. Splits and plans (`choices`) change nothing."""
+    found = [
+        attention(own.queries, own.keys, own.visible, softmax_scale, head_dim_v, own.sink)
+        for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format)  # type: ignore[arg-type]  # as decode's
+    ]
     joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
     shape = q.shape[:-1]
     return Exact(joined.out.view(*shape, head_dim_v), joined.lse.view(shape), joined.magnitude.view(*shape, head_dim_v))
+
+
+E4M3_RELATIVE = 2.0**-4
+"""Rounding to e4m3 changes a value that is not denormal by at most this share of it."""
+E4M3_ABSOLUTE = 2.0**-18
+"""Rounding changes a weight by at most this share of its row's largest one, which is scaled to 2^8, where it is
+denormal: those are multiples of 2^-9."""
+
+
+def fp8_weights_bound(
+    q: torch.Tensor,
+    *tensors: torch.Tensor | None,
+    softmax_scale: float,
+    head_dim_v: int = 512,
+    causal: bool = True,
+    kv_format: str = "bf16",
+    **choices: int,
+) -> torch.Tensor:
+    """Largest |out - exact| of a decode that rounds its softmax weights to e4m3 and divides by the sum of those.
+
+    The arguments are those of `exact_decode`; -> [..., head_dim_v], without the rounding of `out` itself. A weight is
+    off by a share of itself or by a share of its row's largest. The second is what remains where the values of the
+    keys with large weights are 0: a bound by the sum of p |v| alone would not hold there.
+    """
+    found = []
+    for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format):  # type: ignore[arg-type]  # as decode's
+        p, _ = _weights(own.queries, own.keys, own.visible, softmax_scale, own.sink)
+        seen = (torch.arange(p.shape[1], device=p.device) < own.visible[:, None]).double()
+        size, steps = own.keys[:, :head_dim_v].abs(), E4M3_ABSOLUTE * p.amax(dim=1, keepdim=True)
+        sums = E4M3_RELATIVE * p.sum(1, keepdim=True) + steps * seen.sum(1, keepdim=True)
+        found.append(((E4M3_RELATIVE + sums) * (p @ size) + steps * (seen @ size)) / (1 - sums).clamp(min=2.0**-10))
+    return torch.cat(found).view(*q.shape[:-1], head_dim_v)
 
 
 def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from mla_suite.bench import inputs
+from mla_suite.bench import extrapolation, inputs
+from mla_suite.bench.extrapolation import CPU, Counted
+from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
+from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
 from mla_suite.core import arch as arch_records
 from mla_suite.core import dispatch, library
+from mla_suite.core.arch import Arch
+from mla_suite.core.dispatch import Choice
+from mla_suite.core.library import Op
+from mla_suite.emulator import Report, SanitizerError
 from mla_suite.launch import LaunchError, emulate
 
-MOST_FLOPS = 10**9
-"""Larger cases would take the emulator minutes."""
+WHOLE_FLOPS = 2 * 10**9
+"""Cases up to this size, a few seconds each, are emulated whole; larger ones from equal sequences and steady loops."""
 
 
 def count(case: Case, arch: str) -> Result:
@@ -23,40 +32,38 @@ def count(case: Case, arch: str) -> Result:
     """
     name = f"native on {arch}, emulated"
     found = Result(case.op, case.shape, name, dict(case.facts), case.sample.bytes, case.sample.flops)
-    if case.sample.flops > MOST_FLOPS:
-        found.failure = f"{case.sample.flops:.1e} operations are too many to emulate; bounds are counted up to 1e9"
+    whole = case.sample.flops <= WHOLE_FLOPS
+    if not whole and not (case.planned or case.op == "sparse_decode"):
+        found.failure = (
+            f"{case.sample.flops:.1e} operations without a plan are too many to emulate; bounds are counted up to "
+            f"{WHOLE_FLOPS:.0e}, and with a plan (--plan with) at any size"
+        )
         return found
-    record = arch_records.get(arch)
+    record, op = arch_records.get(arch), library.get(case.op)
     with emulate(arch):
-        call = inputs.make(case, torch.device("cpu"))
-        op = library.get(case.op)
-        problem = op.problem(*call.args, **call.kwargs)
-        choice = dispatch.choose(case.op, op.backends, problem, record, "cpu")
+        call = inputs.make(case, CPU) if whole else extrapolation.one_pool(case)
+        choice = dispatch.choose(case.op, op.backends, op.problem(*call.args, **call.kwargs), record, "cpu")
         if choice.backend.name != "native":
             found.failure = dict(choice.refused).get("native", f"{case.op} has no kernel of its own for {arch}")
             return found
-        # Only here: the emulator's library is built at its first use, and most runs never need it.
-        from mla_suite.emulator import configured
-
         found.config, found.reason = str(choice.offer.config), choice.offer.reason
         try:
-            right, found.checked = inputs.expected(case, call)
-            with configured(collect=True) as reports:
-                outputs = inputs.outputs_for(op, call)
-                choice.backend.run(choice.offer.config, outputs, *call.args, **call.kwargs)
-            found.error = inputs.error(outputs, right)
+            counted = _whole(case, op, call, choice) if whole else _extrapolated(case, call, choice, arch)
         except LaunchError as error:
-            found.failure = str(error).splitlines()[0]
+            found.failure, found.wrong = _sentence(error), isinstance(error, SanitizerError)
             return found
         except ValueError as error:
             found.failure, found.wrong = str(error), True
             return found
-    findings = [str(finding) for report in reports for finding in report.findings]
-    if findings:  # what breaks a rule of the machine has no bounds, whatever its numbers
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        found.failure, found.wrong = f"the emulator's sanitizer found {findings[0]}{more}", True
-        return found
-    parts = [report.bound(record) for report in reports]
+    found.error, found.checked = counted.error, counted.checked
+    found.counted = clocks(counted.reports, record)
+    found.instructions = sum(report.instructions() for report in counted.reports)
+    return found
+
+
+def clocks(reports: Sequence[Report], arch: Arch) -> dict[str, float]:
+    """Clocks of a compute unit by resource, for launches that are spread evenly over all of the chip's."""
+    parts = [report.bound(arch) for report in reports]
     totals = {
         "memory": sum(part.memory for part in parts),
         "matrix": sum(part.matrix for part in parts),
@@ -64,5 +71,40 @@ def count(case: Case, arch: str) -> Result:
         "LDS at 128 B": sum(part.lds_128 for part in parts),
         "LDS at 256 B": sum(part.lds_256 for part in parts),
     }
-    found.counted = {resource: round(clocks / record.compute_units, 1) for resource, clocks in totals.items()}
-    return found
+    return {resource: round(total / arch.compute_units, 1) for resource, total in totals.items()}
+
+
+def limiter(counted: dict[str, float]) -> str:
+    """The resource whose bound is highest, LDS counted at 128 bytes per clock."""
+    return max(counted, key=lambda name: counted[name] if name != "LDS at 256 B" else 0.0)
+
+
+def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
+    right = inputs.expected(case, call)
+    reports, outputs = extrapolation.launches(op, _runner(choice), call)
+    bound = right.fp8_weights if fp8_weights(choice.offer.config) else None
+    return Counted(reports, inputs.error(outputs, right.outputs, fp8_weights=bound), right.source)
+
+
+def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:
+    config, run = choice.offer.config, _runner(choice)
+    if case.op == "decode":
+        return extrapolation.planned_decode(case, call, run, (arch, str(config)), fp8_weights(config))
+    waves = config.threads // arch_records.get(arch).wavefront
+    return extrapolation.sparse(case, run, config.tiles(case.facts["heads"]), waves)
+
+
+def _runner(choice: Choice) -> extrapolation.Run:
+    def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
+        choice.backend.run(choice.offer.config, outputs, *call.args, **call.kwargs)
+
+    return run
+
+
+def _sentence(error: LaunchError) -> str:
+    """The first line; what the sanitizer says begins on the second."""
+    if not isinstance(error, SanitizerError):
+        return str(error).splitlines()[0]
+    findings = error.report.findings
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return f"the emulator's sanitizer found {findings[0]}{more}"

@@ -35,12 +35,17 @@ class Call(NamedTuple):
 
 def make(case: Case, device: torch.device) -> Call:
     """Fresh tensors of a case, with its plan where it has one."""
-    args, kwargs = case.sample.make(device)
+    return with_plan(case, Call(*case.sample.make(device)))
+
+
+def with_plan(case: Case, call: Call) -> Call:
+    """The call of a case with its balanced plan, where it has one."""
+    args, kwargs = call
     if not case.planned:
-        return Call(args, kwargs)
+        return call
     q, seq_lens, cu_seqlens_q = args[0], args[2], args[6]
     rows = case.facts["heads"] * case.facts["q_len"]
-    workers = mla_suite.workers(seq_lens, rows)
+    workers = case.parts or mla_suite.workers(seq_lens, rows)
     made = torch.ops.mla_suite.plan(
         seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=int(seq_lens.max()) if len(q) else 0
     )
@@ -89,21 +94,48 @@ def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, 
     return (*outputs, *(own.args[op.arguments.index(name)] for name in op.mutates))
 
 
-def expected(case: Case, call: Call) -> tuple[tuple[torch.Tensor, ...], str]:
-    """What a right result is, and where that comes from: `fp64` or `reference`."""
+class Right(NamedTuple):
+    """What a right result is, where that comes from, and what a backend with fp8 softmax weights may be off by.
+
+    outputs      as the operator returns them, then the arguments that it writes
+    source       `fp64` or `reference`
+    fp8_weights  [..., head_dim_v] elements of the first output; None where the queries are not fp8
+    """
+
+    outputs: tuple[torch.Tensor, ...]
+    source: str
+    fp8_weights: torch.Tensor | None = None
+
+
+def expected(case: Case, call: Call) -> Right:
+    """The right result of a call: in fp64 where that is quick, or needed because the queries are fp8."""
     op = library.get(case.op)
-    if case.op == "decode" and case.sample.bytes <= EXACT_BYTES:
-        here = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tuple(call))
-        exact = testing.exact_decode(*here[0], **here[1])
-        return (exact.out, exact.lse), "fp64"
+    fp8 = case.op == "decode" and call.args[0].element_size() == 1
+    if case.op == "decode" and (fp8 or case.sample.bytes <= EXACT_BYTES):
+        if case.sample.bytes <= EXACT_BYTES:
+            call = Call(
+                *pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tuple(call))
+            )
+        return exact(call)
     reference = next(backend for backend in op.backends if backend.name == "reference")
-    return result(op, lambda outputs, *a, **k: reference.run(None, outputs, *a, **k), call), "reference"
+    return Right(result(op, lambda outputs, *a, **k: reference.run(None, outputs, *a, **k), call), "reference")
 
 
-def error(got: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+def exact(call: Call) -> Right:
+    """The result of a decode call in fp64, on the device of its tensors."""
+    found = testing.exact_decode(*call.args, **call.kwargs)
+    fp8 = call.args[0].element_size() == 1
+    return Right((found.out, found.lse), "fp64", testing.fp8_weights_bound(*call.args, **call.kwargs) if fp8 else None)
+
+
+def error(
+    got: Sequence[torch.Tensor], right: Sequence[torch.Tensor], *, fp8_weights: torch.Tensor | None = None
+) -> float:
     """Relative error of a result's first tensor; ValueError, in a sentence, when a tensor is not what it should be.
 
-    Floating point: by norm, over everything and row by row. Integers: equal. A last tensor of one rank less is lse.
+    Floating point: by norm, over everything and row by row. Integers: equal. A tensor of one rank less is lse.
+
+    fp8_weights  what elements of the first tensor may be off by, where softmax weights were rounded to fp8
     """
     worst = 0.0
     for index, (mine, theirs) in enumerate(zip(got, right, strict=True)):
@@ -115,17 +147,30 @@ def error(got: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
         if mine.dim() < got[0].dim():
             _check_lse(mine_, theirs_)
             continue
-        allowed = TOLERANCE[mine.dtype]
         off, size = (mine_ - theirs_).norm(dim=-1), theirs_.norm(dim=-1)
         whole = (off.norm() / size.norm().clamp(min=1e-30)).item()
-        row = (off / size.clamp(min=1e-30)).max().item() if off.numel() else 0.0
-        if not (whole <= allowed and row <= ROW_FACTOR * allowed):  # a NaN compares false
-            raise ValueError(
-                f"tensor {index} is off by {whole:.1e}, its worst row by {row:.1e}; "
-                f"{mine.dtype} allows {allowed:.0e} and {ROW_FACTOR * allowed:.0e}"
-            )
+        if fp8_weights is not None and index == 0:
+            _check_fp8_weights(mine, theirs_, fp8_weights)
+        else:
+            _check_norms(mine, whole, (off / size.clamp(min=1e-30)).max().item() if off.numel() else 0.0, index)
         worst = max(worst, whole)
     return worst
+
+
+def _check_norms(mine: torch.Tensor, whole: float, row: float, index: int) -> None:
+    allowed = TOLERANCE[mine.dtype]
+    if not (whole <= allowed and row <= ROW_FACTOR * allowed):  # a NaN compares false
+        raise ValueError(
+            f"tensor {index} is off by {whole:.1e}, its worst row by {row:.1e}; "
+            f"{mine.dtype} allows {allowed:.0e} and {ROW_FACTOR * allowed:.0e}"
+        )
+
+
+def _check_fp8_weights(mine: torch.Tensor, theirs: torch.Tensor, bound: torch.Tensor) -> None:
+    allowed = bound + testing.ulp(theirs, mine.dtype)
+    times = ((mine.to(theirs.device).double() - theirs).abs() / allowed).max().item() if mine.numel() else 0.0
+    if not times <= 1.0:
+        raise ValueError(f"tensor 0 is {times:.1e} times as far off as softmax weights in fp8 allow")
 
 
 def _check_lse(mine: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -28,8 +28,10 @@ def _machine(report: Report) -> Iterator[str]:
     facts = report.environment
     named = (("driver", "driver"), ("CUDA", "cuda"), ("ROCm", "rocm"), ("torch", "torch"), ("triton", "triton"))
     versions = [f"{name} {facts[key]}" for name, key in named if facts.get(key)]
-    peers = [name for name in table.PEER_NAMES if any(r.backend == name and r.rounds for r in report.results)]
-    versions += [next(f"{name} {r.config}" for r in report.results if r.backend == name and r.rounds) for name in peers]
+    packages = [name for name in table.THIRD_PARTY_NAMES if any(r.backend == name and r.rounds for r in report.results)]
+    versions += [
+        next(f"{name} {r.config}" for r in report.results if r.backend == name and r.rounds) for name in packages
+    ]
     commit = str(facts.get("commit", ""))[:12] + (" with local changes" if facts.get("changed") else "")
     about = [
         f"{facts['compute_units']} units",
@@ -52,9 +54,9 @@ def _machine(report: Report) -> Iterator[str]:
         yield "Time of a call on this CPU; no ceilings are measured there."
     yield ""
     best = _fastest(report)
-    yield from _summary(report, best, peers)
+    yield from _summary(report, best, packages)
     yield f"<details><summary>All {len(best)} shapes</summary>\n"
-    yield from _rows(report, best, peers)
+    yield from _rows(report, best, packages)
     yield "\n</details>\n"
     lost = table.failures(r for r in report.results if r.key[:2] not in {b.key[:2] for b in best})
     if lost.rows:
@@ -69,17 +71,17 @@ def _fastest(report: Report) -> list[Result]:
     """Of each shape the fastest of our own backends, in the run's order."""
     found: dict[tuple[str, str], Result] = {}
     for result in report.results:
-        if result.rounds and result.backend not in table.PEER_NAMES:
+        if result.rounds and result.backend not in table.THIRD_PARTY_NAMES:
             kept = found.get(result.key[:2])
             if kept is None or result.us < kept.us:
                 found[result.key[:2]] = result
     return list(found.values())
 
 
-def _summary(report: Report, best: Sequence[Result], peers: Sequence[str]) -> Iterator[str]:
+def _summary(report: Report, best: Sequence[Result], packages: Sequence[str]) -> Iterator[str]:
     header = ["operator", "shapes", "backends"]
     header += ["x floor: least, median, most"] if report.floors else []
-    header += [f"time / {peer}: least, geometric mean, most (shapes)" for peer in peers]
+    header += [f"time / {package}: least, geometric mean, most (shapes)" for package in packages]
     yield _line(header)
     yield "|" + "---|" * len(header)
     for op in dict.fromkeys(result.op for result in best):
@@ -88,18 +90,18 @@ def _summary(report: Report, best: Sequence[Result], peers: Sequence[str]) -> It
         if report.floors:
             over = [result.over_floor for result in own]
             cells.append(f"{min(over):.2f}, {median(over):.2f}, {max(over):.2f}")
-        for peer in peers:
-            ratios = sorted(filter(None, (_ratio(report, result, peer) for result in own)))
+        for package in packages:
+            ratios = sorted(filter(None, (_ratio(report, result, package) for result in own)))
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 0.0
             cells.append(f"{ratios[0]:.2f}, {mean:.2f}, {ratios[-1]:.2f} ({len(ratios)})" if ratios else "not measured")
         yield _line(cells)
     yield ""
 
 
-def _rows(report: Report, best: Sequence[Result], peers: Sequence[str]) -> Iterator[str]:
+def _rows(report: Report, best: Sequence[Result], packages: Sequence[str]) -> Iterator[str]:
     header = ["operator", "shape", "backend", "us", "spread %", "GB/s", "TFLOP/s"]
     header += ["x floor"] if report.floors else []
-    header += [part for peer in peers for part in (f"{peer} us", "ratio")]
+    header += [part for package in packages for part in (f"{package} us", "ratio")]
     yield _line(header)
     yield "|" + "---|" * 3 + "---:|" * (len(header) - 3)
     timed = {result.key: result for result in report.results if result.rounds}
@@ -107,14 +109,14 @@ def _rows(report: Report, best: Sequence[Result], peers: Sequence[str]) -> Itera
         cells = [result.op, f"`{result.shape}`", result.backend, table.microseconds(result.us)]
         cells += [f"{result.spread_percent:.1f}", f"{result.gb_per_s:.0f}", table.teraflops(result.tflops)]
         cells += [f"{result.over_floor:.2f}"] if report.floors else []
-        for peer in peers:
-            other = timed.get((result.op, result.shape, peer))
+        for package in packages:
+            other = timed.get((result.op, result.shape, package))
             cells += [table.microseconds(other.us), f"{result.us / other.us:.2f}"] if other else ["", ""]
         yield _line(cells)
 
 
-def _ratio(report: Report, result: Result, peer: str) -> float | None:
-    other = next((r for r in report.results if r.key == (result.op, result.shape, peer) and r.rounds), None)
+def _ratio(report: Report, result: Result, package: str) -> float | None:
+    other = next((r for r in report.results if r.key == (result.op, result.shape, package) and r.rounds), None)
     return result.us / other.us if other else None
 
 

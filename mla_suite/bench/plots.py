@@ -1,4 +1,4 @@
-"""Plots of a run as inline SVG, by matplotlib: latency over context, roofline, ratio to a peer or an older run."""
+"""Plots of a run as inline SVG, by matplotlib: latency over context, roofline, ratio to a package or an older run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mla_suite.bench.record import Comparison, Report, Result
-from mla_suite.bench.table import PEER_NAMES
+from mla_suite.bench.table import THIRD_PARTY_NAMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,7 +91,7 @@ def roofline(report: Report) -> Iterator[Drawn]:
     if not measured:
         return
     figure, axes = _figure()
-    kinds = sorted({(r.op, r.backend) for r in measured}, key=lambda kind: (kind[1] in PEER_NAMES, kind))
+    kinds = sorted({(r.op, r.backend) for r in measured}, key=lambda kind: (kind[1] in THIRD_PARTY_NAMES, kind))
     for index, (op, backend) in enumerate(kinds):
         own = [r for r in measured if (r.op, r.backend) == (op, backend)]
         axes.scatter(
@@ -140,16 +140,18 @@ def counted(report: Report) -> Iterator[Drawn]:
 
 
 def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Drawn]:
-    """Time over that of the older run, and over that of each peer: a point per shape, over how long it takes."""
+    """Time over that of the older run, and over that of each package: a point per shape, over how long it takes."""
     if comparisons:
         points = [Point(c.new, 1 + c.verdict.change, c.old.us, c.verdict.allowed, c.verdict.word) for c in comparisons]
         yield _ratio("ratio-old", "the older run", points)
     by_key = {r.key: r for r in report.results if r.rounds}
-    for peer in PEER_NAMES:
-        others = [(r, by_key.get((r.op, r.shape, peer))) for r in by_key.values() if r.backend not in PEER_NAMES]
+    for package in THIRD_PARTY_NAMES:
+        others = [
+            (r, by_key.get((r.op, r.shape, package))) for r in by_key.values() if r.backend not in THIRD_PARTY_NAMES
+        ]
         points = [Point(r, r.us / other.us, other.us, 0.0, r.backend) for r, other in others if other]
         if points:
-            yield _ratio(f"ratio-{peer}", peer, points)
+            yield _ratio(f"ratio-{package}", package, points)
 
 
 class Point(NamedTuple):
@@ -192,7 +194,7 @@ def _ratio(name: str, other: str, points: Sequence[Point]) -> Drawn:
 
 
 def _own_first(name: str | int) -> tuple[bool, str | int]:
-    return name in PEER_NAMES, name
+    return name in THIRD_PARTY_NAMES, name
 
 
 def _legend(axes: Axes, keys: Sequence[tuple[str, str, str, Any]]) -> None:

@@ -19,7 +19,7 @@ ENVIRONMENT = ("arch", "device", "compute_units", "date")
 
 @dataclass
 class Result:
-    """One backend, or peer, on one shape.
+    """One backend, or package, on one shape.
 
     op, shape, backend   what it is compared by
     facts                numbers to group by: batch, heads, q_len, kv_len or splits
@@ -34,6 +34,7 @@ class Result:
     failure              why there is no time, in a sentence; '' when there is one
     wrong                the failure is a wrong result, not a refusal
     counted              bounds per compute unit from the emulator's counters, clocks by name; never times
+    instructions         wave instructions of all launches, from the same counters; 0 where nothing was counted
     """
 
     op: str
@@ -54,6 +55,7 @@ class Result:
     failure: str = ""
     wrong: bool = False
     counted: dict[str, float] = field(default_factory=dict)
+    instructions: int = 0
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Runs cases: check, then time, every backend that takes a shape and every peer that is installed."""
+"""Runs cases: check, then time, every backend that takes a shape, and other packages that are installed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from mla_suite.bench import bounds, clock, inputs, noise, peers
+from mla_suite.bench import bounds, clock, inputs, noise, third_party
 from mla_suite.bench.clock import Effort
-from mla_suite.bench.contenders import Contender
-from mla_suite.bench.contenders import backends as contend
 from mla_suite.bench.floors import Floors
-from mla_suite.bench.inputs import Call
+from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.record import Result
+from mla_suite.bench.runners import Runner
+from mla_suite.bench.runners import backends as runners_of
 from mla_suite.bench.sets import Case
 from mla_suite.core import library
+
+CPU_FLOPS = 2 * 10**9
+"""Larger cases are not timed on a CPU: the reference takes a tenth of a second for so many, and is called 30 times."""
 
 Progress = Callable[[str, int], None]
 """Told what is being measured, and the steps done so far."""
@@ -34,7 +37,7 @@ def run(
     effort: Effort,
     *,
     backends: Sequence[str] = (),
-    with_peers: bool = True,
+    with_third_party: bool = True,
     floors: Floors | None = None,
     emulated: Sequence[str] = (),
     progress: Progress = lambda what, done: None,
@@ -48,7 +51,7 @@ def run(
     """
     found: dict[tuple[str, str, str], Result] = {}
     try:
-        _passes(cases, device, effort, backends, with_peers, emulated, progress, found)
+        _passes(cases, device, effort, backends, with_third_party, emulated, progress, found)
     except KeyboardInterrupt:
         raise Stopped([result for result in _with_floors(found, floors) if result.rounds]) from None
     return _with_floors(found, floors)
@@ -59,7 +62,7 @@ def _passes(
     device: torch.device,
     effort: Effort,
     backends: Sequence[str],
-    with_peers: bool,
+    with_third_party: bool,
     emulated: Sequence[str],
     progress: Progress,
     found: dict[tuple[str, str, str], Result],
@@ -73,7 +76,7 @@ def _passes(
             if extra and (case.op, case.shape) not in again:
                 continue
             progress(f"{case.id} once more" if extra else case.id, steps)
-            for result in _case(case, device, effort, backends, with_peers, found, first=number == 0):
+            for result in _case(case, device, effort, backends, with_third_party, found, first=number == 0):
                 found.setdefault(result.key, result)
             if number == 0:
                 for arch in emulated:
@@ -95,15 +98,19 @@ def _case(
     device: torch.device,
     effort: Effort,
     backends: Sequence[str],
-    with_peers: bool,
+    with_third_party: bool,
     found: dict[tuple[str, str, str], Result],
     first: bool,
 ) -> Iterable[Result]:
     op = library.get(case.op)
     shape = (dict(case.facts), case.sample.bytes, case.sample.flops)
+    if device.type == "cpu" and case.sample.flops > CPU_FLOPS:
+        sentence = f"a CPU takes minutes for {case.sample.flops:.1e} operations; calls up to {CPU_FLOPS:.0e} are timed"
+        yield Result(case.op, case.shape, "reference", *shape, failure=sentence)
+        return
     try:
         call = inputs.make(case, device)
-        right, source = inputs.expected(case, call) if first else ((), "")
+        right = inputs.expected(case, call) if first else None
         turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
     except torch.OutOfMemoryError:
         sentence = "its tensors and a second set of them do not fit the device's memory"
@@ -113,40 +120,37 @@ def _case(
         yield Result(case.op, case.shape, "any backend", *shape, failure=" ".join(str(error).split()), wrong=True)
         return
     wanted = backends or (("native", "triton") if device.type == "cuda" else ("reference",))
-    contenders = list(contend(op, call, wanted, device))
-    if with_peers and device.type == "cuda":
-        contenders += [peer.contend(case, call) for peer in peers.installed()]
-    for contender in contenders:
-        fresh = Result(case.op, case.shape, contender.name, *shape, contender.config, contender.reason)
+    runners = list(runners_of(op, call, wanted, device))
+    if with_third_party and device.type == "cuda":
+        runners += [package.runner(case, call) for package in third_party.installed()]
+    for runner in runners:
+        fresh = Result(case.op, case.shape, runner.name, *shape, runner.config, runner.reason)
         result = found.get(fresh.key, fresh)
-        if contender.refusal is not None:
-            result.failure = contender.refusal
+        if runner.refusal is not None:
+            result.failure = runner.refusal
         elif not result.failure:
-            _measure(result, contender, turns, right, source, effort, device)
+            _measure(result, runner, turns, right, effort, device)
         yield result
 
 
 def _measure(
     result: Result,
-    contender: Contender,
+    runner: Runner,
     turns: Sequence[Call],
-    right: Sequence[torch.Tensor],
-    source: str,
+    right: Right | None,
     effort: Effort,
     device: torch.device,
 ) -> None:
-    """Append the rounds of one pass to a result; before the first, compare what is computed with what is right."""
-    run, eager, answer = contender.run, contender.eager, contender.answer
+    """Append the rounds of one pass to a result; before the first, compare what is computed with what is `right`."""
+    run, eager = runner.run, runner.eager
     assert run is not None  # only a refusal has none
     assert eager is not None
-    assert answer is not None
     try:
-        if not result.checked:
-            is_definition = result.backend == "reference" and source == "reference"
-            result.checked = "definition" if is_definition else source
-            # A peer may return less than the operator does: out without lse.
-            got = answer(turns[0])
-            result.error = 0.0 if is_definition else inputs.error(got, right[: len(got)])
+        if right is not None and not result.checked:
+            is_definition = result.backend == "reference" and right.source == "reference"
+            result.checked = "definition" if is_definition else right.source
+            error = runner.error(turns[0], right)
+            result.error = 0.0 if is_definition else error
         if device.type == "cuda":
             replay = clock.Replay(run, turns)
             result.rounds += [replay.round(effort.rest_s) for _ in range(effort.rounds)]

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mla_suite.bench import clock, contenders, inputs, noise
+from mla_suite.bench import clock, inputs, noise, runners
 from mla_suite.bench.clock import Effort
-from mla_suite.bench.contenders import Contender
-from mla_suite.bench.inputs import Call
+from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.noise import Verdict
+from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.core import library
 from mla_suite.core.arch import Arch
@@ -25,7 +25,7 @@ BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)
 THOROUGH = Effort(rounds=2, passes=4)
 FINALISTS = 3
 
-Timer = Callable[[Contender, Sequence[Call], Effort], list[float]]
+Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
 def spaces(op: str) -> Mapping[str, Space]:
@@ -43,7 +43,7 @@ class Outcome:
 
     present, best   configurations; `best` is the fastest finalist other than the present one
     verdict         of best against present; worth storing only when it is `faster`
-    rival           the fastest other backend and its microseconds; None when there is none
+    baseline        the fastest other backend and its microseconds; None when there is none
     tried, refused  how many configurations were timed; and why others were not
     """
 
@@ -55,7 +55,7 @@ class Outcome:
     best: Any
     best_rounds: list[float]
     verdict: Verdict | None
-    rival: tuple[str, float] | None = None
+    baseline: tuple[str, float] | None = None
     tried: int = 0
     refused: list[str] = field(default_factory=list)
 
@@ -66,15 +66,15 @@ class Outcome:
             return "no other configuration could be run and was right"
         if self.verdict.word != "faster":
             return f"within the noise of the present configuration: {self.verdict}"
-        if self.rival is not None and noise.median(self.best_rounds) > self.rival[1]:
-            return f"{self.rival[0]} takes {self.rival[1]:.2f} us, less than the best of these"
+        if self.baseline is not None and noise.median(self.best_rounds) > self.baseline[1]:
+            return f"{self.baseline[0]} takes {self.baseline[1]:.2f} us, less than the best of these"
         return None
 
 
-def on_device(contender: Contender, turns: Sequence[Call], effort: Effort) -> list[float]:
+def on_device(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[float]:
     """Rounds by graph replay."""
-    assert contender.run is not None
-    return clock.device_rounds(contender.run, turns, effort)
+    assert runner.run is not None
+    return clock.device_rounds(runner.run, turns, effort)
 
 
 def search(
@@ -96,21 +96,21 @@ def search(
     offer = backend.offer(problem, arch)
     if not isinstance(offer, Offer):
         raise ValueError(f"{case.id}: {backend_name} does not take it: {offer.reason}")
-    right, _ = inputs.expected(case, call)
+    right = inputs.expected(case, call)
     turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
 
-    present = contenders.configured(op, backend, offer.config, offer.reason)
-    _check(present, call, right)
+    present = runners.configured(op, backend, offer.config, offer.reason)
+    present.error(call, right)
     found = Outcome(case, backend_name, problem, offer.config, [], None, [], None)
-    times: list[tuple[float, Any, Contender]] = []
+    times: list[tuple[float, Any, Runner]] = []
     for config in space.candidates(problem, arch):
         if config == offer.config:
             continue
         progress(str(config))
-        contender = contenders.configured(op, backend, config, "candidate")
+        runner = runners.configured(op, backend, config, "candidate")
         try:
-            _check(contender, call, right)
-            times.append((noise.median(timer(contender, turns, BRIEF)), config, contender))
+            runner.error(call, right)
+            times.append((noise.median(timer(runner, turns, BRIEF)), config, runner))
         except Exception as error:  # a candidate that cannot be built, launched or trusted is out, and says why
             found.refused.append(f"{config}: {' '.join(str(error).split())[:200]}")
     found.tried = len(times)
@@ -119,43 +119,38 @@ def search(
     rounds: dict[int, list[float]] = {index: [] for index in range(-1, len(finalists))}
     for _ in range(THOROUGH.passes):  # in turn, so that what drifts drifts for all
         for index in rounds:
-            contender = present if index < 0 else finalists[index][2]
-            rounds[index] += timer(contender, turns, THOROUGH)
+            runner = present if index < 0 else finalists[index][2]
+            rounds[index] += timer(runner, turns, THOROUGH)
     found.present_rounds = rounds[-1]
     if finalists:
         best = min(range(len(finalists)), key=lambda index: noise.median(rounds[index]))
         found.best, found.best_rounds = finalists[best][1], rounds[best]
         found.verdict = noise.judge(found.present_rounds, found.best_rounds)
-    found.rival = _rival(op, backend_name, problem, arch, call, turns, right, device, timer)
+    found.baseline = _baseline(op, backend_name, problem, arch, call, turns, right, device, timer)
     return found
 
 
-def _check(contender: Contender, call: Call, right: Sequence[torch.Tensor]) -> None:
-    assert contender.answer is not None
-    inputs.error(contender.answer(call), right)
-
-
-def _rival(
+def _baseline(
     op: library.Op,
     tuned: str,
     problem: Any,
     arch: Arch,
     call: Call,
     turns: Sequence[Call],
-    right: Sequence[torch.Tensor],
+    right: Right,
     device: torch.device,
     timer: Timer,
 ) -> tuple[str, float] | None:
-    """The fastest other backend that users could be given; the reference is nobody's rival."""
+    """The fastest other backend that users could be given; the reference is no baseline."""
     times = []
     for backend in op.backends:
         if backend.name in (tuned, "reference") or device.type not in backend.devices:
             continue
         offer = backend.offer(problem, arch)
         if isinstance(offer, Offer):
-            contender = contenders.configured(op, backend, offer.config, offer.reason)
-            _check(contender, call, right)
-            times.append((backend.name, noise.median(timer(contender, turns, BRIEF))))
+            runner = runners.configured(op, backend, offer.config, offer.reason)
+            runner.error(call, right)
+            times.append((backend.name, noise.median(timer(runner, turns, BRIEF))))
     return min(times, key=lambda entry: entry[1]) if times else None
 
 
@@ -164,7 +159,9 @@ def cells(outcome: Outcome, space: Space, arch: Arch, environment: Mapping[str, 
     if not environment["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     us = noise.median(outcome.best_rounds)
-    rival = dict(rival=outcome.rival[0], rival_microseconds=f"{outcome.rival[1]:.3f}") if outcome.rival else {}
+    baseline = (
+        dict(rival=outcome.baseline[0], rival_microseconds=f"{outcome.baseline[1]:.3f}") if outcome.baseline else {}
+    )
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {
@@ -173,7 +170,7 @@ def cells(outcome: Outcome, space: Space, arch: Arch, environment: Mapping[str, 
         "kind": "measured",
         "microseconds": f"{us:.3f}",
         "spread_percent": f"{100 * noise.spread(outcome.best_rounds) / us:.1f}",
-        **rival,
+        **baseline,
         "device": environment["device"],
         "compute_units": environment["compute_units"],
         "driver": environment["driver"] or "unknown",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,27 @@ class Case:
     """One shape of one operator.
 
     facts    numbers that plots and tables group by: batch, heads, q_len, kv_len (or splits)
-    planned  decode with a balanced plan for all compute units, made beforehand as serving makes it once per step
+    planned  decode with a balanced plan, made beforehand as serving makes it once per step
+    parts    that the plan is balanced over; 0: as many as the device works on at a time
+    lens     cached keys of each sequence, for decode
+    options  what else the sample was made with
+    of       makes the same problem for other lengths; None where that has no meaning
     """
 
     op: str
     sample: Sample
     facts: Mapping[str, int]
     planned: bool = False
+    parts: int = 0
+    lens: tuple[int, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of: Callable[[Sequence[int]], Sample] | None = None
+
+    def at(self, lens: Sequence[int]) -> Sample:
+        """The same problem for other sequences, of these lengths (which sparse cases ignore)."""
+        if self.of is None:
+            raise ValueError(f"{self.id} is not made from lengths")
+        return self.of(lens)
 
     @property
     def shape(self) -> str:
@@ -52,16 +66,24 @@ class NamedSet:
 
 def decode(batch: int, heads: int, kv_len: int, q_len: int = 1, *, planned: bool = False, **options: Any) -> Case:
     """All sequences equally long."""
-    made = decode_sample([kv_len] * batch, heads=heads, q_len=q_len, **options)
-    return Case("decode", made, dict(batch=batch, heads=heads, q_len=q_len, kv_len=kv_len), planned)
+    facts = dict(batch=batch, heads=heads, q_len=q_len, kv_len=kv_len)
+    return _decode([kv_len] * batch, facts, planned, options)
 
 
 def ragged(batch: int, heads: int, mean: int, q_len: int = 1, **options: Any) -> Case:
     """Lengths uniform in [q_len, 2 mean), from a fixed seed; kv_len is their mean."""
     lens = random.Random(mean).choices(range(q_len, 2 * mean), k=batch)
-    made = decode_sample(lens, heads=heads, q_len=q_len, **options)
+    case = _decode(lens, dict(batch=batch, heads=heads, q_len=q_len, kv_len=mean), True, options)
+    made = case.sample
     named = Sample(made.name.replace(f"-kv{max(lens)}-", f"-kv~{mean}-"), made.make, made.bytes, made.flops)
-    return Case("decode", named, dict(batch=batch, heads=heads, q_len=q_len, kv_len=mean), planned=True)
+    return replace(case, sample=named)
+
+
+def _decode(lens: Sequence[int], facts: Mapping[str, int], planned: bool, options: Mapping[str, Any]) -> Case:
+    def of(lens: Sequence[int]) -> Sample:
+        return decode_sample(lens, heads=facts["heads"], q_len=facts["q_len"], **options)
+
+    return Case("decode", of(lens), facts, planned, lens=tuple(lens), options=options, of=of)
 
 
 def combine(batch: int, heads: int, splits: int) -> Case:
@@ -70,8 +92,14 @@ def combine(batch: int, heads: int, splits: int) -> Case:
 
 def sparse(batch: int, heads: int, q_len: int, pools: Sequence[PoolShape], *, sink: bool = False) -> Case:
     made = sparse_sample(batch, q_len, heads, pools, sink=sink)
-    keys = sum(pool.topk for pool in pools)
-    return Case("sparse_decode", made, dict(batch=batch, heads=heads, q_len=q_len, kv_len=keys))
+    facts = dict(batch=batch, heads=heads, q_len=q_len, kv_len=sum(pool.topk for pool in pools))
+
+    def of(lens: Sequence[int]) -> Sample:
+        """As many sequences, which select from the pages that one of them had."""
+        own = [pool._replace(pages=-(-pool.pages // batch)) for pool in pools]
+        return sparse_sample(len(lens), q_len, heads, own, sink=sink)
+
+    return Case("sparse_decode", made, facts, options={"sink": sink}, of=of)
 
 
 def _aiter_pr_3003(**options: Any) -> list[Case]:

@@ -1,14 +1,15 @@
-"""A run as rows of text, for the console and the page alike. Peers are columns beside our own backends."""
+"""A run as rows of text, for the console and the page alike. Other packages are columns beside our own backends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mla_suite.bench.peers import PEERS
+from mla_suite.bench.bounds import limiter
 from mla_suite.bench.record import Comparison, Report, Result
+from mla_suite.bench.third_party import THIRD_PARTIES
 
-PEER_NAMES = tuple(peer.name for peer in PEERS)
+THIRD_PARTY_NAMES = tuple(package.name for package in THIRD_PARTIES)
 
 
 class Table(NamedTuple):
@@ -23,8 +24,8 @@ class Table(NamedTuple):
 
 def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     """One row per shape and own backend that was timed. The error is relative, against what is named beside it."""
-    own = [result for result in report.results if result.rounds and result.backend not in PEER_NAMES]
-    peers = [name for name in PEER_NAMES if any(r.backend == name and r.rounds for r in report.results)]
+    own = [result for result in report.results if result.rounds and result.backend not in THIRD_PARTY_NAMES]
+    packages = [name for name in THIRD_PARTY_NAMES if any(r.backend == name and r.rounds for r in report.results)]
     by_key = {result.key: result for result in report.results}
     judged: Mapping[tuple[str, str, str], Comparison] = {entry.new.key: entry for entry in comparisons}
     gpu = report.on_gpu
@@ -36,7 +37,7 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     header += ["GB/s", "TFLOP/s"]
     header += ["floor us", "x floor", "bound"] if report.floors else []
     header += ["error"]
-    header += [part for name in peers for part in (f"{name} us", f"x {name}")]
+    header += [part for name in packages for part in (f"{name} us", f"x {name}")]
     rows, marks = [], []
     for result in own:
         entry = judged.get(result.key)
@@ -47,9 +48,11 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
         row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", teraflops(result.tflops)]
         row += [microseconds(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
         row += [_error(result)]
-        for name in peers:
-            peer = by_key.get((result.op, result.shape, name))
-            row += [microseconds(peer.us), f"{result.us / peer.us:.2f}"] if peer and peer.rounds else ["", ""]
+        for name in packages:
+            package = by_key.get((result.op, result.shape, name))
+            row += (
+                [microseconds(package.us), f"{result.us / package.us:.2f}"] if package and package.rounds else ["", ""]
+            )
         rows.append(tuple(row))
         marks.append(entry.verdict.word if entry and entry.verdict.word != "same" else "")
     words = {"operator", "shape", "backend", "bound", "change", "error"}
@@ -64,9 +67,8 @@ def counted(report: Report) -> Table:
     resources = list(found[0].counted) if found else []
     rows: list[tuple[str, ...]] = []
     for result in found:
-        limiter = max(result.counted, key=lambda name: result.counted[name] if name != "LDS at 256 B" else 0.0)
         clocks = [f"{result.counted[name]:.0f}" for name in resources]
-        rows.append((result.op, result.shape, result.backend, *clocks, limiter, _error(result)))
+        rows.append((result.op, result.shape, result.backend, *clocks, limiter(result.counted), _error(result)))
     header = ("operator", "shape", "kernel", *resources, "highest", "error")
     numeric = frozenset(range(3, 3 + len(resources)))
     title = "Bounds counted in the emulator: clocks per compute unit, work spread evenly; not times"

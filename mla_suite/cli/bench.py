@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
     )
-    parser.add_argument("--no-peers", action="store_true", help="leave out flash_mla, flashinfer and aiter")
+    parser.add_argument("--no-third-party", action="store_true", help="leave out flash_mla, flashinfer and aiter")
     parser.add_argument("--no-emulator", action="store_true", help="count no bounds")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the run as JSON")
     parser.add_argument("--load", metavar="FILE", type=Path, help="take a saved run instead of measuring")
@@ -196,7 +196,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
                 device,
                 effort,
                 backends=args.backend or (),
-                with_peers=not args.no_peers,
+                with_third_party=not args.no_third_party,
                 floors=ceilings,
                 emulated=emulated,
                 progress=told,
@@ -251,7 +251,13 @@ def _again(
     cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
     with _progress("suspects", len(cases) * effort.passes) as told:
         repeated = runner.run(
-            cases, device, effort, backends=args.backend or (), with_peers=False, floors=report.floors, progress=told
+            cases,
+            device,
+            effort,
+            backends=args.backend or (),
+            with_third_party=False,
+            floors=report.floors,
+            progress=told,
         )
     second = {result.key: result for result in repeated if result.rounds}
     slow = {entry.new.key for entry in record.slower(comparisons)}

@@ -129,7 +129,8 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
     import torch
 
     import mla_suite
-    from mla_suite import emulator
+    from mla_suite import emulator, testing
+    from mla_suite.bench.runners import fp8_weights
     from mla_suite.core.explain import explain
 
     device = torch.device("cpu")
@@ -151,19 +152,22 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
             )
     expected, got = results
     keys = int(args[2].sum()) if op.name == "decode" else 0
+    bound = None
+    if op.name == "decode" and fp8_weights(explanation.choice.offer.config):
+        bound = testing.fp8_weights_bound(*args, **kwargs)
     return {
         "op": op.name,
         "sample": sample.name,
         "arch": arch,
         "explanation": str(explanation),
         "largest_difference": [_difference(a, b) for a, b in zip(expected, got, strict=True)],
-        "wrong": _wrong(op, expected, got),
+        "wrong": _wrong(op, expected, got, bound),
         "keys": keys,
         "launches": [launch_record(report, record, keys) for report in reports],
     }
 
 
-def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any]) -> str:
+def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any], fp8_weights_bound: Any) -> str:
     """What is further off than `bench` allows, in a sentence; what was written into arguments has the same bytes."""
     import torch
 
@@ -171,7 +175,7 @@ def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any]) -> str:
 
     count = len(expected) - len(op.mutates)
     try:
-        inputs.error(got[:count], expected[:count])
+        inputs.error(got[:count], expected[:count], fp8_weights=fp8_weights_bound)
     except ValueError as error:
         return str(error)
     written = zip(op.mutates, expected[count:], got[count:], strict=True)

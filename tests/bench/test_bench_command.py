@@ -12,7 +12,7 @@ import runs
 import torch
 
 from mla_suite.__main__ import main
-from mla_suite.bench import noise, peers, record, sets, table
+from mla_suite.bench import noise, record, sets, table, third_party
 from mla_suite.bench import run as runner
 from mla_suite.bench.clock import Effort
 
@@ -120,7 +120,7 @@ def test_peers_are_columns_beside_our_backends() -> None:
     shown = table.times(report)
     assert [row[2] for row in shown.rows] == ["native"] * len(runs.cases())
     at = shown.header.index("x flash_mla")
-    assert not {"flashinfer us", "x aiter"} & set(shown.header), "a peer that was not timed has no column"
+    assert not {"flashinfer us", "x aiter"} & set(shown.header), "a package that was not timed has no column"
     ours, theirs = report.results[0], report.results[1]
     assert shown.rows[0][at - 1 : at + 1] == (f"{theirs.us:.1f}", f"{ours.us / theirs.us:.2f}")
 
@@ -145,8 +145,8 @@ def test_wrong_results_come_before_refusals() -> None:
 
 
 def test_no_peer_is_installed_where_none_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert peers.installed() == []
+    monkeypatch.setattr(third_party, "find_spec", lambda name: None)
+    assert third_party.installed() == []
 
 
 def test_benchmarks_run_under_pytest_benchmark(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_ten_percent_is_found_and_nothing_else() -> None:
 @pytest.mark.parametrize("op", ["decode", "combine"])
 def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceilings: floors.Floors) -> None:
     cases = {"decode": [sets.decode(8, 16, 4096, planned=True)], "combine": [sets.combine(64, 16, 8)]}[op]
-    results = run.run(cases, torch.device("cuda"), SHORT, floors=ceilings, with_peers=False)
+    results = run.run(cases, torch.device("cuda"), SHORT, floors=ceilings, with_third_party=False)
     assert {result.backend for result in results} <= {backend.name for backend in library.get(op).backends}
     timed = [result for result in results if result.rounds]
     assert timed, [result.failure for result in results]
@@ -82,7 +82,7 @@ def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceil
 
 
 def test_the_command_compares_two_runs_of_the_same_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "triton", "--no-peers"]
+    arguments = ["bench", "--set", "aiter-3468", "--shapes", "b64-", "--backend", "triton", "--no-third-party"]
     arguments += ["--sustained", "0"]
     old = tmp_path / "old.json"
     assert main([*arguments, "--save", str(old)]) == 0

@@ -13,8 +13,8 @@ import torch
 
 from mla_suite.bench import clock, run
 from mla_suite.bench.clock import Effort, Replay
-from mla_suite.bench.contenders import Contender
 from mla_suite.bench.record import Result
+from mla_suite.bench.runners import Runner
 
 GAP_US = 4.0  # between two replays
 NO_REST = Effort(rounds=3, passes=1, rest_s=0.0)
@@ -137,11 +137,11 @@ def test_sustained_time_is_that_of_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_result_has_burst_and_sustained_times(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(50.0)
     monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=device.stand_in()))
-    contender = Contender("native", run=device.call, eager=lambda call: None, answer=lambda call: ())
+    runner = Runner("native", run=device.call, eager=lambda call: None, answer=lambda call: ())
     for seconds, measured in ((0.0, False), (0.7, True)):
         result = Result("combine", "shape", "native", {}, 1, 1, checked="reference")
         effort = Effort(rounds=3, passes=1, rest_s=0.0, sustained_s=seconds)
-        run._measure(result, contender, [0, 1], (), "reference", effort, torch.device("cuda"))
+        run._measure(result, runner, [0, 1], (), "reference", effort, torch.device("cuda"))
         assert not result.failure
         assert len(result.rounds) == 3
         assert bool(result.sustained_us) == measured

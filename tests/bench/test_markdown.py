@@ -45,7 +45,7 @@ def test_a_row_is_the_fastest_of_our_own_backends_beside_the_peer() -> None:
     shapes = {result.shape for result in report.results if result.op == "decode" and result.rounds}
     assert len(rows) == len(shapes)
     assert all("| native |" in row for row in rows)
-    # 1.3 floors and 4 us, and 1.6 times that for the peer, which comes third
+    # 1.3 floors and 4 us, and 1.6 times that for the package, which comes third
     assert all(0.55 < float(row.split("|")[-2]) < 0.7 for row in rows)
 
 

@@ -16,8 +16,8 @@ import torch
 from mla_suite.__main__ import main
 from mla_suite.bench import environment, noise, search, sets, store
 from mla_suite.bench.clock import Effort
-from mla_suite.bench.contenders import Contender
 from mla_suite.bench.inputs import Call
+from mla_suite.bench.runners import Runner
 from mla_suite.bench.search import Outcome
 from mla_suite.core import arch, dispatch, library, tuning
 from mla_suite.core.dispatch import Backend, Offer
@@ -63,13 +63,13 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     tuning.forget()
 
 
-def searched(times: dict[int, float], rival_us: float = 100.0, seed: int = 0) -> Outcome:
+def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0) -> Outcome:
     """Points that `times` does not name take 40 us."""
     source = random.Random(seed)
     print("seed", seed)
 
-    def timer(contender: Contender, turns: Sequence[Call], effort: Effort) -> list[float]:
-        us = rival_us if contender.config == "8" else times.get(int(contender.config), 40.0)
+    def timer(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[float]:
+        us = baseline_us if runner.config == "8" else times.get(int(runner.config), 40.0)
         return simulated.run(us, source)[: effort.rounds]
 
     return search.search(CASE, "native", SPACE, ARCH, torch.device("cpu"), timer)
@@ -101,19 +101,19 @@ def test_what_is_within_the_noise_of_the_present_point_is_not(seed: int) -> None
 
 
 def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
-    found = searched({0: 40.0, 2: 30.0}, rival_us=12.0)
+    found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0)
     assert found.kept is not None
     assert found.kept.startswith("triton takes 1")
 
 
-def test_the_rival_is_the_fastest_of_the_other_backends() -> None:
+def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
     op = library.get("combine")
     others = [Backend(name, lambda problem, arch, n=n: Offer(n, "rule"), op.backends[0].run)
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
     library._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
-    found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, rival_us=20.0)
-    assert found.rival is not None
-    assert found.rival[0] == "faster"
+    found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, baseline_us=20.0)
+    assert found.baseline is not None
+    assert found.baseline[0] == "faster"
     assert found.kept is not None
     assert found.kept.startswith("faster takes ")
 

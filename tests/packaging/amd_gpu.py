@@ -25,7 +25,7 @@ import torch
 print(torch.__version__, torch.version.hip or "-", torch.cuda.is_available() and
       torch.cuda.get_device_properties(0).gcnArchName.split(":")[0])
 """
-BENCH = "mla_suite bench --op decode --backend native --no-peers --no-emulator"
+BENCH = "mla_suite bench --op decode --backend native --no-third-party --no-emulator"
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from mla_suite.bench import inputs
-from mla_suite.bench.inputs import Call
+from mla_suite.bench.inputs import Call, Right
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Backend, Offer
 from mla_suite.core.library import Op
@@ -19,13 +19,14 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A backend or peer on one case.
+class Runner:
+    """A backend, or another package's kernel, on one case.
 
-    refusal   why it cannot run the case; None when it can
-    run       one call, as it is timed on the device
-    answer    its result, comparable with the reference's: outputs were poisoned before
-    eager     one call as a user makes it, for host time
+    refusal      why it cannot run the case; None when it can
+    run          one call, as it is timed on the device
+    answer       its result, comparable with the reference's: outputs were poisoned before
+    eager        one call as a user makes it, for host time
+    fp8_weights  whether it rounds softmax weights to fp8, which have an error bound of their own
     """
 
     name: str
@@ -35,10 +36,18 @@ class Contender:
     run: Callable[[Call], object] | None = None
     answer: Callable[[Call], Tensors] | None = None
     eager: Callable[[Call], object] | None = None
+    fp8_weights: bool = False
+
+    def error(self, call: Call, right: Right) -> float:
+        """Relative error of its result; ValueError, in a sentence, when that is not right."""
+        assert self.answer is not None
+        got = self.answer(call)  # a third party may return less than the operator does: out without lse
+        bound = right.fp8_weights if self.fp8_weights else None
+        return inputs.error(got, right.outputs[: len(got)], fp8_weights=bound)
 
 
-def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Contender]:
-    """A contender for each backend of the operator that is asked for."""
+def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> Iterator[Runner]:
+    """A runner for each backend of the operator that is asked for."""
     problem = op.problem(*call.args, **call.kwargs)
     arch = dispatch.arch_of(dispatch.first_tensor(call.args))
     chosen = dispatch.choose(op.name, op.backends, problem, arch, device.type).backend
@@ -48,19 +57,19 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
             continue
         if device.type not in backend.devices:
             refusal = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
-            yield Contender(backend.name, refusal=refusal)
+            yield Runner(backend.name, refusal=refusal)
             continue
         offer = backend.offer(problem, arch)
         if isinstance(offer, Offer):
             made = configured(op, backend, offer.config, offer.reason)
             # Users reach what dispatch prefers through the operator; the others only by a direct call.
             eager = (lambda call: operator(*call.args, **call.kwargs)) if backend is chosen else made.run
-            yield Contender(backend.name, made.config, made.reason, None, made.run, made.answer, eager)
+            yield replace(made, eager=eager)
         else:
-            yield Contender(backend.name, refusal=offer.reason)
+            yield Runner(backend.name, refusal=offer.reason)
 
 
-def configured(op: Op, backend: Backend, config: Any, reason: str) -> Contender:
+def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
     """A backend with a configuration of the caller's choice."""
 
     def run(call: Call) -> Tensors:
@@ -69,4 +78,10 @@ def configured(op: Op, backend: Backend, config: Any, reason: str) -> Contender:
         return outputs
 
     answer = partial(inputs.result, op, partial(backend.run, config))
-    return Contender(backend.name, "" if config is None else str(config), reason, None, run, answer, run)
+    named = "" if config is None else str(config)
+    return Runner(backend.name, named, reason, None, run, answer, run, fp8_weights(config))
+
+
+def fp8_weights(config: Any) -> bool:
+    """Whether a kernel of this configuration rounds softmax weights to fp8."""
+    return bool(getattr(config, "fp8_weights", False))

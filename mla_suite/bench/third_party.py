@@ -15,41 +15,42 @@ from typing import Any
 
 import torch
 
-from mla_suite.bench.contenders import Contender, Tensors
 from mla_suite.bench.inputs import Call
+from mla_suite.bench.runners import Runner, Tensors
 from mla_suite.bench.sets import Case
 
 
 @dataclass(frozen=True)
-class Peer:
-    """`prepare` plans for a call and returns (run, answer), or says in a sentence why the peer cannot take it."""
+class ThirdParty:
+    """`prepare` plans for a call and returns (run, answer), or says in a sentence why the package cannot take it."""
 
     name: str
-    package: str
+    module: str
     prepare: Callable[[Any, Call], tuple[Callable[[Call], object], Callable[[Call], Tensors]] | str]
 
-    def contend(self, case: Case, call: Call) -> Contender:
+    def runner(self, case: Case, call: Call) -> Runner:
         if case.op != "decode":
-            return Contender(self.name, refusal=f"{self.name} is compared on decode only")
+            return Runner(self.name, refusal=f"{self.name} is compared on decode only")
         try:
-            prepared = self.prepare(importlib.import_module(self.package), call)
+            prepared = self.prepare(importlib.import_module(self.module), call)
         except Exception as error:  # whatever a foreign package raises says why it is no column
-            return Contender(self.name, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return Runner(self.name, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if isinstance(prepared, str):
-            return Contender(self.name, refusal=prepared)
+            return Runner(self.name, refusal=prepared)
         run, answer = prepared
-        return Contender(self.name, self.version, "installed peer", None, run, answer, run)
+        fp8 = call.args[0].element_size() == 1  # what it does with softmax weights is its own affair
+        return Runner(self.name, self.version, "installed package", None, run, answer, run, fp8)
 
     @property
     def version(self) -> str:
         try:
-            return metadata.version(self.package)
+            return metadata.version(self.module)
         except metadata.PackageNotFoundError:  # a checkout on the path
             return "version unknown"
 
 
-def installed() -> list[Peer]:
-    return [peer for peer in PEERS if find_spec(peer.package) is not None]
+def installed() -> list[ThirdParty]:
+    return [package for package in THIRD_PARTIES if find_spec(package.module) is not None]
 
 
 def _flash_mla(module: Any, call: Call) -> Any:
@@ -133,8 +134,8 @@ def _aiter(module: Any, call: Call) -> Any:
     return run, answer
 
 
-PEERS = (
-    Peer("flash_mla", "flash_mla", _flash_mla),
-    Peer("flashinfer", "flashinfer", _flashinfer),
-    Peer("aiter", "aiter", _aiter),
+THIRD_PARTIES = (
+    ThirdParty("flash_mla", "flash_mla", _flash_mla),
+    ThirdParty("flashinfer", "flashinfer", _flashinfer),
+    ThirdParty("aiter", "aiter", _aiter),
 )

@@ -1,4 +1,4 @@
-"""Calls of peers, against stand-ins that take the arguments their documentation names and answer with our reference."""
+"""Calls of other packages, against stand-ins that take the documented arguments and answer with our reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.bench import inputs, peers, sets
+from mla_suite.bench import inputs, sets, third_party
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.sets import Case
 
@@ -116,26 +116,22 @@ TAKEN = [
 ]
 
 
-def peer(name: str) -> peers.Peer:
-    return next(entry for entry in peers.PEERS if entry.name == name)
+def package(name: str) -> third_party.ThirdParty:
+    return next(entry for entry in third_party.THIRD_PARTIES if entry.name == name)
 
 
 @pytest.mark.parametrize(("name", "case"), TAKEN, ids=[f"{name}-{case.shape}" for name, case in TAKEN])
-def test_a_peer_reads_the_same_tensors_and_gives_the_same_numbers(name: str, case: Case) -> None:
+def test_another_package_reads_the_same_tensors_and_gives_the_same_numbers(name: str, case: Case) -> None:
     call = inputs.make(case, CPU)
-    contender = peer(name).contend(case, call)
-    assert contender.refusal is None
-    assert contender.answer is not None
-    assert contender.run is not None
-    right, _ = inputs.expected(case, call)
-    got = contender.answer(call)
-    assert inputs.error(got, right[: len(got)]) < 5e-3
+    runner = package(name).runner(case, call)
+    assert runner.refusal is None
+    assert runner.answer is not None
+    assert runner.run is not None
+    assert runner.error(call, inputs.expected(case, call)) < 5e-3
     # What is planned once serves every copy of the inputs.
     other = inputs.copy(call)
     other.args[1].view(torch.uint8).zero_()
-    assert (
-        inputs.error(contender.answer(Call(other.args, other.kwargs)), inputs.expected(case, other)[0][: len(got)]) == 0
-    )
+    assert runner.error(Call(other.args, other.kwargs), inputs.expected(case, other)) == 0
 
 
 REFUSED = [
@@ -149,6 +145,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "case", "sentence"), REFUSED, ids=[f"{n}-{c.id}" for n, c, _ in REFUSED])
 def test_what_a_peer_cannot_take_is_refused(name: str, case: Case, sentence: str) -> None:
-    refusal = peer(name).contend(case, inputs.make(case, CPU)).refusal
+    refusal = package(name).runner(case, inputs.make(case, CPU)).refusal
     assert refusal is not None
     assert sentence in refusal

@@ -1,0 +1,271 @@
+"""Exact counts of a large problem from short ones: equal sequences are emulated once, long contexts by their loop.
+
+A work tile of a plan costs a constant for its beginning and end, and the same again for every `PERIOD` keys between,
+because the loop over keys then takes the same branches. A sequence is therefore emulated with its tiles shortened by
+whole periods, and the periods are added. A launch in which every sequence is empty counts what the workgroups cost
+without keys; what a sequence adds to it does not depend on its neighbours. A test compares every counter with a whole
+launch.
+
+Kernels with fp8 softmax weights are the exception: a new largest score costs them a branch. Periods are counted without
+any, so that their counts are of the least work: up to 3 % below those of random values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from mla_suite.bench import inputs
+from mla_suite.bench.inputs import PLAN, Call
+from mla_suite.bench.sets import Case
+from mla_suite.core import dispatch, library
+from mla_suite.core.dispatch import Offer
+from mla_suite.emulator import Report, SanitizerError, configured
+from mla_suite.launch import LaunchError
+from mla_suite.ops.combine.samples import sample as combine_sample
+from mla_suite.ops.plan.metadata import OPEN, Item, Plan, Word
+
+PERIOD = 512
+"""Keys after which the loop of a decode kernel repeats: a workgroup fetches the numbers of so many pages at a time."""
+STEADY = 1024
+"""A work tile of so many keys has a first and a last period, so another one between them adds what any other does."""
+MAX_SIGNATURES = 16
+"""With more kinds of sequences than this, all sequences are emulated, shortened, in one launch."""
+
+SEQ_LENS = 2  # decode's positional argument
+CPU = torch.device("cpu")
+
+Run = Callable[[tuple[torch.Tensor, ...], Call], None]
+"""Fills the outputs of a call."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A work tile: how many keys it has, whether it writes a partial result, and whether it ends its sequence."""
+
+    keys: int
+    partial: bool
+    last: bool
+
+    @property
+    def periods(self) -> int:
+        """How many periods can be left out."""
+        return max(0, (self.keys - STEADY) // PERIOD)
+
+    @property
+    def shortened(self) -> int:
+        """Keys that remain without them."""
+        return self.keys - self.periods * PERIOD
+
+
+COUNTERS = tuple(
+    entry.name
+    for entry in fields(Report)
+    if entry.name not in ("kernel", "arch", "findings", "names", "classes", "passes")
+)
+"""The fields of a Report that count: arrays over instructions, and bytes by buffer."""
+
+
+def total(parts: Sequence[tuple[int, Report]]) -> Report:
+    """The sum of launches of one kernel, each counted so many times (also negative ones).
+
+    ValueError when they are launches of two kernels, which a shorter problem may have chosen.
+    """
+    first = parts[0][1]
+    for _, report in parts:
+        if report.kernel != first.kernel or list(report.names) != list(first.names):
+            raise ValueError(f"launches of {first.kernel} and of {report.kernel} are not added to each other")
+    counts: dict[str, Any] = {}
+    for name in COUNTERS:
+        tables = [(factor, getattr(report, name)) for factor, report in parts]
+        if isinstance(tables[0][1], dict):
+            counts[name] = {key: sum(factor * table.get(key, 0) for factor, table in tables) for key in tables[0][1]}
+        else:
+            counts[name] = sum(factor * table for factor, table in tables)
+    return replace(first, **counts)
+
+
+def launches(op: library.Op, run: Run, call: Call) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+    """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
+    with configured(collect=True) as reports:
+        outputs = inputs.outputs_for(op, call)
+        run(outputs, call)
+    for report in reports:
+        if report.findings:
+            raise SanitizerError(report)
+    return reports, outputs
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Reports of a problem, one per launch; the relative error of what was executed, and against what."""
+
+    reports: list[Report]
+    error: float
+    checked: str
+
+
+_periods: dict[tuple[object, ...], Report] = {}
+
+
+def period(case: Case, run: Run, key: tuple[object, ...]) -> Report:
+    """What one more period of a work tile adds, for all row tiles of a sequence whose scores are all equal.
+
+    key  names the arch and the kernel, which `case` alone does not
+    LaunchError when a second period adds something else than the first.
+    """
+    key = (*key, case.facts["heads"], case.facts["q_len"], *sorted(case.options.items()))
+    if key not in _periods:
+        op = library.get(case.op)
+        found = []
+        for keys in (STEADY, STEADY + PERIOD, STEADY + 2 * PERIOD):
+            args, kwargs = case.at([keys]).make(CPU)
+            args[0].zero_()
+            found.append(launches(op, run, Call(args, kwargs | {"num_splits": 1}))[0][0])
+        added = [total([(1, longer), (-1, shorter)]) for shorter, longer in pairwise(found)]
+        if (added[0].times != added[1].times).any() or (added[0].lds_clocks_128 != added[1].lds_clocks_128).any():
+            raise LaunchError(f"{found[0].kernel} has no steady state of {PERIOD} keys: count it whole")
+        _periods[key] = added[0]
+    return _periods[key]
+
+
+def planned_decode(case: Case, call: Call, run: Run, key: tuple[object, ...], fp8_weights: bool) -> Counted:
+    """Counts of decode with a plan, made by its backend `run` in the emulator that is active.
+
+    call, key    those of `one_pool` and of `period`
+    fp8_weights  whether the backend rounds softmax weights to fp8
+    """
+    op = library.get(case.op)
+    plan = Plan.read(call.args[PLAN])
+    sequences = _tiles(plan, case.lens)
+    lens = [sum(tile.shortened for tile in tiles) for tiles in sequences]
+    short = Call((*call.args[:PLAN], _shortened(call.args[PLAN], plan, sequences), *call.args[PLAN + 1 :]), call.kwargs)
+
+    def at(kept: Sequence[int]) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+        args = list(short.args)
+        args[SEQ_LENS] = torch.tensor(kept, dtype=torch.int32)
+        args[PLAN] = short.args[PLAN].clone()  # a launch may write its counters
+        return launches(op, run, Call(tuple(args), short.kwargs))
+
+    kinds = Counter(sequences)
+    if len(kinds) > min(MAX_SIGNATURES, len(lens) // 2):
+        reports, outputs = at(lens)
+        error = _error(short, outputs, lens, 0, fp8_weights)
+    else:
+        empty, _ = at([0] * len(lens))
+        parts: list[list[tuple[int, Report]]] = [[(1, report)] for report in empty]
+        error = 0.0
+        for tiles, count in kinds.items():
+            chosen = sequences.index(tiles)
+            alone, outputs = at([keys if b == chosen else 0 for b, keys in enumerate(lens)])
+            error = max(error, _error(short, outputs, lens, chosen, fp8_weights))
+            for sums, with_it, without in zip(parts, alone, empty, strict=True):
+                sums += [(count, with_it), (-count, without)]
+        reports = [total(sums) for sums in parts]
+    left_out = sum(tile.periods for tiles in sequences for tile in tiles)
+    if left_out:
+        reports[0] = total([(1, reports[0]), (left_out, period(case, run, key))])
+    return Counted(reports, error, "fp64")
+
+
+def one_pool(case: Case) -> Call:
+    """The call of a case with all of its metadata, over the pages that one sequence would have.
+
+    Counts do not depend on values, so all sequences of decode may read the same keys.
+    """
+    if case.op == "sparse_decode":
+        return Call(*case.at([0] * case.facts["batch"]).make(CPU))
+    (q, cache, _, table, _, indices, *rest), kwargs = case.at([max(case.lens)]).make(CPU)
+    q = q.expand(len(case.lens), *q.shape[1:]).contiguous()
+    seq_lens = torch.tensor(case.lens, dtype=torch.int32)
+    indptr = None
+    if table is None:
+        counts = [-(-length // cache.shape[1]) for length in case.lens]
+        indptr = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        indices = torch.cat([indices[:count] for count in counts])
+    else:
+        table = table.expand(len(case.lens), -1).contiguous()
+    return inputs.with_plan(case, Call((q, cache, seq_lens, table, indptr, indices, *rest), kwargs))
+
+
+def _tiles(plan: Plan, lens: Sequence[int]) -> list[tuple[Tile, ...]]:
+    """The work tiles of each sequence, in order."""
+    found: list[list[Tile]] = [[] for _ in lens]
+    for sequence, first, end, row in plan.items:
+        found[sequence].append(Tile(max(0, min(end, lens[sequence]) - first), row >= 0, end == OPEN))
+    return [tuple(tiles) for tiles in found]
+
+
+def _shortened(words: torch.Tensor, plan: Plan, sequences: Sequence[Sequence[Tile]]) -> torch.Tensor:
+    """The plan with every work tile shortened: the same tiles of the same workgroups, at other keys."""
+    words = words.clone()
+    at = plan.header[Word.ITEMS]
+    for tiles in sequences:
+        first = 0
+        for tile in tiles:
+            words[at + Item.FIRST_KEY] = first
+            first += tile.shortened
+            words[at + Item.END_KEY] = OPEN if tile.last else first
+            at += plan.header[Word.ITEM_WORDS]
+    return words
+
+
+def _error(call: Call, outputs: tuple[torch.Tensor, ...], lens: Sequence[int], b: int, fp8_weights: bool) -> float:
+    """Relative error of one sequence's results against fp64; ValueError when they are not right."""
+    q, cache, _, table, indptr, indices, *rest = call.args
+    if table is None:
+        indices, indptr = indices[indptr[b] :], torch.tensor([0, len(indices) - int(indptr[b])], dtype=torch.int32)
+    else:
+        table = table[b : b + 1]
+    length = torch.tensor([lens[b]], dtype=torch.int32)
+    alone = Call((q[b : b + 1], cache, length, table, indptr, indices, *rest[:-1]), call.kwargs)
+    right = inputs.exact(alone)
+    bound = right.fp8_weights if fp8_weights else None
+    return inputs.error([output[b : b + 1] for output in outputs], right.outputs, fp8_weights=bound)
+
+
+def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
+    """Counts of sparse_decode without a plan, of sequences that all select equally many keys.
+
+    row_tiles, waves  workgroups that share a query token's keys, and waves of one
+    ValueError when sequences share workgroups.
+    """
+    op = library.get(case.op)
+    batch, tokens = case.facts["batch"], case.facts["batch"] * case.facts["q_len"]
+    args, kwargs = case.at([0] * batch).make(CPU)
+    nothing = [torch.zeros(batch, dtype=torch.int32) for _ in args[1]]
+    empty, _ = launches(op, run, Call((*args[:4], nothing, *args[5:]), kwargs))
+    workgroups = int(empty[0].times[0]) // waves
+    splits, rest = divmod(workgroups, tokens * row_tiles)
+    if rest or not splits:
+        raise ValueError(f"{workgroups} workgroups do not divide among {tokens} query tokens: count it whole")
+    args, kwargs = case.at([0]).make(CPU)
+    call = Call(args, kwargs | {"num_splits": splits})
+    reports, outputs = launches(op, run, call)
+    reference = next(backend for backend in op.backends if backend.name == "reference")
+    right = inputs.result(op, lambda into, *a, **k: reference.run(None, into, *a, **k), call)
+    error = inputs.error(outputs, right)
+    counted = [total([(batch, reports[0])])]
+    if len(empty) > 1:
+        counted.append(_merge(case, tokens, splits))
+    return Counted(counted, error, "reference")
+
+
+def _merge(case: Case, tokens: int, splits: int) -> Report:
+    """Counts of the merge behind a sparse_decode in so many splits."""
+    combine = library.get("combine")
+    args, kwargs = combine_sample(tokens, case.facts["heads"], splits, sink=bool(case.options["sink"])).make(CPU)
+    native = next(backend for backend in combine.backends if backend.name == "native")
+    offer = native.offer(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
+    if not isinstance(offer, Offer):
+        raise ValueError(f"the merge has no kernel: {offer.reason}")
+
+    def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
+        native.run(offer.config, outputs, *call.args, **call.kwargs)
+
+    return launches(combine, run, Call(args, kwargs))[0][0]
