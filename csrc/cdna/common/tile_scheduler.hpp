@@ -82,8 +82,8 @@ class TileScheduler {
   MLA_DEVICE static int split_length(const Params& p, int keys) {
     const uint32_t splits = static_cast<uint32_t>(p.num_splits);
     const uint32_t even = (static_cast<uint32_t>(keys) + splits - 1) / splits;
-    const uint32_t aligned = (even + SPLIT_ALIGNMENT - 1) / SPLIT_ALIGNMENT * SPLIT_ALIGNMENT;
-    return static_cast<int>(even < 1 ? SPLIT_ALIGNMENT : aligned);
+    return static_cast<int>(even < 1 ? SPLIT_ALIGNMENT
+                                     : (even + SPLIT_ALIGNMENT - 1) / SPLIT_ALIGNMENT * SPLIT_ALIGNMENT);
   }
 
   MLA_DEVICE const int32_t* tile_info(const Params& p) const {

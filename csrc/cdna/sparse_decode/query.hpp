@@ -7,6 +7,9 @@
 
 namespace cdna::sparse {
 
+// The layout is that of dense decode's QueryTile. The loader is not shared: with QueryTile's, LLVM 22 orders every
+// sparse kernel otherwise and makes some of them two instructions longer.
+//
 // Chunk c of a lane is columns 32 c + 8 * lane.group + 0..7 of row lane.column.
 template <int qk_dim>
 struct SparseQueryTile {
