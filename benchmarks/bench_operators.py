@@ -1,10 +1,19 @@
-"""Every operator's backends on a named set of shapes, for pytest-benchmark.
+"""Every operator's backends on a named set of shapes, tracked by pytest-benchmark.
 
-pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-json=run.json
+    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-autosave
+    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-compare \\
+        --benchmark-compare-fail=median:5%
 
-What pytest-benchmark times is the eager call as the host sees it. Device time by graph replay with cold caches, the
-rates it means, its ratio to the floors of the same session and the versions of everything are in `extra_info`. Results
-are compared with the reference first.
+On a GPU the statistic that is stored and compared is the device time of a call, by replay of a CUDA graph with cold
+caches; host time until an eager call returns is a benchmark beside it. Without a GPU the statistic is what the emulator
+counts for AMD kernels: the bound of a compute unit in clocks, and wave instructions. Those are the same on every
+machine, so the stored baseline of set `counted` holds to the last instruction:
+
+    pytest benchmarks/bench_operators.py --benchmark-enable --set counted \\
+        --benchmark-compare=benchmarks/baselines/counted.json --benchmark-compare-fail=median:0%
+
+Every result is compared with fp64 or the reference before it is measured. What was run, its error, the rates that the
+time means and its ratio to the roofline of the same session are in `extra_info`.
 """
 
 from __future__ import annotations
@@ -14,63 +23,101 @@ from typing import Any
 import pytest
 import torch
 
-from mla_suite.bench import clock, environment, floors, inputs, noise, runners
-from mla_suite.bench.clock import Effort
+from mla_suite.bench import bounds, clock, floors, inputs, meter, noise, runners
+from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
+from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.core import library
 
-EFFORT = Effort(rounds=4, passes=1)
+ROUNDS = 8
 
 
 @pytest.fixture(scope="session")
-def machine(device: torch.device) -> dict[str, Any]:
-    return environment.describe(device)
+def ceilings(device: torch.device, request: pytest.FixtureRequest) -> floors.Floors | None:
+    enabled = not request.config.getoption("benchmark_disable") or request.config.getoption("benchmark_enable")
+    return floors.measure(device) if device.type == "cuda" and enabled else None
 
 
-@pytest.fixture(scope="session")
-def ceilings(device: torch.device) -> floors.Floors | None:
-    return floors.measure(device) if device.type == "cuda" else None
-
-
-def test_operator(
-    benchmark: Any,
-    shape: str,
-    case: Case,
-    backend: str,
-    device: torch.device,
-    machine: dict[str, Any],
-    ceilings: floors.Floors | None,
-) -> None:
+def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> tuple[Runner, Call]:
+    """A backend whose result is right, and the call. Skips what the backend does not take."""
     op = library.get(case.op)
     call = inputs.make(case, device)
     runner = next(runners.backends(op, call, [backend], device), None)
     if runner is None or runner.refusal is not None:
         pytest.skip(f"{case.op} {backend}: {runner.refusal if runner else 'the operator has no such backend'}")
-    right, source = inputs.expected(case, call)
-    error = inputs.error(runner.answer(call), right)
+    right = inputs.expected(case, call)
+    info = {"config": runner.config, "reason": runner.reason, "checked": right.source}
+    benchmark.extra_info |= info | {"error": runner.error(call, right)}
+    return runner, call
 
-    benchmark(runner.eager, call)
 
-    result = Result(case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops, runner.config)
-    if device.type == "cuda" and benchmark.enabled:
-        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
-        result.rounds = clock.device_rounds(runner.run, turns, EFFORT)
-        result.floor_us, result.bound = ceilings.of(result.bytes, result.flops) if ceilings else (0.0, "")
-    elif benchmark.enabled:
-        result.rounds = [benchmark.stats.stats.median * 1e6]
-    benchmark.extra_info |= machine | {
-        "config": runner.config,
-        "reason": runner.reason,
-        "error": error,
-        "checked": source,
+@pytest.mark.benchmark(group="device time", timer=meter.meter)
+def test_device_time(
+    benchmark: Any, case: Case, backend: str, gpu: torch.device, ceilings: floors.Floors | None
+) -> None:
+    runner, call = checked(case, backend, gpu, benchmark)
+    assert runner.run is not None
+    if not benchmark.enabled:
+        return
+    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(gpu), clock.MOST_CALLS)
+    replay = clock.Replay(runner.run, turns)
+    result = Result(case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops)
+
+    def one_round() -> None:
+        result.rounds.append(replay.round())
+        meter.add(result.rounds[-1] * 1e-6)
+
+    benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
+    result.floor_us, result.bound = ceilings.of(result.bytes, result.flops) if ceilings else (0.0, "")
+    benchmark.extra_info |= {
         "bytes": result.bytes,
         "flops": result.flops,
-        "device_us": result.us if device.type == "cuda" else None,
-        "spread_percent": 100 * noise.spread(result.rounds) / result.us if result.rounds else None,
+        "device_us": result.us,
+        "spread_percent": 100 * noise.spread(result.rounds) / result.us,
         "gb_per_s": result.gb_per_s,
         "tflops": result.tflops,
         "floor_us": result.floor_us,
         "over_floor": result.over_floor,
         "bound": result.bound,
     }
+
+
+@pytest.mark.benchmark(group="host time")
+def test_host_time(benchmark: Any, case: Case, backend: str, device: torch.device) -> None:
+    """Until an eager call returns; on a CPU that is when the result is there."""
+    runner, call = checked(case, backend, device, benchmark)
+    assert runner.eager is not None
+    benchmark(runner.eager, call)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+_results: dict[tuple[str, str], Result] = {}
+
+
+def counts(case: Case, arch: str, benchmark: Any) -> Result:
+    """What the emulator counts, once for both statistics. Skips what the arch has no kernel for."""
+    key = case.id, arch
+    if key not in _results:
+        _results[key] = bounds.count(case, arch)
+    result = _results[key]
+    assert not result.wrong, result.failure
+    if result.failure:
+        pytest.skip(f"{case.op} on {arch}: {result.failure}")
+    benchmark.extra_info |= {"config": result.config, "clocks": result.counted}
+    return result
+
+
+@pytest.mark.benchmark(group="clocks", timer=meter.meter)
+def test_clocks(benchmark: Any, case: Case, arch: str) -> None:
+    """The highest bound of a compute unit, work spread evenly over the chip's: never a time."""
+    result = counts(case, arch, benchmark)
+    benchmark.pedantic(meter.add, (result.counted[bounds.limiter(result.counted)],), setup=meter.reset)
+
+
+@pytest.mark.benchmark(group="instructions", timer=meter.meter)
+def test_instructions(benchmark: Any, case: Case, arch: str) -> None:
+    """Wave instructions of all launches."""
+    result = counts(case, arch, benchmark)
+    benchmark.pedantic(meter.add, (float(result.instructions),), setup=meter.reset)

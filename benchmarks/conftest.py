@@ -1,16 +1,32 @@
-"""Options of the benchmarks: `pytest benchmarks --benchmark-enable --set quick --backend reference`."""
+"""Options of the benchmarks, and what pytest-benchmark writes beside their numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from mla_suite.bench import sets
+from mla_suite.bench import environment, sets
+from mla_suite.build import manifest
+from mla_suite.build.errors import ObjectError
+from mla_suite.core import arch as arch_records
+
+COUNTED = {"clocks": "clock", "instructions": "instruction"}
+"""Groups whose statistic is no time, and its unit."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", default="quick", help=f"shapes of bench_operators: {', '.join(sets.SETS)}")
     parser.addoption("--backend", default=None, help="native, triton or reference (default: those of this device)")
+    parser.addoption("--arch", default=None, help="AMD archs to count for without a GPU (default: all that are built)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--set") not in sets.SETS:
+        given = config.getoption("--set")
+        raise pytest.UsageError(f"--set {given}: there is no such set of shapes; there are {', '.join(sets.SETS)}")
 
 
 @pytest.fixture(scope="session")
@@ -18,15 +34,81 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(scope="session")
+def gpu(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        pytest.skip("device time needs a GPU; without one, counts of AMD kernels are tracked")
+    return device
+
+
+def _built() -> list[str]:
+    """AMD archs that have kernels here."""
+    try:
+        built = {name for name, _ in manifest.installed().kernels}
+    except ObjectError:
+        return []
+    return [name for name in arch_records.names() if arch_records.get(name).vendor == "amd" and name in built]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parameters are strings, so that a saved benchmark says what it ran."""
-    if {"shape", "backend"} <= set(metafunc.fixturenames):
+    names, option = set(metafunc.fixturenames), metafunc.config.getoption
+    if "backend" in names and "case" in names:
         usual = ["native", "triton"] if torch.cuda.is_available() else ["reference"]
-        asked = metafunc.config.getoption("--backend")
-        metafunc.parametrize("backend", [asked] if asked else usual)
-        metafunc.parametrize("shape", [case.id for case in sets.named(metafunc.config.getoption("--set"))])
+        metafunc.parametrize("backend", [option("--backend")] if option("--backend") else usual)
+    if "arch" in names:
+        asked = option("--arch").split(",") if option("--arch") else _built()
+        metafunc.parametrize("arch", [] if torch.cuda.is_available() else asked)
+    if "case" in names:
+        metafunc.parametrize("shape", [case.id for case in sets.named(option("--set"))])
 
 
 @pytest.fixture
 def case(shape: str, request: pytest.FixtureRequest) -> sets.Case:
     return next(case for case in sets.named(request.config.getoption("--set")) if case.id == shape)
+
+
+def pytest_benchmark_scale_unit(
+    config: pytest.Config, unit: str, benchmarks: Sequence[Mapping[str, Any]], best: str, worst: str, sort: str
+) -> tuple[str, float] | None:
+    """Clocks and instructions are shown as they are; None leaves times to pytest-benchmark."""
+    groups = {entry["group"] for entry in benchmarks}
+    if not groups <= set(COUNTED):
+        return None
+    return (" and ".join(sorted(COUNTED[group] for group in groups)) if unit == "seconds" else ""), 1.0
+
+
+def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
+    """Device, driver and versions. Counts depend on the compiler and on nothing else."""
+    if torch.cuda.is_available():
+        return environment.describe(torch.device("cuda"))
+    try:
+        compilers = {entry.compiler for (arch, _), entry in manifest.installed().kernels.items() if arch in _built()}
+    except ObjectError:
+        compilers = set()
+    return {"emulated": True, "compiler": "; ".join(sorted(compilers))}
+
+
+def pytest_benchmark_generate_commit_info(config: pytest.Config) -> dict[str, Any]:
+    facts = environment.describe(torch.device("cpu"))
+    return {"id": facts["commit"], "dirty": facts["changed"]}
+
+
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Sequence[Any], output_json: dict[str, Any]) -> None:
+    """A count has one round, which its median says."""
+    for entry in output_json["benchmarks"]:
+        if entry["group"] in COUNTED:
+            entry["stats"].pop("data", None)
+
+
+def pytest_benchmark_compare_machine_info(
+    config: pytest.Config, benchmarksession: Any, machine_info: Mapping[str, Any], compared_benchmark: Mapping[str, Any]
+) -> None:
+    """Numbers of two devices, or counts of two compilers, say nothing about each other."""
+    before = compared_benchmark["machine_info"]
+    for name in ("device", "compiler", "emulated"):
+        if before.get(name) != machine_info.get(name):
+            raise pytest.UsageError(
+                f"the compared run has {name} {before.get(name)!r}, this one {machine_info.get(name)!r}; compare runs "
+                "of one device, or counts of one compiler"
+            )

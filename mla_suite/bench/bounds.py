@@ -82,8 +82,9 @@ def limiter(counted: dict[str, float]) -> str:
 def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
     reports, outputs = extrapolation.launches(op, _runner(choice), call)
+    written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
     bound = right.fp8_weights if fp8_weights(choice.offer.config) else None
-    return Counted(reports, inputs.error(outputs, right.outputs, fp8_weights=bound), right.source)
+    return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
 
 
 def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mla_suite.core import library
 from mla_suite.core.library import Sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
@@ -164,8 +165,29 @@ def _quick() -> list[Case]:
     return [*contexts, *wide, combine(4, 16, 8), sparse(2, 16, 1, small)]
 
 
+def _counted() -> list[Case]:
+    fp8 = dict(kv_format="fp8", dtype=torch.float8_e4m3fn)
+    fnuz = dict(kv_format="fp8_fnuz", dtype=torch.float8_e4m3fnuz)
+    dense = [
+        decode(1, 16, 1024),
+        decode(1, 128, 1024),
+        decode(2, 32, 600, 4, page=1),
+        decode(1, 64, 700, dtype=torch.float16, kv_format="fp16"),
+    ]
+    dense += [decode(1, 128, 400, rotate=True), decode(1, 16, 400, rotate=True)]
+    dense += [replace(decode(3, 128, 700, planned=True), parts=4), replace(decode(3, 16, 700, planned=True), parts=4)]
+    narrow = [decode(1, 16, 1024, kv_format="fp8"), decode(1, 128, 600, kv_format="fp8"), decode(1, 16, 1024, **fp8)]
+    narrow += [replace(decode(2, 32, 700, 4, page=1, planned=True, **fp8), parts=3)]
+    narrow += [decode(1, 16, 1024, kv_format="fp8_fnuz"), decode(1, 128, 600, **fnuz)]
+    selected = [sparse(1, heads, 1, [PoolShape("v32", 16, 64, 512)]) for heads in (16, 128)]
+    selected += [sparse(1, 64, 2, [PoolShape("dsv4", 4, 64, 128), PoolShape("dsv4", 8, 64, 256)], sink=True)]
+    others = [Case(op, made, {}) for op in ("plan", "append_kv") for made in library.get(op).samples()]
+    return [*dense, *narrow, *selected, combine(4, 16, 8), combine(64, 16, 4), *others]
+
+
 SETS: Mapping[str, NamedSet] = {
     "quick": NamedSet("a few small shapes of each attention operator; seconds on a CPU", _quick),
+    "counted": NamedSet("every kind of AMD kernel on a small problem: the stored baseline of counts", _counted),
     "flashmla": NamedSet("dense decode, bf16, pages of 64: DeepSeek head counts over batch and context", _flash_mla),
     "aiter-3003": NamedSet(
         "AITER pull request 3003: fp8 queries and keys, 32 heads, 4 query tokens, pages of 1",

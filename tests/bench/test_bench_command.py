@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,6 @@ from mla_suite.__main__ import main
 from mla_suite.bench import noise, record, sets, table, third_party
 from mla_suite.bench import run as runner
 from mla_suite.bench.clock import Effort
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_quick_set_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,20 +143,3 @@ def test_wrong_results_come_before_refusals() -> None:
 def test_no_peer_is_installed_where_none_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(third_party, "find_spec", lambda name: None)
     assert third_party.installed() == []
-
-
-def test_benchmarks_run_under_pytest_benchmark(tmp_path: Path) -> None:
-    """One shape of the pytest-benchmark file; extra_info says what was run, where and how fast."""
-    pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (pip install 'mla_suite[bench]')")
-    saved = tmp_path / "run.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "--benchmark-enable", "-q",
-               "-k", "combine", "--backend", "reference", "--benchmark-max-time=0.05",
-               f"--benchmark-json={saved}"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
-    assert done.returncode == 0, done.stdout[-2000:]
-    (entry,) = json.loads(saved.read_text())["benchmarks"]
-    assert entry["params"] == {"shape": "combine-b4-r16-s8-v512", "backend": "reference"}
-    info = entry["extra_info"]
-    assert {"arch", "driver", "cuda", "rocm", "torch", "triton", "commit", "config"} <= set(info)
-    assert info["gb_per_s"] > 0
-    assert info["checked"] == "reference"

@@ -1,0 +1,97 @@
+"""pytest-benchmark stores and compares what a meter was given: counts without a GPU, to the last instruction."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_suite.bench import meter
+from mla_suite.build import manifest
+
+pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (pip install 'mla_suite[bench]')")
+
+ROOT = Path(__file__).parents[2]
+SHAPE = "combine-b4-r16-s8-v512"
+PLANT = """
+from mla_suite.emulator import Emulator
+
+load = Emulator.load_text
+
+
+def planted(self, text, kernel):
+    return load(self, text.replace(f"\\n{kernel}:", f"\\n{kernel}:\\n\\ts_nop 0", 1), kernel)
+
+
+Emulator.load_text = planted
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    if isinstance(manifest.locate(), str):
+        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+
+
+def benchmarks(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "--benchmark-enable", "-q"]
+    command += ["--set", "counted", "--arch", "gfx942", "-k", f"{SHAPE} and not time", *arguments]
+    path = f"{where}:{ROOT}"
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=300, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+def test_one_planted_instruction_fails_the_comparison(tmp_path: Path) -> None:
+    saved = tmp_path / "counted.json"
+    first = benchmarks(f"--benchmark-json={saved}", where=tmp_path)
+    assert first.returncode == 0, first.stdout[-2000:]
+    run = json.loads(saved.read_text())
+    assert {entry["name"] for entry in run["benchmarks"]} == {
+        f"test_{what}[gfx942-{SHAPE}]" for what in ("clocks", "instructions")
+    }
+    assert set(run["machine_info"]) == {"emulated", "compiler"}
+    counts = {entry["group"]: entry["stats"]["median"] for entry in run["benchmarks"]}
+    assert counts["instructions"] == int(counts["instructions"]) > 0
+    assert run["benchmarks"][0]["extra_info"]["clocks"]["memory"] > 0
+
+    compare = (f"--benchmark-compare={saved}", "--benchmark-compare-fail=median:0%")
+    again = benchmarks(*compare, where=tmp_path)
+    assert again.returncode == 0, again.stdout[-2000:]
+    (tmp_path / "planted.py").write_text(PLANT)
+    planted = benchmarks(*compare, "-p", "planted", where=tmp_path)
+    assert planted.returncode != 0
+    assert "Performance has regressed" in planted.stdout + planted.stderr
+    assert f"test_instructions[gfx942-{SHAPE}]" in planted.stdout + planted.stderr
+
+
+def test_the_stored_baseline_has_every_kind_of_kernel() -> None:
+    run = json.loads((ROOT / "benchmarks" / "baselines" / "counted.json").read_text())
+    names = {entry["name"] for entry in run["benchmarks"]}
+    for arch in ("gfx942", "gfx950"):
+        for op in ("decode", "combine", "plan", "append_kv", *(["sparse_decode"] if arch == "gfx950" else [])):
+            assert any(f"instructions[{arch}-{op}-" in name for name in names), (arch, op)
+    assert set(run["machine_info"]) == {"emulated", "compiler"}
+
+
+def test_an_unknown_set_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "--set", "fast", "-q"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 4
+    assert "ERROR: --set fast: there is no such set of shapes; there are quick, " in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_meter_moves_by_what_it_is_given() -> None:
+    meter.reset()
+    meter.add(2.5)
+    meter.add(0.0)
+    assert meter.meter() == 2.5
+    with pytest.raises(ValueError, match="0 or more"):
+        meter.add(-1.0)
+    meter.reset()
+    assert meter.meter() == 0.0
