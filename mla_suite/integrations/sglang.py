@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations.dense import KV_FORMATS
+from mla_suite.integrations._common import KV_FORMATS
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
