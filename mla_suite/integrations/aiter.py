@@ -22,11 +22,11 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
-from mla_suite.integrations import plans
+from mla_suite.integrations import metadata_convert
+from mla_suite.integrations._common import FP8, KV_FORMATS
+from mla_suite.integrations._common import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
-from mla_suite.integrations.dense import FP8, KV_FORMATS
-from mla_suite.integrations.refusal import refuse as _refuse
 
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
 _selecting: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # work_info_set -> topk, where it was planned with one
@@ -114,9 +114,9 @@ def mla_decode_fwd(
         if topk is not None:
             _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
             return o, lse if return_lse else None
-        plan = plans.recall(work_info_set, batch)
+        plan = metadata_convert.recall(work_info_set, batch)
         if plan is None:
-            plan = plans.from_aiter(work_indptr, work_info_set, kv_indptr, page_size=page_size)
+            plan = metadata_convert.from_aiter(work_indptr, work_info_set, kv_indptr, page_size=page_size)
     torch.ops.mla_suite.decode.out(
         q,
         kv_buffer.squeeze(2),
@@ -202,7 +202,7 @@ def get_mla_metadata_v1(
     dtype_q: torch.dtype | None = None,
     dtype_kv: torch.dtype | None = None,
 ) -> None:
-    """Plan one step and write the plan into the six buffers, in AITER's format (`plans.to_aiter`), in place.
+    """Plan one step and write the plan into the six buffers, in AITER's format (`metadata_convert.to_aiter`), in place.
 
     work_indptr says how many workers share the work: one fewer than its words. The lists are true to the plan that
     mla_decode_fwd then runs with, so other kernels may read them too, for one query tile per sequence.
@@ -223,7 +223,9 @@ def get_mla_metadata_v1(
         _refuse(name, f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     if is_cp_round_robin:
         _refuse(name, "is_cp_round_robin is True", "round-robin context parallel is not supported: pass False")
-    wide = dict(work_info_set=(work_info_set, len(plans.AiterColumn)), reduce_final_map=(reduce_final_map, 2))
+    wide = dict(
+        work_info_set=(work_info_set, len(metadata_convert.AiterColumn)), reduce_final_map=(reduce_final_map, 2)
+    )
     for argument, (buffer, width) in wide.items():
         if buffer.dim() != 2 or buffer.shape[1] != width:
             _refuse(name, f"{argument} has shape {tuple(buffer.shape)}", f"it takes rows of {width}: see *_info_v1")
@@ -250,11 +252,11 @@ def get_mla_metadata_v1(
     plan = mla_suite.plan(seq_lens, queries, rows=num_heads_per_head_k * q_len, workers=workers, max_seqlen_kv=0)
     sizes = dict(workers=workers, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
-        made = plans.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
-        plans.remember(work_info_set, plan, batch)
+        made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
+        metadata_convert.remember(work_info_set, plan, batch)
         _selecting.pop(work_info_set, None)
     else:
-        made = plans.aiter_lists(plan, queries, spans, **sizes)
+        made = metadata_convert.aiter_lists(plan, queries, spans, **sizes)
         _selecting[work_info_set] = topk
     buffers = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(buffers, made, strict=True):

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 import mla_suite
-from mla_suite.integrations import plans
-from mla_suite.integrations.dense import WIDE
-from mla_suite.integrations.refusal import refuse as _refuse
+from mla_suite.integrations import metadata_convert
+from mla_suite.integrations._common import WIDE
+from mla_suite.integrations._common import refuse as _refuse
 
 SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
 
@@ -56,7 +56,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
 
     With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
     is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
-    [batch + 1]), written from a plan of ours with the columns of that time (`plans.OlderFlashMlaColumn`). Passed on as
+    [batch + 1]), written from a plan of ours with the columns of that time (`OlderFlashMlaColumn`). Passed on as
     they are they cost nothing per call; a copy of them is read back with some twenty small tensor operations per call,
     so prefer the holder.
     """
@@ -82,8 +82,8 @@ def _older(
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
     workers = mla_suite.workers(cache_seqlens, rows)
     plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_seqlen_kv=0)
-    made = plans.to_flash_mla(plan, lengths, workers=workers, columns=plans.OlderFlashMlaColumn)
-    plans.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
+    made = metadata_convert.to_flash_mla(plan, lengths, workers=workers, columns=metadata_convert.OlderFlashMlaColumn)
+    metadata_convert.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 
 
@@ -312,15 +312,19 @@ def _plan_of(
     if not isinstance(metadata, torch.Tensor):
         given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
         _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)
-    if metadata.dim() != 2 or metadata.shape[1] != plans.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
+    if metadata.dim() != 2 or metadata.shape[1] != metadata_convert.FLASH_MLA_WORDS or metadata.dtype != torch.int32:
         given = f"tile_scheduler_metadata is {metadata.dtype} {tuple(metadata.shape)}"
         _refuse(name, given, "it takes what get_mla_metadata returned: a FlashMLASchedMeta or int32 [parts, 8]")
     if num_splits is not None and tuple(num_splits.shape) != (batch + 1,):
         _refuse(name, f"num_splits has shape {tuple(num_splits.shape)}", f"it takes [batch + 1] = ({batch + 1},)")
     if batch == 0:
         return None
-    plan = plans.recall(metadata, batch)
-    return plans.from_flash_mla(metadata, batch, columns=plans.OlderFlashMlaColumn) if plan is None else plan
+    plan = metadata_convert.recall(metadata, batch)
+    return (
+        metadata_convert.from_flash_mla(metadata, batch, columns=metadata_convert.OlderFlashMlaColumn)
+        if plan is None
+        else plan
+    )
 
 
 def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Registration with vLLM and SGLang, for each of the processes that a server starts.
 
-Both servers call such functions through entry points of installed packages. Nothing of a backend is imported before it
-is chosen, so registering costs nothing where another backend runs.
+Both servers call these functions through the entry points that mla_suite installs (`vllm.general_plugins`,
+`sglang.srt.plugins`). Nothing of a backend is imported before it is chosen, so registering costs nothing where another
+backend runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 SGLANG_NAME = "mla_suite"
+DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 def vllm() -> None:
@@ -32,6 +34,23 @@ def sglang() -> None:
         server_args.add_attention_backend_choices([SGLANG_NAME])
         server_args.add_deterministic_attention_backend_choices([SGLANG_NAME])
     register_attention_backend(SGLANG_NAME)(_sglang_backend)
+    _keep_drafts_on_triton()
+
+
+def _keep_drafts_on_triton() -> None:
+    """Draft models take SGLang's Triton backend, since SGLang has a closed list of backends for their several steps."""
+    try:
+        from sglang.srt.plugins.hook_registry import (  # type: ignore[import-not-found]  # optional
+            HookRegistry,
+            HookType,
+        )
+    except ImportError:
+        return  # versions without hooks need --speculative-draft-attention-backend triton
+    HookRegistry.register(DRAFT_BACKENDS, _with_triton_drafts, HookType.AROUND)
+
+
+def _with_triton_drafts(original: Any, factory: Any, name: str, backends: dict, *args: Any, **kwargs: Any) -> Any:
+    return original(factory, name, {**backends, SGLANG_NAME: backends["triton"]}, *args, **kwargs)
 
 
 def _sglang_backend(model_runner: Any) -> Any:

@@ -1,11 +1,12 @@
 """An SGLang attention backend for MLA models on our decode. Importable only where SGLang is installed.
 
-    from mla_suite.integrations import plugins
-    plugins.sglang()                        # in every process of the server: as an entry point, see the serving guide
     # --attention-backend mla_suite --page-size 64
+    from mla_suite.integrations import plugins
+    plugins.sglang()                        # needed only where mla_suite is on the path without being installed
 
-Everything but decode (extend, verification of drafts with a mask) is SGLang's Triton backend, from which the class is
-derived. Written against SGLang's interface of 2026; not run in a server by this repository.
+Installing mla_suite registers the backend in every process of a server. Decode, verification of a chain of drafts
+(`--speculative-eagle-topk 1`) and extends of up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's
+Triton backend, from which the class is derived. Tested against the classes of SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations.dense import KV_FORMATS
+from mla_suite.integrations._common import FP8, KV_FORMATS, refuse
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional
@@ -26,6 +27,14 @@ except ImportError as error:
         f"mla_suite.integrations.sglang needs SGLang with its Triton attention backend of 2026 ({error}); install "
         "sglang, or call mla_suite.decode from a backend of your own"
     ) from error
+try:
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc  # type: ignore[import-not-found]  # optional
+except ImportError:  # versions before it give the pool the bare slots
+    KVWriteLoc = None
+
+NAME = "MLASuiteAttnBackend"
+SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice, not a measurement
+WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
 
 class MLASuiteAttnBackend(TritonAttnBackend):
@@ -39,13 +48,36 @@ class MLASuiteAttnBackend(TritonAttnBackend):
 
     def __init__(self, model_runner: Any, *args: Any, **kwargs: Any) -> None:
         if not model_runner.use_mla_backend:
-            raise ValueError("MLASuiteAttnBackend: the model has no latent attention; choose another attention backend")
+            refuse(NAME, "the model has no latent attention", "choose another attention backend")
         super().__init__(model_runner, *args, **kwargs)
+        if getattr(self, "dcp_size", 1) > 1:
+            refuse(
+                NAME,
+                f"decode context parallelism over {self.dcp_size} ranks is not supported",
+                "serve with --dcp-size 1, or choose another attention backend",
+            )
+        if getattr(getattr(self, "kv_index_translator", None), "reads_are_translated", False):
+            refuse(
+                NAME,
+                "the pool stores virtual page ids, and page tables are read from the token table as physical ones",
+                "serve without the unified pool, or choose another attention backend",
+            )
         self.page_size = int(model_runner.page_size)
+        # Host lengths bound the width of the page table. Without them it is as wide as the longest context, which costs
+        # a few microseconds with wide pages. It costs memory with small ones, and in deterministic mode, where every
+        # sequence has partial results for all splits of that width.
+        self.needs_cpu_seq_lens = bool(self._split_size) or self.page_size < WIDE_PAGE
         self._batch: Any = None
         self._layer = -1
+        self._max_seqlen_q = 1
         self._table = self._lens = torch.empty(0)
+        self._cu_seqlens_q: torch.Tensor | None = None
         self._plan: torch.Tensor | None = None
+
+    def shared_read_ends(self, mode: Any) -> Any:
+        """The first layer reads the token table and the lengths, so they may change only after the replay."""
+        ends = super().shared_read_ends(mode)
+        return max(ends, type(ends).POST_REPLAY, key=lambda end: end.value)
 
     def forward_decode(
         self,
@@ -55,59 +87,164 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: Any = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """q [tokens, heads x 576], or [tokens, heads x 512] and q_rope; -> [tokens, heads x 512]."""
-        if layer.logit_cap:
-            raise ValueError(f"MLASuiteAttnBackend: logit_cap is {layer.logit_cap}; scores are not capped")
-        pool = getattr(forward_batch, "token_to_kv_pool", None) or self.token_to_kv_pool
+        for name, value in dict(sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors, **kwargs).items():
+            if value is not None:
+                refuse(NAME, f"{name} is given", "scores are plain softmax: choose another attention backend")
+        _check_layer(layer)
+        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Any = None,
+        score_mod: Any = None,
+        aux_tensors: Any = None,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Verification of drafts and short extends as `forward_decode`; all else is SGLang's."""
+        plain = sinks is None and score_mod is None and aux_tensors is None and not kwargs and k is not None
+        tokens = q.shape[0]
+        if plain and _absorbed(layer, self._pool(forward_batch)) and self._is_short(forward_batch, tokens):
+            _check_layer(layer)
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        given = dict(sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors, q_rope=q_rope, k_rope=k_rope, **kwargs)
+        given = {name: value for name, value in given.items() if value is not None}
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **given)
+
+    def _is_short(self, forward_batch: Any, tokens: int) -> bool:
+        """Returns whether these query tokens are drafts in a chain, or extends of few tokens per sequence."""
+        mode = forward_batch.forward_mode
+        if mode.is_target_verify():
+            # With a topk of 1 the mask of a tree of drafts is the causal one.
+            return self.topk == 1 and tokens % max(forward_batch.batch_size, 1) == 0
+        lens = forward_batch.extend_seq_lens_cpu
+        if mode.name not in ("EXTEND", "MIXED") or lens is None or _capturing(forward_batch.seq_lens):
+            return False
+        lens = [int(length) for length in lens]
+        # Tokens that pad a captured prefill belong to no sequence.
+        return len(lens) > 0 and sum(lens) == tokens and max(lens) <= SHORT_EXTEND
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+        q_rope: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+    ) -> torch.Tensor:
+        pool = self._pool(forward_batch)
         if k is not None and save_kv_cache:
-            if k_rope is not None:
-                pool.set_mla_kv_buffer(layer, forward_batch.out_cache_loc, k, k_rope)
-            else:
-                pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            _write(pool, layer, forward_batch, k, v, k_rope)
         heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
         if q_rope is not None:
             q = torch.cat((q.reshape(-1, heads, width_v), q_rope.reshape(-1, heads, width - width_v)), dim=-1)
-        queries = q.reshape(-1, 1, heads, width)
+        queries = q.reshape(-1, heads, width)
         # A new pass begins with another batch, or with a layer that is not further up.
         if forward_batch is not self._batch or layer.layer_id <= self._layer:
-            self._begin(forward_batch, heads)
+            self._begin(forward_batch, heads, queries.shape[0])
         self._batch, self._layer = forward_batch, layer.layer_id
+        packed = self._cu_seqlens_q is not None
         cache = pool.get_key_buffer(layer.layer_id).view(-1, self.page_size, width)
-        fp8 = cache.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-        descale = getattr(layer, "k_scale", None) if fp8 else None
+        descale = getattr(layer, "k_scale", None) if cache.dtype in FP8 else None
         out, _ = mla_suite.decode(
-            queries,
+            queries if packed else queries.view(self._lens.shape[0], self._max_seqlen_q, heads, width),
             cache,
             self._lens,
             self._table,
+            cu_seqlens_q=self._cu_seqlens_q,
             kv_descale=None if descale is None else torch.as_tensor(descale, device=cache.device).float().reshape(1),
             plan=self._plan,
             softmax_scale=layer.scaling,
+            max_seqlen_q=self._max_seqlen_q,
             head_dim_v=width_v,
             kv_format=KV_FORMATS[cache.dtype],
             split_size=self._split_size,
         )
-        return out.view(-1, heads * width_v)
+        return out.reshape(-1, heads * width_v)
 
     @property
     def _split_size(self) -> int:
         """Keys per split where SGLang asks for deterministic inference, which for us is batch-invariant; else 0."""
         return int(self.split_tile_size) if self.enable_deterministic and self.split_tile_size else 0
 
-    def _begin(self, forward_batch: Any, heads: int) -> None:
-        self._lens = forward_batch.seq_lens.int()
+    def _pool(self, forward_batch: Any) -> Any:
+        return getattr(forward_batch, "token_to_kv_pool", None) or self.token_to_kv_pool
+
+    def _begin(self, forward_batch: Any, heads: int, tokens: int) -> None:
+        """Make what all layers of the pass share."""
+        mode = forward_batch.forward_mode
+        lens = forward_batch.seq_lens
+        batch = lens.shape[0]
+        self._max_seqlen_q, self._cu_seqlens_q, drafts = 1, None, 0
+        if mode.is_target_verify():
+            self._max_seqlen_q = drafts = tokens // batch
+            lens = lens + drafts  # SGLang counts the drafts when they are accepted
+        elif mode.is_extend():
+            own = forward_batch.extend_seq_lens
+            self._cu_seqlens_q = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
+            # One bound for all short extends, so that a sequence's kernel does not depend on its batch.
+            self._max_seqlen_q = SHORT_EXTEND
+        self._lens = lens.int()
         width = self.req_to_token.shape[1]
         host_lens = getattr(forward_batch, "seq_lens_cpu", None)
-        capturing = self._lens.is_cuda and torch.cuda.is_current_stream_capturing()
-        if host_lens is not None and len(host_lens) and not capturing:
-            width = min(width, int(torch.as_tensor(host_lens).max()))  # a captured table must serve every later length
+        if host_lens is not None and len(host_lens) and not _capturing(self._lens):
+            # A captured table must serve every later length.
+            width = min(width, int(torch.as_tensor(host_lens).max()) + drafts)
         pages = self.req_to_token[:, : max(width, 1) : self.page_size]
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
         self._plan = None
         if not self._split_size:
-            workers = mla_suite.workers(self._lens, heads)
-            self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_seqlen_kv=0)
+            rows = heads * self._max_seqlen_q
+            workers = mla_suite.workers(self._lens, rows)
+            self._plan = mla_suite.plan(self._lens, rows=rows, workers=workers, max_seqlen_kv=0)
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _absorbed(layer: Any, pool: Any) -> bool:
+    """Returns whether the layer's keys are the rows of a latent cache; un-absorbed prefill has a head's own keys."""
+    return layer.tp_k_head_num == 1 and layer.head_dim == pool.kv_cache_dim and layer.v_head_dim == pool.kv_lora_rank
+
+
+def _check_layer(layer: Any) -> None:
+    if layer.logit_cap:
+        refuse(NAME, f"logit_cap is {layer.logit_cap}", "scores are not capped: choose another attention backend")
+    window = getattr(layer, "sliding_window_size", None)
+    if window is not None and window > -1:
+        refuse(NAME, f"sliding_window_size is {window}", "all keys are attended to: choose another attention backend")
+    if getattr(layer, "xai_temperature_len", -1) > 0:
+        given = f"xai_temperature_len is {layer.xai_temperature_len}"
+        refuse(NAME, given, "queries are not rescaled by position: choose another attention backend")
+
+
+def _write(pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: Any, k_rope: torch.Tensor | None) -> None:
+    """Write new rows where SGLang says, divided by k_scale as its own backends store them."""
+    slots = forward_batch.out_cache_loc if KVWriteLoc is None else KVWriteLoc.for_batch(forward_batch)
+    scale = getattr(layer, "k_scale", None)
+    if scale is not None:
+        k = k / scale
+        k_rope = None if k_rope is None else k_rope / scale
+    if k_rope is not None:
+        pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+    else:
+        pool.set_kv_buffer(layer, slots, k, v)

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
-from mla_suite.integrations.dense import WIDE
+from mla_suite.integrations._common import WIDE
 from mla_suite.integrations.transformers_cache import LatentCache, kv_format_of
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig, Yarn

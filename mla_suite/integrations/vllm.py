@@ -1,12 +1,12 @@
 """A vLLM attention backend for MLA models on our decode. Importable only where vLLM is installed.
 
-    from mla_suite.integrations import plugins
-    plugins.vllm()                          # in every process of the server: as an entry point, see the serving guide
     # vllm serve <model> --attention-backend CUSTOM
+    from mla_suite.integrations import plugins
+    plugins.vllm()                          # needed only where mla_suite is on the path without being installed
 
-Prefill, the cache and its writes stay vLLM's; steps of one or a few tokens per sequence (speculative decoding) go to
-`mla_suite.decode`, at any page size. Written against vLLM's V1 interface of 2026 (MLACommonBackend and its parts); not
-run in a server by this repository.
+Installing mla_suite registers the backend in every process of a server. Prefill stays vLLM's; steps of a few tokens per
+sequence, in any mixture of lengths, go to `mla_suite.decode` at any page size. Where vLLM leaves the page size open the
+backend asks for 64. Signatures of vLLM 0.25 to 0.33 are accepted; the offline engine runs in tests/servers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations.dense import KV_FORMATS
+from mla_suite.integrations._common import KV_FORMATS
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -41,13 +41,15 @@ except ImportError as error:
         "call mla_suite.decode from a backend of your own"
     ) from error
 
+PAGE_SIZE = 64  # sm_90 kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
 
 
 class MLASuiteBackend(MLACommonBackend):
-    """What vLLM asks of a backend's class."""
+    """The class that vLLM selects: it says what is supported and names the other two classes."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    # float32 reaches attention only on a CPU: vLLM's prefill kernels for GPUs take 16-bit types.
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"]
 
     @staticmethod
@@ -63,31 +65,60 @@ class MLASuiteBackend(MLACommonBackend):
         return MLASuiteMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[Any]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE_SIZE
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return True
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False  # prefill context parallelism deals queries out in a way that this class has not been tested with
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True  # with adaptive verification the builder passes the device's query lengths on
+
 
 @dataclass
 class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
-    """vLLM's decode metadata and the step's plan, which all layers share; None in batch-invariant mode."""
+    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share."""
 
-    plan: torch.Tensor | None = None
+    plan: torch.Tensor | None = None  # None in batch-invariant mode
+    max_seqlen_q: int = 1
+    cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
 
 
 class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
     """Makes one plan per step, on the device, into a tensor that stays where a captured graph reads it."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support = QueryLenSupport.UNIFORM
-    # Short prefills decode absorbed. 8 is a choice, not a measurement: longer ones do less work un-absorbed.
+    query_len_support = QueryLenSupport.VARLEN
+    # Prompts of up to so many new tokens are decoded with absorbed weights. 8 is a choice, not a measurement: longer
+    # ones do less work in vLLM's prefill.
     reorder_batch_threshold: int = 8
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        if envs.VLLM_BATCH_INVARIANT:
+            # The kernel depends on max_seqlen_q, which must be the same in every batch; a higher one would make steps
+            # of one token pay for rows that they do not have. vLLM raises it to what speculation needs.
+            self.reorder_batch_threshold = 1
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
+        speculation = getattr(vllm_config, "speculative_config", None)
+        self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
         self._plans: dict[tuple[int, int], torch.Tensor] = {}
 
     def _build_decode(
@@ -99,16 +130,26 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         query_start_loc_device: torch.Tensor,
         num_decode_tokens: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
+        max_query_len: int = 0,
     ) -> MLASuiteDecodeMetadata:
+        """vLLM calls this with keywords; it gives `max_query_len`, the bound on query lengths, from 0.31 on."""
         batch = seq_lens_device.shape[0]
         if dcp_tot_seq_lens_device is not None and num_decode_tokens > batch:
             raise NotImplementedError(
                 f"MLASuiteMetadataBuilder: {num_decode_tokens} query tokens of {batch} sequences with decode context "
                 "parallel; a rank's keys carry no positions to mask by: decode one token per sequence"
             )
+        q_len = int(query_start_loc_cpu.diff().max())
+        uniform = _uniform(query_start_loc_cpu, q_len, num_decode_tokens)
+        if envs.VLLM_BATCH_INVARIANT:
+            q_len = self.reorder_batch_threshold
+            uniform = q_len == 1  # the same kernel for packed queries whatever their lengths
+        elif self._adaptive and q_len > 1:
+            # The device may have moved drafts from one sequence to another since the host counted them.
+            q_len, uniform = max(max_query_len, q_len) if max_query_len else self.reorder_batch_threshold, False
         plan = None
         if not envs.VLLM_BATCH_INVARIANT:
-            rows = self.num_heads * max(num_decode_tokens // batch, 1)
+            rows = self.num_heads * max(getattr(self, "dcp_world_size", 1), 1) * max(q_len, 1)
             workers = mla_suite.workers(seq_lens_device, rows)
             made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_seqlen_kv=0)
             plan = self._plans.setdefault((batch, workers), made)
@@ -119,15 +160,27 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             plan=plan,
+            max_seqlen_q=max(q_len, 1),
+            cu_seqlens_q=None if uniform else query_start_loc_device,
         )
+
+
+def _uniform(query_start_loc: torch.Tensor, q_len: int, tokens: int) -> bool:
+    """Returns whether every sequence has q_len query tokens, but for sequences at the end that pad a captured batch."""
+    batch = query_start_loc.shape[0] - 1
+    if tokens != batch * q_len:
+        return False
+    starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
+    return torch.equal(query_start_loc, starts.clamp(max=int(query_start_loc[-1])))
 
 
 class MLASuiteImpl(MLACommonImpl):
     """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
 
     can_return_lse_for_decode: bool = True
-    # Natural log, as `mla_suite.decode` returns it.
-    lse_base_on_e: bool = True
+    lse_base_on_e: bool = True  # `mla_suite.decode` returns natural logarithms
+    supports_dcp: bool = True
+    supports_pcp: bool = False
 
     def __init__(
         self,
@@ -167,6 +220,31 @@ class MLASuiteImpl(MLACommonImpl):
         # Queries stay in 16 bits beside an fp8 cache: quantising them costs a launch and accuracy.
         self.supports_quant_query_input = False
 
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
+        if not kv_cache.is_cpu:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            return
+        if kv_cache.numel() == 0:
+            return
+        cache, fp8 = self._as_stored(kv_cache)
+        mla_suite.append_kv(
+            kv_c_normed,
+            k_pe.squeeze(1),
+            cache,
+            slot_mapping.flatten(),
+            k_scale.reshape(1).float() if fp8 else None,
+            kv_format=KV_FORMATS[cache.dtype],
+        )
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -176,27 +254,28 @@ class MLASuiteImpl(MLACommonImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [tokens, heads, 576] or its two parts; cache [pages, page, 576]; -> out [tokens, heads, 512], lse."""
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        cache = kv_c_and_k_pe_cache
-        fp8 = self.kv_cache_dtype.startswith("fp8")
-        if fp8:
-            cache = cache.view(current_platform.fp8_dtype())
+        cache, fp8 = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
-        # Every sequence of a decode batch has as many tokens: QueryLenSupport.UNIFORM.
-        batched = queries.unflatten(0, (attn_metadata.num_decodes, -1))
-        plan = decode.plan
+        packed = decode.cu_seqlens_q is not None
         out, lse = mla_suite.decode(
-            batched,
+            queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
             cache,
             decode.seq_lens,
             decode.block_table,
+            cu_seqlens_q=decode.cu_seqlens_q,
             kv_descale=layer._k_scale.reshape(1) if fp8 else None,
-            plan=plan,
+            plan=decode.plan,
             softmax_scale=self.scale,
-            max_seqlen_q=batched.shape[1],
+            max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
             kv_format=KV_FORMATS[cache.dtype],
-            split_size=INVARIANT_SPLIT if plan is None else 0,
+            split_size=INVARIANT_SPLIT if decode.plan is None else 0,
         )
-        return out.flatten(0, 1), lse.flatten(0, 1)
+        return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 
     _forward_decode = forward_mqa  # its name before 2026
+
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """Returns the cache in the dtype of its values, which vLLM allocates as bytes, and whether that is fp8."""
+        fp8 = self.kv_cache_dtype.startswith("fp8")
+        return (kv_cache.view(current_platform.fp8_dtype()) if fp8 else kv_cache), fp8

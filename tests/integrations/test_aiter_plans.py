@@ -6,7 +6,7 @@ import pytest
 import torch
 from aiter_steps import Step, attend
 
-from mla_suite.integrations import aiter, plans
+from mla_suite.integrations import aiter, metadata_convert
 
 
 def test_plan_written_in_aiters_format_is_the_one_that_runs():
@@ -14,8 +14,8 @@ def test_plan_written_in_aiters_format_is_the_one_that_runs():
     made = step.metadata()
     pointers = made["work_meta_data"].view(torch.int64).tolist()
     assert pointers == [made["work_indptr"].data_ptr(), made["work_info_set"].data_ptr()]
-    kept = plans.recall(made["work_info_set"], 3)
-    read = plans.from_aiter(made["work_indptr"], made["work_info_set"], step.kv_indptr, page_size=16)
+    kept = metadata_convert.recall(made["work_info_set"], 3)
+    read = metadata_convert.from_aiter(made["work_indptr"], made["work_info_set"], step.kv_indptr, page_size=16)
     assert torch.equal(kept, read)
     works = made["work_info_set"][: int(made["work_indptr"][-1])].tolist()
     assert {tuple(work[2:4]) for work in works} == {(0, 4), (4, 8), (8, 12)}
@@ -30,14 +30,14 @@ def test_metadata_for_the_next_step_goes_into_the_same_plan():
     """So that a captured step that reads the plan replays with the new one."""
     step = Step([700, 2, 130], [1] * 3)
     made = step.metadata()
-    before = plans.recall(made["work_info_set"], 3)
+    before = metadata_convert.recall(made["work_info_set"], 3)
     words = before.clone()
     grown = Step([1, 1800, 9], [1] * 3)
     buffers = [made[key] for key in ("work_meta_data", "work_info_set", "work_indptr")]
     reduce = [made[key] for key in ("reduce_indptr", "reduce_final_map", "reduce_partial_map")]
     lengths = (grown.qo_indptr, grown.kv_indptr, grown.kv_last_page_lens)
     aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, *reduce)
-    assert plans.recall(made["work_info_set"], 3) is before
+    assert metadata_convert.recall(made["work_info_set"], 3) is before
     assert not torch.equal(before, words)
     _, lse = aiter.mla_decode_fwd(*grown.args, return_lse=True, **made)
     grown.check(lse, grown.expected())

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.integrations import aiter, flash_mla, plans
+from mla_suite.integrations import aiter, flash_mla, metadata_convert
 
 BATCH, HEADS, WORKERS, PAGE = 3, 16, 8, 64
 
@@ -158,7 +158,7 @@ CALLS = {
     "aiter, decode with metadata of a selection": lambda: decode_with_metadata(page_size=1, topk=5),
     "aiter, reduce": reduce,
     "aiter, uniform reduce": uniform_reduce,
-    "plan to flash_mla": lambda: plans.to_flash_mla(a_plan(), on_device(BATCH), workers=WORKERS),
+    "plan to flash_mla": lambda: metadata_convert.to_flash_mla(a_plan(), on_device(BATCH), workers=WORKERS),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mla_suite import kv_formats
-from mla_suite.integrations import plans
+from mla_suite.integrations import metadata_convert
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 
@@ -333,9 +333,9 @@ def test_the_older_pair_is_read_only_when_it_was_copied(monkeypatch):
     cache, block_table, cache_seqlens = paged([700, 30], 64)
     q = torch.randn(2, 1, 16, 576).bfloat16()
     metadata, num_splits = get_mla_metadata(cache_seqlens, 16, 1)
-    conversions, convert = [], plans.from_flash_mla
+    conversions, convert = [], metadata_convert.from_flash_mla
     monkeypatch.setattr(
-        plans, "from_flash_mla", lambda *args, **columns: conversions.append(1) or convert(*args, **columns)
+        metadata_convert, "from_flash_mla", lambda *args, **columns: conversions.append(1) or convert(*args, **columns)
     )
     flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, metadata, num_splits)
     assert not conversions

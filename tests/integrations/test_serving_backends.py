@@ -2,11 +2,10 @@
 
 Neither server is installed here. The modules below imitate, in a few lines of our own, what the two document of the
 classes we derive from: names, arguments, attributes and what they call when. They show that our side of that contract
-holds together and gives the right numbers; they cannot show that a server runs.
+holds together and gives the right numbers; tests/servers runs the servers' own classes.
 """
 
 import importlib
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -98,20 +97,28 @@ def vllm(monkeypatch):
 
         def __init__(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
             self.num_heads, self.device, self.metadata_cls = vllm_config.heads, device, metadata_cls
+            self.dcp_world_size = getattr(vllm_config, "dcp", 1)
+            drafts = getattr(vllm_config, "drafts", 0)
+            self.reorder_batch_threshold = max(self.reorder_batch_threshold, 1 + drafts)
 
-        def build(self, seq_lens, block_table, q_len, dcp=None):
+        def build(self, seq_lens, block_table, q_len, dcp=None, on_device=None, **later):
+            """q_len: of all sequences, or of each; on_device: query lengths there, where they differ."""
             batch = len(seq_lens)
-            starts = torch.arange(batch + 1, dtype=torch.int32) * q_len
+            q_lens = torch.tensor([q_len] * batch if isinstance(q_len, int) else q_len)
+            starts = torch.nn.functional.pad(q_lens.cumsum(0), (1, 0)).int()
+            moved = starts if on_device is None else torch.nn.functional.pad(torch.tensor(on_device).cumsum(0), (1, 0))
+            tokens = int(starts[-1])
             decode = self._build_decode(
                 block_table_tensor=block_table,
                 seq_lens_device=seq_lens,
                 max_seq_len=int(seq_lens.max()),
                 query_start_loc_cpu=starts,
-                query_start_loc_device=starts,
-                num_decode_tokens=batch * q_len,
+                query_start_loc_device=moved.int(),
+                num_decode_tokens=tokens,
                 dcp_tot_seq_lens_device=dcp,
+                **later,
             )
-            return self.metadata_cls(batch, batch * q_len, decode)
+            return self.metadata_cls(batch, tokens, decode)
 
     class MLACommonImpl:
         """Keeps its arguments; calls forward_mqa with the tokens of the decodes."""
@@ -124,7 +131,7 @@ def vllm(monkeypatch):
 
     names = (MLACommonBackend, MLACommonDecodeMetadata, MLACommonMetadata, MLACommonMetadataBuilder, MLACommonImpl)
     envs = SimpleNamespace(VLLM_BATCH_INVARIANT=False)
-    support = SimpleNamespace(UNIFORM="uniform", SINGLE_ONLY="single")
+    support = SimpleNamespace(UNIFORM="uniform", SINGLE_ONLY="single", VARLEN="varlen")
     modules(
         monkeypatch,
         vllm=dict(envs=envs),
@@ -167,9 +174,11 @@ def test_vllm_step(vllm, page, q_len, in_two, invariant):
     vllm.stand_in_envs.VLLM_BATCH_INVARIANT = invariant
     backend, lengths = vllm.MLASuiteBackend, [300, 9, 64]
     cache, table = paged(lengths, page)
-    builder = backend.get_builder_cls()(None, ["layer"], SimpleNamespace(heads=HEADS), torch.device("cpu"))
+    config = SimpleNamespace(heads=HEADS, drafts=q_len - 1)
+    builder = backend.get_builder_cls()(None, ["layer"], config, torch.device("cpu"))
     metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), table, q_len)
     assert (metadata.decode.plan is None) == invariant
+    assert builder.reorder_batch_threshold == (q_len if invariant else 8)
     q = torch.randn(3, q_len, HEADS, WIDTH).bfloat16()
     flat = q.flatten(0, 1)
     given = (flat[..., :LATENT], flat[..., LATENT:]) if in_two else flat
@@ -178,6 +187,81 @@ def test_vllm_step(vllm, page, q_len, in_two, invariant):
     want = expected(q, cache, table, lengths, 0.05)
     torch.testing.assert_close(out.float(), want[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("later", [{}, {"max_query_len": 5}], ids=["before 0.31", "since 0.31"])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_vllm_query_lengths_that_vary(vllm, adaptive, later):
+    """Drafts that the device moved between sequences count as the device has them."""
+    backend, lengths, counted = vllm.MLASuiteBackend, [300, 9, 64], [3, 1, 4]
+    on_device = [5, 1, 2] if adaptive else counted
+    cache, table = paged(lengths, 16)
+    speculation = SimpleNamespace(enable_adaptive_verification=adaptive)
+    config = SimpleNamespace(heads=HEADS, speculative_config=speculation)
+    builder = backend.get_builder_cls()(None, ["layer"], config, "cpu")
+    metadata = builder.build(torch.tensor(lengths, dtype=torch.int32), table, counted, on_device=on_device, **later)
+    assert metadata.decode.max_seqlen_q == ((5 if later else 8) if adaptive else 4)
+    q = torch.randn(8, HEADS, WIDTH).bfloat16()
+    out, lse = impl_of(backend).forward_mqa(q, cache, metadata, SimpleNamespace(_k_scale=torch.tensor(1.0)))
+    assert out.shape == (8, HEADS, LATENT)
+    first = 0
+    for b, count in enumerate(on_device):
+        want = expected(q[None, first : first + count], cache, table[b : b + 1], lengths[b : b + 1], 0.05)
+        torch.testing.assert_close(out[first : first + count].float(), want[0], rtol=2**-8, atol=2e-5)
+        torch.testing.assert_close(lse[first : first + count], want[1], rtol=1e-5, atol=1e-5)
+        first += count
+
+
+def test_vllm_padded_batch_of_a_captured_graph(vllm):
+    """Sequences that pad a captured batch have tokens but no queries: they get rows of their own, as in vLLM's."""
+    lengths, q_len = [300, 9, 0, 0], 2
+    cache, table = paged([300, 9, 1, 1], 16)
+    builder = vllm.MLASuiteBackend.get_builder_cls()(None, ["layer"], SimpleNamespace(heads=HEADS), "cpu")
+    starts = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32)
+    decode = builder._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=torch.tensor(lengths, dtype=torch.int32),
+        max_seq_len=300,
+        query_start_loc_cpu=starts,
+        query_start_loc_device=starts,
+        num_decode_tokens=8,
+        dcp_tot_seq_lens_device=None,
+    )
+    assert decode.cu_seqlens_q is None
+    q = torch.randn(8, HEADS, WIDTH).bfloat16()
+    metadata = SimpleNamespace(num_decodes=4, decode=decode)
+    out, lse = impl_of(vllm.MLASuiteBackend).forward_mqa(q, cache, metadata, None)
+    want = expected(q[:4].unflatten(0, (2, q_len)), cache, table[:2], lengths[:2], 0.05)
+    torch.testing.assert_close(out[:4].float(), want[0], rtol=2**-8, atol=2e-5)
+    assert bool((out[4:] == 0).all())
+    assert bool((lse[4:] == -torch.inf).all())
+
+
+def test_vllm_decode_context_parallel(vllm):
+    """Two ranks with alternate keys of one token's context: natural lse merges them into the whole."""
+    backend, length, page = vllm.MLASuiteBackend, 301, 16
+    assert backend.supports_dcp()
+    assert vllm.MLASuiteImpl.can_return_lse_for_decode
+    keys, q = torch.randn(length, WIDTH), torch.randn(1, HEADS, WIDTH)
+    parts = []
+    for rank in range(2):
+        own = keys[rank::2]
+        pages = -(-len(own) // page)
+        cache = torch.zeros(pages * page, WIDTH)
+        cache[: len(own)] = own
+        config = SimpleNamespace(heads=HEADS // 2, dcp=2)
+        builder = backend.get_builder_cls()(None, ["layer"], config, "cpu")
+        local = torch.tensor([len(own)], dtype=torch.int32)
+        table = torch.arange(pages, dtype=torch.int32)[None]
+        metadata = builder.build(local, table, 1, dcp=torch.tensor([length], dtype=torch.int32))
+        layer = SimpleNamespace(_k_scale=torch.tensor(1.0))
+        parts.append(impl_of(backend).forward_mqa(q, cache.view(pages, page, WIDTH), metadata, layer))
+    lse = torch.stack([part[1] for part in parts])
+    weights = (lse - lse.logsumexp(0)).exp()
+    merged = (torch.stack([part[0] for part in parts]) * weights[..., None]).sum(0)
+    want, want_lse = attend(q[0], keys, 0.05)
+    torch.testing.assert_close(merged[0], want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.logsumexp(0)[0], want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_vllm_fp8_cache(vllm):
@@ -216,7 +300,9 @@ def test_vllm_names_and_refusals(vllm):
     backend = vllm.MLASuiteBackend
     assert backend.get_name() == "CUSTOM"
     assert backend.supports_compute_capability(None)
-    assert backend.get_supported_kernel_block_sizes() == [1]
+    assert backend.get_supported_kernel_block_sizes() == backend.get_supported_kernel_block_sizes(None) == [1]
+    assert backend.get_preferred_block_size(16) == 64
+    assert not backend.supports_pcp()
     with pytest.raises(NotImplementedError, match="logits_soft_cap is set"):
         impl_of(backend, logits_soft_cap=30.0)
     with pytest.raises(NotImplementedError, match="decoder self-attention only"):
@@ -242,6 +328,7 @@ def sglang(monkeypatch):
             self.token_to_kv_pool = model_runner.token_to_kv_pool
             self.enable_deterministic = model_runner.deterministic
             self.split_tile_size = 256 if model_runner.deterministic else None
+            self.topk = 1
 
     choices, deterministic = ["triton"], ["triton"]
     server_args = ModuleType("sglang.srt.server_args")
@@ -313,6 +400,7 @@ def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
                 seq_lens_cpu=torch.tensor(now),
                 req_pool_indices=torch.tensor(rows),
                 out_cache_loc=torch.zeros(3, dtype=torch.int64),
+                forward_mode=SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False),
             )
         batch.seq_lens.copy_(torch.tensor(now))
         batch.seq_lens_cpu.copy_(torch.tensor(now))
@@ -355,14 +443,13 @@ def test_sglang_refusals(sglang):
 
 
 def entry_point(group):
-    """What the serving guide tells a package to name in this group of entry points, loaded."""
-    text = (Path(__file__).parents[2] / "docs" / "serving_engineer.md").read_text()
-    (block,) = (block for block in re.findall(r"^```toml\n(.*?)^```$", text, re.M | re.S) if group in block)
-    (value,) = tomllib.loads(block)["project"]["entry-points"][group].values()
+    """The function that this package's pyproject.toml ships in this group of entry points."""
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["entry-points"]
+    (value,) = declared[group].values()
     return EntryPoint("mla_suite", value, group).load()
 
 
-def test_the_guides_entry_point_registers_with_vllm(vllm, monkeypatch):
+def test_the_shipped_entry_point_registers_with_vllm(vllm, monkeypatch):
     registered = {}
     registry = dict(AttentionBackendEnum=SimpleNamespace(CUSTOM="CUSTOM"), register_backend=registered.__setitem__)
     modules(monkeypatch, vllm__v1__attention__backends__registry=registry)
@@ -371,7 +458,7 @@ def test_the_guides_entry_point_registers_with_vllm(vllm, monkeypatch):
     assert getattr(fresh(monkeypatch, module), name).get_name() == "CUSTOM"
 
 
-def test_the_guides_entry_point_registers_with_sglang(sglang):
+def test_the_shipped_entry_point_registers_with_sglang(sglang):
     register = entry_point("sglang.srt.plugins")
     for _ in range(2):
         register()

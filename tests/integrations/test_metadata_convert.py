@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.integrations import plans
+from mla_suite.integrations import metadata_convert
 from mla_suite.ops.plan.metadata import OPEN, Plan
 
 DIM = 8
@@ -133,23 +133,25 @@ def test_flash_mla_and_back(name, workers, choices):
     toy = Toy(LENGTHS[name])
     plan, expected = toy.plan(workers, **choices), toy.expected()
     torch.testing.assert_close(run_ours(plan, toy), expected)
-    theirs = plans.to_flash_mla(plan, toy.seq_lens, workers=workers)
+    theirs = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
     assert theirs.tile_scheduler_metadata.shape == (workers, 8)
     torch.testing.assert_close(run_flash_mla(*theirs, toy), expected)
-    back = plans.from_flash_mla(theirs.tile_scheduler_metadata, len(toy.lengths))
+    back = metadata_convert.from_flash_mla(theirs.tile_scheduler_metadata, len(toy.lengths))
     torch.testing.assert_close(run_ours(back, toy), expected)
 
 
 def test_columns_of_the_older_format():
     toy, workers = Toy(LENGTHS["ragged"]), 5
     plan = toy.plan(workers)
-    now, splits = plans.to_flash_mla(plan, toy.seq_lens, workers=workers)
-    then, same = plans.to_flash_mla(plan, toy.seq_lens, workers=workers, columns=plans.OlderFlashMlaColumn)
+    now, splits = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
+    then, same = metadata_convert.to_flash_mla(
+        plan, toy.seq_lens, workers=workers, columns=metadata_convert.OlderFlashMlaColumn
+    )
     assert torch.equal(then[:, :5], now[:, [0, 2, 1, 3, 4]])
     assert torch.equal(splits, same)
-    back = plans.from_flash_mla(then, len(toy.lengths), columns=plans.OlderFlashMlaColumn)
+    back = metadata_convert.from_flash_mla(then, len(toy.lengths), columns=metadata_convert.OlderFlashMlaColumn)
     torch.testing.assert_close(run_ours(back, toy), toy.expected())
-    assert torch.equal(back, plans.from_flash_mla(now, len(toy.lengths)))
+    assert torch.equal(back, metadata_convert.from_flash_mla(now, len(toy.lengths)))
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=["balanced", "num_splits", "split_size"])
@@ -159,9 +161,9 @@ def test_aiter_and_back(name, page, choices):
     toy, workers = Toy(LENGTHS[name]), 5
     plan, expected = toy.plan(workers, **choices), toy.expected()
     qo_indptr, kv_indptr = paged(toy, page)
-    theirs = plans.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=page, max_seqlen_q=1)
+    theirs = metadata_convert.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=page, max_seqlen_q=1)
     torch.testing.assert_close(run_aiter(theirs, kv_indptr, page, toy), expected)
-    back = plans.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=page)
+    back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=page)
     torch.testing.assert_close(run_ours(back, toy), expected)
 
 
@@ -170,10 +172,12 @@ def test_a_balanced_plan_survives_both_ways_word_for_word(name):
     toy, workers = Toy(LENGTHS[name]), 7
     plan = mla_suite.plan(toy.seq_lens, rows=16, workers=workers, max_seqlen_kv=0)
     qo_indptr, kv_indptr = paged(toy, 64)
-    flash = plans.to_flash_mla(plan, toy.seq_lens, workers=workers)
-    aiter = plans.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=64, max_seqlen_q=1)
-    assert torch.equal(plans.from_flash_mla(flash.tile_scheduler_metadata, len(toy.lengths)), plan)
-    assert torch.equal(plans.from_aiter(aiter.work_indptr, aiter.work_info_set, kv_indptr, page_size=64), plan)
+    flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
+    aiter = metadata_convert.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=64, max_seqlen_q=1)
+    assert torch.equal(metadata_convert.from_flash_mla(flash.tile_scheduler_metadata, len(toy.lengths)), plan)
+    assert torch.equal(
+        metadata_convert.from_aiter(aiter.work_indptr, aiter.work_info_set, kv_indptr, page_size=64), plan
+    )
 
 
 def flash_mla_planner(lengths, parts, overhead=5):
@@ -203,7 +207,7 @@ def flash_mla_planner(lengths, parts, overhead=5):
 def test_a_plan_made_by_flash_mla(name):
     toy = Toy(LENGTHS[name])
     metadata, num_splits = flash_mla_planner(toy.lengths, parts=12)
-    plan = plans.from_flash_mla(metadata, len(toy.lengths))
+    plan = metadata_convert.from_flash_mla(metadata, len(toy.lengths))
     torch.testing.assert_close(run_ours(plan, toy), toy.expected())
     ours = torch.tensor(Plan.read(plan).split_indptr).diff()
     theirs = num_splits.diff()
@@ -216,7 +220,7 @@ def test_several_query_tiles_per_sequence():
     works = [(0, 0, 0, 1, 0, 256), (0, 1, 0, 1, 256, 512), (0, 2, 0, 1, 0, 256), (0, 3, 0, 1, 256, 512)]
     info = torch.tensor([(*work, 512 - work[-1], 0) for work in works], dtype=torch.int32)
     work_indptr = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)
-    plan = plans.from_aiter(work_indptr, info, torch.tensor([0, 512], dtype=torch.int32), page_size=1)
+    plan = metadata_convert.from_aiter(work_indptr, info, torch.tensor([0, 512], dtype=torch.int32), page_size=1)
     torch.testing.assert_close(run_ours(plan, toy), toy.expected())
 
 
@@ -230,9 +234,9 @@ def test_lists_that_nobody_filled_make_a_right_plan(seed):
 
     pages = torch.tensor([0, 300, 300, 364], dtype=torch.int32)
     for plan in (
-        plans.from_aiter(anything(9), anything(12, 8), pages, page_size=1),
-        plans.from_aiter(torch.arange(9, dtype=torch.int32), anything(12, 8), pages, page_size=2**10),
-        plans.from_flash_mla(anything(6, 8), 3),
+        metadata_convert.from_aiter(anything(9), anything(12, 8), pages, page_size=1),
+        metadata_convert.from_aiter(torch.arange(9, dtype=torch.int32), anything(12, 8), pages, page_size=2**10),
+        metadata_convert.from_flash_mla(anything(6, 8), 3),
     ):
         torch.testing.assert_close(run_ours(plan, toy), toy.expected())
 
@@ -240,15 +244,15 @@ def test_lists_that_nobody_filled_make_a_right_plan(seed):
 def test_a_plan_of_another_size_is_refused():
     toy = Toy([100, 200])
     with pytest.raises(ValueError, match="give the batch and workers that mla_suite.plan was given"):
-        plans.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, workers=4)
+        metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, workers=4)
 
 
 def test_a_remembered_plan_lives_as_long_as_its_tensor_and_stays_in_place():
     key, first = torch.zeros(4), torch.arange(6)
-    plans.remember(key, first, 2)
-    assert plans.recall(key, 2) is first
-    assert plans.recall(key, 3) is None
-    plans.remember(key, torch.arange(6) + 1, 2)
-    assert plans.recall(key, 2) is first
+    metadata_convert.remember(key, first, 2)
+    assert metadata_convert.recall(key, 2) is first
+    assert metadata_convert.recall(key, 3) is None
+    metadata_convert.remember(key, torch.arange(6) + 1, 2)
+    assert metadata_convert.recall(key, 2) is first
     assert first.tolist() == [1, 2, 3, 4, 5, 6]
-    assert plans.recall(torch.zeros(4), 2) is None
+    assert metadata_convert.recall(torch.zeros(4), 2) is None

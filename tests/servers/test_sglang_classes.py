@@ -1,0 +1,244 @@
+"""Our backend on SGLang's real Triton backend and pool of latents: `tox -e sglang`.
+
+Results are compared with attention in fp64 over the rows that SGLang's pool holds. Calls of our decode are counted, and
+SGLang's own extend is replaced by one that says so, since its Triton kernels need a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mla_suite
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
+
+import sglang_classes as theirs
+from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from mla_suite.integrations import plugins
+from mla_suite.integrations import sglang as integration
+
+HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
+LENGTHS, ROWS = [300, 9, 64], [4, 0, 2]
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """max_seqlen_q of every call of our decode."""
+    seen, decode = [], mla_suite.decode
+    monkeypatch.setattr(
+        mla_suite, "decode", lambda *args, **options: seen.append(options["max_seqlen_q"]) or decode(*args, **options)
+    )
+    return seen
+
+
+@pytest.fixture
+def extends(monkeypatch):
+    """Batches that went to SGLang's own extend."""
+    seen = []
+    monkeypatch.setattr(
+        integration.TritonAttnBackend, "forward_extend", lambda self, q, *args, **options: seen.append(q.shape[0])
+    )
+    return seen
+
+
+def filled(runner, lengths, page, k_scale):
+    """Give each request pages in random order and fill the pool with rows as SGLang stores them."""
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    free, first = torch.randperm(pool.size // page) + 1, 0
+    for row, length in zip(ROWS, lengths, strict=True):
+        count = -(-length // page)
+        slots = (free[first : first + count, None] * page + torch.arange(page)).flatten()[: table.shape[1]]
+        table[row, : len(slots)] = slots.int()
+        first += count
+    for buffer in pool.kv_buffer:
+        rows = (torch.randn(buffer.shape) / k_scale).to(pool.dtype)
+        buffer.copy_(rows.view(pool.store_dtype))
+
+
+def scatter(pool, buffer, slots, latents, rope):
+    buffer[slots] = torch.cat((latents, rope), dim=-1)
+
+
+def stored(runner, layer_id, row, length, k_scale):
+    slots = runner.req_to_token_pool.req_to_token[row, :length].long()
+    pool = runner.token_to_kv_pool
+    return pool.kv_buffer[layer_id][slots, 0].view(pool.dtype).double() * k_scale
+
+
+def exact(q, keys, scale):
+    """Causal attention of q [q_len, heads, width] over keys [kv_len, width] in fp64."""
+    q_len, kv_len = q.shape[0], keys.shape[0]
+    scores = torch.einsum("qhd,kd->qhk", q.double(), keys) * scale
+    hidden = torch.arange(kv_len) > torch.arange(q_len)[:, None] + kv_len - q_len
+    return torch.softmax(scores.masked_fill(hidden[:, None], -torch.inf), -1) @ keys[:, :LATENT]
+
+
+def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
+    """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
+    ends = [
+        runner.req_to_token_pool.req_to_token[row, n - q : n] for row, n, q in zip(ROWS, lengths, q_lens, strict=True)
+    ]
+    slots = torch.cat(ends).long()
+    verify = mode.is_target_verify()
+    counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
+    batch = theirs.batch(mode, counted, ROWS, slots)
+    if mode == ForwardMode.EXTEND:
+        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(q_lens), list(q_lens)
+    call = backend.forward_decode if mode.is_decode() else backend.forward_extend
+    tokens = sum(q_lens)
+    for layer_id in range(2):
+        layer = theirs.layer(layer_id, k_scale)
+        q, k = torch.randn(tokens, HEADS, WIDTH).bfloat16(), torch.randn(tokens, 1, WIDTH).bfloat16()
+        before = k.clone()
+        if in_two:
+            parts = dict(q_rope=q[..., LATENT:], k_rope=k[..., LATENT:])
+            out = call(q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, **parts)
+        else:
+            out = call(q.flatten(1), k, k[..., :LATENT], layer, batch)
+        assert torch.equal(k, before)  # prefill may still read the rows that it gave
+        first = 0
+        for row, length, q_len in zip(ROWS, lengths, q_lens, strict=True):
+            keys = stored(runner, layer_id, row, length, k_scale or 1.0)
+            new = before[first : first + q_len, 0].double()
+            bound = 2**-3 * new.abs() if k_scale else 2**-8 * new.abs()  # half a unit in the last place, doubled
+            assert bool(((keys[-q_len:] - new).abs() <= bound + (k_scale or 0) * 2**-9).all())
+            want = exact(q[first : first + q_len], keys, layer.scaling)
+            found = out[first : first + q_len].view(q_len, HEADS, LATENT)
+            torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=2e-5)
+            first += q_len
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize(("page", "dtype", "k_scale"), [
+    (64, torch.bfloat16, None),
+    (1, torch.bfloat16, None),
+    (64, torch.float8_e4m3fn, 0.25),
+    (16, torch.float8_e4m3fn, 0.25),
+])  # fmt: skip
+def test_decode(monkeypatch, decodes, page, dtype, k_scale, in_two):
+    theirs.settings(monkeypatch)
+    # The pool writes the two parts of a row with a Triton kernel, which needs a GPU.
+    monkeypatch.setattr(theirs.memory_pool.MLATokenToKVPool, "_scatter_mla_rows", scatter)
+    runner = theirs.runner(page, dtype)
+    backend = integration.MLASuiteAttnBackend(runner)
+    filled(runner, [n + 2 for n in LENGTHS], page, k_scale or 1.0)
+    for more in (0, 1):
+        step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], k_scale, in_two=in_two)
+    assert decodes == [1] * 4
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("dtype", "k_scale"), [(torch.bfloat16, None), (torch.float8_e4m3fn, 0.25)])
+def test_verification_of_four_drafts(monkeypatch, decodes, extends, dtype, k_scale, deterministic):
+    theirs.settings(monkeypatch, deterministic=deterministic)
+    runner = theirs.runner(64, dtype)
+    backend = integration.MLASuiteAttnBackend(runner)
+    filled(runner, LENGTHS, 64, k_scale or 1.0)
+    step(backend, runner, ForwardMode.TARGET_VERIFY, LENGTHS, [4, 4, 4], k_scale)
+    assert decodes == [4, 4]
+    assert extends == []
+    assert backend.needs_cpu_seq_lens == deterministic
+
+
+def test_short_extends(monkeypatch, decodes, extends):
+    theirs.settings(monkeypatch)
+    runner = theirs.runner(64, torch.bfloat16)
+    backend = integration.MLASuiteAttnBackend(runner)
+    filled(runner, LENGTHS, 64, 1.0)
+    step(backend, runner, ForwardMode.EXTEND, LENGTHS, [8, 1, 3], None)
+    assert decodes == [integration.SHORT_EXTEND] * 2
+    assert extends == []
+
+
+def test_what_stays_with_sglang(monkeypatch, decodes, extends):
+    """Trees of drafts, long extends, tokens that pad a captured prefill, un-absorbed layers, sinks."""
+    theirs.settings(monkeypatch, topk=4)
+    runner = theirs.runner(64, torch.bfloat16)
+    backend = integration.MLASuiteAttnBackend(runner)
+    filled(runner, LENGTHS, 64, 1.0)
+    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
+
+    def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, **options):
+        batch = theirs.batch(mode, LENGTHS, ROWS, torch.arange(12))
+        batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lens), list(lens)
+        backend.forward_extend(q, k, k[..., :LATENT], layer or theirs.layer(0), batch, **options)
+
+    extend(ForwardMode.TARGET_VERIFY)
+    extend(lens=(10, 1, 1))
+    extend(lens=(4, 4, 1))
+    extend(sinks=torch.zeros(HEADS))
+    own_keys = theirs.layer(0)
+    own_keys.tp_k_head_num, own_keys.v_head_dim = HEADS, 128
+    extend(layer=own_keys)
+    extend(ForwardMode.DRAFT_EXTEND_V2)
+    assert extends == [12] * 6
+    assert decodes == []
+
+
+@pytest.mark.parametrize("name", ["sinks", "score_mod", "aux_tensors"])
+def test_scores_that_are_not_plain_are_refused(monkeypatch, decodes, name):
+    theirs.settings(monkeypatch)
+    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    with pytest.raises(ValueError, match=f"MLASuiteAttnBackend: {name} is given; scores are plain softmax"):
+        backend.forward_decode(None, None, None, theirs.layer(0), None, **{name: torch.zeros(HEADS)})
+    for change, reason in (
+        (dict(logit_cap=30.0), "logit_cap is 30.0; scores are not capped"),
+        (dict(sliding_window_size=128), "sliding_window_size is 128; all keys are attended to"),
+        (dict(xai_temperature_len=8), "xai_temperature_len is 8"),
+    ):
+        layer = SimpleNamespace(**{**vars(theirs.layer(0)), **change})
+        with pytest.raises(ValueError, match=reason):
+            backend.forward_decode(None, None, None, layer, None)
+    assert decodes == []
+
+
+def test_servers_that_are_refused(monkeypatch):
+    theirs.settings(monkeypatch, dcp_size=2)
+    with pytest.raises(ValueError, match="decode context parallelism over 2 ranks is not supported"):
+        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    theirs.settings(monkeypatch)
+    translator = SimpleNamespace(reads_are_translated=True)
+    with pytest.raises(ValueError, match="virtual page ids"):
+        integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16, translator=translator))
+
+
+def test_what_the_scheduler_is_told(monkeypatch):
+    """When the token table may change, and whether lengths are read on the host."""
+    theirs.settings(monkeypatch)
+    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        assert backend.shared_read_ends(mode) is SharedReadEnds.POST_REPLAY
+    assert backend.shared_read_ends(ForwardMode.EXTEND) is SharedReadEnds.UNKNOWN
+    assert backend.needs_cpu_seq_lens is False
+    assert integration.MLASuiteAttnBackend(theirs.runner(1, torch.bfloat16)).needs_cpu_seq_lens is True
+
+
+def test_registration(monkeypatch):
+    """The entry point adds the name, and draft models of such a server take SGLang's Triton backend."""
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.speculative import draft_utils
+
+    plugins.sglang()
+    assert "mla_suite" in server_args.ATTENTION_BACKEND_CHOICES
+    theirs.settings(monkeypatch)
+    assert type(ATTENTION_BACKENDS["mla_suite"](theirs.runner(64, torch.bfloat16))) is integration.MLASuiteAttnBackend
+    original = draft_utils.DraftBackendFactory._create_backend
+    try:
+        HookRegistry.apply_hooks()
+        factory = draft_utils.DraftBackendFactory(SimpleNamespace(draft_attention_backend="mla_suite"), 1, 3)
+        monkeypatch.setattr(draft_utils, "attention_backends", lambda: ("mla_suite", "mla_suite"))
+        made = SimpleNamespace()
+        backends = {"triton": lambda: ("triton", made)}
+        assert factory._create_backend("decode_attention_backend", backends, "no {backend_type}") is made
+        assert made.decode_attention_backend_str == "triton"
+    finally:
+        draft_utils.DraftBackendFactory._create_backend = original

@@ -1,0 +1,276 @@
+"""A real vLLM engine decodes through our backend: `tox -e vllm`.
+
+The model is a tiny DeepSeek-V3 in fp32 on a CPU. Its greedy tokens must equal those of vLLM's own MLA for CPUs and of
+transformers. Every test counts what reached our decode, since an engine that falls back silently would pass as well.
+
+Speculation comes last: it imports numba, after which vLLM 0.32 cannot start another engine in the same process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tomllib
+import torch
+
+pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
+
+import vllm_engine
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.worker.utils import select_common_block_size
+
+from mla_suite.integrations import vllm as integration
+
+LENGTHS = [5, 40, 17, 33]
+LATE = [7, 3]  # of prompts that arrive while others decode
+LATENT, ROPE = 512, 64
+LAYERS = vllm_engine.SHAPE["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek")
+    return folder, vllm_engine.save_model(folder)
+
+
+def repeating():
+    """Prompts in which drafts are found, and one in which they are not."""
+    return [vllm_engine.prompts([6], seed=3)[0] * 5, vllm_engine.prompts([20], seed=4)[0]]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """Tokens and log-probabilities of vLLM's own MLA for CPUs; transformers gives the same tokens."""
+    folder, model = checkpoint
+    batch = vllm_engine.prompts(LENGTHS) + vllm_engine.prompts(LATE, seed=9) + repeating()
+    with vllm_engine.engine(folder, ours=False) as llm:
+        tokens, logprobs = vllm_engine.generate(llm, batch)
+    for prompt, answer in zip(batch, tokens, strict=True):
+        ids = torch.tensor([prompt])
+        options = dict(max_new_tokens=vllm_engine.NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert made[0, len(prompt) :].tolist() == answer
+    return tokens, logprobs
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(query tokens of each sequence, whether they came packed) of every call that reached our decode."""
+    seen = []
+    forward = integration.MLASuiteImpl.forward_mqa
+
+    def counted(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        decode, count = attn_metadata.decode, attn_metadata.num_decodes
+        starts = attn_metadata.query_start_loc[: count + 1]
+        seen.append((starts.diff().tolist(), decode.cu_seqlens_q is not None))
+        out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        tokens = sum(part.shape[0] for part in q[:1]) if isinstance(q, tuple) else q.shape[0]
+        assert out.shape == (tokens, self.num_heads, LATENT)
+        assert lse.shape == (tokens, self.num_heads)
+        return out, lse
+
+    monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", counted)
+    return seen
+
+
+def each_sequence(attn_metadata):
+    """(sequence, slice of its query tokens) of a decode batch."""
+    starts = attn_metadata.query_start_loc[: attn_metadata.num_decodes + 1].tolist()
+    return [(b, slice(start, end)) for b, (start, end) in enumerate(pairwise(starts))]
+
+
+def exact(q, keys, scale):
+    """Causal attention of q [q_len, heads, 576] over keys [kv_len, 576] in fp64, and its lse."""
+    q_len, kv_len = q.shape[0], keys.shape[0]
+    scores = torch.einsum("qhd,kd->qhk", q.double(), keys.double()) * scale
+    hidden = torch.arange(kv_len) > torch.arange(q_len)[:, None] + kv_len - q_len
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    return torch.softmax(scores, -1) @ keys[:, :LATENT].double(), scores.logsumexp(-1)
+
+
+def assert_same(found, expected):
+    count = len(found[0])
+    assert found[0] == expected[0][:count]
+    torch.testing.assert_close(found[1], expected[1][:count], rtol=0, atol=1e-4)
+
+
+def test_mixed_prompts(checkpoint, expected, calls):
+    """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
+    batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
+    with vllm_engine.engine(checkpoint[0], ours=True) as llm:
+        assert_same(vllm_engine.generate(llm, batch), expected)
+        steps = [lens for lens, _ in calls]
+        assert len(steps) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
+        assert [5] in steps  # prompts of up to 8 tokens are decoded
+        assert [1, 1, 1, 1] in steps
+        core, finished = llm.llm_engine, {}
+        waiting = [(0, ids) for ids in batch] + [(3, late[0]), (5, late[1])]
+        for step in range(4 * vllm_engine.NEW_TOKENS):
+            for name, (when, ids) in enumerate(waiting):
+                if when == step:
+                    core.add_request(str(name), {"prompt_token_ids": ids}, vllm_engine.sampling())
+            finished.update({done.request_id: done.outputs[0].token_ids for done in core.step() if done.finished})
+    answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
+    assert answers == expected[0][: len(waiting)]
+    assert any(packed and max(lens) > 1 and min(lens) == 1 for lens, packed in calls)
+
+
+def test_prefix_caching_and_chunked_prefill(checkpoint, expected, calls):
+    """Prompts in chunks of 16 tokens; the second time all but their last page comes from the cache."""
+    with vllm_engine.engine(checkpoint[0], ours=True, chunks=16) as llm:
+        for _ in range(2):
+            before = len(calls)
+            assert_same(vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS)), expected)
+    extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
+    assert any(1 in lens and max(lens) > 1 for lens in extends)
+
+
+def test_fp8_cache(checkpoint, calls, monkeypatch):
+    """Every row is written in e4m3 at the layer's scale, and every decode is exact for the rows as they are stored."""
+    scale, rows, checked = 0.25, 0, 0
+    write, forward = integration.MLASuiteImpl.do_kv_cache_update, integration.MLASuiteImpl.forward_mqa
+
+    def checked_write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+        nonlocal rows
+        write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        used = slot_mapping.flatten() >= 0
+        stored = kv_cache.view(torch.float8_e4m3fn).flatten(0, 1).float()[slot_mapping.flatten()[used].long()]
+        given = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)[used]
+        assert torch.equal(stored, (given / scale).to(torch.float8_e4m3fn).float())
+        rows += int(used.sum())
+
+    def checked_forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        nonlocal checked
+        out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        cache = kv_c_and_k_pe_cache.view(torch.float8_e4m3fn).float() * scale
+        for b, tokens in each_sequence(attn_metadata):
+            length = int(attn_metadata.decode.seq_lens[b])
+            keys = cache[attn_metadata.decode.block_table[b].long()].flatten(0, 1)[:length]
+            want_out, want_lse = exact(queries[tokens], keys, self.scale)
+            torch.testing.assert_close(out[tokens].double(), want_out, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=1e-5, atol=1e-5)
+            checked += 1
+        return out, lse
+
+    def set_scale(model):
+        for module in model.modules():
+            if hasattr(module, "_k_scale"):
+                module._k_scale.fill_(scale)
+
+    monkeypatch.setattr(integration.MLASuiteImpl, "do_kv_cache_update", checked_write)
+    monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", checked_forward)
+    batch = vllm_engine.prompts(LENGTHS)
+    with vllm_engine.engine(checkpoint[0], ours=True, kv_cache_dtype="fp8") as llm:
+        llm.apply_model(set_scale)
+        vllm_engine.generate(llm, batch)
+    assert rows >= LAYERS * (sum(LENGTHS) + len(batch) * (vllm_engine.NEW_TOKENS - 1))
+    assert checked >= LAYERS * len(batch) * (vllm_engine.NEW_TOKENS - 1)
+
+
+def test_what_vllms_selector_is_told():
+    """The reasons that vLLM's own check finds against the backend, with everything on that it supports, and without."""
+    backend = integration.MLASuiteBackend
+    good = dict(
+        head_size=576,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="fp8",
+        block_size=16,
+        use_mla=True,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type="decoder",
+        use_batch_invariant=True,
+        use_adaptive_verification=True,
+        use_dcp=True,
+    )
+    assert backend.validate_configuration(**good) == []
+    for change, reason in (
+        (dict(use_pcp=True), "PCP not supported"),
+        (dict(has_sink=True), "attention sinks not supported"),
+        (dict(has_sliding_window=True), "sliding window not supported"),
+        (dict(use_sparse=True), "sparse not supported"),
+        (dict(use_non_causal=True), "non-causal attention not supported"),
+    ):
+        assert reason in backend.validate_configuration(**{**good, **change})
+    assert backend.get_preferred_block_size(16) == 64
+    assert backend.get_supported_kernel_block_sizes(None) == [MultipleOf(1)]
+    assert select_common_block_size(48, [backend]) == 48
+
+
+def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
+    """A server of three processes finds the backend by the entry points that this package ships."""
+    folder, root = checkpoint[0], Path(__file__).parents[2]
+    installed = tmp_path / "mla_suite-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite\nVersion: 0\n")
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    # On a CPU vLLM ignores CUSTOM, so a second function puts the registered class behind the name it does not ignore.
+    lines = [f"{name} = {value}" for name, value in {**declared, "on_cpu": "vllm_engine_plugin:on_cpu"}.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    places = [str(tmp_path), str(root), str(Path(__file__).parent)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(places),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "MLA_SUITE_TEST_CALLS": str(tmp_path / "calls"),
+    }
+    program = str(Path(__file__).parent / "vllm_engine_plugin.py")
+    command = [sys.executable, program, str(folder), json.dumps(vllm_engine.prompts(LENGTHS))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected[0][: len(LENGTHS)]
+    counts = [len((tmp_path / name).read_text()) for name in os.listdir(tmp_path) if name.startswith("calls.")]
+    assert len(counts) == 2  # one file for each worker process
+    assert min(counts) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
+
+
+def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypatch):
+    """Drafts of different lengths leave the tokens as they were; in invariant mode each sequence has the same bits
+    alone as in its batch."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    forward = integration.MLASuiteImpl.forward_mqa
+    compared = 0
+
+    def also_alone(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+        nonlocal compared
+        out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        decode = attn_metadata.decode
+        assert decode.plan is None
+        for b, tokens in each_sequence(attn_metadata):
+            starts = attn_metadata.query_start_loc[b : b + 2]
+            own = replace(
+                decode,
+                block_table=decode.block_table[b : b + 1],
+                seq_lens=decode.seq_lens[b : b + 1],
+                cu_seqlens_q=None if decode.cu_seqlens_q is None else starts - starts[0],
+            )
+            alone = replace(attn_metadata, num_decodes=1, query_start_loc=starts - starts[0], decode=own)
+            part = tuple(half[tokens] for half in q) if isinstance(q, tuple) else q[tokens]
+            own_out, own_lse = forward(self, part, kv_c_and_k_pe_cache, alone, layer)
+            assert torch.equal(own_out, out[tokens])
+            assert torch.equal(own_lse, lse[tokens])
+            compared += 1
+        return out, lse
+
+    with vllm_engine.engine(checkpoint[0], ours=True, speculative_config=drafts) as llm:
+        assert vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS))[0] == expected[0][: len(LENGTHS)]
+        assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
+        verified = [lens for lens, _ in calls if max(lens) in (2, 3, 4)]
+        assert any(len(set(lens)) > 1 for lens in verified)
+        monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+        monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", also_alone)
+        assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
+    assert compared > LAYERS * vllm_engine.NEW_TOKENS
