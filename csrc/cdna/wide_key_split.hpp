@@ -26,6 +26,8 @@ class WideKeySplit {
   static constexpr int tile_keys = Arithmetic::private_keys;
   static constexpr int score_tiles = tile_keys / 16;
   static constexpr int pieces = Problem::row_bytes / 64;  // 16-byte loads of a lane per 16 keys
+  static constexpr bool has_tail = pieces % 2 != 0;
+  static constexpr int freed = has_tail && Scores::pads_tail ? pieces - 3 : pieces;  // before the tail's product
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
   using Tile = SlottedTile<Problem::Format::bytes, mla::LATENT * Problem::Format::bytes, tile_keys>;
   using Softmax = WideSoftmax<Policy, Values, score_tiles>;
@@ -161,14 +163,18 @@ class WideKeySplit {
           lds_write16(places_.of(latent_, T, 2 * n + 1), high);
         }
         sum = Scores::multiply(Scores::keys(low, high), query_, n, sum);
-        if (prefetch) {
+        if (prefetch && 2 * n < freed) {
           low = *reinterpret_cast<const u32x4*>(next.of[T] + 2 * n * 64);
           high = *reinterpret_cast<const u32x4*>(next.of[T] + (2 * n + 1) * 64);
         }
       }
-      if constexpr (pieces % 2 != 0) {
+      if constexpr (has_tail) {
         u32x4& last = piece[pieces - 1];
-        sum = Scores::multiply_tail(Scores::tail(last), query_, sum);
+        sum = Scores::multiply_tail(Scores::tail(last, piece[pieces - 3]), query_, sum);
+        if (prefetch && Scores::pads_tail) {
+          piece[pieces - 3] = *reinterpret_cast<const u32x4*>(next.of[T] + (pieces - 3) * 64);
+          piece[pieces - 2] = *reinterpret_cast<const u32x4*>(next.of[T] + (pieces - 2) * 64);
+        }
         if (prefetch) last = *reinterpret_cast<const u32x4*>(next.of[T] + (pieces - 1) * 64);
       }
       t[T] = sum;

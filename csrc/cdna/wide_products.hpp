@@ -14,11 +14,13 @@
 namespace cdna {
 
 // How scores are made: `Keys` is what two neighbouring pieces of a key become, once for all rows they meet; where rows
-// have an odd number of pieces, `Tail` is the last one.
+// have an odd number of pieces, `Tail` is the last one, given with `beside`, another piece of the same key, which it
+// uses where `pads_tail`.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
 struct SameTypeScores {
+  static constexpr bool pads_tail = false;
   using Element = typename Problem::Element;
   using Query = QueryTile<Problem, 8>;
   struct Keys {
@@ -35,6 +37,7 @@ struct SameTypeScores {
 // fp8 keys and bf16 queries: keys become bf16.
 template <class Policy, class Problem>
 struct ConvertedScores {
+  static constexpr bool pads_tail = false;
   using Query = QueryTile<Problem, 16>;
   struct Tail {
     u32x4 low, high;
@@ -43,10 +46,10 @@ struct ConvertedScores {
     Tail low, high;
   };
 
-  MLA_DEVICE static Tail tail(u32x4 piece) {
+  MLA_DEVICE static Tail tail(u32x4 piece, u32x4 /*beside*/) {
     return Tail{Policy::fp8_to_bf16(u32x2{piece[0], piece[1]}), Policy::fp8_to_bf16(u32x2{piece[2], piece[3]})};
   }
-  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{tail(low), tail(high)}; }
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{tail(low, low), tail(high, high)}; }
   MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
     return multiply_piece(keys.high, query, 2 * n + 1, multiply_piece(keys.low, query, 2 * n, sum));
   }
@@ -61,12 +64,17 @@ struct ConvertedScores {
   }
 };
 
-// fp8 keys and queries: 128 columns at once, and what is left over of 576 by the instruction of half rate.
+// fp8 keys and queries: 128 columns at once. The 64 left over of 576 take a whole product, too, in which the query has
+// zeros. The instruction of 32 columns needs as many clocks for them, but fewer passes: between two instructions of
+// different passes on one accumulator the ISA asks for up to ten others. The key's half that meets zeros is a piece it
+// was multiplied with before, so a NaN there makes no score NaN that is not already.
 template <class Problem>
 struct NarrowScores {
+  static constexpr bool pads_tail = true;
   struct Query {
     static constexpr int pieces = Problem::row_bytes / 64;
     u32x4 piece[pieces];
+    u32x8 tail;  // the last piece, then zeros
 
     MLA_DEVICE static Query load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
                                  const Lane& lane) {
@@ -74,23 +82,27 @@ struct NarrowScores {
       Query query;
 #pragma unroll
       for (int m = 0; m < pieces; ++m) query.piece[m] = *reinterpret_cast<const u32x4*>(from + m * 64);
+      query.tail = keys(query.piece[pieces - 1], u32x4{0, 0, 0, 0});
       return query;
     }
   };
   using Keys = u32x8;
-  using Tail = u32x4;
+  using Tail = u32x8;
 
   MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) {
     return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
   }
-  MLA_DEVICE static Tail tail(u32x4 piece) { return piece; }
+  MLA_DEVICE static Tail tail(u32x4 piece, u32x4 beside) { return keys(piece, beside); }
   MLA_DEVICE static f32x4 multiply(Keys left, const Query& query, int n, f32x4 sum) {
     return multiply_fp8x128(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
   }
   MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
-    const u32x4 right = query.piece[Query::pieces - 1];
-    sum = Matrix16x16x32<mla::fp8>::multiply(left.xy, right.xy, sum);
-    return Matrix16x16x32<mla::fp8>::multiply(left.zw, right.zw, sum);
+#if __clang_major__ < 22
+    const uint32_t zero = rederived(0);  // these compilers have no registers left to keep the zeros in
+    return multiply_fp8x128(left, keys(query.piece[Query::pieces - 1], u32x4{zero, zero, zero, zero}), sum);
+#else
+    return multiply_fp8x128(left, query.tail, sum);
+#endif
   }
 };
 

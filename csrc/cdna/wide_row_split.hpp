@@ -245,7 +245,7 @@ class WideRowSplitWave {
         constexpr int n = s % steps_of_rows;
         const int T = s / steps_of_rows * 2 + half;
         if constexpr (is_tail(s)) {
-          const auto left = Scores::tail(now[0]);
+          const auto left = Scores::tail(now[0], now[1]);  // now[1]: what these keys left there two steps before
 #pragma unroll
           for (int r = 0; r < tiles; ++r) t[r][T] = Scores::multiply_tail(left, query_[r], t[r][T]);
         } else {
