@@ -1,4 +1,4 @@
-"""The build: instances wanted -> ninja -> objects checked against their budgets -> object folder with its manifest."""
+"""The build: instances wanted -> ninja -> objects checked (budgets, hazards) -> object folder with its manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from mla_suite.build import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
+from mla_suite.build import (
+    budget,
+    compilers,
+    emulator_library,
+    hazards,
+    locations,
+    manifest,
+    ninja_plan,
+    params,
+    report,
+)
 from mla_suite.build.errors import BuildError, ObjectError
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
@@ -39,9 +49,9 @@ def build(
     library too where its sources are present. Compilers' warnings, and what is left out, go to stderr. `progress` is
     called with the number of each finished compiler step and their total. Two processes may build at once.
 
-    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, a source edited
-    meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a
-    declaration in `arch.toml` that cannot be built.
+    BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, every missing wait
+    state, a source edited meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an
+    unknown arch or a declaration in `arch.toml` that cannot be built.
     """
     csrc = csrc.resolve()
     arch_records.get.cache_clear()  # sources may have been edited since they were last read
@@ -130,7 +140,7 @@ def _entry(
     amd: compilers.AmdCompiler | None,
     nvidia: compilers.NvidiaCompiler | None,
 ) -> tuple[KernelEntry, list[str]]:
-    """The manifest entry of one built instance and the sentences of the budgets it breaks."""
+    """The manifest entry of one built instance and a sentence for each budget it breaks and each hazard in it."""
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
     object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
@@ -143,6 +153,9 @@ def _entry(
         cost = report.read_cubin(data, stem.with_name(item.id + ".log").read_text(), item.symbol)
     mirror = params.load(item.params, csrc)
     broken = budget.broken(item, cost)
+    if is_amd:
+        where = f"{item.arch.name} {item.id}"
+        broken += hazards.sentences_once(where, text.decode(), item.arch.name, stem.with_name(item.id + ".hazards"))
     if cost.params != mirror.size:
         broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
     if cost.threads == 0:

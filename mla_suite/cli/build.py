@@ -7,7 +7,8 @@
   python -m mla_suite build --nvcc /usr/local/cuda-12.9       with that nvcc: drivers from 525 on load what it makes
 
 What is up to date is not compiled again. A kernel that spills, uses scratch memory or exceeds its budget of registers
-or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers. `python -m mla_suite kernels` shows what came out.
+or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers, and so does AMD code without the wait states that the
+ISA asks for (`python -m mla_suite hazards`). `python -m mla_suite kernels` shows what came out.
 """
 
 import argparse
