@@ -1,14 +1,14 @@
-// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so the
-// maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so
+// the maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
 #pragma once
 
 #include "common/device.hpp"
 
 namespace mla {
 
-// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
-// A query row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n)
-// and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
+// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart. A query
+// row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n) and
+// ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct DecodeTmaParams {
   uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
   uint64_t kv_map_1;
