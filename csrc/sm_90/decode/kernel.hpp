@@ -37,8 +37,8 @@ struct DecodeKernel {
     const int group = __shfl_sync(~0u, thread_id() / 128, 0);
     if (thread_id() == 96) init_mbarriers(shared);  // in a warp that issues no TMA loads
     if constexpr (Traits::SOURCE == KvSource::tma)
-      if (thread_id() == 32) tma_prefetch_descriptor(&params.kv_map_0);
-    if (thread_id() == 64) tma_prefetch_descriptor(&params.q_map_0);
+      if (thread_id() == 32) tma_prefetch_descriptor(params.kv_map);
+    if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
     // No other role touches global memory before the producer has given it something, so the producer waits for all.
     if constexpr (Traits::SOURCE == KvSource::selected) {
       griddep_wait();

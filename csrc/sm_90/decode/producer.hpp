@@ -89,9 +89,9 @@ class ProducerBase {
     const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES;
     mbarrier_expect_tx(full, Traits::Q_BOXES * Traits::q_box_bytes(params_));
     if constexpr (!Cluster::MERGES_SPLITS)
-      tma_load(to, &params_.q_map_0, 0, row, half * Traits::Q_BOXES, full);
+      tma_load(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
     else if (half == static_cast<int>(cluster_rank()))  // both CTAs have the same queries: each loads half for both
-      tma_load_multicast(to, &params_.q_map_0, 0, row, half * Traits::Q_BOXES, full);
+      tma_load_multicast(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
   }
 
   // A tile's queries take the two stages before its keys, so that they, too, arrive before they are needed: first one

@@ -151,7 +151,7 @@ class ProducerTma : ProducerBase<Traits> {
     mbarrier_expect_tx(to.full, BYTES);
 #pragma unroll 1
     for (int at = 0; at < BYTES; at += Traits::BOX_BLOCKS * Traits::BLOCK_BYTES, block += Traits::BOX_BLOCKS)
-      tma_load(to.at + at, &params_.kv_map_0, 0, row, block, page, to.full, hint);
+      tma_load(to.at + at, params_.kv_map, 0, row, block, page, to.full, hint);
   }
 };
 

@@ -58,7 +58,7 @@ class ProloguePrefetch {
     const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
 #pragma unroll 1
     for (int block = 0; block < Traits::COLUMN_BLOCKS; block += Traits::BOX_BLOCKS)
-      tma_prefetch(&params_.kv_map_0, 0, first - in_table * params_.page, block, page);
+      tma_prefetch(params_.kv_map, 0, first - in_table * params_.page, block, page);
   }
 
   MLA_DEVICE int first_sequence() const {
