@@ -147,11 +147,11 @@ struct PersistentCombine {
  private:
   template <class Merge>
   MLA_DEVICE static void merge(const CombineParams& p, const typename TurnScheduler<Wave>::Turn& turn) {
-    typename Merge::Place at;
+    typename Merge::RowAssignment at;
     Merge::team_of(p, turn.number, 1, at);
     at.first = turn.first;
     at.splits = turn.splits;
-    Merge::settle(p, turn.sequence, at);
+    Merge::resolve_rows(p, turn.sequence, at);
     Merge::read_own(p, at);
     if (Merge::parts > 1 || at.wanted) Merge::merge(p, at);
     if constexpr (Merge::parts > 1) block_sync();  // the next turn's sums overwrite this one's

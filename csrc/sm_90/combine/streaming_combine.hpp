@@ -14,7 +14,7 @@ namespace mla::sm_90 {
 template <class Shape>
 struct StreamingCombine {
   using Merge = Combine<Wave, Shape>;
-  using Place = typename Merge::Place;
+  using RowAssignment = typename Merge::RowAssignment;
   static constexpr int threads = Merge::threads;
   static constexpr int min_waves = Merge::min_waves;
   static constexpr int parts = Merge::parts;
@@ -27,15 +27,15 @@ struct StreamingCombine {
   // Every sequence has num_splits splits, at most MAX_SPLITS; no sequence is skipped.
   MLA_DEVICE static void run(const CombineParams& p) {
     Wave::release_consumer();  // the next kernel waits for this launch
-    Place at;
+    RowAssignment at;
     const uint32_t sequence =
         Merge::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
-    Merge::locate(p, sequence, at);
+    Merge::resolve_splits(p, sequence, at);
     wait_for_own(p, at);
     float share[Merge::owned];
-    const Merged row = Merge::merge_own(p, at, share);
+    const LseAccum row = Merge::merge_own_lse(p, at, share);
     float scale;
-    const auto outcome = Merge::begin(p, at, row, scale);
+    const auto outcome = Merge::write_lse(p, at, row, scale);
     for (int i = 0; i < Merge::owned; ++i) share[i] *= scale;
     float sum[chunks][4] = {};
     if (outcome == Merge::SUM) {
@@ -50,14 +50,14 @@ struct StreamingCombine {
           accumulate<8>(p, at, split, share, sum);
       }
     }
-    finish(p, at, outcome, sum);
+    write_out(p, at, outcome, sum);
     Wave::wait_for_producer();  // the next kernel relies on the end of decode, too
   }
 
  private:
   // Waits for the log-sum-exps of the lane's splits. One warp of the block polls, and only one of its lanes until the
   // first has arrived: polling competes with decode's stores.
-  MLA_DEVICE static void wait_for_own(const CombineParams& p, Place& at) {
+  MLA_DEVICE static void wait_for_own(const CombineParams& p, RowAssignment& at) {
     MLA_SHARED float all[MAX_SPLITS];
     if (at.part == 0 && at.splits > 0) {
       if (at.lane == 0) wait_for_lse(p, at, at.splits - 1);
@@ -67,11 +67,11 @@ struct StreamingCombine {
     block_sync();
     for (int i = 0; i < Merge::owned; ++i) {
       const int split = Merge::own_split(at, i);
-      at.own[i] = split < at.splits ? all[split] : of_order(ORDER_OF_NOTHING);
+      at.own[i] = split < at.splits ? all[split] : ordered_int_to_float(ORDERED_MINUS_INFINITY);
     }
   }
 
-  MLA_DEVICE static float wait_for_lse(const CombineParams& p, const Place& at, int split) {
+  MLA_DEVICE static float wait_for_lse(const CombineParams& p, const RowAssignment& at, int split) {
     const float* from = Merge::lse_at(p, at, split);
     uint32_t word;
     do word = static_cast<uint32_t>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(from)));
@@ -81,7 +81,7 @@ struct StreamingCombine {
 
   // The first of a lane's four columns of a chunk. Chunks and slices follow the order in which decode stores columns:
   // in `runs` runs side by side.
-  MLA_DEVICE static int column(const Place& at, int chunk) {
+  MLA_DEVICE static int column(const RowAssignment& at, int chunk) {
     constexpr int lanes = Wave::lanes / Shape::runs;
     const int slice = at.first_column / Merge::columns;
     return at.lane / lanes * (Shape::head_dim_v / Shape::runs) +
@@ -90,7 +90,7 @@ struct StreamingCombine {
 
   // Adds weight x partial of this warp's next splits from `begin` on. They are waited for together.
   template <int in_flight>
-  MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int begin,
+  MLA_DEVICE static void accumulate(const CombineParams& p, const RowAssignment& at, int begin,
                                     const float (&share)[Merge::owned], float (&sum)[chunks][4]) {
     const float* row = p.partial_out + ((at.first + begin) * p.partial_split_stride + at.row * p.partial_row_stride);
     const int64_t apart = parts * p.partial_split_stride;
@@ -136,7 +136,7 @@ struct StreamingCombine {
   }
 
   // Adds the sums of all warps and stores the results.
-  MLA_DEVICE static void finish(const CombineParams& p, const Place& at, typename Merge::Outcome outcome,
+  MLA_DEVICE static void write_out(const CombineParams& p, const RowAssignment& at, typename Merge::Outcome outcome,
                                 const float (&sum)[chunks][4]) {
     alignas(16) MLA_SHARED float4 sums[parts][chunks][Wave::lanes];
 #pragma unroll
