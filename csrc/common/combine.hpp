@@ -1,11 +1,12 @@
 // combine: merges the partial results of each row's splits by their log-sum-exp. One pipeline for every arch.
 //
-// A team of lanes holds the columns of one row; the row's splits are dealt to `parts` teams, which meet in shared
-// memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and hands it
-// to the team when the split is accumulated. A split of weight zero counts for nothing, whatever it holds.
+// A team of lanes holds the columns of one row; the row's splits are dealt to `parts` teams, whose sums are added in
+// shared memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and
+// broadcasts it to the team when the split is accumulated. A split of weight zero contributes nothing, whatever it
+// holds.
 //
-// On an arch that reads early, lane i owns that of the row's i-th split instead, in every part: each learns the weights
-// by itself, so that the parts need not meet for them.
+// On an arch that reads early, lane i owns that of the row's i-th split instead, in every part: each part computes all
+// weights by itself, so that the parts need not synchronise for them.
 //
 // Builds may use -fno-honor-nans, under which a float comparison must not meet a NaN: whether a row is NaN is decided
 // on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
@@ -13,7 +14,7 @@
 
 #include "common/division.hpp"
 #include "common/logarithm.hpp"
-#include "common/merged.hpp"
+#include "common/lse_merge.hpp"
 #include "common/narrow.hpp"
 #include "common/params/combine.hpp"
 
@@ -44,8 +45,8 @@ struct Combine {
                 "combine: of known weights each part has whole groups");
   static_assert(parts >= 1 && parts * team * Shape::rows == threads, "combine: WAVES are too few for ROWS");
 
-  // Where this lane works.
-  struct Place {
+  // The row, the columns and the splits that this lane works on.
+  struct RowAssignment {
     int lane;    // in the wave
     int member;  // in the team
     int index;   // of the team in the workgroup
@@ -60,30 +61,30 @@ struct Combine {
     float own[owned];  // log-sum-exps of the lane's first splits
   };
 
-  MLA_DEVICE static float lse_of(const CombineParams& p, const Place& at, int split) {
+  MLA_DEVICE static float lse_of(const CombineParams& p, const RowAssignment& at, int split) {
     if (split >= at.splits) return -bit_cast<float>(INFINITY_BITS);
     return *lse_at(p, at, split);
   }
-  MLA_DEVICE static const float* lse_at(const CombineParams& p, const Place& at, int split) {
+  MLA_DEVICE static const float* lse_at(const CombineParams& p, const RowAssignment& at, int split) {
     return p.partial_lse + ((at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
   }
 
   // The split whose log-sum-exp is the lane's `i`-th.
-  MLA_DEVICE static int own_split(const Place& at, int i) {
+  MLA_DEVICE static int own_split(const RowAssignment& at, int i) {
     return early ? at.member + i * team : at.part + parts * (at.member + i * team);
   }
   static constexpr int own_step = early ? team : parts * team;  // from one to the next
 
-  // The log-sum-exps of the team's lanes, which are the part's or the row's, to one pair. `share` becomes
-  // e^(lse - largest) of the lane's first splits.
-  MLA_DEVICE static Merged merge_own(const CombineParams& p, const Place& at, float (&share)[owned]) {
-    Merged lane{order_of(at.own[0]), 0.0f};
-    for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, order_of(at.own[i]));
+  // Merges the log-sum-exps of the team's lanes, which are the part's or the row's. `share` becomes e^(lse - largest)
+  // of the lane's first splits.
+  MLA_DEVICE static LseAccum merge_own_lse(const CombineParams& p, const RowAssignment& at, float (&share)[owned]) {
+    LseAccum lane{float_to_ordered_int(at.own[0]), 0.0f};
+    for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, float_to_ordered_int(at.own[i]));
     const int next = own_split(at, owned);
 #pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
     for (int split = next; split < at.splits; split += own_step)
-      lane.largest = max_of(lane.largest, order_of(lse_of(p, at, split)));
-    Merged all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
+      lane.largest = max_of(lane.largest, float_to_ordered_int(lse_of(p, at, split)));
+    LseAccum all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
     const float base = all.base();
     for (int i = 0; i < owned; ++i) {
       share[i] = 0.0f;
@@ -99,11 +100,11 @@ struct Combine {
 
   MLA_DEVICE static int max_of(int a, int b) { return a > b ? a : b; }
 
-  // The parts' pairs, from shared memory, to the row's.
-  MLA_DEVICE static Merged merge_row(const Merged* of_parts, const Place& at) {
-    int largest = ORDER_OF_NOTHING;
+  // Merges the parts' accumulators, from shared memory, to the row's.
+  MLA_DEVICE static LseAccum merge_parts_lse(const LseAccum* of_parts, const RowAssignment& at) {
+    int largest = ORDERED_MINUS_INFINITY;
     for (int part = at.member; part < parts; part += team) largest = max_of(largest, of_parts[part].largest);
-    Merged all{Wave::template max_over<team>(largest, at.lane), 0.0f};
+    LseAccum all{Wave::template max_over<team>(largest, at.lane), 0.0f};
     float sum = 0.0f;
     for (int part = at.member; part < parts; part += team)
       sum += of_parts[part].sum * exp_of<Wave>(__builtin_fminf(of_parts[part].base() - all.base(), 0.0f));
@@ -114,21 +115,21 @@ struct Combine {
   // A row is the weighted sum of its splits, or zero, or NaN; only the first reads a partial.
   enum Outcome { SUM, ZERO, NOT_A_NUMBER };
 
-  MLA_DEVICE static Outcome outcome_of(const Merged& row) {
-    if (row.largest >= ORDER_OF_INFINITY) return NOT_A_NUMBER;
-    return row.largest == ORDER_OF_NOTHING ? ZERO : SUM;
+  MLA_DEVICE static Outcome outcome_of(const LseAccum& row) {
+    if (row.largest >= ORDERED_INFINITY) return NOT_A_NUMBER;
+    return row.largest == ORDERED_MINUS_INFINITY ? ZERO : SUM;
   }
-  MLA_DEVICE static Outcome outcome_of(const Merged& row, float sink) {
+  MLA_DEVICE static Outcome outcome_of(const LseAccum& row, float sink) {
     const Outcome without = outcome_of(row);
-    if (order_of(sink) == ORDER_OF_INFINITY && row.largest <= ORDER_OF_INFINITY) return ZERO;
-    return without == SUM && order_of(sink) > ORDER_OF_INFINITY ? NOT_A_NUMBER : without;
+    if (float_to_ordered_int(sink) == ORDERED_INFINITY && row.largest <= ORDERED_INFINITY) return ZERO;
+    return without == SUM && float_to_ordered_int(sink) > ORDERED_INFINITY ? NOT_A_NUMBER : without;
   }
 
-  // What every weight e^(lse - largest) of a row is multiplied by.
-  MLA_DEVICE static float scale_of(const Merged& row) { return reciprocal(row.sum); }
+  // The factor of every weight e^(lse - largest) of a row.
+  MLA_DEVICE static float scale_of(const LseAccum& row) { return reciprocal(row.sum); }
   // 1 / (sum + e^(sink - largest)), scaled so that nothing overflows. For rows whose outcome is SUM.
-  MLA_DEVICE static float scale_of(const Merged& row, float sink) {
-    const float largest = of_order(row.largest);
+  MLA_DEVICE static float scale_of(const LseAccum& row, float sink) {
+    const float largest = ordered_int_to_float(row.largest);
     const float above = __builtin_fmaxf(sink, largest);
     const float share = exp_of<Wave>(largest - above);
     return share * reciprocal(__builtin_fmaf(row.sum, share, exp_of<Wave>(sink - above)));
@@ -139,9 +140,10 @@ struct Combine {
     return __builtin_fmaf(guess, __builtin_fmaf(-x, guess, 1.0f), guess);
   }
 
-  MLA_DEVICE static float lse_of_row(const Merged& row) {
-    if (row.largest >= ORDER_OF_INFINITY || row.largest == ORDER_OF_NOTHING) return of_order(row.largest);
-    return __builtin_fmaf(Wave::log2(row.sum), LN_2, of_order(row.largest));
+  MLA_DEVICE static float lse_of_row(const LseAccum& row) {
+    if (row.largest >= ORDERED_INFINITY || row.largest == ORDERED_MINUS_INFINITY)
+      return ordered_int_to_float(row.largest);
+    return __builtin_fmaf(Wave::log2(row.sum), LN_2, ordered_int_to_float(row.largest));
   }
 
   // This lane's columns of `in_flight` splits of a part.
@@ -149,7 +151,7 @@ struct Combine {
     Vec<float, quad> of[in_flight][chunks][vec / quad];
 
     // Split number i from `split` on, zeros where it is not to be read.
-    MLA_DEVICE void load(const CombineParams& p, const Place& at, int split, int i, bool read) {
+    MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int split, int i, bool read) {
       const int64_t in_split = at.row * p.partial_row_stride + at.first_column;
       const float* from = p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
       for (int c = 0; c < chunks; ++c)
@@ -162,7 +164,7 @@ struct Combine {
   };
 
   // The weight of split `n` of those whose weights the team's lanes know, `owned` each.
-  MLA_DEVICE static float weight_of(const Place& at, const float (&known)[owned], int n) {
+  MLA_DEVICE static float weight_of(const RowAssignment& at, const float (&known)[owned], int n) {
     if constexpr (owned == 1) return Wave::template from_team<team>(known[0], at.lane, n);
     float own = known[0];
     for (int i = 1; i < owned; ++i)
@@ -173,8 +175,8 @@ struct Combine {
   // Adds weight x partial for `in_flight` splits, or begins the sum with them; their loads are issued before the first
   // addition. A first sum that is not read costs no registers while the loads are out.
   template <bool first>
-  MLA_DEVICE static void accumulate(const CombineParams& p, const Place& at, int split, const float (&known)[owned],
-                                    int source, float (&sum)[chunks][vec]) {
+  MLA_DEVICE static void accumulate(const CombineParams& p, const RowAssignment& at, int split,
+                                    const float (&known)[owned], int source, float (&sum)[chunks][vec]) {
     constexpr int apart = early ? parts : 1;
     float weights[in_flight];
     Loaded loaded;
@@ -192,13 +194,13 @@ struct Combine {
               __builtin_fmaf(weights[i], loaded.of[i][c][k / quad][k % quad], first && i == 0 ? 0.0f : sum[c][k]);
   }
 
-  // The first splits of a part, on their way before their weights are known.
-  MLA_DEVICE static void load_early(const CombineParams& p, const Place& at, Loaded& loaded) {
+  // Issues the loads of a part's first splits before their weights are known.
+  MLA_DEVICE static void load_early(const CombineParams& p, const RowAssignment& at, Loaded& loaded) {
     for (int i = 0; i < in_flight; ++i) loaded.load(p, at, at.part, i, at.part + i * parts < at.splits);
   }
 
-  // Begins the sum with them. What lies in a split of weight zero is not looked at.
-  MLA_DEVICE static void begin_with(Loaded& loaded, const Place& at, const float (&known)[owned],
+  // Starts the sum with the splits that were loaded early. Data of a split of weight zero is ignored.
+  MLA_DEVICE static void accumulate_loaded(Loaded& loaded, const RowAssignment& at, const float (&known)[owned],
                                     float (&sum)[chunks][vec]) {
     float weights[in_flight];
     for (int i = 0; i < in_flight; ++i) {
@@ -212,10 +214,10 @@ struct Combine {
 
   // The part's weighted sum where lanes know the row's weights, which are e^(lse - base) x `scale`; `share` has the
   // first factor for their first splits, of which `loaded` are the part's first.
-  MLA_DEVICE static void accumulate_early(const CombineParams& p, const Place& at, float (&share)[owned], float base,
-                                          float scale, Loaded& loaded, float (&sum)[chunks][vec]) {
+  MLA_DEVICE static void accumulate_early(const CombineParams& p, const RowAssignment& at, float (&share)[owned],
+                                          float base, float scale, Loaded& loaded, float (&sum)[chunks][vec]) {
     for (int i = 0; i < owned; ++i) share[i] *= scale;
-    begin_with(loaded, at, share, sum);
+    accumulate_loaded(loaded, at, share, sum);
     constexpr int group = in_flight * parts, known = owned * team;
 #pragma unroll 1
     for (int begin = 0; begin < at.splits; begin += known) {
@@ -229,8 +231,8 @@ struct Combine {
   }
 
   // The part's weighted sum. `share` is e^(lse - base) of the lane's first split.
-  MLA_DEVICE static void accumulate_part(const CombineParams& p, const Place& at, float share, float base, float scale,
-                                         float (&sum)[chunks][vec]) {
+  MLA_DEVICE static void accumulate_part(const CombineParams& p, const RowAssignment& at, float share, float base,
+                                         float scale, float (&sum)[chunks][vec]) {
     float weight[owned] = {share * scale};
     accumulate<true>(p, at, at.part, weight, 0, sum);
 #pragma unroll 1
@@ -244,8 +246,8 @@ struct Combine {
     }
   }
 
-  // Where the sequence's splits lie, then the rest.
-  MLA_DEVICE static void locate(const CombineParams& p, uint32_t sequence, Place& at) {
+  // Finds the sequence's splits, then its rows.
+  MLA_DEVICE static void resolve_splits(const CombineParams& p, uint32_t sequence, RowAssignment& at) {
     at.first = static_cast<int64_t>(sequence) * p.num_splits;
     at.splits = p.num_splits;
     if (p.split_indptr != nullptr) {
@@ -253,11 +255,11 @@ struct Combine {
       at.first = begin;
       at.splits = p.split_indptr[sequence + 1] - begin;
     }
-    settle(p, sequence, at);
+    resolve_rows(p, sequence, at);
   }
 
-  // What of a place follows from numbers: rows are numbered through `sequences` of them. The sequence's number.
-  MLA_DEVICE static uint32_t team_of(const CombineParams& p, uint32_t group, uint32_t sequences, Place& at) {
+  // Fills in what follows from numbers alone: rows are numbered through all `sequences`. Returns the sequence's number.
+  MLA_DEVICE static uint32_t team_of(const CombineParams& p, uint32_t group, uint32_t sequences, RowAssignment& at) {
     const int thread = thread_id();
     const uint32_t rows = static_cast<uint32_t>(p.q_len) * static_cast<uint32_t>(p.heads);
     at.lane = thread % Wave::lanes;
@@ -275,8 +277,8 @@ struct Combine {
     return sequence;
   }
 
-  // The rest, once the sequence and its splits are known.
-  MLA_DEVICE static void settle(const CombineParams& p, uint32_t sequence, Place& at) {
+  // Fills in the rest, once the sequence and its splits are known.
+  MLA_DEVICE static void resolve_rows(const CombineParams& p, uint32_t sequence, RowAssignment& at) {
     int first_token = static_cast<int>(sequence) * p.q_len;
     if (p.cu_seqlens_q != nullptr) {
       first_token = p.cu_seqlens_q[sequence];
@@ -287,36 +289,36 @@ struct Combine {
     if (!at.wanted) at.splits = 0;
   }
 
-  MLA_DEVICE static void read_own(const CombineParams& p, Place& at) {
+  MLA_DEVICE static void read_own(const CombineParams& p, RowAssignment& at) {
     for (int i = 0; i < owned; ++i) at.own[i] = lse_of(p, at, own_split(at, i));
   }
 
   MLA_DEVICE static void run(const CombineParams& p) {
-    Place at;
+    RowAssignment at;
     const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
     Wave::want(p.partial_out, p.partial_row_stride);
-    Wave::release_consumer();   // while decode runs: who follows waits for this launch, and so for decode
-    Wave::wait_for_producer();  // what follows from numbers alone is found while decode runs
-    locate(p, sequence, at);
+    Wave::release_consumer();   // while decode runs: the next kernel waits for this launch, and so for decode
+    Wave::wait_for_producer();  // everything above is computed while decode runs
+    resolve_splits(p, sequence, at);
     read_own(p, at);
-    if (parts > 1 || at.wanted) merge(p, at);  // several parts meet at barriers, wanted or not
+    if (parts > 1 || at.wanted) merge(p, at);  // several parts share barriers, wanted or not
   }
 
   // One row, from its log-sum-exps to its outputs.
-  MLA_DEVICE static void merge(const CombineParams& p, const Place& at) {
+  MLA_DEVICE static void merge(const CombineParams& p, const RowAssignment& at) {
     Loaded first;
     if constexpr (early) load_early(p, at, first);
     float share[owned];
-    Merged row = merge_own(p, at, share);
+    LseAccum row = merge_own_lse(p, at, share);
     if constexpr (parts > 1 && !early) {
-      MLA_SHARED Merged of_parts[Shape::rows * parts];
+      MLA_SHARED LseAccum of_parts[Shape::rows * parts];
       if (at.member == 0) of_parts[at.index] = row;
       block_sync();
-      row = merge_row(of_parts + at.index / parts * parts, at);
+      row = merge_parts_lse(of_parts + at.index / parts * parts, at);
       share[0] = exp_of<Wave>(at.own[0] - row.base());
     }
     float scale;
-    const Outcome outcome = begin(p, at, row, scale);
+    const Outcome outcome = write_lse(p, at, row, scale);
     float sum[chunks][vec] = {};
     if (outcome == SUM) {
       if constexpr (early)
@@ -324,11 +326,12 @@ struct Combine {
       else
         accumulate_part(p, at, share[0], row.base(), scale, sum);
     }
-    finish(p, at, outcome, sum);
+    write_out(p, at, outcome, sum);
   }
 
-  // Writes the row's log-sum-exp; what the row is, and its scale.
-  MLA_DEVICE static Outcome begin(const CombineParams& p, const Place& at, const Merged& row, float& scale) {
+  // Writes the row's log-sum-exp; returns the row's outcome, and its scale.
+  MLA_DEVICE static Outcome write_lse(const CombineParams& p, const RowAssignment& at, const LseAccum& row,
+                                      float& scale) {
     if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
       p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
     Outcome outcome = outcome_of(row);
@@ -341,8 +344,8 @@ struct Combine {
     return outcome;
   }
 
-  // The sums of all parts to the results.
-  MLA_DEVICE static void finish(const CombineParams& p, const Place& at, Outcome outcome,
+  // Adds the sums of all parts and stores the results.
+  MLA_DEVICE static void write_out(const CombineParams& p, const RowAssignment& at, Outcome outcome,
                                 const float (&sum)[chunks][vec]) {
     const int64_t out = at.token * p.out_token_stride + at.head * p.out_head_stride + at.first_column;
     if constexpr (parts == 1) {

@@ -9,7 +9,7 @@
 // Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
 // What the two kernels wait for is themselves: an instruction depends on the one before, and on an H200 takes about
 // 5 clocks. So whatever can be known before a wait is made out before it, and numbers have 32 bits where these do.
-// Fewer launches were slower on an H200 (csrc/sm_90/README.md).
+// Fewer launches were slower on an H200 (csrc/sm_90/PERF.md).
 #pragma once
 
 #include "common/block_scan.hpp"

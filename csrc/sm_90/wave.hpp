@@ -1,45 +1,46 @@
-// A warp of 32 lanes as the small kernels see it: sums and maxima over teams of lanes, broadcasts, elementary
-// functions, programmatic dependence. csrc/cdna/wave.hpp has the same face.
+// A warp of 32 lanes as the kernels of csrc/common see it: sums and maxima over teams of lanes, broadcasts, elementary
+// functions, programmatic dependent launch. csrc/cdna/wave.hpp has the same interface.
 #pragma once
 
 #include "common/device.hpp"
-#include "sm_90/mbarrier.hpp"
+#include "sm_90/ptx/griddep.hpp"
+#include "sm_90/ptx/memory.hpp"
 
-namespace sm_90 {
+namespace mla::sm_90 {
 
 struct Wave {
   static constexpr int lanes = 32;
-  // combine: a merge behind decode finds its partials in L2, and waits for one access to it instead of two.
+  // combine loads partials before it knows their weights: behind decode they lie in L2, and one round trip is saved.
   static constexpr bool reads_early = true;
 
-  // A value that is the same in all lanes of the warp.
+  // Marks a value that is the same in all lanes of the warp.
   MLA_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-  // Parameters lie in constant memory, which is read as an operand: nothing is gained by reading them again.
+  // The parameters. They lie in constant memory and are read as operands, so reading them again costs nothing.
   template <class Params>
   MLA_DEVICE static const Params& again(const Params& p) { return p; }
 
-  // These words are known from here on; of parameters, 64 bytes around each are in the constant cache. What is first
-  // wanted behind a wait would be waited for in its turn.
+  // Forces these values into registers here, which also brings the 64 bytes around a parameter to the constant cache.
+  // Otherwise the compiler sinks the constant load behind a following wait.
   template <class... Words>
   MLA_DEVICE static void want(Words... words) {
     (want_word(words), ...);
   }
 
-  // The line that holds an address is on its way to L1.
-  MLA_DEVICE static void want_line(const int32_t* address) { mla::sm90::load_line(address); }
+  // Prefetches the line that holds an address into L1.
+  MLA_DEVICE static void want_line(const int32_t* address) { prefetch_l1(address); }
 
-  // The value of lane `source` (0..31, any lane may ask for another).
+  // The value of lane `source` (0..31); each lane may name another.
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
 
-  // What lane `index` of this lane's team of `team` neighbouring lanes holds; `index` is the same in the whole team.
-  // Only the team need be together here.
+  // The value of lane `index` of this lane's team of `team` neighbouring lanes; `index` is the same in the whole team.
+  // Only the team must be converged.
   template <int team>
   MLA_DEVICE static float from_team(float x, int lane, int index) {
     return __shfl_sync(members<team>(lane), x, index, team);
   }
 
-  // Maximum and sum over each team of 1, 2, 4, .. 32 neighbouring lanes, the same bits in all of them.
+  // Maximum and sum over each team of 1, 2, 4, .. 32 neighbouring lanes. All of them get the same bits.
   template <int team>
   MLA_DEVICE static int max_over(int x, int lane) {
     return __reduce_max_sync(members<team>(lane), x);
@@ -67,9 +68,9 @@ struct Wave {
     return y;
   }
 
-  // The same value; here NaN is honoured and nothing need be hidden.
+  // The same value: this compiler honours NaN, so nothing must be hidden from it.
   MLA_DEVICE static float opaque(float x) { return x; }
-  MLA_DEVICE static float not_a_number() { return mla::bit_cast<float>(0x7fc00000); }
+  MLA_DEVICE static float not_a_number() { return bit_cast<float>(0x7fc00000); }
 
   // Two values rounded to nearest even, the first in the low half; a NaN stays a NaN.
   MLA_DEVICE static uint32_t pack_bf16(float low, float high) {
@@ -89,14 +90,14 @@ struct Wave {
     return x;
   }
 
-  // a * b and a - b, each rounded: never fused with what follows.
+  // a * b and a - b, each rounded by itself and never fused with what follows.
   MLA_DEVICE static float product(float a, float b) { return __fmul_rn(a, b); }
   MLA_DEVICE static float difference(float a, float b) { return __fsub_rn(a, b); }
 
   // True in every lane when it holds in any.
   MLA_DEVICE static bool any(bool condition) { return __any_sync(~0u, condition) != 0; }
 
-  // In how many lanes it holds, and in how many before this one. All lanes must call.
+  // The number of lanes in which it holds, and of those before this one. All lanes must call.
   MLA_DEVICE static int count(bool condition) { return __popc(__ballot_sync(~0u, condition)); }
   MLA_DEVICE static int count_before(bool condition, int lane, int& all) {
     const unsigned lanes_with = __ballot_sync(~0u, condition);
@@ -104,16 +105,15 @@ struct Wave {
     return __popc(lanes_with & ((1u << lane) - 1u));
   }
 
-  // Puts a value in a word of shared memory and returns what was there, as one step.
+  // Atomically exchanges a word of shared memory.
   MLA_DEVICE static int exchange(int* word, int value) { return atomicExch(word, value); }
 
-  // Sets bits of a word of shared memory, as one step.
+  // Atomically sets bits of a word of shared memory.
   MLA_DEVICE static void set_bits(int* word, int bits) { atomicOr(word, bits); }
 
-  // Under programmatic dependent launch: nothing the kernel before wrote may be read before the first; the kernel after
-  // may be scheduled once every block has passed the second. Without such a launch both do nothing.
-  MLA_DEVICE static void wait_for_producer() { mla::sm90::wait_for_turn(); }
-  MLA_DEVICE static void release_consumer() { mla::sm90::give_turn(); }
+  // Programmatic dependent launch: ptx/griddep.hpp.
+  MLA_DEVICE static void wait_for_producer() { griddep_wait(); }
+  MLA_DEVICE static void release_consumer() { griddep_launch_dependents(); }
 
  private:
   template <class Word>
@@ -128,4 +128,4 @@ struct Wave {
   }
 };
 
-}  // namespace sm_90
+}  // namespace mla::sm_90

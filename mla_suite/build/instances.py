@@ -25,7 +25,7 @@ _KERNEL_KEYS = {
     "dynamic_lds",
     "honor_nans",
 }
-_CONSTANT = re.compile(r"[A-Za-z0-9]+")
+_CONSTANT = re.compile(r"[A-Za-z0-9_]+")
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _points(where: str, table: Mapping[str, Any]) -> list[dict[str, int | str]]:
             plain = isinstance(value, (int, str)) and not isinstance(value, bool)
             if not plain or not _CONSTANT.fullmatch(str(value)) or not re.fullmatch(r"[A-Z][A-Z0-9_]*", key):
                 raise ValueError(
-                    f"{where}: constant {key} = {value!r}; names are UPPER_CASE, values letters and digits"
+                    f"{where}: constant {key} = {value!r}; names are UPPER_CASE, values letters, digits and _"
                 )
     return points
 

@@ -10,8 +10,9 @@ The grammar is narrow on purpose, so that the mirror cannot misread what a compi
     };
 
 Types: `[const] T*` with T in void, float and the fixed-width integers; scalars int32_t, uint32_t, int64_t, uint64_t,
-float. Natural alignment. A pointer's line has its shape in the comment. The build compiles `static_asserts(...)` with
-every kernel, so each compiler confirms the offsets that Python packs to.
+float; arrays of a scalar, `uint64_t map[16];`, which Python sees as the fields map_0 to map_15. Natural alignment. A
+pointer's line has its shape in the comment. The build compiles `static_asserts(...)` with every kernel, so each
+compiler confirms the offsets that Python packs to.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ _SCALARS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "f
 _POINTEES = ("void", "float", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t")
 _STRUCT = re.compile(r"^struct\s+(\w+)\s*\{[^\n]*\n(.*?)^\};", re.M | re.S)
 _NAMESPACE = re.compile(r"^namespace\s+([\w:]+)\s*\{", re.M)
-_FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*;\s*(?://\s*(.*?))?\s*$")
+_FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*(?:\[(\d+)\])?\s*;\s*(?://\s*(.*?))?\s*$")
 
 
 @dataclass(frozen=True)
 class Field:
-    """One member: C type as written, byte offset and size, and its comment (a pointer's shape)."""
+    """One member: C type as written, byte offset and size, its comment (a pointer's shape), and its name in C++, which
+    differs for an element of an array.
+    """
 
     name: str
     ctype: str
     offset: int
     size: int
     comment: str
+    member: str
 
     @property
     def is_pointer(self) -> bool:
@@ -92,8 +96,8 @@ class ParamStruct:
         lines = [f'#include "{self.header}"']
         for item in self.fields:
             lines.append(
-                f"static_assert(__builtin_offsetof({self.name}, {item.name}) == {item.offset} && "
-                f'sizeof({self.name}::{item.name}) == {item.size}, "{self.name}.{item.name}: Python packs '
+                f"static_assert(__builtin_offsetof({self.name}, {item.member}) == {item.offset} && "
+                f'sizeof({self.name}::{item.member}) == {item.size}, "{self.name}.{item.member}: Python packs '
                 f'{item.size} bytes at {item.offset}");'
             )
         lines.append(
@@ -120,7 +124,9 @@ def parse(text: str, header: str) -> ParamStruct:
         where = f"{header}:{number}"
         if found is None:
             raise ValueError(f"{where}: {line.strip()!r} is not '<type> <name>;  // <meaning>'")
-        const, base, star, name, comment = found.groups()
+        const, base, star, name, length, comment = found.groups()
+        if length is not None and (star or int(length) == 0):
+            raise ValueError(f"{where}: array {name}[{length}]; an array has at least one element, and no pointers")
         if star:
             if base not in _POINTEES:
                 raise ValueError(f"{where}: pointer to {base}; possible are {', '.join(_POINTEES)}")
@@ -131,11 +137,15 @@ def parse(text: str, header: str) -> ParamStruct:
             if base not in _SCALARS or const:
                 raise ValueError(f"{where}: scalar type {(const or '') + base}; possible are {', '.join(_SCALARS)}")
             ctype, size = base, struct.calcsize(_SCALARS[base])
-        if any(item.name == name for item in fields):
-            raise ValueError(f"{where}: field {name} is declared twice")
-        offset = -(-end // size) * size
-        fields.append(Field(name, ctype, offset, size, comment or ""))
-        end = offset + size
+        elements = range(int(length)) if length is not None else (None,)
+        for element in elements:
+            field_name = name if element is None else f"{name}_{element}"
+            member = name if element is None else f"{name}[{element}]"
+            if any(item.name == field_name for item in fields):
+                raise ValueError(f"{where}: field {field_name} is declared twice")
+            offset = -(-end // size) * size
+            fields.append(Field(field_name, ctype, offset, size, comment or "", member))
+            end = offset + size
         widest = max(widest, size)
     if not fields:
         raise ValueError(f"{header}: struct {match.group(1)} has no fields")

@@ -19,7 +19,7 @@ from mla_suite.launch import Buffer, bind, has_kernel
 WAVES = 8  # of a workgroup of one token
 THREADS = 1024  # of one of several tokens
 MOST_TOKENS = 512  # of a workgroup
-ROWS_UNDER_WAY = 90_112  # bytes of dynamic shared memory of such a one on NVIDIA, as csrc/sm_90/append_rows.hpp has it
+ROWS_UNDER_WAY = 90_112  # bytes of dynamic shared memory on NVIDIA (csrc/sm_90/append_kv/append_bulk.hpp)
 SEVERAL = 8  # tokens for each compute unit: up to so many a workgroup has one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}

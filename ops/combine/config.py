@@ -13,7 +13,7 @@ HEAD_DIMS_V = (512, 128)
 ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 PLANNED_GROUPS = 4  # for each compute unit, that walk what a plan split
-AWAITED_ROWS = 16  # that decode fills, of neighbouring compute units (csrc/sm_90/merges.md)
+AWAITED_ROWS = 16  # that decode fills, of neighbouring compute units (csrc/sm_90/PERF.md)
 AWAITING_POINTS = ((4, 8), (2, 8), (1, 8), (1, 4))  # slices, waves
 AWAITED_SPLITS = 128  # of a sequence: each has a lane that keeps its weight
 STATIC_LDS = {
@@ -106,7 +106,7 @@ class Config:
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """The one instance of csrc/common/planned_combine.hpp, for rows that can be read and written 16 bytes at a time.
+    """The one instance of csrc/common/persistent_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
     Its workgroups stay and walk what the plan split, so that there are few of them however many rows there are.
     """
@@ -121,7 +121,7 @@ class PlannedConfig:
     @property
     def instance(self) -> str:
         resident = 8 * self.arch.simds * self.arch.compute_units
-        return f"planned_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_resident-{resident}"
+        return f"persistent_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_resident-{resident}"
 
     @property
     def threads(self) -> int:
@@ -134,7 +134,7 @@ class PlannedConfig:
 
 @dataclass(frozen=True)
 class AwaitingConfig:
-    """An instance of csrc/sm_90/awaiting_combine.hpp, for rows that can be read and written 16 bytes at a time.
+    """An instance of csrc/sm_90/combine/streaming_combine.cu, for rows that are read and written 16 bytes at a time.
 
     It merges partials word by word while decode stores them; `slices` workgroups share the columns of a row, of which
     decode stores `runs` at the same time.
@@ -150,7 +150,7 @@ class AwaitingConfig:
 
     @property
     def instance(self) -> str:
-        return f"awaiting_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_runs-{self.runs}"
+        return f"streaming_combine_dv-{self.head_dim_v}_waves-{self.waves}_slices-{self.slices}_runs-{self.runs}"
 
     @property
     def threads(self) -> int:

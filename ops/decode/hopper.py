@@ -30,12 +30,12 @@ SIDES_BYTES = 2 * KEYS * 512 + 2 * PROBABILITY_BYTES + 5 * 4 * ROWS + 8 * (2 + 2
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SOURCES = ("tma", "gather")
-EXCHANGES = ("none", "results", "probabilities")
+EXCHANGES = ("none", "reduce_o", "exchange_p")
 MOST_ROWS = 2**25 - 1  # of a sequence: 32 bits count its partial results in 16 bytes
 MOST_REACH = 2**35  # elements from the results of a sequence's first row to those of its last, likewise
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to times on an H200, which
-# the sum meets within 7 % on average (csrc/sm_90/merges.md).
+# the sum meets within 7 % on average (csrc/sm_90/PERF.md).
 STAGE_US = 0.72
 BUSY_STAGE_US = 0.12  # more where every unit is busy, and in proportion: power holds the clock down
 ITEM_US = 4.5  # of each item of a block beside its stages
@@ -57,13 +57,13 @@ SIDES_BEHIND_US = 0.4  # more where combine merges their partials behind decode:
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """One instance of csrc/sm_90/decode.cu. Construction raises ValueError, in one sentence, for an illegal point.
+    """One instance of csrc/sm_90/decode/decode.cu. Construction raises ValueError, in a sentence, for an illegal point.
 
     dtype     type of queries, cache and result
     width     values of a cached row
     source    'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
     exchange  what the blocks of a cluster of two, which have two cuts of a sequence, send each other so that one result
-              or partial comes of both: 'results' or 'probabilities'; 'none' without a cluster, as for gathered keys
+              or partial comes of both: 'reduce_o' or 'exchange_p'; 'none' without a cluster, as for gathered keys
     """
 
     arch: Arch = field(repr=False)
@@ -96,23 +96,23 @@ class HopperConfig:
 
     @property
     def lds(self) -> int:
-        """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
+        """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.source])
-        beside = {"none": PROMISE_BYTES, "results": PAIR_BYTES, "probabilities": SIDES_BYTES}[self.exchange]
+        beside = {"none": PROMISE_BYTES, "reduce_o": PAIR_BYTES, "exchange_p": SIDES_BYTES}[self.exchange]
         return alone + (beside if self.source == "tma" else 0)
 
     @property
     def stages(self) -> int:
-        return SIDE_STAGES if self.exchange == "probabilities" else STAGES
+        return SIDE_STAGES if self.exchange == "exchange_p" else STAGES
 
     @property
     def box_blocks(self) -> int:
         """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
-        return 1 if self.exchange == "probabilities" else self.width // 64
+        return 1 if self.exchange == "exchange_p" else self.width // 64
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_exchange-{self.exchange}"
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.source}_clustermode-{self.exchange}"
 
     def tiles(self, rows: int) -> int:
         """Blocks that share the keys of one work item."""
@@ -237,7 +237,7 @@ class Estimate(NamedTuple):
         """What merges the cuts while decode still runs, if anything may: not before all of its words are filled."""
         partials, runs = (splits, 2) if exchange == "none" else (splits // 2, 4)
         filled = min(self.rows, ROWS) <= FILLED_ROWS or self.stages_of(splits) >= FILLING_STAGES
-        if partials == 1 or exchange == "results" or not filled or not self.one_item(splits):
+        if partials == 1 or exchange == "reduce_o" or not filled or not self.one_item(splits):
             return None
         return combine_configs.awaiting(self.arch, 512, self.rows, self.batch, partials, self.busy(splits), runs)
 
@@ -251,7 +251,7 @@ class Estimate(NamedTuple):
         if splits == 2:
             return SIDES_US
         pair = SIDES_US + self.combine(splits, splits // 2)
-        if self.awaiting(splits, "probabilities") is not None:
+        if self.awaiting(splits, "exchange_p") is not None:
             return pair - SIDES_AWAITED_US
         return pair + SIDES_BEHIND_US + self.shared_way(splits)
 
@@ -268,7 +268,7 @@ class Estimate(NamedTuple):
         alone = {"none": self.merge(splits)}
         if not self.in_pairs(splits):
             return alone
-        return alone | {"results": self.merge_pairs(splits), "probabilities": self.merge_sides(splits)}
+        return alone | {"reduce_o": self.merge_pairs(splits), "exchange_p": self.merge_sides(splits)}
 
     def exchange(self, splits: int) -> str:
         """What they should send, if anything."""

@@ -20,7 +20,7 @@ LOADER_WARPS = 4
 MAP = tuple(f"q_map_{word}" for word in range(tensor_map.WORDS))
 
 # What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
-# an H200 (csrc/sm_90/sparse_decode.md), which the sum meets within 7 % on average.
+# an H200 (csrc/sm_90/PERF.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """Blocks that bring keys together -> 32 keys on one SM, with every SM busy."""
 ITEM_US = (
@@ -31,7 +31,7 @@ PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 
 @dataclass(frozen=True)
 class HopperSparseConfig:
-    """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
+    """One instance of csrc/sm_90/sparse_decode. Construction raises ValueError, in a sentence, if it is illegal.
 
     record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
@@ -60,7 +60,7 @@ class HopperSparseConfig:
 
     @property
     def lds(self) -> int:
-        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
+        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_decode/traits.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record == "dsv4" else 0)  # of a warp: its lists, its tokens' addresses
@@ -76,7 +76,7 @@ class HopperSparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_kv_format-{self.record}_cluster-{self.cluster}"
+        return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""

@@ -19,6 +19,14 @@ def test_offsets_and_bytes():
     assert mirror.pack_in_order(*values.values()) == packed
 
 
+def test_an_array_is_as_many_fields():
+    mirror = params.parse("struct P {\n  int32_t a;\n  uint64_t map[3];  // words\n  float b;\n};\n", "p")
+    assert mirror.offsets == {"a": 0, "map_0": 8, "map_1": 16, "map_2": 24, "b": 32}
+    packed = mirror.pack(a=1, map_0=2, map_1=3, map_2=4, b=0.5)
+    assert packed == struct.pack("<i4xQQQf4x", 1, 2, 3, 4, 0.5)
+    assert "__builtin_offsetof(P, map[2]) == 24 && sizeof(P::map[2]) == 8" in mirror.static_asserts()
+
+
 def test_a_struct_ends_on_its_widest_field():
     mirror = params.parse("struct P {\n  int64_t a;\n  int32_t b;\n};\n", "p")
     assert (mirror.name, mirror.size, len(mirror.pack(a=1, b=2))) == ("P", 16, 16)
@@ -41,7 +49,10 @@ def test_packing_names_what_is_wrong():
         ("  float* x;", "pointer x has no comment; state its shape"),
         ("  double x;", "scalar type double; possible are int32_t"),
         ("  int32_t x, y;", "is not '<type> <name>;"),
-        ("  int32_t x[4];", "is not '<type> <name>;"),
+        ("  int32_t x[n];", "is not '<type> <name>;"),
+        ("  int32_t x[0];", "array x[0]; an array has at least one element"),
+        ("  float* x[2];  // [n]", "array x[2]; an array has at least one element, and no pointers"),
+        ("  int64_t count[2];\n  int32_t count_1;", "field count_1 is declared twice"),
         ("  bool x;", "scalar type bool"),
         ("  int64_t count;", "field count is declared twice"),
     ],

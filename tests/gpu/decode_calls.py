@@ -26,7 +26,7 @@ def require_kernels():
     arch = current_arch(torch.empty(1, device="cuda"))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_exchange-none"):
+    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
         pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
 
 

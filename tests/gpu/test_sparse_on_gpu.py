@@ -37,7 +37,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "sparse_decode_kv_format-v32_cluster-2"):
+    if not has_kernel(arch, "sparse_decode_kvformat-v32_cluster-2"):
         pytest.skip("sparse_decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
 
 

@@ -118,7 +118,8 @@ def test_shipped_tables(name):
 def built_instances(name):
     from mla_suite.build.instances import instances
 
-    return {item.id for item in instances(name) if item.kernel in ("combine", "planned_combine", "awaiting_combine")}
+    kernels = ("combine", "persistent_combine", "streaming_combine")
+    return {item.id for item in instances(name) if item.kernel in kernels}
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])

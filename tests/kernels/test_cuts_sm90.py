@@ -24,7 +24,7 @@ def test_a_launch_fills_the_device_once(rows):
 
 
 # us of a call on an H200 by cuts, merged by combine (none), and with each two merged in a cluster by results and by
-# probabilities; all of one run. csrc/sm_90/merges.md, "How many cuts".
+# probabilities; all of one run. csrc/sm_90/PERF.md, "How many cuts".
 MEASURED: dict[tuple[int, int, int], dict[str, dict[int, float]]] = {
     (row["batch"], row["rows"], row["keys"]): {
         exchange: {int(cuts): us for cuts, us in row[exchange].items()} for exchange in hopper.EXCHANGES

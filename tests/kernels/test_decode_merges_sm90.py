@@ -32,15 +32,15 @@ def test_which_partials_are_awaited(monkeypatch, options, awaited):
     monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
     (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
     assert fields["awaited"] == int(awaited)
-    assert ("awaiting" in merges[0]) is awaited
+    assert ("streaming" in merges[0]) is awaited
 
 
 @pytest.mark.parametrize(
     ("options", "exchange"),
     [
-        (dict(heads=33), "probabilities"),
-        (dict(heads=16, q_len=4, varlen=True, sink=True), "probabilities"),
-        (dict(lens=(4000, 700, 5), heads=33), "results"),
+        (dict(heads=33), "exchange_p"),
+        (dict(heads=16, q_len=4, varlen=True, sink=True), "exchange_p"),
+        (dict(lens=(4000, 700, 5), heads=33), "reduce_o"),
         (dict(heads=33, num_splits=3), "none"),
         (dict(heads=33, page=24), "none"),  # gathered
         (dict(heads=33, split_size=256), "none"),  # the order of the merge may not depend on the batch
@@ -56,14 +56,14 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     cut = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | cut | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith(f"_exchange-{exchange}")
+    assert instance.endswith(f"_clustermode-{exchange}")
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
         assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "results" else 219328)
+        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
 
 
-@pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "results", 9), (1000, "probabilities", 1)])
+@pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two cuts are one partial."""
     merges = []
@@ -73,7 +73,7 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     boxes = []
     sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
     (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes)
-    assert instance.endswith(f"_exchange-{exchange}")
+    assert instance.endswith(f"_clustermode-{exchange}")
     assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
     assert [merge[6] for merge in merges] == [2], "partials of each sequence"

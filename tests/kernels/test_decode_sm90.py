@@ -21,7 +21,7 @@ from mla_suite.ops.decode.hopper import KEYS, HopperConfig
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_items
 
-SOURCES = (("tma", "none"), ("tma", "results"), ("tma", "probabilities"), ("gather", "none"))
+SOURCES = (("tma", "none"), ("tma", "reduce_o"), ("tma", "exchange_p"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 
@@ -41,8 +41,8 @@ def test_every_point_is_declared():
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
         ({"source": "hope"}, "source is one of tma, gather"),
-        ({"exchange": "keys"}, "exchange is one of none, results, probabilities"),
-        ({"source": "gather", "exchange": "results"}, "exchange is one of none"),
+        ({"exchange": "keys"}, "exchange is one of none, reduce_o, exchange_p"),
+        ({"source": "gather", "exchange": "reduce_o"}, "exchange is one of none"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -56,18 +56,21 @@ def test_a_config_prints_its_point_alone():
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
-    """The Python sum against the compiler's view of policy.hpp."""
+    """The Python sum against the compiler's view of shared_storage.hpp."""
     nvidia = compilers.find_nvidia()
     if nvidia is None:
         pytest.skip("nvcc is not installed")
-    lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
+    names = ("cluster/none", "cluster/reduce_o", "cluster/exchange_p")
+    lines = [*(f'#include "sm_90/decode/{name}.hpp"' for name in names), "using namespace mla::sm_90;"]
+    clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "exchange_p": "ClusterExchangeP"}
     for point in POINTS:
         config = HopperConfig(H200, *point)
-        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, Exchange::{config.exchange}>"
+        policy = f"DecodePolicy<KvSource::{config.source}, {clusters[config.exchange]}>"
+        traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}>, {policy}>"
         lines += [
-            f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert({policy}::KEYS == {KEYS} && ROWS == {hopper.ROWS}, "tile of {config.instance}");',
-            f'static_assert({policy}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
+            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert(BLOCK_N == {KEYS} && BLOCK_M == {hopper.ROWS}, "tile of {config.instance}");',
+            f'static_assert({traits}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
         ]
     source = tmp_path / "kv_format.cu"
     source.write_text("\n".join(lines) + "\n")
@@ -96,10 +99,10 @@ def offered(monkeypatch, built=True, **options):
 @pytest.mark.parametrize(
     ("options", "instance"),
     [
-        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_exchange-none"),
-        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_exchange-none"),
-        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_exchange-none"),
-        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_exchange-none"),
+        ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"),
+        ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_clustermode-none"),
+        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_clustermode-none"),
+        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_clustermode-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
     ],
 )
@@ -146,7 +149,7 @@ def test_the_maps_lie_on_64_bytes():
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
-    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_exchange-none", 512, 215104)
+    assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none", 512, 215104)
     assert overlap, "the kernel says itself where it waits for the one before"
     assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
@@ -195,7 +198,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather_exchange-none")
+    assert instance.endswith("kvsource-gather_clustermode-none")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()

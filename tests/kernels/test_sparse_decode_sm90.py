@@ -46,18 +46,19 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
-    """The Python sum against the compiler's view of sparse_policy.hpp."""
+    """The Python sum against the compiler's view of sparse_decode/traits.hpp."""
     nvidia = compilers.find_nvidia()
     if nvidia is None:
         pytest.skip("nvcc is not installed")
-    lines = ['#include "sm_90/sparse_policy.hpp"', "using namespace mla::sm90;"]
+    lines = ['#include "sm_90/sparse_decode/traits.hpp"', "using namespace mla::sm_90;"]
     for config in CONFIGS:
         record, width = config.record, WIDTHS[config.record]
-        policy = f"SparsePolicy<{record}, {config.cluster}>"
+        cluster = {1: "ClusterNone", 2: "ClusterShareKv"}[config.cluster]
+        traits = f"SparseDecodeTraits<SparseDecodeProblem<{record}>, SparseDecodePolicy<{record}, {cluster}>>"
         lines += [
-            f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert({record}::DEPTH == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
-            f'static_assert(ROWS == {config.rows} && THREADS == {config.threads}, "block");',
+            f'static_assert({traits}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert({record}::HEAD_DIM_QK == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
+            f'static_assert(BLOCK_M == {config.rows} && THREADS == {config.threads}, "block");',
         ]
     source = tmp_path / "kv_format.cu"
     source.write_text("\n".join(lines) + "\n")
@@ -93,7 +94,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
     offer = offered(monkeypatch, POOLS[pools], heads)
     assert isinstance(offer, Offer)
     cluster = 2 if heads == 100 and record in SLOTS else 1
-    assert offer.config.instance == f"sparse_decode_kv_format-{record}_cluster-{cluster}"
+    assert offer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
     assert offer.config.tiles(heads) == -(-heads // 64)
 
 
@@ -130,7 +131,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     ],
 )
 def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
-    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/sparse_decode.md)."""
+    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/PERF.md)."""
     assert hopper.splits(HopperSparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
 
 

@@ -31,6 +31,6 @@ struct CombineParams {
   int32_t rows_shift;            // ceil(log2(rows))
   uint32_t heads_reciprocal;     // the same for heads
   int32_t heads_shift;
-  int32_t workgroups;            // of the launch: planned_combine's walk what a plan split
+  int32_t workgroups;            // of the launch: persistent_combine's walk what a plan split
 };
 }  // namespace mla

@@ -1,47 +1,17 @@
-// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so the
-// maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so
+// the maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
 #pragma once
 
 #include "common/device.hpp"
 
 namespace mla {
 
-// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart.
-// A query row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n)
-// and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
+// Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart. A query
+// row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n) and
+// ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct DecodeTmaParams {
-  uint64_t kv_map_0;             // the 128-byte TMA map of kv_cache, in 16 words; zeros where keys are gathered
-  uint64_t kv_map_1;
-  uint64_t kv_map_2;
-  uint64_t kv_map_3;
-  uint64_t kv_map_4;
-  uint64_t kv_map_5;
-  uint64_t kv_map_6;
-  uint64_t kv_map_7;
-  uint64_t kv_map_8;
-  uint64_t kv_map_9;
-  uint64_t kv_map_10;
-  uint64_t kv_map_11;
-  uint64_t kv_map_12;
-  uint64_t kv_map_13;
-  uint64_t kv_map_14;
-  uint64_t kv_map_15;
-  uint64_t q_map_0;              // the same of the queries, as one matrix of rows: how the kernel reads them
-  uint64_t q_map_1;
-  uint64_t q_map_2;
-  uint64_t q_map_3;
-  uint64_t q_map_4;
-  uint64_t q_map_5;
-  uint64_t q_map_6;
-  uint64_t q_map_7;
-  uint64_t q_map_8;
-  uint64_t q_map_9;
-  uint64_t q_map_10;
-  uint64_t q_map_11;
-  uint64_t q_map_12;
-  uint64_t q_map_13;
-  uint64_t q_map_14;
-  uint64_t q_map_15;
+  uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys are gathered
+  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
   const int32_t* page_ids;       // [batch, page_ids_stride], or [kv_indptr[batch]]

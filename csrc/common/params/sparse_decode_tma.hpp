@@ -9,22 +9,7 @@ namespace mla {
 // The queries are [tokens, heads, D_QK]; D_QK is 576 or 512, D_V is 512. The pools are as in SparseDecodeParams.
 // Strides count elements unless they say bytes.
 struct SparseDecodeTmaParams {
-  uint64_t q_map_0;              // the 128-byte TMA map of the queries as one matrix of rows, in 16 words
-  uint64_t q_map_1;
-  uint64_t q_map_2;
-  uint64_t q_map_3;
-  uint64_t q_map_4;
-  uint64_t q_map_5;
-  uint64_t q_map_6;
-  uint64_t q_map_7;
-  uint64_t q_map_8;
-  uint64_t q_map_9;
-  uint64_t q_map_10;
-  uint64_t q_map_11;
-  uint64_t q_map_12;
-  uint64_t q_map_13;
-  uint64_t q_map_14;
-  uint64_t q_map_15;
+  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal cuts by num_splits
   void* out;                     // [tokens, heads, D_V]

@@ -96,7 +96,7 @@ struct QkFp8 {
   }
   MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
 #if __clang_major__ < 22
-    const uint32_t zero = opaque(0u);  // these compilers have no registers left to keep the zeros in
+    const uint32_t zero = static_cast<uint32_t>(rematerialized(0));  // these compilers have no registers left to keep the zeros in
     return mfma_16x16x128_fp8(left, keys(query.piece[Query::pieces - 1], u32x4{zero, zero, zero, zero}), sum);
 #else
     return mfma_16x16x128_fp8(left, query.tail, sum);

@@ -1,0 +1,79 @@
+// What the two CTAs of a cluster share is a type with these hooks, a parameter of DecodePolicy:
+//   ClusterNone        no cluster: every CTA for itself
+//   ClusterReduceO     two KV splits of a sequence; each CTA keeps half of the columns of O and sends the other half
+//   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
+//   ClusterShareKv     two row tiles of a query token; each CTA brings half of every KV stage for both (sparse decode)
+#pragma once
+
+#include "sm_90/decode/shared_storage.hpp"
+#include "sm_90/ptx/mbarrier.hpp"
+
+namespace mla::sm_90 {
+
+// The hooks as a CTA without a cluster has them; the other kinds replace those in which they differ.
+struct ClusterMode {
+  static constexpr bool SHARES_KV = false;
+  static constexpr bool REDUCES_O = false;
+  static constexpr bool EXCHANGES_P = false;
+  static constexpr bool MERGES_SPLITS = false;  // two CTAs merge two KV splits; each has one work tile, or none
+  static constexpr int STAGES = 5;              // of the KV ring, unless the policy says otherwise
+  static constexpr int PEER_STAGES = 0;         // of the ring of the peer's keys
+  static constexpr int KV_EMPTY_ARRIVALS = 256;  // the PV warpgroups, which read a stage last
+  static constexpr int P_EMPTY_ARRIVALS = 256;
+  // The epilogue writes a piece to shared memory only after the stores of the piece before: earlier would take
+  // registers that CTAs of a cluster lack, and what the peer sends may still be on its way.
+  static constexpr bool LATE_EPILOGUE = false;
+
+  template <class Traits>
+  using Storage = NoStorage;
+
+  // Initialises the mbarriers of `Storage`; called by one thread.
+  template <class Traits>
+  MLA_DEVICE static void init_mbarriers(const Mbarriers<Traits>&) {}
+
+  // Before any role begins: every mbarrier of this CTA, and of a peer, is initialised.
+  MLA_DEVICE static void sync() { block_sync(); }
+
+  // A consumer warp, converged, releases a buffer that producers of the peer write, too.
+  MLA_DEVICE static void release_at_peer(uint32_t) {}
+};
+
+template <bool, class Yes, class>
+struct SelectStorage {
+  using Type = Yes;
+};
+template <class Yes, class No>
+struct SelectStorage<false, Yes, No> {
+  using Type = No;
+};
+
+struct ClusterNone : ClusterMode {
+  template <class Traits>
+  using Storage = typename SelectStorage<Traits::STREAMABLE, SentinelFillStorage<4096>, NoStorage>::Type;
+
+  template <class Traits>
+  MLA_DEVICE static uint32_t fill(const Mbarriers<Traits>& barriers) {
+    return barriers.in_cluster(0);
+  }
+};
+
+// This lane, and its converged warp, is done with what a barrier guards: a stage that the producer may fill again. A
+// peer that fills it, too, gets one arrival of the warp, and gets it first, because its way is longer.
+template <class Traits>
+MLA_DEVICE void consumer_release(uint32_t barrier) {
+  Traits::Cluster::release_at_peer(barrier);
+  mbarrier_arrive(barrier);
+}
+
+// Zeros the first COLUMNS values of a stage's keys from the `used`-th key on; called by a whole warpgroup.
+template <class Traits, int COLUMNS>
+MLA_DEVICE void clear_keys(uint32_t stage, int used) {
+  constexpr int PIECES = COLUMNS / 8;  // of 16 bytes
+  for (int i = used * PIECES + warpgroup_thread(); i < BLOCK_N * PIECES; i += 128) {
+    const uint32_t to = stage + i % PIECES / 8 * Traits::BLOCK_BYTES + i / PIECES * 128 + i % 8 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+  }
+  fence_proxy_async();
+}
+
+}  // namespace mla::sm_90

@@ -1,0 +1,46 @@
+// Decode on sm_90: the entry. DTYPE, D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants (arch.toml).
+// README.md describes the roles.
+#include "sm_90/decode/cluster/exchange_p.hpp"
+#include "sm_90/decode/cluster/none.hpp"
+#include "sm_90/decode/cluster/reduce_o.hpp"
+#include "sm_90/decode/kernel.hpp"
+#include "sm_90/decode/producer_cp_async.hpp"
+#include "sm_90/decode/producer_tma.hpp"
+
+namespace mla::sm_90 {
+
+// CLUSTER_MODE's types by its values in arch.toml.
+namespace cluster_mode {
+using none = ClusterNone;
+using reduce_o = ClusterReduceO;
+using exchange_p = ClusterExchangeP;
+}  // namespace cluster_mode
+
+template <KvSource, class Traits, class Scheduler>
+struct ProducerOf {
+  using Type = ProducerTma<Traits, Scheduler>;
+};
+template <class Traits, class Scheduler>
+struct ProducerOf<KvSource::gather, Traits, Scheduler> {
+  using Type = ProducerCpAsync<Traits, Scheduler>;
+};
+template <class Traits, class Scheduler>
+using Producer = typename ProducerOf<KvSource::KV_SOURCE, Traits, Scheduler>::Type;
+
+using Traits =
+    DecodeTraits<DecodeProblem<DTYPE, D_QK>, DecodePolicy<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE>>;
+using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
+
+}  // namespace mla::sm_90
+
+// The grid attribute by CLUSTER_MODE.
+#define MLA_CLUSTER_none
+#define MLA_CLUSTER_reduce_o __cluster_dims__(1, 2)
+#define MLA_CLUSTER_exchange_p __cluster_dims__(1, 2)
+#define MLA_JOINED(a, b) a##b
+#define MLA_CLUSTER_OF(mode) MLA_JOINED(MLA_CLUSTER_, mode)
+
+extern "C" __global__ void MLA_CLUSTER_OF(CLUSTER_MODE) __launch_bounds__(mla::sm_90::THREADS, 1)
+    MLA_SUITE_KERNEL(const __grid_constant__ mla::sm_90::Kernel::Launch launch) {
+  mla::sm_90::Kernel::run(launch.params);
+}

@@ -1,0 +1,194 @@
+// The epilogue: how a PV warpgroup's 64 rows of 256 columns get to memory, as 16-bit results or as fp32 partials.
+#pragma once
+
+#include "sm_90/decode/query_rows.hpp"
+#include "sm_90/decode/shared_storage.hpp"
+#include "sm_90/decode/softmax.hpp"
+
+namespace mla::sm_90 {
+
+constexpr uint32_t NO_ROW = ~0u;
+
+// Where this warp's rows go. A lane stores 16 bytes at a time, of every fourth row.
+struct OutputTarget {
+  bool partial;
+  float* lse;          // of the block's rows
+  char* begin;         // of the sequence's rows
+  uint32_t offset[4];  // from `begin`, in units of 16 bytes; NO_ROW where there is no row
+  float factor[2];     // scales the two accumulator rows that this lane holds, which are not the rows it stores
+};
+
+// What a PV thread holds of O: tiles of 8 columns, with two values of its first row and two of its second in each.
+using AccumulatorO = float[2][64];
+
+// One of these tiles, each row times its factor.
+MLA_DEVICE void scaled_tile(const AccumulatorO& o, int tile, const float (&factor)[2], float (&four)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) four[i] = o[tile / 16][tile % 16 * 4 + i] * factor[i / 2];
+}
+
+template <class Traits>
+class Epilogue {
+  using Element = typename Traits::Element;
+  using Params = typename Traits::Params;
+  static constexpr int COLUMNS = Traits::STORED_COLUMNS;
+
+ public:
+  static constexpr int PIECE_BYTES = 16 * 128;            // 128 bytes of each of a warp's rows
+  static constexpr int BUFFER_BYTES = 2 * PIECE_BYTES;  // of a warp: one piece is written while another is read
+
+  // Stores COLUMNS columns from `first_column` on.
+  MLA_DEVICE Epilogue(const Params& params, int first_column) : params_(params), first_column_(first_column) {}
+
+  // `partial_row` is a row of partial_out, or -1 where the results are final.
+  MLA_DEVICE OutputTarget find_rows(int sequence, int partial_row) const {
+    OutputTarget target;
+    const Queries queries(params_, sequence);
+    const Heads heads(params_);
+    target.partial = partial_row >= 0;
+    if (target.partial) {
+      const int64_t first = static_cast<int64_t>(partial_row) * Traits::Problem::rows(params_);
+      target.begin = reinterpret_cast<char*>(params_.partial_out + first * HEAD_DIM_V + first_column_);
+      target.lse = params_.partial_lse + first + first_row();
+    } else {
+      target.begin =
+          static_cast<char*>(params_.out) + 2 * (queries.first_token * params_.out_token_stride + first_column_);
+      target.lse = params_.lse + queries.first_token * params_.heads + first_row();
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const QueryRow row(heads, queries, first_row() + stored_row(i));
+      const uint32_t of_token = static_cast<uint32_t>(params_.out_token_stride >> 3);
+      const uint32_t of_head = static_cast<uint32_t>(params_.out_head_stride >> 3);
+      target.offset[i] = target.partial ? row.index * (HEAD_DIM_V / 4) : row.token * of_token + row.head * of_head;
+      if (!row.valid) target.offset[i] = NO_ROW;
+    }
+    return target;
+  }
+
+  // Stores the lse of this warp's rows; `from` is where the block's 64 lse lie in shared memory.
+  MLA_DEVICE void store_lse(const OutputTarget& target, uint32_t from) const {
+    if (warpgroup_thread() % 8 != 0) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (target.offset[i] != NO_ROW)
+        store_global(target.lse[stored_row(i)], ld_shared<float>(from + stored_row(i) * 4));
+  }
+
+  // Stores all columns. `tile(i, four)` gives this thread's final values of tile i; it is called in the order of i.
+  //
+  // A store takes one clock for each line of memory it touches, and a quad holds at most 32 contiguous bytes of a row.
+  // So a warp's 16 rows go through its `buffer` in shared memory, 128 bytes of each at a time, and leave in whole
+  // lines.
+  template <class Tile>
+  MLA_DEVICE void store(uint32_t buffer, const OutputTarget& target, const Tile& tile) const {
+    if (target.partial)
+      by_pieces<COLUMNS * 4 / 128, 2>(buffer, target, [&](int piece, uint32_t to) { stage_fp32(piece, to, tile); });
+    else
+      by_pieces<COLUMNS * 2 / 128, 1>(buffer, target, [&](int piece, uint32_t to) { stage_16(piece, to, tile); });
+  }
+
+  // Stores zeros, for a work tile without keys.
+  MLA_DEVICE void store_zeros(const OutputTarget& target) const {
+    const int pieces = COLUMNS * (target.partial ? 4 : 2) / 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (target.offset[i] != NO_ROW)
+#pragma unroll 1
+        for (int at = warpgroup_thread() % 8; at < pieces; at += 8)
+          store_global(reinterpret_cast<uint4*>(target.begin)[target.offset[i] + at], make_uint4(0, 0, 0, 0));
+  }
+
+ private:
+  MLA_DEVICE static int stored_row(int i) {
+    return warpgroup_thread() / 32 * 16 + i * 4 + warpgroup_thread() % 32 / 8;
+  }
+
+  // Each piece is written to shared memory while the one before is carried to global memory. PAIRS is 2 where the
+  // swizzle moves positions by twice the row, else 1.
+  template <int PIECES, int PAIRS, class Stage>
+  MLA_DEVICE void by_pieces(uint32_t buffer, const OutputTarget& target, const Stage& stage) const {
+    stage(0, buffer);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece)
+      carry<PAIRS>(piece, buffer + piece % 2 * PIECE_BYTES, target, [&] {
+        if (piece + 1 < PIECES) stage(piece + 1, buffer + (piece + 1) % 2 * PIECE_BYTES);
+      });
+  }
+
+  // 64 columns in 16 bits. The i-th 16 bytes of row r lie at position i ^ r % 8, so that writes and reads use all
+  // banks.
+  template <class Tile>
+  MLA_DEVICE static void stage_16(int piece, uint32_t to, const Tile& tile) {
+    const int lane = warpgroup_thread() % 32;
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t four[4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float values[4];
+        tile(piece * 8 + pair * 2 + i, values);
+        four[2 * i] = pack_pair<Element>(values[0], values[1]);
+        four[2 * i + 1] = pack_pair<Element>(values[2], values[3]);
+      }
+      const uint32_t position = lane % 16 * 128 + ((pair * 2 + lane / 16) ^ lane % 8) * 16;
+      stmatrix_x4(to + position, four[0], four[1], four[2], four[3]);
+    }
+  }
+
+  // 32 columns in fp32. The i-th 16 bytes of row r lie at position i ^ r % 4 * 2.
+  template <class Tile>
+  MLA_DEVICE static void stage_fp32(int piece, uint32_t to, const Tile& tile) {
+    const int lane = warpgroup_thread() % 32;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float values[4];
+      tile(piece * 4 + i, values);
+      const uint32_t position = lane / 4 * 128 + ((i * 2 + lane % 4 / 2) ^ lane / 4 % 4 * 2) * 16 + lane % 2 * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + position + half * 1024), "f"(values[2 * half]),
+                     "f"(values[2 * half + 1])
+                     : "memory");
+    }
+  }
+
+  // Carries a piece from shared to global memory, four rows at a time; `meanwhile` runs while they are read, or
+  // afterwards (ClusterMode::LATE_EPILOGUE).
+  template <int PAIRS, class Meanwhile>
+  MLA_DEVICE void carry(int piece, uint32_t from, const OutputTarget& target, const Meanwhile& meanwhile) const {
+    constexpr bool LATE = Traits::Cluster::LATE_EPILOGUE;
+    const int lane = warpgroup_thread() % 32;
+    uint4 columns[4];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = i * 4 + lane / 8;
+      const uint32_t position = row * 128 + (lane % 8 ^ row * PAIRS % 8) * 16;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(columns[i].x), "=r"(columns[i].y), "=r"(columns[i].z), "=r"(columns[i].w)
+                   : "r"(from + position)
+                   : "memory");
+    }
+    if constexpr (!LATE) meanwhile();
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (target.offset[i] != NO_ROW)
+        store_global(reinterpret_cast<uint4*>(target.begin)[target.offset[i] + (piece * 8 + lane % 8)], columns[i]);
+    if constexpr (LATE) meanwhile();
+  }
+
+  // A streaming combine may be loading what is a partial.
+  template <class Words>
+  MLA_DEVICE static void store_global(Words& to, const Words& words) {
+    if constexpr (Traits::STREAMABLE)
+      st_relaxed_gpu(&to, words);
+    else
+      to = words;
+  }
+
+  const Params& params_;
+  int first_column_;
+};
+
+}  // namespace mla::sm_90

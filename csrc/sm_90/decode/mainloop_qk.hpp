@@ -1,0 +1,380 @@
+// The QK warpgroup: S = Q K^T, online softmax, P to shared memory.
+//
+// The tensor cores take instructions of all warpgroups in turn, and those of P V are four times as long as those of Q
+// K^T. So P V should run while this warpgroup computes the softmax, not while it multiplies: a P is published when the
+// next stage's Q K^T is nearly done.
+#pragma once
+
+#include "sm_90/decode/cluster/pair_lse_merge.hpp"
+#include "sm_90/decode/named_barriers.hpp"
+
+namespace mla::sm_90 {
+
+template <class Traits>
+class QkSoftmax {
+  using Element = typename Traits::Element;
+  using Params = typename Traits::Params;
+  using Cluster = typename Traits::Cluster;
+  using Storage = SharedStorage<Traits>;
+  static constexpr int REGS = BLOCK_N / 2;
+  static constexpr bool SELECTED = Traits::SOURCE == KvSource::selected;
+
+ public:
+  MLA_DEVICE QkSoftmax(const Params& params, uint32_t shared)
+      : params_(params),
+        barriers_(shared),
+        shared_(shared),
+        scale_(params.softmax_scale * LOG2E),
+        p_to_(p_fragment(warpgroup_thread())) {}
+
+  MLA_DEVICE void run() {
+    bool any = false;
+    for (; next_tile(); any = true) one_tile();
+    // Where a cluster merges two splits, a CTA has one tile, or none, and its PV warpgroups expect no command behind
+    // it.
+    if (!Cluster::MERGES_SPLITS || !any) publish_command(STOP);
+    if constexpr (Cluster::EXCHANGES_P) wait_for_p_readers();
+  }
+
+ private:
+  MLA_DEVICE bool next_tile() {
+    mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
+    const uint32_t from = shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile);
+    int info;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first), "=r"(tile_.end)
+                 : "r"(from)
+                 : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(tile_.partial_row), "=r"(info) : "r"(from + 16) : "memory");
+    __syncwarp();
+    mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
+    tiles_.next();
+    tile_.sequence = warp_uniform(tile_.sequence);
+    tile_.first = warp_uniform(tile_.first);
+    tile_.end = warp_uniform(tile_.end);
+    tile_.partial_row = warp_uniform(tile_.partial_row);
+    info_ = warp_uniform(info);
+    return info_ != END_OF_WORK;
+  }
+
+  // Takes this tile's queries from their two stages. The first steps of Q K^T read them from shared memory, swizzled as
+  // they came, the others from registers.
+  MLA_DEVICE void load_q() {
+    const int lane = warpgroup_thread() % 32;
+    const int warp = warpgroup_thread() / 32;
+    const int row = warp * 16 + lane % 16;
+    const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts the lane's 16 bytes of an even step
+    const int box = Traits::q_box_bytes(params_);
+    constexpr int HALF = Traits::Q_STEPS / 2;
+    find_key_limits();
+    named_barrier_sync<128>(QK_BARRIER);  // the other warps' wgmma of the last tile read Q, too
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+      const uint32_t stage = shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES;
+#pragma unroll
+      for (int k = half * HALF; k < half * HALF + HALF; ++k) {
+        const uint32_t from = stage + k % HALF / 2 * box;
+        // Two steps make a box. It is copied in two pieces of 2 KiB, however many of its rows there are.
+        if (k < Traits::Q_SHARED_STEPS)
+          copy_q(k * 2048 + warpgroup_thread() * 16, from + k % 2 * 2048 + warpgroup_thread() * 16);
+        else
+          load_q_step(k - Traits::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
+      }
+      release_q_stage();
+    }
+    fence_proxy_async();
+    named_barrier_sync<128>(QK_BARRIER);
+  }
+
+  // How many keys this thread's rows see.
+  MLA_DEVICE void find_key_limits() {
+    const Queries queries(params_, tile_.sequence);
+    const Heads heads(params_);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const QueryRow row(heads, queries, first_row() + quad_row() + half * 8);
+      if constexpr (!SELECTED) key_limit_[half] = row.key_limit(params_, queries, tile_);
+      // Data in rows without a query may not raise the running max of the warp's other rows.
+      if (!row.valid) row_max_[half] = INFINITE;
+    }
+    if constexpr (!SELECTED) common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile_);
+  }
+
+  // Copies 16 bytes of queries from a stage to where Q K^T reads them, at `at`.
+  MLA_DEVICE void copy_q(uint32_t at, uint32_t from) {
+    uint32_t a, b, c, d;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from));
+    st_shared_v4(shared_ + Storage::Q + at, a, b, c, d);
+  }
+
+  MLA_DEVICE void load_q_step(int k, uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
+                 : "r"(from)
+                 : "memory");
+  }
+
+  // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
+  // arrive for them, twice where there are 256.
+  MLA_DEVICE void release_q_stage() {
+    __syncwarp();
+    consumer_release<Traits>(barriers_.kv_empty(kv_.stage));
+    if constexpr (!Cluster::EXCHANGES_P) consumer_release<Traits>(barriers_.kv_empty(kv_.stage));
+    kv_.next();
+  }
+
+  MLA_DEVICE void skip_q_stage() {
+    mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+    release_q_stage();
+  }
+
+  // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
+  template <class Between>
+  MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
+    if (!stage_ready_) mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+    if constexpr (Traits::SOURCE != KvSource::tma) fence_proxy_async();
+    if constexpr (SELECTED) present_ = Traits::present(shared_, kv_.stage);
+    const uint32_t stage = warp_uniform(shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES);
+    const uint64_t keys = make_descriptor(stage, 0, Traits::GROUP_BYTES, Swizzle::bytes128);
+    // The address is opaque, or the compiler would keep the descriptors in registers that it does not have.
+    uint32_t q_address = shared_ + Storage::Q;
+    asm volatile("" : "+r"(q_address));
+    const uint64_t q = make_descriptor(warp_uniform(q_address), 0, 512, Swizzle::bytes64);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Traits::Q_STEPS; ++k) {
+      const uint64_t key = advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
+      if (k < Traits::Q_SHARED_STEPS)
+        qk_mma<Element>(s, advance_descriptor(q, k / 2 * Traits::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
+      else
+        qk_mma<Element>(s, &q_[4 * (k - Traits::Q_SHARED_STEPS)], key, true);
+      between(k);
+    }
+    wgmma_commit();
+    kv_.next();
+    stage_ready_ = mbarrier_test(barriers_.kv_full(kv_.stage), kv_.parity);
+    wgmma_wait<0>();
+    pin_accumulator(s);
+  }
+
+  // Softmax of the stage whose scores are in `s`: P, and what PV needs with it, goes to the next P stage. The tile's
+  // last P is published at once; while it is multiplied, the reciprocal denominators go to the P stage after it.
+  template <bool LAST_BLOCK>
+  MLA_DEVICE void softmax_step(float (&s)[REGS], int first) {
+    const int lane = warpgroup_thread() % 32;
+    const int warp = warpgroup_thread() / 32;
+    mask(s, first);
+    const bool p_ready = mbarrier_test(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+    const uint32_t stage = p_stage();
+    const uint32_t row = stage + (warp * 16 + lane / 4) * 4;
+    int command = MULTIPLY | (LAST_BLOCK ? LAST : 0);
+    uint32_t p[REGS / 2];
+    float sum[2];
+    exponentiate(s, p, sum);
+    const bool outgrown = sum[0] > RESCALE_THRESHOLD || sum[1] > RESCALE_THRESHOLD;
+    if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
+      command |= RESCALE;
+      float factor[2];
+      raise_row_max(s, factor);
+      exponentiate(s, p, sum);
+      mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+      if (lane % 4 == 0) {
+        st_shared(row + Storage::P_FACTOR, factor[0]);
+        st_shared(row + Storage::P_FACTOR + 32, factor[1]);
+      }
+    }
+    row_sum_[0] += sum[0];
+    row_sum_[1] += sum[1];
+    if (!p_ready) mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+    const uint32_t to = stage + p_to_;
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k)
+      stmatrix_x4(to + k * 2048, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
+    if constexpr (LAST_BLOCK && Traits::SOURCE == KvSource::tma) clear_values_from(tile_.end - first);
+    if constexpr (LAST_BLOCK && Cluster::EXCHANGES_P)
+      if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end - first);
+    write_command(command);
+    if constexpr (LAST_BLOCK) {
+      publish_p();
+      finish_tile();
+    }
+  }
+
+  MLA_DEVICE void finish_tile() {
+    if constexpr (Cluster::MERGES_SPLITS)
+      return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])});
+    float inverse[2];
+    float lse[2];
+    finish_rows(inverse, lse);
+    const uint32_t row = p_stage() + quad_row() * 4;
+    mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+    if (warpgroup_thread() % 4 == 0) {
+      st_shared(row + Storage::P_INVERSE, inverse[0]);
+      st_shared(row + Storage::P_INVERSE + 32, inverse[1]);
+      st_shared(row + Storage::P_LSE, lse[0]);
+      st_shared(row + Storage::P_LSE + 32, lse[1]);
+    }
+    write_command(FINISH);
+    publish_p();
+  }
+
+  // Scores of keys that a row does not see become -inf.
+  MLA_DEVICE void mask(float (&s)[REGS], int first) {
+    if constexpr (SELECTED) {
+      mask_absent(s);
+    } else if (__builtin_expect(first + BLOCK_N > common_limit_, 0)) {
+#pragma unroll
+      for (int i = 0; i < REGS; ++i) {
+        const int key = first + i / 4 * 8 + warpgroup_thread() % 4 * 2 + i % 2;
+        if (key >= key_limit_[i / 2 % 2]) s[i] = -INFINITE;
+      }
+    }
+  }
+
+  // Scores of selected keys that are absent become -inf, by the bits that came with the stage.
+  MLA_DEVICE void mask_absent(float (&s)[REGS]) {
+    if (present_ == ~0u) return;
+    const uint32_t mine = present_ >> (warpgroup_thread() % 4 * 2);
+#pragma unroll
+    for (int i = 0; i < REGS; ++i)
+      if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
+  }
+
+  // P = 2^(S * scale - running max), packed, and its sum over this thread's keys for each of its rows.
+  MLA_DEVICE void exponentiate(const float (&s)[REGS], uint32_t (&p)[REGS / 2], float (&sum)[2]) const {
+#pragma unroll
+    for (int i = 0; i < REGS / 2; ++i) {
+      const float a = exp2_approx(fmaf(s[2 * i], scale_, -row_max_[i % 2]));
+      const float b = exp2_approx(fmaf(s[2 * i + 1], scale_, -row_max_[i % 2]));
+      sum[i % 2] = i < 2 ? a + b : sum[i % 2] + (a + b);
+      p[i] = pack_pair<Element>(a, b);
+    }
+  }
+
+  // Raises the running max of this warp's rows to their largest scores so far; `factor` rescales O and the row sums.
+  MLA_DEVICE void raise_row_max(const float (&s)[REGS], float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = -INFINITE;
+#pragma unroll
+      for (int i = 0; i < REGS; ++i)
+        if (i / 2 % 2 == half) top = fmaxf(top, s[i]);
+      const float raised = fmaxf(row_max_[half], quad_max(top) * scale_);
+      factor[half] = exp2_approx(row_max_[half] - raised);
+      row_max_[half] = raised;
+      row_sum_[half] *= factor[half];
+    }
+  }
+
+  // Whether this is lane 0, which stores the first of its warp's 16 rows of 32 bytes.
+  MLA_DEVICE bool leads_warp() const { return p_to_ % 512 == 0; }
+
+  MLA_DEVICE void write_command(int command) {
+    const uint32_t stage = p_stage();
+    if (leads_warp()) st_shared(stage + Storage::P_COMMAND + p_to_ / 512 * 4, command);
+    if ((command & (LAST | FINISH)) && p_to_ == 0) {
+      st_shared(stage + Storage::P_SEQUENCE, tile_.sequence);
+      st_shared(stage + Storage::P_PARTIAL_ROW, tile_.partial_row);
+    }
+    if constexpr (Cluster::EXCHANGES_P) mbarrier_arrive(Cluster::p_written(barriers_, p_.stage));
+  }
+
+  // Publishes the P stage to the PV warpgroups.
+  MLA_DEVICE void publish_p() {
+    __syncwarp();
+    mbarrier_arrive(barriers_.p_full(p_.stage));
+    p_.next();
+  }
+
+  // Publishes a command without P. A tile without keys has out 0 and lse -inf.
+  MLA_DEVICE void publish_command(int command) {
+    mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+    if (warpgroup_thread() < BLOCK_M) {
+      st_shared(p_stage() + Storage::P_INVERSE + warpgroup_thread() * 4, 0.0f);
+      st_shared(p_stage() + Storage::P_LSE + warpgroup_thread() * 4, -INFINITE);
+    }
+    named_barrier_sync<128>(QK_BARRIER);  // a PV warp waits for all four warps, but reads rows that another one wrote
+    write_command(command);
+    publish_p();
+    if constexpr (Cluster::MERGES_SPLITS)
+      if (command & FINISH) pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f});
+  }
+
+  // Waits until every P is read, here and by the peer; then the CTA may end.
+  MLA_DEVICE void wait_for_p_readers() {
+    for (int i = 0; i < Traits::P_STAGES; ++i, p_.next())
+      mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
+  }
+
+  MLA_DEVICE uint32_t p_stage() const { return shared_ + Storage::P + p_.stage * sizeof(PStage); }
+
+  // Zeros the values of keys past the tile's end in the last stage: their P is 0, but what TMA loaded there may be NaN.
+  // Their scores are masked, so a warp that still reads them as keys does no harm.
+  MLA_DEVICE void clear_values_from(int used) {
+    const int stage = (kv_.stage == 0 ? Traits::STAGES : kv_.stage) - 1;
+    clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
+  }
+
+  // 1 / denominator of this thread's rows, and their lse without the sink.
+  MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(row_sum_[half]);
+      const bool any = sum != 0.0f;  // NaN included
+      float denominator = sum;
+      if (any && tile_.partial_row < 0 && params_.attn_sink != nullptr)
+        denominator += sink_term(params_, half, row_max_[half]);
+      inverse[half] = any ? __fdividef(1.0f, denominator) : 0.0f;
+      lse[half] = lse_of_row(row_max_[half], sum);
+    }
+  }
+
+  MLA_DEVICE void one_tile() {
+    row_max_[0] = row_max_[1] = LOWEST;
+    row_sum_[0] = row_sum_[1] = 0.0f;
+    if (tile_.keys() == 0) {
+      if (info_ == Q_LOADED) {
+        skip_q_stage();
+        skip_q_stage();
+      }
+      publish_command(FINISH | (info_ == Q_LOADED ? Q_PASSED : 0));
+      return;
+    }
+    load_q();
+    float s[REGS];
+    multiply(s, [](int) {});
+    int first = tile_.first;
+    mask(s, first);
+    float factor[2];
+    raise_row_max(s, factor);  // there is no O yet that `factor` would apply to
+    for (; first + BLOCK_N < tile_.end; first += BLOCK_N) {
+      softmax_step<false>(s, first);
+      multiply(s, [&](int k) {
+        if (k == Traits::P_COMMIT_STEP) publish_p();
+      });
+    }
+    softmax_step<true>(s, first);
+    stage_ready_ = false;
+  }
+
+  const Params& params_;
+  Mbarriers<Traits> barriers_;
+  uint32_t shared_;
+  float scale_;
+  uint32_t p_to_;             // where this lane's row of P goes in a P stage
+  bool stage_ready_ = false;  // the next KV stage was seen to be full
+  PipelineState<Traits::STAGES> kv_;
+  PipelineState<Traits::P_STAGES> p_;
+  PipelineState<Traits::TILE_STAGES> tiles_;
+  WorkTile tile_;
+  int info_;          // TileInfo of the tile
+  int key_limit_[2];  // one past the last key that this thread's rows see; like the next, unused in sparse decode
+  int common_limit_;  // one past the last key that every row of the sequence sees
+  uint32_t present_;  // used only in sparse decode: a bit for each key of the stage whose scores come next
+  float row_max_[2];  // the running max of this thread's rows, in units of log2
+  float row_sum_[2];
+  uint32_t q_[Traits::Q_REGISTER_STEPS * 4];
+};
+
+}  // namespace mla::sm_90

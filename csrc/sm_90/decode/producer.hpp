@@ -1,0 +1,121 @@
+// What every producer does: it walks the tile scheduler, brings queries, and publishes work tiles to the QK warpgroup.
+#pragma once
+
+#include "sm_90/decode/cluster/none.hpp"
+#include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/prologue_prefetch.hpp"
+#include "sm_90/decode/tile_scheduler.hpp"
+#include "sm_90/ptx/griddep.hpp"
+
+namespace mla::sm_90 {
+
+template <class Traits>
+class ProducerBase {
+ protected:
+  using Params = typename Traits::Params;
+  using Cluster = typename Traits::Cluster;
+  using Storage = SharedStorage<Traits>;
+  using KvState = PipelineState<Traits::STAGES>;
+  using TileState = PipelineState<Traits::TILE_STAGES>;
+
+ public:
+  MLA_DEVICE ProducerBase(const Params& params, uint32_t shared)
+      : params_(params), barriers_(shared), shared_(shared + Storage::KV) {}
+
+ protected:
+  // A stage of a ring of keys: its address, the mbarriers that say when it is full and empty, and their phase.
+  struct Stage {
+    uint32_t at;
+    uint32_t full;
+    uint32_t empty;
+    uint32_t parity;
+  };
+  MLA_DEVICE Stage kv_stage(const KvState& kv) const {
+    return {shared_ + kv.stage * Traits::STAGE_BYTES, barriers_.kv_full(kv.stage), barriers_.kv_empty(kv.stage),
+            kv.parity};
+  }
+
+  MLA_DEVICE void wait_for_empty(const KvState& kv) const {
+    mbarrier_wait(barriers_.kv_empty(kv.stage), kv.parity ^ 1);
+  }
+
+  // For TMA into a stage that may have held results, written by ordinary stores. The warps that stored them do not
+  // fence, because the fence would wait for results on their way to memory.
+  MLA_DEVICE static void wait_for_tma_stage(const Stage& stage) {
+    mbarrier_wait(stage.empty, stage.parity ^ 1);
+    fence_proxy_async();
+  }
+
+  // Which sequence comes first follows from parameters alone, unless a plan or ragged queries decide it. Then the
+  // scheduler may start before the previous kernel has ended.
+  MLA_DEVICE bool first_tile_in_memory() const { return params_.plan != nullptr || params_.cu_seqlens_q != nullptr; }
+
+  // Waits for the previous kernel, on behalf of all roles. With a streaming combine, the warp that fills the partials
+  // lets combine start; otherwise this does.
+  MLA_DEVICE void wait_for_previous_kernel() const {
+    griddep_wait();
+    if (!Traits::combine_streams(params_)) griddep_launch_dependents();
+  }
+
+  // The page table of the tile's sequence; null at the end of the list.
+  template <class Scheduler>
+  MLA_DEVICE const int32_t* pages_of(const Scheduler& scheduler) const {
+    if (!scheduler.more()) return nullptr;
+    const int sequence = scheduler.tile().sequence;
+    return params_.page_ids + (params_.kv_indptr != nullptr ? ld_global(params_.kv_indptr + sequence)
+                                                            : sequence * params_.page_ids_stride);
+  }
+  MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_magic, params_.page_shift); }
+
+  // Publishes the next work tile and its TileInfo to the QK warpgroup, which has no registers to walk the list itself.
+  // Called by the whole warp of `leader`, the thread that writes.
+  MLA_DEVICE void publish(const WorkTile& tile, int info, TileState& tiles, int leader) {
+    if (warpgroup_thread() == leader) {
+      mbarrier_wait(barriers_.tile_empty(tiles.stage), tiles.parity ^ 1);
+      const uint32_t to = shared_ - Storage::KV + Storage::TILES + tiles.stage * sizeof(PublishedTile);
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.sequence), "r"(tile.length),
+                   "r"(tile.first), "r"(tile.end)
+                   : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(tile.partial_row), "r"(info) : "memory");
+      mbarrier_arrive(barriers_.tile_full(tiles.stage));
+    }
+    tiles.next();
+    __syncwarp();
+  }
+
+  // Issues the TMA load of one half of the queries of a block's rows, which begin at `row` of all rows; by one thread.
+  MLA_DEVICE void load_q_half(int row, int half, const KvState& kv) const {
+    const uint32_t full = barriers_.kv_full(kv.stage);
+    const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES;
+    mbarrier_expect_tx(full, Traits::Q_BOXES * Traits::q_box_bytes(params_));
+    if constexpr (!Cluster::MERGES_SPLITS)
+      tma_load(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
+    else if (half == static_cast<int>(cluster_rank()))  // both CTAs have the same queries: each loads half for both
+      tma_load_multicast(to, params_.q_map, 0, row, half * Traits::Q_BOXES, full);
+  }
+
+  // A tile's queries take the two stages before its keys, so that they, too, arrive before they are needed: first one
+  // half of every row, then the other. Rows past the sequence's last belong to the next sequence, or are zeros past the
+  // very last; their results are never stored. Thread `leader` issues the loads.
+  MLA_DEVICE void load_q(int sequence, KvState& kv, int leader) {
+    const Queries queries(params_, sequence);
+    const int row = static_cast<int>(queries.first_token * params_.heads) + first_row();
+    const int lane = warpgroup_thread() - leader;
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      wait_for_tma_stage(kv_stage(kv));
+      if (lane == 0)
+        load_q_half(row, half, kv);
+      else if (Traits::SOURCE == KvSource::gather)
+        mbarrier_arrive(barriers_.kv_full(kv.stage));
+      kv.next();
+    }
+    __syncwarp();
+  }
+
+  const Params& params_;
+  Mbarriers<Traits> barriers_;
+  uint32_t shared_;
+};
+
+}  // namespace mla::sm_90

@@ -1,0 +1,91 @@
+// The producer for pages of any size: all 128 threads copy keys in pieces of 16 bytes by cp.async. Its first warp also
+// loads queries and publishes work tiles, its last one prefetches first.
+#pragma once
+
+#include "sm_90/decode/producer.hpp"
+#include "sm_90/ptx/cp_async.hpp"
+
+namespace mla::sm_90 {
+
+template <class Traits, class Scheduler>
+class ProducerCpAsync : ProducerBase<Traits> {
+  using Base = ProducerBase<Traits>;
+  using typename Base::KvState, typename Base::Params, typename Base::TileState;
+  using Base::params_, Base::barriers_, Base::shared_;
+  enum Warp : int { PREFETCH_WARP = 3 };
+
+ public:
+  MLA_DEVICE ProducerCpAsync(const Params& params, uint32_t shared) : Base(params, shared) {}
+
+  MLA_DEVICE void run() {
+    const int warp = warp_uniform(warpgroup_thread() / 32);
+    if (warp == PREFETCH_WARP) {
+      const ProloguePrefetch<Traits> prefetch(params_);
+      prefetch.to_l2();
+      if (params_.plan != nullptr) {
+        griddep_wait();
+        griddep_launch_dependents();
+        prefetch.to_l1();
+      }
+    }
+    const bool in_memory = this->first_tile_in_memory();
+    if (in_memory) this->wait_for_previous_kernel();
+    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
+    if (!in_memory) this->wait_for_previous_kernel();
+    copy_keys(scheduler);
+  }
+
+ private:
+  MLA_DEVICE void copy_keys(Scheduler& scheduler) {
+    KvState kv;
+    TileState tiles;
+    scheduler.prefetch_pages();
+    scheduler.resolve_bounds();
+    while (scheduler.more()) {
+      const WorkTile tile = scheduler.tile();
+      this->publish(tile, 0, tiles, 0);
+      if (tile.keys() != 0) this->load_q(tile.sequence, kv, 0);
+      const int32_t* pages = this->pages_of(scheduler);
+      for (int first = tile.first; first < tile.end; first += BLOCK_N) {
+        copy_stage(pages, first, tile.end, kv);
+        kv.next();
+        if (first == tile.first) scheduler.next();
+      }
+      if (tile.keys() == 0) scheduler.next();
+    }
+    this->publish(scheduler.tile(), END_OF_WORK, tiles, 0);
+  }
+
+  // A warp copies 128 contiguous bytes of each of four keys, so that memory is read in whole lines; the swizzle spreads
+  // its writes over all banks.
+  MLA_DEVICE void copy_stage(const int32_t* pages, int first, int end, const KvState& kv) {
+    const int piece = warpgroup_thread() % 8;
+    const int slot = warpgroup_thread() / 8;  // this thread's keys are slot, slot + 16, ...
+    const char* cache = static_cast<const char*>(params_.kv_cache);
+    const char* from[BLOCK_N / 16];
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+      const int key = first + slot + 16 * i;
+      from[i] = nullptr;
+      if (key < end) {
+        const int in_table = this->page_of(key);
+        const int64_t page = __ldg(pages + in_table);
+        from[i] = cache + piece * 16 +
+                  2 * (page * params_.kv_page_stride + (key - in_table * params_.page) * Traits::HEAD_DIM_QK);
+      }
+    }
+    const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
+    this->wait_for_empty(kv);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 16; ++i) {
+      const bool valid = from[i] != nullptr;
+      const char* row = valid ? from[i] : cache;  // nothing is read when not valid
+#pragma unroll
+      for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)
+        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * 2048, row + c * 128, valid);
+    }
+    cp_async_mbarrier_arrive(barriers_.kv_full(kv.stage));
+  }
+};
+
+}  // namespace mla::sm_90

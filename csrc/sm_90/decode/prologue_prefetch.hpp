@@ -1,0 +1,78 @@
+// Prefetches what a block reads first while the previous kernel still runs: the numbers that say where to read next,
+// each of which depends on the one before, and the first keys.
+//
+// The previous kernel may still be writing these numbers. So they decide only what is prefetched into L2; they are read
+// past L1, which would keep stale values; and whatever they are, no address outside the tensors follows from them.
+#pragma once
+
+#include "common/division.hpp"
+#include "sm_90/decode/tile_scheduler.hpp"
+#include "sm_90/ptx/tma.hpp"
+
+namespace mla::sm_90 {
+
+// The work of one warp, beside the warps that load keys, queries and work tiles.
+template <class Traits>
+class ProloguePrefetch {
+  using Params = DecodeTmaParams;
+
+ public:
+  MLA_DEVICE explicit ProloguePrefetch(const Params& params)
+      : params_(params), part_(blockIdx.y), lane_(thread_id() % 32) {}
+
+  // Into L2, before griddep_wait.
+  MLA_DEVICE void to_l2() const {
+    for_each_line([](const int32_t* at) { prefetch_l2(at); });
+    if (Traits::SOURCE == KvSource::tma && params_.plan == nullptr && lane_ == 0) first_keys();
+  }
+
+  // Into L1, after griddep_wait, with a plan: all lines at once, so that each is there when it turns out to be needed.
+  MLA_DEVICE void to_l1() const {
+    for_each_line([](const int32_t* at) { prefetch_l1(at); });
+  }
+
+ private:
+  // Calls `prefetch` for the lines of the plan, of a length and of page numbers. With a plan, the first tile and its
+  // sequence are guessed as if all SM parts had equally many.
+  template <class Prefetch>
+  MLA_DEVICE void for_each_line(const Prefetch& prefetch) const {
+    if (params_.plan != nullptr) {
+      const int tile = PlanHeader::items_of(params_.batch, params_.workers) + PlanHeader::item_words * part_;
+      if (lane_ == 0) prefetch(params_.plan);
+      if (lane_ == 1) prefetch(params_.plan + PlanHeader::work_of(params_.batch) + part_);
+      if (lane_ == 2 && tile < params_.plan_words) prefetch(params_.plan + tile);
+    }
+    const int sequence = first_sequence();
+    if (lane_ == 3) prefetch(params_.seq_lens + sequence);
+    if (lane_ == 4 && params_.kv_indptr != nullptr) prefetch(params_.kv_indptr + sequence);
+    if (lane_ * 32 < params_.page_ids_width) prefetch(pages_of(sequence) + lane_ * 32);
+  }
+
+  // The first stage of keys of an even split.
+  MLA_DEVICE void first_keys() const {
+    const int sequence = first_sequence();
+    const int number = part_ - sequence * params_.num_splits;
+    const int first = EvenSplit(params_, number, ld_relaxed_gpu(params_.seq_lens + sequence), BLOCK_N).first;
+    const int in_table = divided(first, params_.page_magic, params_.page_shift);
+    if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;
+    const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
+#pragma unroll 1
+    for (int block = 0; block < Traits::COLUMN_BLOCKS; block += Traits::BOX_BLOCKS)
+      tma_prefetch(params_.kv_map, 0, first - in_table * params_.page, block, page);
+  }
+
+  MLA_DEVICE int first_sequence() const {
+    if (params_.plan == nullptr) return divided(part_, params_.splits_magic, params_.splits_shift);
+    return static_cast<int>(static_cast<int64_t>(part_) * params_.batch / params_.workers);
+  }
+
+  MLA_DEVICE const int32_t* pages_of(int sequence) const {
+    return params_.page_ids + sequence * params_.page_ids_stride;
+  }
+
+  const Params& params_;
+  int part_;
+  int lane_;
+};
+
+}  // namespace mla::sm_90

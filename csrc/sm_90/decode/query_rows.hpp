@@ -1,0 +1,60 @@
+// From a block's rows to query tokens and heads, and how many keys each row sees. Row r of a sequence is head r % heads
+// of query token r / heads.
+#pragma once
+
+#include "common/params/decode_tma.hpp"
+#include "common/params/sparse_decode_tma.hpp"
+#include "sm_90/decode/work_tile.hpp"
+#include "sm_90/ptx/memory.hpp"
+
+namespace mla::sm_90 {
+
+// The query tokens of a sequence: the first among all tokens, and how many there are.
+struct Queries {
+  int64_t first_token;
+  int count;
+  MLA_DEVICE Queries(const DecodeTmaParams& params, int sequence) {
+    if (params.cu_seqlens_q != nullptr) {
+      const int begin = warp_uniform(ld_global(params.cu_seqlens_q + sequence));
+      first_token = begin;
+      count = warp_uniform(ld_global(params.cu_seqlens_q + sequence + 1)) - begin;
+    } else {
+      first_token = static_cast<int64_t>(sequence) * params.q_len;
+      count = params.q_len;
+    }
+  }
+  // In sparse decode every query token is a sequence.
+  MLA_DEVICE Queries(const SparseDecodeTmaParams&, int token) : first_token(token), count(1) {}
+};
+
+// Divides rows by the number of heads with one multiplication; exact for rows below 2^32 / heads.
+class Heads {
+ public:
+  MLA_DEVICE explicit Heads(const DecodeTmaParams& params) : heads_(params.heads), magic_(params.heads_reciprocal) {}
+  MLA_DEVICE explicit Heads(const SparseDecodeTmaParams& params)
+      : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
+  MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
+  MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
+
+ private:
+  int heads_;
+  uint32_t magic_;
+};
+
+struct QueryRow {
+  int index;  // within the sequence
+  int token;  // within the sequence
+  int head;
+  bool valid;  // the sequence has such a row
+  MLA_DEVICE QueryRow(const Heads& heads, const Queries& queries, int index_)
+      : index(index_), token(heads.token(index_)), head(heads.head(index_, token)), valid(token < queries.count) {}
+
+  // One past the last key of the work tile that the row sees: with a causal mask, the last query sees all keys of the
+  // sequence, and each query before it one key fewer.
+  MLA_DEVICE int key_limit(const DecodeTmaParams& params, const Queries& queries, const WorkTile& tile) const {
+    const int seen = params.causal ? tile.length - queries.count + token + 1 : tile.length;
+    return seen < tile.end ? seen : tile.end;
+  }
+};
+
+}  // namespace mla::sm_90

@@ -1,0 +1,111 @@
+// The shared memory of a decode block: one struct, whose member offsets are all that the roles use. What the host packs
+// for a launch is compared with its size at the end of this file and by tests/kernels.
+#pragma once
+
+#include "sm_90/decode/traits.hpp"
+
+namespace mla::sm_90 {
+
+// What the QK warpgroup hands to the PV warpgroups with one P.
+struct alignas(16) PStage {
+  uint8_t p[BLOCK_M * BLOCK_N * 2];  // P, [BLOCK_N / 16][64 rows x 16 keys]
+  float factor[BLOCK_M];             // rescales O before this P, where RESCALE is set
+  float inverse[BLOCK_M];            // 1 / denominator, with FINISH
+  float lse[BLOCK_M];                // without the sink, with FINISH
+  int32_t command[4];                // MmaCommand for each warp's 16 rows
+  int32_t sequence;                  // of the work tile, with its last P and with FINISH
+  int32_t partial_row;
+  int32_t keys_left;  // keys of this P that are the tile's, with its last P (ClusterExchangeP)
+  uint8_t unused[100];
+};
+static_assert(sizeof(PStage) % 128 == 0 && sizeof(PStage) == BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128,
+              "ops/decode packs as many bytes");
+
+// A work tile on its way from the producer to the QK warpgroup.
+struct PublishedTile {
+  int32_t sequence;
+  int32_t length;
+  int32_t first;
+  int32_t end;
+  int32_t partial_row;
+  int32_t info;  // TileInfo
+  int32_t unused[2];
+};
+
+// For streaming combine: an mbarrier that says that the partial has been filled, and what it is filled with.
+template <int PATTERN_BYTES>
+struct SentinelFillStorage {
+  uint64_t filled;
+  alignas(16) uint8_t pattern[PATTERN_BYTES];
+};
+
+struct NoStorage {};
+
+// What every decode block has. The arrivals of each mbarrier are in kernel.hpp.
+template <class Traits>
+struct DecodeStorage {
+  // The ring of KV stages, then that of the peer's keys.
+  uint8_t kv[Traits::STAGES * Traits::STAGE_BYTES + Traits::PEER_STAGES * Traits::PEER_STAGE_BYTES];
+  uint8_t q[Traits::Q_SHARED_STEPS * 2048];  // the steps of Q that are not held in registers
+  PStage p[Traits::ALL_P_STAGES];
+  PublishedTile tiles[Traits::TILE_STAGES];
+  uint64_t kv_full[Traits::STAGES];
+  uint64_t kv_empty[Traits::STAGES];
+  uint64_t p_full[Traits::ALL_P_STAGES];
+  uint64_t p_empty[Traits::P_STAGES];
+  uint64_t tile_full[Traits::TILE_STAGES];
+  uint64_t tile_empty[Traits::TILE_STAGES];
+};
+
+// Offsets in bytes from the beginning of a block's shared memory, which is aligned to 1024 bytes.
+template <class Traits>
+struct SharedStorage {
+  using Block = DecodeStorage<Traits>;
+  using ClusterStorage = typename Traits::Cluster::template Storage<Traits>;
+
+  static constexpr int KV = __builtin_offsetof(Block, kv);
+  static constexpr int PEER_KV = KV + Traits::STAGES * Traits::STAGE_BYTES;
+  static constexpr int Q = __builtin_offsetof(Block, q);
+  static constexpr int P = __builtin_offsetof(Block, p);
+  static constexpr int P_FACTOR = __builtin_offsetof(PStage, factor);  // within a P stage, like the next
+  static constexpr int P_INVERSE = __builtin_offsetof(PStage, inverse);
+  static constexpr int P_LSE = __builtin_offsetof(PStage, lse);
+  static constexpr int P_COMMAND = __builtin_offsetof(PStage, command);
+  static constexpr int P_SEQUENCE = __builtin_offsetof(PStage, sequence);
+  static constexpr int P_PARTIAL_ROW = __builtin_offsetof(PStage, partial_row);
+  static constexpr int P_KEYS_LEFT = __builtin_offsetof(PStage, keys_left);
+  static constexpr int TILES = __builtin_offsetof(Block, tiles);
+  static constexpr int MBARRIERS = __builtin_offsetof(Block, kv_full);
+  static constexpr int CLUSTER_PART = sizeof(Block);  // of ClusterStorage
+  static constexpr int BYTES =
+      CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
+  static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
+  static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
+};
+
+// Addresses of the mbarriers that every block has.
+template <class Traits>
+struct Mbarriers {
+  using Block = DecodeStorage<Traits>;
+  uint32_t base;
+
+  MLA_DEVICE explicit Mbarriers(uint32_t shared) : base(shared + SharedStorage<Traits>::MBARRIERS) {}
+  MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
+  MLA_DEVICE uint32_t kv_empty(int stage) const { return at(__builtin_offsetof(Block, kv_empty), stage); }
+  MLA_DEVICE uint32_t p_full(int stage) const { return at(__builtin_offsetof(Block, p_full), stage); }
+  MLA_DEVICE uint32_t p_empty(int stage) const { return at(__builtin_offsetof(Block, p_empty), stage); }
+  MLA_DEVICE uint32_t tile_full(int stage) const { return at(__builtin_offsetof(Block, tile_full), stage); }
+  MLA_DEVICE uint32_t tile_empty(int stage) const { return at(__builtin_offsetof(Block, tile_empty), stage); }
+
+  // An address within what only this kind of cluster has.
+  MLA_DEVICE uint32_t in_cluster(int offset) const {
+    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::CLUSTER_PART + offset;
+  }
+
+ private:
+  MLA_DEVICE uint32_t at(int offset, int stage) const {
+    return base + 8 * ((offset - SharedStorage<Traits>::MBARRIERS) / 8 + stage);
+  }
+};
+
+}  // namespace mla::sm_90

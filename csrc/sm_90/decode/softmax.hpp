@@ -1,0 +1,47 @@
+// Softmax arithmetic in base 2, and reductions over a quad: the four lanes that share the rows of an accumulator.
+#pragma once
+
+#include "sm_90/decode/traits.hpp"
+
+namespace mla::sm_90 {
+
+constexpr float LOG2E = 1.4426950408889634f;
+constexpr float LN2 = 0.6931471805599453f;
+constexpr float INFINITE = __builtin_huge_valf();
+// A row's running max is raised only when a thread's P of the row, summed over the keys of one stage, exceeds this.
+// Until then P may exceed 1, which costs a floating-point format nothing, no max is computed and O is not rescaled.
+constexpr float RESCALE_THRESHOLD = 256.0f;
+constexpr float LOWEST = -1e38f;  // the running max of a row that has seen no key
+
+// 2^x by the hardware's approximation; denormal results are flushed to zero.
+MLA_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The first of a lane's two accumulator rows within the block; the second is 8 further on.
+MLA_DEVICE int quad_row() { return warpgroup_thread() / 32 * 16 + warpgroup_thread() % 32 / 4; }
+
+// The natural log-sum-exp of a row from its running max and sum; -inf for a row without keys. NaN stays NaN.
+MLA_DEVICE float lse_of_row(float row_max, float sum) {
+  return sum != 0.0f ? (row_max + __log2f(sum)) * LN2 : -INFINITE;
+}
+
+// What the attention sink of this thread's first or second row adds to the row's sum.
+template <class Params>
+MLA_DEVICE float sink_term(const Params& params, int half, float row_max) {
+  const int row = first_row() + quad_row() + half * 8;
+  return exp2_approx(__ldg(params.attn_sink + row % params.heads) * LOG2E - row_max);
+}
+
+MLA_DEVICE float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+MLA_DEVICE float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+}  // namespace mla::sm_90

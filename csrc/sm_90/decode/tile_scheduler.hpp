@@ -1,0 +1,155 @@
+// The tile scheduler: which keys of which sequence a block takes next. Every role of a block walks the same list.
+#pragma once
+
+#include "common/division.hpp"
+#include "common/plan_header.hpp"
+#include "sm_90/decode/query_rows.hpp"
+
+namespace mla::sm_90 {
+
+// Four words of a plan. Its tiles begin at multiples of 16 bytes from the plan's first word, which a caller may have
+// put at any multiple of 4 bytes.
+MLA_DEVICE int4 load_plan_tile(const int32_t* words) {
+  if (reinterpret_cast<uintptr_t>(words) % 16 == 0) return __ldg(reinterpret_cast<const int4*>(words));
+  return make_int4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
+}
+
+// Split `number` of a sequence, without a plan. Splits are multiples of `block` keys, so that only the last one has
+// unused keys in a stage.
+struct EvenSplit {
+  int first;
+  int end;
+  MLA_DEVICE EvenSplit(const DecodeTmaParams& params, int number, int length, int block) {
+    const int splits = params.num_splits;
+    int size = params.split_size;
+    if (size == 0) {
+      const uint32_t blocks = (length + block - 1) / block;
+      size = divided(blocks + splits - 1, params.splits_magic, params.splits_shift) * block;
+    }
+    const int64_t begin = static_cast<int64_t>(number) * size;
+    first = begin < length ? static_cast<int>(begin) : length;
+    // The last split is open: with split_size, a sequence longer than num_splits * split_size is still whole.
+    const bool open = number + 1 == splits || first + static_cast<int64_t>(size) > length;
+    end = open ? length : first + size;
+  }
+};
+
+// The tiles of a plan in the order of SM parts, or even splits: sequence i / num_splits, split i % num_splits. A tile
+// is resolved in two steps. `fetch_next` gives its sequence, which is all that its queries need; `resolve_bounds` gives
+// its keys, which takes the sequence's length from memory. Both are chains of dependent loads, so a role that walks the
+// list resolves the next tile where it has to wait for something anyway.
+class TileScheduler {
+ public:
+  using Params = DecodeTmaParams;
+
+  // Walks the list of SM part `part`, for a block whose rows begin at `first_row`. A plan's split points are rounded
+  // down to multiples of `split_alignment`, so that a load never straddles a page. Even splits are multiples of `block`
+  // keys, so that only a sequence's last stage has unused keys.
+  MLA_DEVICE TileScheduler(const Params& params, int part, int first_row, int split_alignment, int block)
+      : params_(params), first_row_(first_row), split_alignment_(split_alignment), block_(block), part_(part) {
+    if (params.plan != nullptr) {
+      // The header is loaded beside this part's bounds, since no address here depends on a loaded value. Past the
+      // plan's parts a bound reads some other word of the plan, which has room for as many tiles as the launch has
+      // parts.
+      const int parts = ld_global(params.plan + PlanHeader::workers),
+                tiles = ld_global(params.plan + PlanHeader::items);
+      load_bounds();
+      plan_parts_ = warp_uniform(parts);
+      tiles_ = warp_uniform(tiles);
+    } else {
+      cursor_ = part;
+      limit_ = params.batch * params.num_splits;
+    }
+    fetch_next();
+  }
+
+  // Whether there is a tile; false at the end of the list.
+  MLA_DEVICE bool more() const { return more_; }
+
+  // The tile fetched last. Until `resolve_bounds`, only its sequence and partial row are valid.
+  MLA_DEVICE const WorkTile& tile() const { return tile_; }
+
+  // Advances to the next tile that has rows for this block.
+  MLA_DEVICE void fetch_next() {
+    do more_ = advance();
+    while (more_ && params_.cu_seqlens_q != nullptr &&
+           first_row_ >= Queries(params_, tile_.sequence).count * params_.heads);
+  }
+
+  MLA_DEVICE void resolve_bounds() {
+    if (!more_) return;
+    tile_.length = warp_uniform(ld_global(params_.seq_lens + tile_.sequence));
+    if (params_.plan != nullptr) {
+      tile_.first = tile_.first / split_alignment_ * split_alignment_;
+      const int end = tile_.end == 0x7FFFFFFF ? tile_.end : tile_.end / split_alignment_ * split_alignment_;
+      tile_.end = end < tile_.length ? end : tile_.length;
+      return;
+    }
+    const EvenSplit split(params_, tile_.first, tile_.length, block_);
+    tile_.first = split.first;
+    tile_.end = split.end;
+  }
+
+  // Fetches the tile after this one and resolves it.
+  MLA_DEVICE void next() {
+    fetch_next();
+    resolve_bounds();
+  }
+
+  // Prefetches the first page numbers of the tile's sequence into L1, before it is known which are needed.
+  MLA_DEVICE void prefetch_pages() const {
+    const int line = thread_id() % 32 * 32;
+    if (more_ && line < params_.page_ids_width)
+      prefetch_l1(params_.page_ids + tile_.sequence * params_.page_ids_stride + line);
+  }
+
+ private:
+  MLA_DEVICE bool advance() {
+    if (params_.plan != nullptr) {
+      while (cursor_ >= limit_ || part_ >= plan_parts_) {
+        part_ += params_.workers;
+        if (part_ >= plan_parts_) return false;
+        load_bounds();
+      }
+      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * cursor_++);
+      tile_.sequence = warp_uniform(words.x);
+      tile_.first = warp_uniform(words.y);
+      tile_.end = warp_uniform(words.z);
+      tile_.partial_row = warp_uniform(words.w);
+      return true;
+    }
+    if (cursor_ >= limit_) return false;
+    tile_.sequence = divided(cursor_, params_.splits_magic, params_.splits_shift);
+    tile_.first = cursor_ - tile_.sequence * params_.num_splits;  // the split's number, until resolve_bounds
+    tile_.partial_row = params_.num_splits > 1 ? cursor_ : -1;
+    cursor_ += params_.workers;
+    return true;
+  }
+
+  MLA_DEVICE void load_bounds() {
+    const int32_t* bounds = params_.plan + PlanHeader::work_of(params_.batch) + part_;
+    const int begin = ld_global(bounds), end = ld_global(bounds + 1);
+    cursor_ = warp_uniform(begin);
+    limit_ = warp_uniform(end);
+  }
+
+  const Params& params_;
+  int first_row_;
+  int split_alignment_;
+  int block_;
+  int part_;
+  int cursor_ = 0;
+  int limit_ = 0;
+  int plan_parts_ = 0;
+  int tiles_ = 0;  // where a plan's tiles begin
+  WorkTile tile_;
+  bool more_;
+};
+
+// The list of this block.
+template <class Traits, class Scheduler>
+MLA_DEVICE Scheduler make_scheduler(const DecodeTmaParams& params) {
+  return Scheduler(params, blockIdx.y, first_row(), Traits::SPLIT_ALIGNMENT, BLOCK_N);
+}
+
+}  // namespace mla::sm_90

@@ -1,0 +1,122 @@
+// What a decode block of sm_90 looks like: the problem, the policy, and the sizes that follow from both.
+#pragma once
+
+#include "common/params/decode_tma.hpp"
+#include "sm_90/decode/pipeline.hpp"
+#include "sm_90/ptx/memory.hpp"
+#include "sm_90/ptx/wgmma.hpp"
+
+namespace mla::sm_90 {
+
+// Four warpgroups: the producer brings keys, one computes S = Q K^T and the softmax, two hold the 64 x 512 output, 256
+// columns each. 64 rows x 512 columns of fp32 are half of an SM's registers, which is why a block has 64 rows, not 128.
+constexpr int BLOCK_M = 64;
+constexpr int BLOCK_N = 32;  // keys of a stage, and of one Q K^T and one P V
+constexpr int THREADS = 512;
+constexpr int HEAD_DIM_V = 512;
+constexpr int WARPGROUP_COLUMNS = 256;
+constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
+
+// This block's first row within a sequence. The grid is [sm parts][row tiles].
+MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
+
+// How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
+// box; or selected one by one, and dequantised where needed (sparse_decode/).
+enum class KvSource { gather, tma, selected };
+
+// What is computed. A row is (query token, head); its sequence has `rows` of them.
+template <class Element_, int HEAD_DIM_QK_>
+struct DecodeProblem {
+  using Element = Element_;
+  using Params = DecodeTmaParams;
+  static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
+
+  MLA_DEVICE static int rows(const Params& params) { return params.rows; }
+  // Whether combine runs beside this kernel and reads the block's one partial word by word (combine/sentinel.hpp).
+  MLA_DEVICE static bool combine_streams(const Params& params) { return params.awaited != 0; }
+};
+
+// How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
+template <KvSource SOURCE_, class Cluster_, int STAGES_ = Cluster_::STAGES>
+struct DecodePolicy {
+  using Cluster = Cluster_;
+  static constexpr KvSource SOURCE = SOURCE_;
+  static constexpr int STAGES = STAGES_;
+  // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
+  // may not exceed 512, or the increase waits forever. One thread that issues TMA needs fewer than 128 threads that
+  // copy, and those fewer than 128 that also dequantise.
+  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma ? 32 : SOURCE == KvSource::gather ? 48 : 56;
+  static constexpr int QK_REGISTERS = SOURCE == KvSource::tma ? 160 : SOURCE == KvSource::gather ? 144 : 136;
+  static constexpr int PV_REGISTERS = 160;
+  static_assert(PRODUCER_REGISTERS + QK_REGISTERS + 2 * PV_REGISTERS <= 512, "the registers of an SM");
+  // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
+  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma ? 28 : SOURCE == KvSource::gather ? 24 : 22;
+};
+
+template <class Problem_, class Policy_>
+struct DecodeTraits {
+  using Problem = Problem_;
+  using Policy = Policy_;
+  using Element = typename Problem::Element;
+  using Params = typename Problem::Params;
+  using Cluster = typename Policy::Cluster;
+  static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
+  static constexpr KvSource SOURCE = Policy::SOURCE;
+  static constexpr int STAGES = Policy::STAGES;
+
+  // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
+  // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B].
+  static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
+  static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
+  static constexpr int BLOCK_BYTES = Cluster::SHARES_KV ? 1024 : BLOCK_N * 128;  // from a column block to the next
+  static constexpr int GROUP_BYTES = Cluster::SHARES_KV ? COLUMN_BLOCKS * 1024 : 1024;  // from 8 keys to the next 8
+  // Ring of the peer's keys: only the columns of the output that this CTA has.
+  static constexpr int PEER_STAGES = Cluster::PEER_STAGES;
+  static constexpr int PEER_STAGE_BYTES = WARPGROUP_COLUMNS / 64 * BLOCK_BYTES;
+  // Column blocks that one TMA load brings.
+  static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P ? 1 : COLUMN_BLOCKS;
+  // A plan's split points are rounded down to multiples of this number of keys.
+  static constexpr int SPLIT_ALIGNMENT = SOURCE == KvSource::tma ? BLOCK_N : 1;
+  static constexpr int FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 : 128;  // one thread issues TMA, or all copy
+
+  // Output columns of this block, and those of them that one PV warpgroup stores.
+  static constexpr int BLOCK_COLUMNS = Cluster::EXCHANGES_P ? HEAD_DIM_V / 2 : HEAD_DIM_V;
+  static constexpr int STORED_COLUMNS = BLOCK_COLUMNS / 2;
+
+  static constexpr int Q_STEPS = HEAD_DIM_QK / 16;  // steps of Q K^T, 16 deep
+  static constexpr int Q_REGISTER_STEPS = Policy::Q_REGISTER_STEPS;
+  static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
+  // The step of the next Q K^T after which a P is published. It is earlier for sparse decode, where the producer is the
+  // bottleneck.
+  static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected ? 16 : Q_STEPS - 8;
+  // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
+  // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
+  // size where Q K^T reads it.
+  static constexpr int Q_BOXES = HEAD_DIM_QK / 64;
+  static constexpr int Q_BOX_BYTES = BLOCK_M * 64;
+  static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
+  static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
+  static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
+  static_assert(BLOCK_N % 16 == 0, "P V is 16 keys deep");
+
+  static constexpr int P_STAGES = 2;  // so that a P V can queue behind the last one
+  static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
+  static constexpr int TILE_STAGES = 4;
+
+  // Whether combine can run beside this kernel; ClusterReduceO leaves the producer no idle warp to fill partials.
+  static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O;
+
+  MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }
+  // The host makes boxes of no more rows than there are, in whole periods of the swizzle.
+  MLA_DEVICE static int q_box_bytes(const Params& params) {
+    return min(BLOCK_M, (Problem::rows(params) + 7) / 8 * 8) * 64;
+  }
+};
+
+// Where a lane stores or loads its row of the four 8 x 8 matrices of its warp's 16 rows of P, from where 16 keys begin.
+MLA_DEVICE uint32_t p_fragment(int thread) {
+  const int matrix = thread % 32 / 8;
+  return (thread / 32 * 2 + matrix % 2) * 256 + matrix / 2 * 128 + thread % 8 * 16;
+}
+
+}  // namespace mla::sm_90

@@ -1,0 +1,110 @@
+// Loads, stores and prefetches of global and shared memory, and the thread numbers that the roles compute with.
+#pragma once
+
+#include "common/device.hpp"
+
+namespace mla::sm_90 {
+
+// The shared-memory address that PTX instructions take.
+MLA_DEVICE uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// This thread's number within its warpgroup. It is read from the special register at every use, because the roles have
+// no register to keep it in.
+MLA_DEVICE int warpgroup_thread() {
+  uint32_t thread;  // unsigned: remainders and quotients by powers of two are then single instructions
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return static_cast<int>(thread % 128);
+}
+
+// Tells the compiler that a value is the same in every lane of a warp, so that it keeps the value, and all that follows
+// from it, in uniform registers. Without this, every wgmma of the main loop waits for two moves of its descriptor.
+MLA_DEVICE int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// Prefetches the 128-byte line that holds an address into L2.
+MLA_DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
+// Prefetches the same line into L1. PTX has no such prefetch; a load whose result nobody uses does it.
+MLA_DEVICE void prefetch_l1(const void* address) {
+  asm volatile("{\n.reg .b32 word;\nld.global.ca.b32 word, [%0];\n}\n" ::"l"(address));
+}
+
+// Loads a word that the previous kernel may have written, at an address that is known before griddep_wait. `__ldg` and
+// `ld.global.nc` are wrong here: they read data that is taken to be constant, and ptxas has hoisted them above the
+// wait. They are right where the address itself depends on a word loaded this way.
+MLA_DEVICE int ld_global(const int32_t* address) {
+  int value;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Loads from L2 a word that another kernel may be writing; bypasses L1, so that no stale copy stays there.
+MLA_DEVICE int ld_relaxed_gpu(const int32_t* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Relaxed accesses for data that another running kernel loads or stores: each 32-bit word is whole by itself, and
+// nothing is ordered.
+MLA_DEVICE uint4 ld_relaxed_gpu_v4(const float* from) {
+  uint4 words;
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+MLA_DEVICE void st_relaxed_gpu(uint4* to, const uint4& words) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y),
+               "r"(words.z), "r"(words.w)
+               : "memory");
+}
+MLA_DEVICE void st_relaxed_gpu(float* to, float word) {
+  asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(word) : "memory");
+}
+
+// Shared memory, 4 bytes of any type.
+template <class V>
+MLA_DEVICE V ld_shared(uint32_t from) {
+  uint32_t value;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+  return bit_cast<V>(value);
+}
+template <class V>
+MLA_DEVICE void st_shared(uint32_t to, V value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
+}
+
+// Shared memory, 16 bytes.
+MLA_DEVICE void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(from)
+               : "memory");
+}
+MLA_DEVICE void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+MLA_DEVICE void st_shared_v4(uint32_t to, const float (&values)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(values[0]), "f"(values[1]), "f"(values[2]),
+               "f"(values[3])
+               : "memory");
+}
+// The same as a predicated instruction: lanes with `active` false store nothing, and no branch is made.
+MLA_DEVICE void st_shared_v4_if(bool active, uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "{\n.reg .pred any;\nsetp.ne.b32 any, %5, 0;\n@any st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"r"(to),
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(static_cast<int>(active))
+      : "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements: each lane gives the address of one 16-byte row.
+MLA_DEVICE void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+}  // namespace mla::sm_90

@@ -1,0 +1,371 @@
+// The producer of sparse decode: selected keys are looked up, copied as they are stored, and dequantised into a stage
+// of the KV ring.
+//
+// Each of the four warps gathers 8 of a stage's 32 keys, in rounds of 4, and synchronises with the others only through
+// mbarriers. What it has copied lies in raw stages of its own, one for each round; indices are read a batch of 32 keys
+// ahead of the copies.
+//
+// With ClusterShareKv each CTA brings half of every stage, four of a warp's eight keys, and sends what it has made to
+// the peer, whose mbarrier counts the bytes. So the rings of both advance in step: a stage is empty when the readers of
+// both CTAs are done with it.
+#pragma once
+
+#include "sm_90/decode/producer.hpp"
+#include "sm_90/ptx/cp_async.hpp"
+#include "sm_90/ptx/dsmem.hpp"
+#include "sm_90/sparse_decode/gather_layout.hpp"
+#include "sm_90/sparse_decode/tile_scheduler.hpp"
+#include "sm_90/sparse_decode/topk_lists.hpp"
+
+namespace mla::sm_90 {
+
+template <class Traits, class Scheduler>
+class ProducerDequant : ProducerBase<Traits> {
+  using KvFormat = typename Traits::KvFormat;
+  using Params = typename Traits::Params;
+  using Base = ProducerBase<Traits>;
+  using Layout = GatherLayout<Traits>;
+  using Chunk = QuantChunk<Traits>;
+  static constexpr bool PAIRED = Traits::Cluster::SHARES_KV;
+  static constexpr uint32_t BATCH_STAGES = 32 / Traits::OWN_KEYS;  // whose tokens are looked up together, one by a lane
+  static constexpr uint32_t STAGE_ROUNDS = Traits::OWN_KEYS / 4;
+  static constexpr uint32_t BATCH_ROUNDS = 8;
+
+ public:
+  MLA_DEVICE ProducerDequant(const Params& params, uint32_t shared)
+      : Base(params, shared),
+        lane_(thread_number() % 32),
+        warp_(warp_uniform(thread_number() / 32)),
+        cluster_warp_((PAIRED ? cluster_rank() * Traits::PRODUCER_WARPS : 0) + warp_),
+        raw_(shared + Traits::RAW + warp_ * Traits::RAW_BYTES),
+        to_peer_(PAIRED ? warp_uniform(map_to_peer(shared) - shared) : 0) {}
+
+  MLA_DEVICE void run() {
+    Scheduler scheduler(this->params_, scratch() + TopkLists::BYTES);
+    while (scheduler.more()) {
+      const int token = scheduler.token();
+      const int keys = lists().open(this->params_, token);
+      const WorkTile tile = scheduler.take(token, keys);
+      publish(tile, 0, scheduler.taken() - 1);
+      if (tile.keys() == 0) continue;
+      lists().set_tile(tile.first, tile.end);
+      fetch_indices(0);
+      cp_async_commit();
+      cp_async_wait<0>();
+      const uint32_t stages = (tile.keys() + BLOCK_N - 1) / BLOCK_N;
+      if constexpr (KvFormat::NEEDS_DEQUANT)
+        load_quantised(token, stages);
+      else
+        load_rows(token, stages);
+    }
+    publish(WorkTile{}, END_OF_WORK, scheduler.taken());
+    // The peer's warps arrive here as long as a stage is not empty: until then this CTA must not end.
+    if constexpr (PAIRED) {
+#pragma unroll 1
+      for (int stage = 0; stage < Traits::STAGES; ++stage, kv_.next()) this->wait_for_empty(kv_);
+    }
+  }
+
+ private:
+  // This thread's number, read from the special register wherever it is needed: registers are scarce.
+  MLA_DEVICE static uint32_t thread_number() {
+    uint32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
+  }
+  MLA_DEVICE uint32_t first_key() const { return cluster_warp_ * Traits::OWN_KEYS; }
+  MLA_DEVICE uint32_t scratch() const {
+    return this->shared_ - Base::Storage::KV + Traits::SCRATCH + warp_ * Traits::SCRATCH_BYTES;
+  }
+  MLA_DEVICE TopkLists lists() const { return TopkLists(scratch()); }
+
+  // The lane, opaque to the compiler, so that what follows from it is computed anew instead of kept in registers.
+  MLA_DEVICE uint32_t opaque_lane() const {
+    uint32_t lane = lane_;
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
+
+  MLA_DEVICE void publish(const WorkTile& tile, int info, int number) {
+    typename Base::TileState tiles{number % Traits::TILE_STAGES,
+                                   static_cast<uint32_t>(number / Traits::TILE_STAGES) % 2};
+    Base::publish(tile, info, tiles, 0);
+  }
+
+  // The queries, in two stages as the other roles expect them. One warp loads them; the others only say that they bring
+  // nothing of these stages.
+  MLA_DEVICE void load_q(int token) {
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      this->wait_for_tma_stage(this->kv_stage(kv_));
+      if (lane_ == 0) {
+        if (warp_ != 0)
+          mbarrier_arrive(this->barriers_.kv_full(kv_.stage));
+        else
+          this->load_q_half(token * this->params_.heads + first_row(), half, kv_);
+      }
+      kv_.next();
+    }
+    __syncwarp();
+  }
+
+  // A lane's key of a batch, by its number within the tile.
+  MLA_DEVICE int key_of(uint32_t batch, uint32_t lane) const {
+    return first_key() + batch * (BATCH_STAGES * BLOCK_N) + lane / Traits::OWN_KEYS * BLOCK_N + lane % Traits::OWN_KEYS;
+  }
+
+  // Starts to copy the index of this lane's key of a batch to where only this lane reads it.
+  MLA_DEVICE void fetch_indices(uint32_t batch) {
+    const uint32_t lane = opaque_lane();
+    const int key = key_of(batch, lane);
+    const uint32_t to = scratch() + Traits::SCRATCH_INDICES + lane * 4;
+    const int32_t* at = lists().index_at(key);
+    if (at != nullptr)
+      cp_async_zfill<4>(to, reinterpret_cast<uint64_t>(at), true);
+    else
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(-1) : "memory");
+  }
+
+  // Indices have arrived: writes the tokens of a batch, for all lanes to read, and which of them are present; then
+  // starts the next batch's indices. A token that is absent has no address.
+  MLA_DEVICE void look_up(uint32_t batch) {
+    const uint32_t lane = opaque_lane();
+    const int key = key_of(batch, lane);
+    int index;
+    asm volatile("ld.shared.b32 %0, [%1];"
+                 : "=r"(index)
+                 : "r"(scratch() + Traits::SCRATCH_INDICES + lane * 4)
+                 : "memory");
+    const SelectedToken token = lists().token_of(this->params_, key, index);
+    const uint32_t stage = lane % BATCH_STAGES;
+    const uint32_t which = __ballot_sync(~0u, token.present) >> stage * Traits::OWN_KEYS;
+    const uint32_t bits = which % (1u << Traits::OWN_KEYS) << first_key();
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(present_at(batch * BATCH_STAGES + stage)), "r"(bits) : "memory");
+    uint64_t row = 0;
+    if (token.present)
+      row = reinterpret_cast<uint64_t>(token.page) + token.in_page * static_cast<uint64_t>(KvFormat::TOKEN_BYTES);
+    asm volatile("st.shared.b64 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_ROWS + lane * 8), "l"(row)
+                 : "memory");
+    if constexpr (KvFormat::SCALES_APART) {
+      const int to_scales = static_cast<int>(token.page_size * KvFormat::TOKEN_BYTES) -
+                            static_cast<int>(token.in_page) * (KvFormat::TOKEN_BYTES - 8);
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_SCALES + lane * 4),
+                   "r"(to_scales)
+                   : "memory");
+    }
+    fetch_indices(batch + 1);
+    __syncwarp();
+  }
+
+  // This warp's keys of a stage that are present, each the bit of its number in the stage. There is room for two
+  // batches, so that a batch that is looked up early does not overwrite what is still needed.
+  MLA_DEVICE uint32_t present_at(uint32_t stage) const {
+    return scratch() + Traits::SCRATCH_PRESENT + stage % (2 * BATCH_STAGES) * 4;
+  }
+  MLA_DEVICE uint32_t present_of(uint32_t stage) const {
+    uint32_t present;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(present) : "r"(present_at(stage)) : "memory");
+    return present;
+  }
+
+  // The address of the token of a lane of the batch, or 0.
+  MLA_DEVICE uint64_t row_of(uint32_t lane) const {
+    uint64_t row;
+    asm volatile("ld.shared.b64 %0, [%1];"
+                 : "=l"(row)
+                 : "r"(scratch() + Traits::SCRATCH_ROWS + lane * 8)
+                 : "memory");
+    return row;
+  }
+
+  // Marks the stage complete as far as this warp goes, and says which of its keys are present. Whoever waits for the
+  // stage fences before wgmma reads it: a fence here might wait for the copies in flight. Only a warp that sends fences
+  // here.
+  MLA_DEVICE void complete(uint32_t present) {
+    const uint32_t full = this->barriers_.kv_full(kv_.stage);
+    const uint32_t word = this->shared_ - Base::Storage::KV + Traits::PRESENT + kv_.stage * Traits::PRESENT_BYTES +
+                          cluster_warp_ * 4;
+    __syncwarp();
+    if constexpr (PAIRED) named_barrier_sync<64>(PEER_SEND_BARRIER + warp_ / 2);
+    if (lane_ == 0) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(word), "r"(present) : "memory");
+      if constexpr (PAIRED) {
+        mbarrier_expect_tx(full, Traits::GROUP_BYTES / 2 + 4);
+        peer_store_async(word + to_peer_, present, full + to_peer_);
+        if (((kv_.stage ^ warp_) & 1) == 0) send(full + to_peer_);
+      } else {
+        mbarrier_arrive(full);
+      }
+    }
+    kv_.next();
+  }
+
+  // Sends eight keys of the stage, of two warps that have met, to the peer. The two warps alternate, stage by stage.
+  MLA_DEVICE void send(uint32_t peer_full) const {
+    fence_proxy_async();
+    const uint32_t from = this->shared_ + kv_.stage * Traits::STAGE_BYTES + first_key() / 8 * Traits::GROUP_BYTES;
+    peer_copy(from + to_peer_, from, Traits::GROUP_BYTES, peer_full);
+  }
+
+  // Quantised tokens, four keys a round, copied as many rounds ahead of their use as there are raw stages. What is read
+  // from shared memory is read long before it is needed: while wgmma reads at full rate, loads answer late.
+  MLA_DEVICE void load_quantised(int token, uint32_t stages) {
+    constexpr uint32_t RAW_STAGES = Traits::RAW_STAGES;
+    const uint32_t rounds = stages * STAGE_ROUNDS;
+    look_up(0);
+#pragma unroll 1
+    for (uint32_t i = 0; i < RAW_STAGES; ++i)
+      copy_round(i < rounds, tokens_of(i, make_layout()), raw_ + i * Traits::RAW_STAGE_BYTES, make_layout());
+    load_q(token);
+    Layout layout = make_layout();
+    layout.keep();
+    cp_async_wait<RAW_STAGES - 1>();
+    __syncwarp();
+    Chunk first, second;  // loaded a round ahead
+    first.load(0, raw_, layout);
+    second.load(1, raw_, layout);
+    uint32_t raw_stage = raw_;
+    bool empty = false;  // the KV stage was seen to be empty
+#pragma unroll 1
+    for (uint32_t round = 0; round < rounds; ++round) {
+      const uint32_t next = round + RAW_STAGES;
+      if (next % BATCH_ROUNDS == 0 && next < rounds) look_up(next / BATCH_ROUNDS);
+      uint32_t rope[4];
+      ld_shared_v4(raw_stage + layout.rope, rope);
+      Chunk third, fourth;
+      third.load(2, raw_stage, layout);
+      const uint32_t in_stage = round % STAGE_ROUNDS;
+      const uint32_t keys = this->shared_ + kv_.stage * Traits::STAGE_BYTES;
+      const uint32_t to = (keys + layout.to) ^ in_stage * Layout::step(4);
+      const uint32_t row = (keys + layout.row) ^ in_stage * Layout::step(4);
+      if (in_stage == 0 && !empty) this->wait_for_empty(kv_);
+      store_chunk(0, to, first, layout);
+      st_shared_v4(row, rope[0], rope[1], rope[2], rope[3]);
+      fourth.load(3, raw_stage, layout);
+      const Tokens ahead = tokens_of(next % BATCH_ROUNDS, layout);
+      store_chunk(1, to, second, layout);
+      cp_async_wait<RAW_STAGES - 2>();
+      __syncwarp();  // every lane's copies have landed, and every lane is done with this raw stage
+      copy_round(next < rounds, ahead, raw_stage, layout);
+      raw_stage = raw_stage_after(raw_stage);
+      first.load(0, raw_stage, layout);
+      second.load(1, raw_stage, layout);
+      const uint32_t present = present_of(round / STAGE_ROUNDS);
+      store_chunk(2, to, third, layout);
+      if (in_stage + 1 == STAGE_ROUNDS) empty = next_stage_is_empty();
+      store_chunk(3, to, fourth, layout);
+      if (in_stage + 1 == STAGE_ROUNDS) complete(present);
+    }
+  }
+
+  // Whether the stage after this one was seen to be empty.
+  MLA_DEVICE bool next_stage_is_empty() const {
+    PipelineState<Traits::STAGES> following = kv_;
+    following.next();
+    return mbarrier_test(this->barriers_.kv_empty(following.stage), following.parity ^ 1);
+  }
+
+  MLA_DEVICE Layout make_layout() const { return Layout(opaque_lane(), first_key(), scratch()); }
+
+  MLA_DEVICE uint32_t raw_stage_after(uint32_t raw_stage) const {
+    const uint32_t after = raw_stage + Traits::RAW_STAGE_BYTES;
+    return after == raw_ + Traits::RAW_BYTES ? raw_ : after;
+  }
+
+  // Dequantises a chunk to where it is multiplied.
+  MLA_DEVICE static void store_chunk(uint32_t number, uint32_t to, const Chunk& chunk, const Layout& layout) {
+    uint32_t values[8];
+    chunk.to_bf16(values);
+    const uint32_t position = to ^ number / 2 * Layout::step(2);
+    const uint32_t offset = number % 2 * (4 * Traits::BLOCK_BYTES);
+    const bool active = number % 2 == 0 || layout.has_last();
+    st_shared_v4_if(active, position + offset, values[0], values[1], values[2], values[3]);
+    st_shared_v4_if(active, (position ^ 16) + offset, values[4], values[5], values[6], values[7]);
+  }
+
+  // Where a lane's two keys of a round lie.
+  struct Tokens {
+    uint64_t rows[2];  // addresses, or 0
+    int to_scales[2];  // from there to the scales, where they lie apart
+  };
+
+  // The tokens of a round of the batch that was looked up last.
+  MLA_DEVICE static Tokens tokens_of(uint32_t round, const Layout& layout) {
+    Tokens tokens{{0, 0}, {0, 0}};
+    asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];"
+                 : "=l"(tokens.rows[0]), "=l"(tokens.rows[1])
+                 : "r"(layout.token + round * 32)
+                 : "memory");
+    if constexpr (KvFormat::SCALES_APART)
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                   : "=r"(tokens.to_scales[0]), "=r"(tokens.to_scales[1])
+                   : "r"(layout.to_scales + round * 16)
+                   : "memory");
+    return tokens;
+  }
+
+  // Starts to copy a round's keys, 16 lanes a key, to a raw stage. A group is committed even when no such round is
+  // left, because groups are counted.
+  MLA_DEVICE static void copy_round(bool active, const Tokens& tokens, uint32_t raw_stage, const Layout& layout) {
+    const uint32_t part = layout.copied % 1024;
+    const uint32_t to = raw_stage + layout.copied;
+    const uint32_t tail = raw_stage + Traits::TAILS + layout.copied / 1024 * (2 * KvFormat::TAIL) + part;
+    const bool in_tail = part < KvFormat::TAIL_PIECES * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool present = tokens.rows[i] != 0;
+      const uint64_t from = tokens.rows[i] + part;
+      cp_async_zfill_if<16>(active, to + i * 512, from, present);
+      cp_async_zfill_if<16>(active, to + i * 512 + 256, from + 256, present);
+      cp_async_zfill_if<16>(active && in_tail, tail + i * KvFormat::TAIL, from + 512, present);
+      if constexpr (KvFormat::SCALES_APART)
+        cp_async_zfill_if<8>(active && part == 0, tail + i * KvFormat::TAIL + KvFormat::TAIL_SCALES,
+                             tokens.rows[i] + tokens.to_scales[i], present);
+    }
+    cp_async_commit();
+  }
+
+  // Rows of bf16 are copied straight to where they are multiplied: four keys of 128 bytes at a time, with STAGES_AHEAD
+  // stages in flight.
+  MLA_DEVICE void load_rows(int token, uint32_t stages) {
+    constexpr uint32_t STAGES_AHEAD = Traits::STAGES - 2;
+    load_q(token);
+    PipelineState<Traits::STAGES> filled = kv_;  // kv_ is the next stage to complete
+    const uint32_t piece = lane_ % 8;
+    const uint32_t slot = lane_ / 8;
+#pragma unroll 1
+    for (uint32_t stage = 0; stage < stages + STAGES_AHEAD; ++stage) {
+      if (stage < stages) {
+        if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
+        this->wait_for_empty(filled);
+        const uint32_t to =
+            this->shared_ + filled.stage * Traits::STAGE_BYTES + (warp_ * Traits::WARP_KEYS + slot) * 128;
+#pragma unroll
+        for (int i = 0; i < Traits::WARP_KEYS / 4; ++i) {
+          const uint32_t source = stage % BATCH_STAGES * Traits::WARP_KEYS + slot + 4 * i;
+          const uint64_t found = row_of(source);
+          const bool present = found != 0;
+          const uint64_t row = found + piece * 16;
+          const uint32_t position = to + i * 512 + ((piece ^ (slot + 4 * i)) << 4);
+#pragma unroll
+          for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)
+            cp_async_zfill<16>(position + c * Traits::BLOCK_BYTES, row + c * 128, present);
+        }
+        filled.next();
+      }
+      cp_async_commit();
+      if (stage < STAGES_AHEAD) continue;
+      cp_async_wait<STAGES_AHEAD>();
+      complete(present_of(stage - STAGES_AHEAD));
+    }
+  }
+
+  const uint32_t lane_;
+  const uint32_t warp_;          // the producer's warps are a block's first; the value is warp-uniform, like the next
+  const uint32_t cluster_warp_;  // this warp's number among those of both CTAs that each bring OWN_KEYS of a stage
+  const uint32_t raw_;
+  const uint32_t to_peer_;  // from an address of this CTA to the peer's
+  PipelineState<Traits::STAGES> kv_;
+};
+
+}  // namespace mla::sm_90

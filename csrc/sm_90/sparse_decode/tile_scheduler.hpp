@@ -1,0 +1,112 @@
+// The tile scheduler of sparse decode: which keys of which query token a block takes next.
+#pragma once
+
+#include "common/plan_header.hpp"
+#include "sm_90/decode/work_tile.hpp"
+#include "sm_90/sparse_decode/traits.hpp"
+
+namespace mla::sm_90 {
+
+// The tiles of a plan in the order of SM parts, or even splits: query token i / num_splits, split i % num_splits. How
+// many keys a token has is known only when its lists have been looked up. A warp's position in the list lies in shared
+// memory of its own: it is needed once a tile, and registers are scarce.
+class SparseTileScheduler {
+ public:
+  using Params = SparseDecodeTmaParams;
+
+  static constexpr int BYTES = 12;
+
+  MLA_DEVICE SparseTileScheduler(const Params& params, uint32_t scratch) : params_(params), scratch_(scratch) {
+    write(TAKEN, 0);
+    const int part = blockIdx.y;
+    if (params.plan != nullptr)
+      open_part(part);
+    else
+      write(CURSOR, part);
+  }
+
+  MLA_DEVICE bool more() const {
+    if (params_.plan == nullptr) return read(CURSOR) < params_.tokens * params_.num_splits;
+    return read(PART) < plan_parts();
+  }
+
+  // How many tiles have been taken.
+  MLA_DEVICE int taken() const { return read(TAKEN); }
+
+  // The query token of the next tile.
+  MLA_DEVICE int token() const {
+    return params_.plan != nullptr ? warp_uniform(__ldg(plan_tile(read(CURSOR)))) : read(CURSOR) / params_.num_splits;
+  }
+
+  // Takes the next tile, of a token with `keys` keys.
+  MLA_DEVICE WorkTile take(int token, int keys) {
+    WorkTile tile;
+    const int cursor = read(CURSOR);
+    write(TAKEN, read(TAKEN) + 1);
+    tile.sequence = token;
+    tile.length = keys;
+    if (params_.plan != nullptr) {
+      const int32_t* at = plan_tile(cursor);
+      tile.first = warp_uniform(__ldg(at + 1));
+      tile.end = warp_uniform(__ldg(at + 2));
+      tile.partial_row = warp_uniform(__ldg(at + 3));
+      const int part = read(PART);
+      if (cursor + 1 < warp_uniform(__ldg(bounds() + part + 1)))
+        write(CURSOR, cursor + 1);
+      else
+        open_part(part + params_.workers);
+    } else {
+      const int splits = params_.num_splits;
+      const int split = cursor - token * splits;
+      int size = params_.split_size;
+      if (size == 0) size = ((keys + BLOCK_N - 1) / BLOCK_N + splits - 1) / splits * BLOCK_N;
+      const int64_t first = static_cast<int64_t>(split) * size;
+      tile.first = first < keys ? static_cast<int>(first) : keys;
+      // The last split is open: whatever split_size is, no key is left over.
+      tile.end = split + 1 == splits || first + size > keys ? keys : tile.first + size;
+      tile.partial_row = splits > 1 ? cursor : -1;
+      write(CURSOR, cursor + params_.workers);
+    }
+    if (tile.end > keys) tile.end = keys;
+    return tile;
+  }
+
+ private:
+  enum : int { PART = 0, CURSOR = 4, TAKEN = 8 };
+
+  MLA_DEVICE int read(int field) const {
+    int value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(scratch_ + field) : "memory");
+    return warp_uniform(value);
+  }
+  MLA_DEVICE void write(int field, int value) const {
+    __syncwarp();
+    if (warpgroup_thread() % 32 == 0)
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(scratch_ + field), "r"(value) : "memory");
+    __syncwarp();
+  }
+
+  MLA_DEVICE const int32_t* plan_tile(int number) const {
+    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::items)) + 4 * static_cast<int64_t>(number);
+  }
+  MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::workers)); }
+  MLA_DEVICE const int32_t* bounds() const {
+    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::work_indptr));
+  }
+
+  // Opens the first SM part with tiles from `part` on, in steps of the launch's parts.
+  MLA_DEVICE void open_part(int part) const {
+    const int count = plan_parts();
+    for (; part < count; part += params_.workers) {
+      const int first = warp_uniform(__ldg(bounds() + part));
+      write(CURSOR, first);
+      if (first < warp_uniform(__ldg(bounds() + part + 1))) break;
+    }
+    write(PART, part);
+  }
+
+  const Params& params_;
+  uint32_t scratch_;
+};
+
+}  // namespace mla::sm_90

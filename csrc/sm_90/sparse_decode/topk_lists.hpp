@@ -1,0 +1,91 @@
+// The selected keys of a query token: one list of indices for each pool, taken one after the other.
+#pragma once
+
+#include "common/division.hpp"
+#include "sm_90/sparse_decode/traits.hpp"
+
+namespace mla::sm_90 {
+
+// The token that an index names.
+struct SelectedToken {
+  const uint8_t* page;  // where its page begins
+  uint32_t in_page;
+  uint32_t page_size;  // tokens of the page
+  bool present;        // the index lies in the pool
+};
+
+// The lists of one query token as a warp's table in shared memory. In registers four pools would cost too much.
+class TopkLists {
+ public:
+  // int32[4]: keys up to and including the pool's; int64[4]: addresses of lists; int32[2]: the work tile's keys.
+  static constexpr int BYTES = 56;
+
+  MLA_DEVICE explicit TopkLists(uint32_t table) : table_(table) {}
+
+  // Looks up the lists of a query token; called by all lanes of the warp together. Returns the keys of all pools.
+  MLA_DEVICE int open(const SparseDecodeTmaParams& params, int token) const {
+    const int lane = warpgroup_thread() % 32;
+    PoolList list{nullptr, 0};
+    if (lane < params.pools) list = PoolList::of(pool_at(params, lane), token);
+    int end = list.count;
+#pragma unroll
+    for (int apart = 1; apart < MOST_POOLS; apart *= 2) {
+      const int before = __shfl_up_sync(~0u, end, apart);
+      if (lane >= apart) end += before;
+    }
+    __syncwarp();
+    if (lane < MOST_POOLS) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(table_ + lane * 4), "r"(end) : "memory");
+      // Less the keys of the pools before, so that a key's number finds its index.
+      const int64_t first = reinterpret_cast<int64_t>(list.first) - 4 * static_cast<int64_t>(end - list.count);
+      asm volatile("st.shared.b64 [%0], %1;" ::"r"(table_ + 16 + lane * 8), "l"(first) : "memory");
+    }
+    __syncwarp();
+    return __shfl_sync(~0u, end, MOST_POOLS - 1);
+  }
+
+  // Sets the keys of the work tile. Called after `open`, when all lanes are done with those of the tile before.
+  MLA_DEVICE void set_tile(int first, int end) const {
+    if (warpgroup_thread() % 32 == 0)
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(table_ + TILE), "r"(first), "r"(end) : "memory");
+    __syncwarp();
+  }
+
+  // The address of the index of the tile's key number `key`; null where the tile has no such key.
+  MLA_DEVICE const int32_t* index_at(int key) const {
+    int first, end;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(first), "=r"(end) : "r"(table_ + TILE) : "memory");
+    key += first;
+    if (key >= end) return nullptr;
+    int64_t list;
+    asm volatile("ld.shared.b64 %0, [%1];" : "=l"(list) : "r"(table_ + 16 + pool_of(key) * 8) : "memory");
+    return reinterpret_cast<const int32_t*>(list) + key;
+  }
+
+  // The token that `index` names in the pool of the tile's key number `key`.
+  MLA_DEVICE SelectedToken token_of(const SparseDecodeTmaParams& params, int key, int index) const {
+    int first;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + TILE) : "memory");
+    const Pool& pool = pool_at(params, pool_of(first + key));
+    const uint32_t slot = static_cast<uint32_t>(index);
+    const uint32_t number = divided(slot, pool.page_magic, pool.page_shift);
+    return SelectedToken{pool.cache + number * pool.page_bytes, slot - number * pool.page,
+                         static_cast<uint32_t>(pool.page), slot < static_cast<uint32_t>(pool.slots)};
+  }
+
+ private:
+  MLA_DEVICE int pool_of(int key) const {
+    int ends[MOST_POOLS];
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(ends[0]), "=r"(ends[1]), "=r"(ends[2]), "=r"(ends[3])
+                 : "r"(table_)
+                 : "memory");
+    return (key >= ends[0]) + (key >= ends[1]) + (key >= ends[2]);
+  }
+
+  static constexpr int TILE = 48;
+
+  uint32_t table_;
+};
+
+}  // namespace mla::sm_90

@@ -1,0 +1,99 @@
+// What a sparse decode block has beside a decode block: its problem, and the shared memory of its producer.
+#pragma once
+
+#include "common/params/sparse_decode_tma.hpp"
+#include "common/selection.hpp"
+#include "sm_90/decode/cluster/none.hpp"
+#include "sm_90/decode/cluster/share_kv.hpp"
+#include "sm_90/sparse_decode/kv_format.hpp"
+
+namespace mla::sm_90 {
+
+// Every query token is a sequence; its rows are its heads.
+template <class KvFormat_>
+struct SparseDecodeProblem {
+  using Element = bf16;
+  using KvFormat = KvFormat_;
+  using Params = SparseDecodeTmaParams;
+  static constexpr int HEAD_DIM_QK = KvFormat::HEAD_DIM_QK;
+
+  MLA_DEVICE static int rows(const Params& params) { return params.heads; }
+  MLA_DEVICE static bool combine_streams(const Params&) { return false; }
+};
+
+template <class KvFormat, class Cluster>
+using SparseDecodePolicy = DecodePolicy<KvSource::selected, Cluster, KvFormat::STAGES>;
+
+// A producer warp's own memory: the lists of the query token, where the tile scheduler is, and what is known of the
+// tokens that were looked up.
+template <bool SCALES_APART>
+struct ProducerScratch {
+  uint8_t lists[56];          // TopkLists
+  uint8_t scheduler[12];      // SparseTileScheduler
+  uint8_t unused_1[4];
+  uint32_t present[16];       // see ProducerDequant::present_at
+  uint8_t unused_2[8];
+  int32_t indices[32];        // of the next batch
+  uint64_t rows[32];          // addresses of tokens
+  int32_t to_scales[SCALES_APART ? 32 : 1];  // from there to the scales, where they lie apart
+};
+
+// Sizes of a sparse decode block. CLUSTER_SIZE CTAs share the work of bringing a token's keys; of two, each brings half
+// of every stage for both.
+template <class Problem, class Policy>
+struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
+  using Base = DecodeTraits<Problem, Policy>;
+  using KvFormat = typename Problem::KvFormat;
+  using Params = typename Problem::Params;
+  static constexpr int CLUSTER_SIZE = Base::Cluster::SHARES_KV ? 2 : 1;
+  static_assert(CLUSTER_SIZE == 1 || KvFormat::NEEDS_DEQUANT, "two CTAs share the work of dequantising");
+  static constexpr int PRODUCER_WARPS = 4;
+  static constexpr int FULL_ARRIVALS = PRODUCER_WARPS;
+  static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)
+  static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_SIZE;    // that a CTA's warp brings
+  static constexpr int RAW_STAGES = KvFormat::RAW_STAGES;
+  static constexpr int TAILS = 4 * 512;                             // where the tails of a raw stage begin
+  static constexpr int RAW_STAGE_BYTES = TAILS + 4 * KvFormat::TAIL;  // of four keys
+  static constexpr int RAW_BYTES = RAW_STAGES * RAW_STAGE_BYTES;      // of a warp
+
+  // Shared memory behind the decode block's, which has nothing for its cluster:
+  // uint32[STAGES][CTAs][warps]: the keys of the stage that are present, as bits in the word of the warp that brings
+  // them.
+  static constexpr int PRESENT = (SharedStorage<Base>::BYTES + 15) / 16 * 16;
+  static constexpr int PRESENT_BYTES = CLUSTER_SIZE * PRODUCER_WARPS * 4;  // of a stage
+  static constexpr int SCRATCH = PRESENT + PRESENT_BYTES * Base::STAGES;   // ProducerScratch[warps]
+  using Scratch = ProducerScratch<KvFormat::SCALES_APART>;
+  static constexpr int SCRATCH_PRESENT = __builtin_offsetof(Scratch, present);  // within a warp's, like the next
+  static constexpr int SCRATCH_INDICES = __builtin_offsetof(Scratch, indices);
+  static constexpr int SCRATCH_ROWS = __builtin_offsetof(Scratch, rows);
+  static constexpr int SCRATCH_SCALES = __builtin_offsetof(Scratch, to_scales);
+  static constexpr int SCRATCH_BYTES = SCRATCH_SCALES + (KvFormat::SCALES_APART ? 128 : 0);
+  static constexpr int RAW = SCRATCH + PRODUCER_WARPS * SCRATCH_BYTES;     // uint8[warps][RAW_BYTES]
+  static constexpr int SHARED_BYTES = RAW + PRODUCER_WARPS * RAW_BYTES;
+  static_assert(SHARED_BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
+
+  // The bits of a stage's keys.
+  MLA_DEVICE static uint32_t present(uint32_t shared, int stage) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int cta = 0; cta < CLUSTER_SIZE; ++cta) {
+      uint32_t words[4];
+      ld_shared_v4(shared + PRESENT + stage * PRESENT_BYTES + cta * 16, words);
+      bits |= words[0] | words[1] | words[2] | words[3];
+    }
+    return bits;
+  }
+};
+
+static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
+                      sizeof(Pool) &&
+                  __builtin_offsetof(SparseDecodeTmaParams, tokens) -
+                          __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
+                      MOST_POOLS * sizeof(Pool),
+              "selection: Pool mirrors the parameters");
+
+MLA_DEVICE const Pool& pool_at(const SparseDecodeTmaParams& params, int i) {
+  return reinterpret_cast<const Pool*>(&params.cache_0)[i];
+}
+
+}  // namespace mla::sm_90
