@@ -23,7 +23,8 @@ struct Pool {
 };
 
 constexpr int MOST_POOLS = 4;
-static_assert(__builtin_offsetof(SparseDecodeParams, cache_1) - __builtin_offsetof(SparseDecodeParams, cache_0) == sizeof(Pool),
+static_assert(__builtin_offsetof(SparseDecodeParams, cache_1) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
+                  sizeof(Pool),
               "selection: Pool mirrors the parameters");
 static_assert(__builtin_offsetof(SparseDecodeParams, tokens) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
                   MOST_POOLS * sizeof(Pool),
