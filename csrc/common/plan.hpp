@@ -224,7 +224,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   };
 
   // At most as many sequences as SM parts: the split point that reaches a sequence first counts the entries before it.
-  // Of more sequences each looks for them.
+  // With more sequences, each searches for them.
   MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.workers; }
 
   // The list, and where each worker's items begin. A lane has a cut, and the lane before it the one before: the first

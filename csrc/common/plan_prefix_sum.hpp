@@ -159,7 +159,7 @@ struct PlanPrefixSum {
   class SplitPoints {
    public:
     MLA_DEVICE SplitPoints(const PlanParams& p, const CostPrefixSum& costs, const Divisor& used)
-        : p_(p), line_(costs), used_(used) {
+        : p_(p), costs_(costs), used_(used) {
       const Number all = static_cast<Number>(costs.at[p.batch]);
       each_ = used.divide(all);
       left_ = static_cast<int>(all - each_ * used.number());
@@ -168,9 +168,9 @@ struct PlanPrefixSum {
     MLA_DEVICE SplitPoint at(int j) const {
       j = j < used_.number() ? j : used_.number();
       const Number position = each_ * j + used_.divide(left_ * j);
-      const int b = sequence_at(p_, line_, position);
-      const Number begin = static_cast<Number>(line_.at[b]);
-      const Number length = b < p_.batch ? static_cast<Number>(line_.at[b + 1]) - begin - p_.item_cost : 0;
+      const int b = sequence_at(p_, costs_, position);
+      const Number begin = static_cast<Number>(costs_.at[b]);
+      const Number length = b < p_.batch ? static_cast<Number>(costs_.at[b + 1]) - begin - p_.item_cost : 0;
       return within(b, position - begin, length);
     }
 
@@ -191,7 +191,7 @@ struct PlanPrefixSum {
     }
 
     const PlanParams& p_;
-    const CostPrefixSum& line_;
+    const CostPrefixSum& costs_;
     const Divisor used_;
     Number each_;  // the sum of all costs is used x each + left
     int left_;

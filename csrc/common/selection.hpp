@@ -30,7 +30,9 @@ static_assert(__builtin_offsetof(SparseDecodeParams, tokens) - __builtin_offseto
                   MOST_POOLS * sizeof(Pool),
               "selection: the parameters have MOST_POOLS groups");
 
-MLA_DEVICE const Pool& pool_at(const SparseDecodeParams& p, int i) { return reinterpret_cast<const Pool*>(&p.cache_0)[i]; }
+MLA_DEVICE const Pool& pool_at(const SparseDecodeParams& p, int i) {
+  return reinterpret_cast<const Pool*>(&p.cache_0)[i];
+}
 
 // The indices of one query token in one pool.
 struct PoolList {
