@@ -15,7 +15,7 @@ namespace mla {
 template <class Wave, int most_tokens>
 struct AppendKv {
   using Row = AppendRow<Wave>;
-  // Of one token: the most pieces a row of today's layouts has, 7 tiles and the rope part. Of many: all there can be.
+  // With one token, the most pieces that a row of today's formats has: 7 tiles and the rope part. With many, all warps.
   static constexpr int waves = most_tokens == 1 ? 8 : 1024 / Wave::lanes;
   static constexpr int threads = waves * Wave::lanes;
   static constexpr int min_waves = 4;
@@ -25,8 +25,8 @@ struct AppendKv {
   static constexpr int step = two ? 2 * waves : waves;  // from a wave's row to the one that takes its place
   static constexpr int ahead = 8;                       // slots that a thread asks for together
   static constexpr int piece = 128;                     // values; no layout has a longer tile
-  // Of values without a scale of their own. Of many tokens a wave has one piece after the other, so a piece is what is
-  // under way together: with 128 values memory would wait.
+  // The piece of values without a scale of their own. With many tokens a wave has one piece after the other, so a piece
+  // is what is under way together: with 128 values memory would wait.
   static constexpr int plain_piece = most_tokens == 1 ? 128 : 512;
   static_assert((chains & (chains - 1)) == 0, "append_kv: a chain's number is the low bits of a slot");
 

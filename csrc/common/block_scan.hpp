@@ -5,7 +5,7 @@
 
 namespace mla {
 
-// What another lane of the wave holds.
+// The value of another lane of the wave.
 template <class Wave>
 MLA_DEVICE int64_t from_lane(int64_t x, int source) {
   const uint64_t bits = static_cast<uint64_t>(x);

@@ -34,7 +34,7 @@ struct LseAccum {
   int largest;
   float sum;
 
-  // What is subtracted from a log-sum-exp before e^ is taken, so that the result is finite; 0 for a row without keys.
+  // The value subtracted from a log-sum-exp before e^ is taken, so that the result is finite; 0 for a row without keys.
   MLA_DEVICE float base() const {
     return largest == ORDERED_MINUS_INFINITY || largest >= ORDERED_INFINITY ? 0.0f : ordered_int_to_float(largest);
   }

@@ -25,7 +25,7 @@ struct RowSoftmax {
   MLA_DEVICE bool exceeded_by(float t) const { return t > max + LAG; }
 };
 
-// What the merged row becomes: `weight` turns the unnormalised output into the softmax average (0 for an empty row),
+// The merged row: `weight` turns the unnormalised output into the softmax average (0 for an empty row),
 // `lse` is its natural log-sum-exp (-inf for an empty row).
 template <class Policy>
 struct RowResult {

@@ -1,32 +1,32 @@
-// plan: shares the keys of ragged sequences among workers. The same integer steps as ops/plan/cost.py and
-// ops/plan/reference.py, so the same words. One source for every arch.
+// plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/cost.py and
+// ops/plan/reference.py, so that both make the same words. One source for every arch.
 //
 //   search    one workgroup per candidate number of workers: the lower price of its two families -> two words of the
 //             items
 //   balanced  one workgroup: the cheapest candidate's cuts, then the plan
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
-// Every workgroup lays the sequences on the line for itself: a prefix sum over the batch is cheaper than a launch.
-// What the two kernels wait for is themselves: an instruction depends on the one before, and on an H200 takes about
-// 5 clocks. So whatever can be known before a wait is made out before it, and numbers have 32 bits where these do.
-// Fewer launches were slower on an H200 (csrc/sm_90/PERF.md).
+// Every workgroup computes the prefix sum over the batch's costs for itself, which is cheaper than a launch. The two
+// kernels are chains of dependent instructions, each of about 5 clocks on an H200. So whatever can be known before a
+// wait is computed before it, and numbers have 32 bits where these suffice. Fewer launches were slower on an H200
+// (csrc/sm_90/PERF.md).
 #pragma once
 
 #include "common/block_scan.hpp"
 #include "common/params/plan.hpp"
-#include "common/plan_line.hpp"
+#include "common/plan_prefix_sum.hpp"
 #include "common/plan_uniform.hpp"
 #include "common/plan_words.hpp"
 
 namespace mla {
 
 template <class Wave, int waves>
-struct Plan : PlanLine<Wave, waves>, PlanWords {
-  using Base = PlanLine<Wave, waves>;
+struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
+  using Base = PlanPrefixSum<Wave, waves>;
   using Base::divide, Base::larger, Base::most_workers, Base::open, Base::round_up, Base::threads;
-  using typename Base::Cut, typename Base::Divisor, typename Base::Line, typename Base::Shared;
+  using typename Base::SplitPoint, typename Base::Divisor, typename Base::CostPrefixSum, typename Base::Shared;
   template <class Number>
-  using Cuts = typename Base::template Cuts<Number>;
+  using SplitPoints = typename Base::template SplitPoints<Number>;
   static constexpr int min_waves = 1;
   static constexpr int64_t MOST = 0x7fffffffffffffff;
   static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
@@ -39,13 +39,13 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     int row[most_workers + 1];     // its partial row: one for each before it, one for each first piece
     int before[most_workers + 1];  // entries of the sequences before each, where these are not too many
   };
-  // Of both kernels alike: an SM does not change its share of shared memory while a block is there, so the second could
-  // not begin beside the first.
+  // Both kernels have the same: an SM does not change its share of shared memory while a block is there, so the second
+  // could not begin beside the first.
   struct Memory : Shared {
     Entries entries;
     uint32_t inverse[most_workers];  // of each number of workers
   };
-  // Of some workers of a candidate: what the slowest costs in each family, and the partials in family 1.
+  // The price of some SM parts of a candidate: the slowest one's cost in each family, and the partials in family 1.
   template <class Number>
   struct Price {
     Number whole, split;
@@ -60,18 +60,18 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     Wave::release_consumer();
     if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());  // while the divisor is made
     const Divisor used(block_id_x() + 1);
-    Base::lay_line(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
-    if (Base::is_short(p, s.line))
-      find_price<int32_t>(p, s.line, used);
+    Base::prefix_sum(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    if (Base::fits_32_bits(p, s.costs))
+      find_price<int32_t>(p, s.costs, used);
     else
-      find_price<int64_t>(p, s.line, used);
+      find_price<int64_t>(p, s.costs, used);
   }
 
   template <class Number>
-  MLA_DEVICE static void find_price(const PlanParams& p, const Line& line, const Divisor& used) {
+  MLA_DEVICE static void find_price(const PlanParams& p, const CostPrefixSum& costs, const Divisor& used) {
     MLA_SHARED Price<Number> prices[waves];
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
-    const Price<Number> own = price<Number>(p, line, used);
+    const Price<Number> own = price<Number>(p, costs, used);
     if (lane == 0) prices[wave] = own;
     block_sync();
     if (wave > 0) return;
@@ -80,53 +80,54 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     int64_t split = wave_largest(exists ? prices[lane].split : 0);
     int partials = 0;
     for (int w = 0; w < waves; ++w) partials += prices[w].partials;
-    split += merge_cost(p, line, used.number(), partials);
+    split += merge_cost(p, costs, used.number(), partials);
     const int number = used.number() - 1;
     if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.workers + number));
   }
 
-  // Of this wave's workers. A lane has a cut, and the next lane the next; the last has no worker.
+  // The price of this wave's SM parts. Each lane has a split point, and the next lane the next; the last has no part.
   template <class Number>
-  MLA_DEVICE static Price<Number> price(const PlanParams& p, const Line& line, const Divisor& used) {
+  MLA_DEVICE static Price<Number> price(const PlanParams& p, const CostPrefixSum& costs, const Divisor& used) {
     constexpr int pairs = Wave::lanes - 1;
-    const Cuts<Number> cuts(p, line, used);
+    const SplitPoints<Number> split_points(p, costs, used);
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     Number whole = 0, split = 0;
     int partials = 0;
 #pragma unroll 1
     for (int base = wave * pairs; base < used.number(); base += waves * pairs) {
-      const Cut cut = cuts.at(base + lane);
-      const Cut next = Base::of_lane(cut, lane + 1);
+      const SplitPoint point = split_points.at(base + lane);
+      const SplitPoint next = Base::from_lane_of(point, lane + 1);
       const bool exists = lane < pairs && base + lane < used.number();
       if (exists) {
-        whole = larger(whole, load<Number>(p, line, cut.whole, 0, next.whole, 0));
-        split = larger(split, load<Number>(p, line, cut.sequence, cut.key, next.sequence, next.key));
+        whole = larger(whole, load<Number>(p, costs, point.whole, 0, next.whole, 0));
+        split = larger(split, load<Number>(p, costs, point.sequence, point.key, next.sequence, next.key));
       }
       // One for every cut within a sequence, one more for every such sequence.
-      const bool begins = exists && begins_item(cut.sequence, cut.key, next.sequence, next.key);
-      const bool leads = begins && splits_sequence(cut.sequence, cut.key, next.sequence);
+      const bool begins = exists && begins_item(point.sequence, point.key, next.sequence, next.key);
+      const bool leads = begins && splits_sequence(point.sequence, point.key, next.sequence);
       partials += Wave::count(begins) + Wave::count(leads);
     }
     return {wave_largest(whole), wave_largest(split), partials};
   }
 
-  // What the worker between two cuts costs.
+  // The cost of the SM part between two split points.
   template <class Number>
-  MLA_DEVICE static Number load(const PlanParams& p, const Line& line, int sequence, int key, int next, int next_key) {
+  MLA_DEVICE static Number load(const PlanParams& p, const CostPrefixSum& costs, int sequence, int key, int next,
+                                int next_key) {
     const bool first = key > 0, last = next_key > 0;
-    const Number from = static_cast<Number>(line.at[sequence]) + (first ? p.item_cost + key : 0);
-    const Number to = static_cast<Number>(line.at[next]) + (last ? p.item_cost + next_key : 0);
+    const Number from = static_cast<Number>(costs.at[sequence]) + (first ? p.item_cost + key : 0);
+    const Number to = static_cast<Number>(costs.at[next]) + (last ? p.item_cost + next_key : 0);
     if (to == from) return 0;
     const int rows = (first ? 1 : 0) + (last ? 1 : 0) - (first && last && sequence == next ? 1 : 0);
     return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
   }
 
-  // What so many partials cost beside the slowest worker.
-  MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const Line& line, int used, int partials) {
+  // The cost of these partials beside that of the slowest SM part.
+  MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const CostPrefixSum& costs, int used, int partials) {
     int64_t cost = static_cast<int64_t>(p.shared_cost) * partials;
     if (p.tile_rows > 0 && partials > 0) {
-      const int64_t spacing = larger(divide(line.at[p.batch] + used - 1, used), int64_t{1});
-      cost += p.tile_rows * (1 + divide(line.longest + spacing - 1, spacing));
+      const int64_t spacing = larger(divide(costs.at[p.batch] + used - 1, used), int64_t{1});
+      cost += p.tile_rows * (1 + divide(costs.longest + spacing - 1, spacing));
     }
     return cost;
   }
@@ -202,9 +203,9 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
 #pragma unroll 1
     for (int i = thread_id(); i < p.workers; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
     // The lengths are as old as the prices' producer, which has waited for theirs; so is who read this memory before.
-    Base::lay_line(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Base::prefix_sum(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     write_frame(p, thread_id(), threads);
-    const bool is_short = Base::is_short(p, s.line);
+    const bool fits_32_bits = Base::fits_32_bits(p, s.costs);
     const Look look(p, 0);
     Wave::wait_for_producer();
     Wave::release_consumer();
@@ -213,7 +214,7 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     const int number = splits ? best - p.workers : best;
     const Divisor used(number + 1, s.inverse[number]);
     const Counts counts =
-        is_short ? list_entries<int32_t>(p, s, used, splits) : list_entries<int64_t>(p, s, used, splits);
+        fits_32_bits ? list_entries<int32_t>(p, s, used, splits) : list_entries<int64_t>(p, s, used, splits);
     block_sync();
     write_items(p, s.entries, counts);
   }
@@ -222,8 +223,8 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     int entries, split;  // sequences that have entries
   };
 
-  // As many sequences as workers at most: the cut that reaches a sequence first counts the entries before it. Of more
-  // sequences each looks for them.
+  // At most as many sequences as SM parts: the split point that reaches a sequence first counts the entries before it.
+  // With more sequences, each searches for them.
   MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.workers; }
 
   // The list, and where each worker's items begin. A lane has a cut, and the lane before it the one before: the first
@@ -232,34 +233,34 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
   MLA_DEVICE static Counts list_entries(const PlanParams& p, Memory& s, const Divisor& used, bool splits) {
     Entries& entries = s.entries;
     constexpr int new_cuts = Wave::lanes - 1;
-    const Cuts<Number> cuts(p, s.line, used);
+    const SplitPoints<Number> split_points(p, s.costs, used);
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     Counts counts{};
 #pragma unroll 1
     for (int turn = 0; turn * waves * new_cuts <= p.workers; ++turn) {
       const int j = (turn * waves + wave) * new_cuts + lane - 1;
       const bool exists = lane > 0 && j <= p.workers;
-      Cut cut = cuts.at(j > 0 ? j : 0);
+      SplitPoint point = split_points.at(j > 0 ? j : 0);
       if (!splits) {
-        cut.sequence = cut.whole;
-        cut.key = 0;
+        point.sequence = point.whole;
+        point.key = 0;
       }
-      Cut last = Base::of_lane(cut, lane - 1);
+      SplitPoint last = Base::from_lane_of(point, lane - 1);
       if (j <= 0) last.sequence = -1;
-      const bool begins = exists && begins_item(last.sequence, last.key, cut.sequence, cut.key);
-      const bool leads = begins && splits_sequence(last.sequence, last.key, cut.sequence);
+      const bool begins = exists && begins_item(last.sequence, last.key, point.sequence, point.key);
+      const bool leads = begins && splits_sequence(last.sequence, last.key, point.sequence);
       uint32_t all;
       const uint32_t earlier = s.scan.count_before(begins, leads, turn, all);
       const int entry = counts.entries + static_cast<int>(earlier & 0xffff);
       if (begins) {
-        entries.sequence[entry] = cut.sequence;
-        entries.key[entry] = cut.key;
+        entries.sequence[entry] = point.sequence;
+        entries.key[entry] = point.key;
         entries.row[entry] = entry + counts.split + static_cast<int>(earlier >> 16) + (leads ? 1 : 0);
       }
-      if (exists) p.plan[p.work_indptr + j] = cut.sequence + entry + (begins ? 1 : 0);
+      if (exists) p.plan[p.work_indptr + j] = point.sequence + entry + (begins ? 1 : 0);
       if (exists && few(p)) {
 #pragma unroll 1
-        for (int b = last.sequence + 1; b <= cut.sequence; ++b) entries.before[b] = entry;
+        for (int b = last.sequence + 1; b <= point.sequence; ++b) entries.before[b] = entry;
       }
       counts.entries += static_cast<int>(all & 0xffff);
       counts.split += static_cast<int>(all >> 16);
@@ -304,7 +305,7 @@ struct Plan : PlanLine<Wave, waves>, PlanWords {
     return low;
   }
 
-  // What is first wanted behind a wait would be waited for in its turn.
+  // Loads the parameters here: the compiler would sink their loads behind the wait.
   MLA_DEVICE static void want_params(const PlanParams& p) { Wave::want(p.plan, static_cast<int64_t>(p.batch)); }
 
   MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves>::write(p); }

@@ -1,4 +1,4 @@
-// Words of a plan's header that kernels read; ops/plan/layout.py declares them all.
+// Words of a plan's header that kernels read; ops/plan/metadata.py declares them all.
 #pragma once
 
 #include "common/device.hpp"

@@ -1,15 +1,15 @@
 // The plan of equal numbers or sizes of splits: everything follows from a sequence's length and number.
 #pragma once
 
-#include "common/plan_line.hpp"
+#include "common/plan_prefix_sum.hpp"
 #include "common/plan_words.hpp"
 
 namespace mla {
 
 template <class Wave, int waves>
-struct UniformPlan : PlanLine<Wave, waves>, PlanWords {
-  using Base = PlanLine<Wave, waves>;
-  using Base::divide, Base::granule, Base::kv_len, Base::larger, Base::open, Base::round_up, Base::threads;
+struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
+  using Base = PlanPrefixSum<Wave, waves>;
+  using Base::divide, Base::split_alignment, Base::kv_len, Base::larger, Base::open, Base::round_up, Base::threads;
   using typename Base::Shared;
 
   // A sequence's items when all have `splits`: whole ones of `chunk` keys, one with what is left, empty ones of cost 1.
@@ -20,23 +20,23 @@ struct UniformPlan : PlanLine<Wave, waves>, PlanWords {
     MLA_DEVICE Equal(const PlanParams& p, int64_t keys) : splits(p.splits) {
       chunk = p.split_size;
       if (p.num_splits > 0) {
-        const int64_t granules = (keys + granule - 1) / granule;
-        chunk = larger(divide(granules + splits - 1, splits), int64_t{1}) * granule;
+        const int64_t aligned_blocks = (keys + split_alignment - 1) / split_alignment;
+        chunk = larger(divide(aligned_blocks + splits - 1, splits), int64_t{1}) * split_alignment;
       }
       whole = static_cast<int>(divide(keys, chunk) < splits - 1 ? divide(keys, chunk) : splits - 1);
       const int64_t left = keys - whole * chunk;
       whole_cost = round_up(chunk) + p.item_cost;
       last_cost = left > 0 ? round_up(left) + p.item_cost : 1;
     }
-    // What the first n items cost.
+    // The cost of the first n tiles.
     MLA_DEVICE int64_t cost(int n) const {
       return n <= whole ? n * whole_cost : whole * whole_cost + last_cost + (n - whole - 1);
     }
     // How many items begin before `place`, counted from the first's beginning.
-    MLA_DEVICE int begin_before(int64_t place) const {
-      if (place <= 0) return 0;
-      if (place <= whole * whole_cost) return static_cast<int>(divide(place + whole_cost - 1, whole_cost));
-      const int64_t after = place - whole * whole_cost - last_cost;
+    MLA_DEVICE int begin_before(int64_t position) const {
+      if (position <= 0) return 0;
+      if (position <= whole * whole_cost) return static_cast<int>(divide(position + whole_cost - 1, whole_cost));
+      const int64_t after = position - whole * whole_cost - last_cost;
       const int64_t n = whole + 1 + (after > 0 ? after : 0);
       return static_cast<int>(n < splits ? n : splits);
     }
@@ -46,7 +46,7 @@ struct UniformPlan : PlanLine<Wave, waves>, PlanWords {
     MLA_SHARED Shared s;
     Wave::wait_for_producer();
     Wave::release_consumer();
-    Base::lay_line(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
+    Base::prefix_sum(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
     const int thread = block_id_x() * threads + thread_id();
     const int all = p.workgroups * threads;
     const int64_t items = static_cast<int64_t>(p.batch) * p.splits;
@@ -62,10 +62,10 @@ struct UniformPlan : PlanLine<Wave, waves>, PlanWords {
     }
 #pragma unroll 1
     for (int w = thread; w <= p.workers; w += all) {
-      const int64_t place = divide(w * s.line.at[p.batch] + p.workers - 1, p.workers);
-      const int b = Base::sequence_at(p, s.line, place);
+      const int64_t position = divide(w * s.costs.at[p.batch] + p.workers - 1, p.workers);
+      const int b = Base::sequence_at(p, s.costs, position);
       int64_t begun = static_cast<int64_t>(b) * p.splits;
-      if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(place - s.line.at[b]);
+      if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(position - s.costs.at[b]);
       p.plan[p.work_indptr + w] = static_cast<int>(begun);
     }
 #pragma unroll 1

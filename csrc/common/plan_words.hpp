@@ -1,4 +1,4 @@
-// The words of a plan, as ops/plan/layout.py reads them; four at a time wherever they lie together.
+// The words of a plan, as ops/plan/metadata.py reads them; four at a time wherever they lie together.
 #pragma once
 
 #include "common/device.hpp"
@@ -16,8 +16,8 @@ struct PlanWords {
     *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
   }
 
-  // What follows from sizes alone: the header but for its last four words, and the zeros between the parts. Shared
-  // among `threads_in_all` threads.
+  // Writes what follows from sizes alone: the header but for its last four words, and the zeros between the parts.
+  // Shared among `threads_in_all` threads.
   MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
     if (thread == 0) {
       write_header(p, 0, p.magic, p.version, p.batch, p.workers);

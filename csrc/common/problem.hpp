@@ -1,4 +1,4 @@
-// What a decode kernel computes, apart from how: element type, query rows of a workgroup, widths.
+// The problem of a decode kernel, apart from how it is computed: element type, query rows of a workgroup, widths.
 #pragma once
 
 #include "common/device.hpp"

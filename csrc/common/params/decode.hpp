@@ -1,4 +1,4 @@
-// What one decode launch of gfx942 or gfx950 is given.
+// The parameters of a decode launch on gfx942 or gfx950.
 #pragma once
 
 #include "common/device.hpp"

@@ -1,5 +1,5 @@
-// What a decode launch of sm_90 is given. TMA reads its maps where they lie in the launch parameters, on 64 bytes: so
-// the maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// The parameters of a decode launch on sm_90. TMA reads its maps where they lie in the launch parameters, on 64 bytes:
+// so the maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
 #pragma once
 
 #include "common/device.hpp"

@@ -1,4 +1,4 @@
-// What one sparse_decode launch is given.
+// The parameters of a sparse_decode launch on gfx950.
 #pragma once
 
 #include "common/device.hpp"

@@ -1,5 +1,5 @@
-// What a sparse_decode launch of sm_90 is given. TMA reads its map where it lies in the launch parameters, on 64 bytes:
-// so the map comes first and the size is a multiple of 64 (of which the compiler pads the last four bytes).
+// The parameters of a sparse_decode launch on sm_90. TMA reads its map where it lies in the launch parameters, on 64
+// bytes: so the map comes first and the size is a multiple of 64 (of which the compiler pads the last four bytes).
 #pragma once
 
 #include "common/device.hpp"

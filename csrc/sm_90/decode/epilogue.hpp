@@ -18,7 +18,8 @@ struct OutputTarget {
   float factor[2];     // scales the two accumulator rows that this lane holds, which are not the rows it stores
 };
 
-// What a PV thread holds of O: tiles of 8 columns, with two values of its first row and two of its second in each.
+// The part of O that a PV thread holds: tiles of 8 columns, with two values of its first row and two of its second in
+// each.
 using AccumulatorO = float[2][64];
 
 // One of these tiles, each row times its factor.

@@ -1,5 +1,5 @@
-// What passes between the roles of a block besides data: positions in rings, the commands to the PV warpgroups, and the
-// flags of a work tile.
+// The control data that passes between the roles of a block besides data: positions in rings, the commands to the PV
+// warpgroups, and the flags of a work tile.
 #pragma once
 
 #include "common/device.hpp"
@@ -19,12 +19,12 @@ struct PipelineState {
   }
 };
 
-// What a PV warp does with a P stage, as flags: RESCALE O, then MULTIPLY; LAST marks the tile's last product; FINISH
-// the tile with the stage's reciprocal denominators; Q_PASSED goes with FINISH where two stages of queries went through
-// the ring although the tile has no keys; STOP ends the role.
+// The command to a PV warp for a P stage, as flags: RESCALE O, then MULTIPLY; LAST marks the tile's last product;
+// FINISH the tile with the stage's reciprocal denominators; Q_PASSED goes with FINISH where two stages of queries went
+// through the ring although the tile has no keys; STOP ends the role.
 enum MmaCommand : int { MULTIPLY = 1, RESCALE = 2, LAST = 4, FINISH = 8, Q_PASSED = 16, STOP = 32 };
 
-// What the producer publishes with a work tile, as flags: its queries are loaded even if it has no keys; or the list of
+// The flags that the producer publishes with a work tile: its queries are loaded even if it has no keys; or the list of
 // tiles has ended, and this is no tile.
 enum TileInfo : int { Q_LOADED = 1, END_OF_WORK = 2 };
 

@@ -1,4 +1,5 @@
-// What every producer does: it walks the tile scheduler, brings queries, and publishes work tiles to the QK warpgroup.
+// The base of every producer. A producer walks the tile scheduler, brings queries, and publishes work tiles to the QK
+// warpgroup.
 #pragma once
 
 #include "sm_90/decode/cluster/none.hpp"

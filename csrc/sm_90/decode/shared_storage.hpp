@@ -6,7 +6,7 @@
 
 namespace mla::sm_90 {
 
-// What the QK warpgroup hands to the PV warpgroups with one P.
+// One P with everything that the QK warpgroup hands to the PV warpgroups.
 struct alignas(16) PStage {
   uint8_t p[BLOCK_M * BLOCK_N * 2];  // P, [BLOCK_N / 16][64 rows x 16 keys]
   float factor[BLOCK_M];             // rescales O before this P, where RESCALE is set
@@ -41,7 +41,7 @@ struct SentinelFillStorage {
 
 struct NoStorage {};
 
-// What every decode block has. The arrivals of each mbarrier are in kernel.hpp.
+// The part that every decode block has. The arrivals of each mbarrier are in kernel.hpp.
 template <class Traits>
 struct DecodeStorage {
   // The ring of KV stages, then that of the peer's keys.

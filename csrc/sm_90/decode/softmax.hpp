@@ -28,7 +28,7 @@ MLA_DEVICE float lse_of_row(float row_max, float sum) {
   return sum != 0.0f ? (row_max + __log2f(sum)) * LN2 : -INFINITE;
 }
 
-// What the attention sink of this thread's first or second row adds to the row's sum.
+// The term that the attention sink adds to the sum of this thread's first or second row.
 template <class Params>
 MLA_DEVICE float sink_term(const Params& params, int half, float row_max) {
   const int row = first_row() + quad_row() + half * 8;

@@ -1,4 +1,4 @@
-// What a decode block of sm_90 looks like: the problem, the policy, and the sizes that follow from both.
+// The shape of a decode block on sm_90: the problem, the policy, and the sizes that follow from both.
 #pragma once
 
 #include "common/params/decode_tma.hpp"
@@ -24,7 +24,7 @@ MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 // box; or selected one by one, and dequantised where needed (sparse_decode/).
 enum class KvSource { gather, tma, selected };
 
-// What is computed. A row is (query token, head); its sequence has `rows` of them.
+// The problem that a block computes. A row is (query token, head); its sequence has `rows` of them.
 template <class Element_, int HEAD_DIM_QK_>
 struct DecodeProblem {
   using Element = Element_;

@@ -2,7 +2,7 @@
 //
 // Waiting on an mbarrier for the peer, and arriving on one of the peer's, have the scope of the CTA, not of the
 // cluster. For cluster scope the compiler adds a fence of global memory and invalidates L1 at every turn of the ring.
-// What is handed over here is shared memory, which is in no cache: what an arrival announces was read or stored before
+// The data handed over here is shared memory, which is in no cache: what an arrival announces was read or stored before
 // it.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a sparse decode block has beside a decode block: its problem, and the shared memory of its producer.
+// The additions of a sparse decode block to a decode block: its problem, and the shared memory of its producer.
 #pragma once
 
 #include "common/params/sparse_decode_tma.hpp"

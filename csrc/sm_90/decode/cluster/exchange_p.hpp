@@ -19,7 +19,7 @@ struct ClusterExchangeP : ClusterPair {
   static constexpr int STAGES = 4;
   static constexpr int PEER_STAGES = 2;
   static constexpr int KV_EMPTY_ARRIVALS = 128;  // the PV warpgroup of this CTA's P
-  // That warpgroup, the warps of the peer's that read the copy, and the warp that sends it.
+  // The same warpgroup, the warps of the peer's that read the copy, and the warp that sends it.
   static constexpr int P_EMPTY_ARRIVALS = 128 + 4 + 32;
   static constexpr int CHUNKS = 4;  // of columns, in which one PV warpgroup hands half of its O to the other
   static constexpr int P_STAGES = 2;

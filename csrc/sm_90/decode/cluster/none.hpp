@@ -1,4 +1,4 @@
-// What the two CTAs of a cluster share is a type with these hooks, a parameter of DecodePolicy:
+// The cluster modes. Each is a type with the hooks of ClusterMode, and a parameter of DecodePolicy:
 //   ClusterNone        no cluster: every CTA for itself
 //   ClusterReduceO     two KV splits of a sequence; each CTA keeps half of the columns of O and sends the other half
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both

@@ -19,7 +19,7 @@ struct PairStorage {
   uint64_t scales_ready;     // scale and lse are written
 };
 
-// What both kinds of cluster that merge two splits have in common. Their `Storage` begins with a PairStorage.
+// The common part of the two cluster modes that merge two splits. Their `Storage` begins with a PairStorage.
 struct ClusterPair : ClusterMode {
   static constexpr bool MERGES_SPLITS = true;
   static constexpr bool LATE_EPILOGUE = true;
