@@ -1,4 +1,4 @@
-"""tox, taught to skip: an environment whose `needs` cannot be had here is shown as SKIP with the reason, never as OK."""
+"""tox, taught to skip: an environment whose `needs` cannot be had is shown as SKIP with the reason, never as OK."""
 
 from __future__ import annotations
 

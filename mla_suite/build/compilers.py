@@ -139,7 +139,7 @@ def packaged() -> AmdCompiler:
 
 
 def installed_rocm() -> AmdCompiler | None:
-    """The compiler of the ROCm on PATH or under /opt/rocm, or None. BuildError when a hipcc is there that cannot serve."""
+    """The compiler of the ROCm on PATH or under /opt/rocm, or None. BuildError for a hipcc that cannot serve."""
     on_path = shutil.which("amdclang++") or shutil.which("hipcc")
     for place in ([Path(on_path).resolve().parent.parent, Path(on_path)] if on_path else []) + [_SDK]:
         found = _clang_of(place)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hip",
         metavar="DIR",
         type=Path,
-        help="launch through the libamdhip64 of this ROCm 7.2 (a root, or unpacked packages), whose GPU is the emulator",
+        help="launch through the libamdhip64 of this ROCm 7.2 (a root, or unpacked packages); the emulator is its GPU",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

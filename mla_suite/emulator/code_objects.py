@@ -99,8 +99,8 @@ class KernelIndex:
         damaged = damaged or self._with_damaged_head(held, head)
         raise ForeignKernel(
             damaged
-            or f"the kernel at {descriptor:#x} (code {head[:8].hex()}...) is none of the {self.count} that the manifest "
-            f"has for {self.arch}; the virtual GPU executes only these, so no kernels of HIP's own either, which "
+            or f"the kernel at {descriptor:#x} (code {head[:8].hex()}...) is none of the {self.count} that the "
+            f"manifest has for {self.arch}; the virtual GPU executes only these, so no kernels of HIP's own either, which "
             "hipMemset and copies within GPU memory are made of"
         )
 

@@ -16,7 +16,7 @@ Handle = int
 
 
 class HipRuntime:
-    """libamdhip64 through ctypes. Handles and GPU addresses are integers; a refusal is a DriverError with HIP's words."""
+    """libamdhip64 through ctypes. Handles and GPU addresses are integers; a refusal is a DriverError in HIP's words."""
 
     def __init__(self, library: c.CDLL) -> None:
         self._library = library
@@ -53,6 +53,9 @@ class HipRuntime:
     def stream(self) -> Handle:
         """A stream that does not wait for the default one."""
         return self._made("hipStreamCreateWithFlags", _NON_BLOCKING)
+
+    def destroy_stream(self, stream: Handle) -> None:
+        self.call("hipStreamDestroy", c.c_void_p(stream))
 
     def synchronize(self, stream: Handle) -> None:
         self.call("hipStreamSynchronize", c.c_void_p(stream))

@@ -127,7 +127,9 @@ class HipSession:
         self.runtime = HipRuntime(opened)
         self._thread = _Thread()
         self.runtime.set_device(0)
-        self.driver = HipDriver(arch, 0, opened, TorchDevice(lambda: 0, lambda _: self.stream(), lambda _: nullcontext()))
+        self.driver = HipDriver(
+            arch, 0, opened, TorchDevice(lambda: 0, lambda _: self.stream(), lambda _: nullcontext())
+        )
 
     def stream(self) -> Handle:
         """The calling thread's stream."""

@@ -1,4 +1,4 @@
-"""What the Linux kernel driver would say of a machine with one AMD GPU, as the folder of small files that ROCr reads."""
+"""A machine with one AMD GPU as the Linux kernel driver describes it: the folder of small files that ROCr reads."""
 
 from __future__ import annotations
 

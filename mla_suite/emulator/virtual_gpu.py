@@ -67,8 +67,10 @@ class Allocation(c.Structure):
 
 
 class Declaration:
-    """What was said of the dispatches with certain arguments: `memories` they may touch, at the GPU's addresses, and how
-    they are run. `reports` are theirs, findings included."""
+    """Dispatches with certain arguments: the `memories` they may touch, at the GPU's addresses, and how they are run.
+
+    `reports` are theirs, findings included.
+    """
 
     def __init__(self, memories: Sequence[Memory], schedule: Schedule) -> None:
         self.memories, self.schedule = memories, schedule
@@ -263,9 +265,7 @@ class VirtualGpu:
             declared = self._declared.get(held[: entry.params_size])
         memories = declared.memories if declared else self.noted()
         how = declared.schedule if declared else self.schedule
-        report = self._machine.execute(
-            program, grid, block, packet.lds_bytes, arguments, where, [*memories, *own], how
-        )
+        report = self._machine.execute(program, grid, block, packet.lds_bytes, arguments, where, [*memories, *own], how)
         return report, declared
 
 

@@ -337,7 +337,9 @@ def test_a_hipcc_serves_through_its_own_clang(built, tmp_path, named):
 def test_a_hipcc_that_cannot_serve_is_not_passed_over_silently(tmp_path, monkeypatch, capsys):
     zig = Path(compilers.find_amd().clang[0])
     root = hipcc(tmp_path / "sdk", f'exec {zig} clang "$@"', lld=False)
-    with pytest.raises(BuildError, match=r"--rocm .*: .*hipcc compiles with .*clang\+\+, which has no ld.lld beside it"):
+    with pytest.raises(
+        BuildError, match=r"--rocm .*: .*hipcc compiles with .*clang\+\+, which has no ld.lld beside it"
+    ):
         compilers.find_amd(root)
     on_path = {"hipcc": str(root / "bin/hipcc")}
     monkeypatch.setattr(compilers.shutil, "which", lambda name, **_: on_path.get(name))

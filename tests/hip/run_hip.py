@@ -13,13 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "packaging")]
-
-import debian_space
-
 from mla_suite.emulator import user_space
 
+HERE = Path(__file__).resolve().parent
 NAME = "hip72"
 ARCHS = ("gfx942", "gfx950")
 QUICK = [str(HERE / "test_operators.py"), "-k", "append_kv"]
@@ -28,6 +24,9 @@ QUICK = [str(HERE / "test_operators.py"), "-k", "append_kv"]
 def main(arguments: list[str]) -> int:
     quick = "--quick" in arguments
     rest = [argument for argument in arguments if argument != "--quick"]
+    sys.path.insert(0, str(HERE.parent / "packaging"))
+    import debian_space
+
     try:
         folder = debian_space.fetch(NAME)
     except debian_space.Unavailable as error:

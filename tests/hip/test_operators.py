@@ -31,7 +31,8 @@ def results(op, sample):
     with mla_suite.emulate(ARCH), emulator.configured(threads=1):
         returned = getattr(torch.ops.mla_suite, op.name)(*args, **kwargs)
     written = [kwargs[name] if name in kwargs else args[op.arguments.index(name)] for name in op.mutates]
-    return [*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written]
+    outputs = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+    return [*outputs, *written]
 
 
 def assert_same_bits(drivers, op, sample):

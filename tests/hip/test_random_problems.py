@@ -1,4 +1,4 @@
-"""Random decode problems through AMD's HIP runtime against fp64: NaN around every key, absurd page numbers, all modes."""
+"""Random decode problems through AMD's HIP runtime against fp64: NaN around the keys, absurd pages, all modes."""
 
 import random
 

@@ -131,7 +131,9 @@ def check(comgr: Comgr, entry: KernelEntry) -> int:
     read = [_mnemonic(line) for line in comgr.disassemble(isa, Image.of(entry).code)]
     written = [_mnemonic(line.text) for line in assembly.parse_kernel(entry.read_text(), entry.symbol).lines]
     if read != written:
-        at = next((i for i, (a, b) in enumerate(zip(read, written, strict=False)) if a != b), min(len(read), len(written)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(read, written, strict=False)) if a != b), min(len(read), len(written))
+        )
         raise Difference(
             f"instruction {at} of {len(written)}: comgr reads {read[at : at + 3]}, the text has {written[at : at + 3]}"
         )

@@ -2,8 +2,8 @@
 
 usage: python tests/packaging/rocm_space.py NAME [--record]
 
-comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against this version's
-headers; our stub's words are the library's; and HipDriver on the real library says what to do without a GPU. --record
+comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against its headers;
+ our stub's words are the library's; and HipDriver on the real library says what to do without a GPU. --record
 writes the row of docs/rocm.md. The exit status is 77, with a sentence, where the packages cannot be had.
 """
 
@@ -16,15 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-STUBS = HERE.parent / "stubs"
-sys.path[:0] = [str(HERE), str(STUBS)]
-
 import debian_space
 import rocm_matrix
 
 from mla_suite.emulator import user_space
 
+HERE = Path(__file__).resolve().parent
+STUBS = HERE.parent / "stubs"
 ARCHS = {"hip57": "gfx942", "hip64": "gfx942,gfx950", "hip72": "gfx942,gfx950"}
 CODES = [*range(1110), 4242, -1]  # hipError_t ends at 1055
 
@@ -62,7 +60,7 @@ def _inside(folder: Path, *program: str) -> subprocess.CompletedProcess[str]:
 
 
 def _compile_stub(folder: Path) -> Path | None:
-    """The stub and its static_asserts against this version's headers; None, and the compiler's words, if they differ."""
+    """The stub and its static_asserts against this version's headers; None where the compiler says they differ."""
     out = Path(tempfile.mkdtemp(prefix="mla_suite-stub-")) / "libamdhip64.so"
     flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-D__HIP_PLATFORM_AMD__", f"-I{folder / 'usr/include'}"]
     command = [sys.executable, "-m", "ziglang", "cc", *flags, str(STUBS / "libamdhip64.c"), "-o", str(out)]
