@@ -1,4 +1,4 @@
-"""The build: instances wanted -> ninja -> objects checked (budgets, hazards) -> object folder with its manifest."""
+"""The build: declared instances -> ninja -> objects checked (budgets, hazards) -> object folder with a manifest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def build(
 
 
 def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
-    """BuildError when a source was edited while it was compiled: its object would pass for one of the new text."""
+    """BuildError when a source was edited while it was compiled: the object would be taken for one of the new text."""
     now = locations.file_hashes(csrc)
     edited = sorted({name for entry in made for name in entry.sources if now.get(name) != compiled.get(name)})
     if edited:
@@ -110,7 +110,7 @@ def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[Kern
 
 @contextmanager
 def _written(out: Path) -> Iterator[None]:
-    """Says which folder it was that could not be written."""
+    """Turns an OSError about the object folder into a BuildError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -124,7 +124,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def _without_emulator() -> str | None:
-    """Why this machine cannot compile the emulator's library, or None."""
+    """The reason why this machine cannot compile the emulator's library, or None."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"it runs on x86-64, this machine is {platform.machine()}"
     if find_spec("ziglang") is None:
@@ -140,7 +140,7 @@ def _entry(
     amd: compilers.AmdCompiler | None,
     nvidia: compilers.NvidiaCompiler | None,
 ) -> tuple[KernelEntry, list[str]]:
-    """The manifest entry of one built instance and a sentence for each budget it breaks and each hazard in it."""
+    """The manifest entry of one built instance, and a sentence for each budget it breaks and each hazard in it."""
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
     object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
@@ -208,14 +208,14 @@ def _publish(
     complete: bool,
     built: Sequence[Instance],
 ) -> Manifest:
-    """Copies the objects, then the manifest, then removes what the manifest no longer names."""
+    """Copies the objects, writes the manifest, then removes files that the manifest no longer names."""
     broken = [sentence for _, sentences in made for sentence in sentences]
     if broken:
         raise BuildError("\n".join(broken))
     before = _before(out, csrc, complete)
     replaced = {(item.arch.name, item.kernel) for item in built}
     kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
-    if complete:  # what remains has no compiler here, or is declared no more
+    if complete:  # an entry that remains has no compiler here, or is no longer declared
         archs = set(arch_records.names(csrc)) - {item.arch.name for item in built}
         kept = {key: old for key, old in kept.items() if old.arch in archs and not old.stale}
     entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
@@ -246,7 +246,7 @@ def _publish(
 
 
 def _before(out: Path, csrc: Path, complete: bool) -> Manifest:
-    """What the folder held. A complete build makes all of it again and need not be able to read it."""
+    """The folder's manifest before this build. A complete build replaces all of it and accepts a damaged one."""
     try:
         return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
     except ObjectError:

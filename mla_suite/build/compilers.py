@@ -1,7 +1,7 @@
-"""Which compiler makes code objects here, and the commands it is given.
+"""The compilers that make code objects on this machine, and the commands they are given.
 
 An AMD object is made in the same three steps by every compiler: source -> assembly -> relocatable -> code object. The
-assembly ships beside the object, so what is read, budgeted and emulated is what runs.
+assembly ships beside the object: the text that is read, budgeted and emulated is the one that runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mla_suite.build.errors import BuildError
 
 _SDK = Path("/opt/rocm")
 
-# -mcode-object-version=5: what ROCm 6 and 7 load alike; the compiler's default is 6.
+# -mcode-object-version=5: ROCm 6 and 7 both load it; the compiler's default is 6.
 # -fuse-cuid=none, -fdebug-compilation-dir: the same bytes from any directory.
-# -mno-amdgpu-ieee with -fno-honor-nans: else every fmax costs a canonicalising v_max per operand. The compiler then
-#   assumes that no operand is NaN; a kernel that promises something about NaN says `honor_nans = true`.
+# -mno-amdgpu-ieee with -fno-honor-nans: without them every fmax costs a canonicalising v_max per operand. With them the
+#   compiler assumes that no operand is NaN; a kernel with a contract about NaN declares `honor_nans = true`.
 _HIP_FLAGS = [
     *("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++17", "-O3"),
     *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-tables-only", "-fdebug-compilation-dir=."),
@@ -52,7 +52,7 @@ class AmdCompiler:
         return [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-mcode-object-version=5", "-c"]
 
     def unknown(self, archs: Sequence[str]) -> list[str]:
-        """Those of `archs` that this compiler was made before."""
+        """The names in `archs` that this compiler is too old for."""
         probe = ["-nogpulib", "-x", "c", "-fsyntax-only", os.devnull]
         commands = {arch: [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", *probe] for arch in archs}
         return [arch for arch, command in commands.items() if subprocess.run(command, capture_output=True).returncode]
@@ -88,7 +88,7 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
     `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
-    cannot be run, is passed over, and stderr is told. BuildError says what is missing.
+    cannot be run, is passed over with a sentence on stderr. BuildError says what is missing.
     """
     if rocm is not None:
         try:
@@ -115,7 +115,7 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
 
 
 def _instead(why: str) -> AmdCompiler:
-    """The packaged compiler in place of an installed ROCm that cannot serve, which `why` explains."""
+    """The packaged compiler in place of an installed ROCm; `why` explains what that one lacks."""
     try:
         found = packaged()
     except BuildError:
@@ -190,7 +190,7 @@ def find_nvidia(nvcc: Path | None = None) -> NvidiaCompiler | None:
 
     `nvcc` is a CUDA root or the path of one nvcc. The wheels come before the machine's own, so every machine makes the
     same objects. A candidate that is older than CUDA 12, with which sm_90a begins, or that cannot compile here is
-    passed over, and stderr is told why; None when no candidate is left. BuildError when the named one cannot serve.
+    passed over with a sentence on stderr; None when no candidate is left. BuildError when the named one cannot serve.
     """
     if nvcc is not None:
         program = next((path for path in (nvcc / "bin/nvcc", nvcc) if path.is_file()), None)
@@ -239,7 +239,7 @@ def _checked_nvcc(program: Path) -> NvidiaCompiler:
 
 
 def _first_line(command: list[str]) -> str:
-    """What the compiler calls itself. BuildError when it cannot be run."""
+    """The name that the compiler prints for itself. BuildError when it cannot be run."""
     return _version(command).splitlines()[0]
 
 

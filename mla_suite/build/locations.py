@@ -1,4 +1,4 @@
-"""Where code objects live, who may write there, and how a file is put there."""
+"""The places of code objects: where they are, who may write there, and how a file is written."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def read_trusted_text(path: Path, expected_sha256: str) -> str:
     except zlib.error:
         whole = False
     if not whole:
-        raise ObjectError(f"{path} is no whole gzip file; it was altered or cut short: run `python -m mla_suite build`")
+        raise ObjectError(
+            f"{path} is not a whole gzip file; it was altered or truncated: run `python -m mla_suite build`"
+        )
     _need_hash(path, data, expected_sha256)
     return data.decode()
 
@@ -155,7 +157,7 @@ def _need_hash(path: Path, data: bytes, expected: str) -> None:
 
 
 def write_text(path: Path, data: bytes) -> None:
-    """Puts `data` at `path`, compressed by gzip: a sixteenth of its size. A file that holds it already stays."""
+    """Writes `data` to `path`, compressed by gzip to a sixteenth of its size, unless the file already holds it."""
     try:
         read_trusted_text(path, sha256(data))
     except ObjectError:
@@ -163,7 +165,7 @@ def write_text(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` so that a reader or a crash sees the old file or the whole new one."""
+    """Writes `data` to `path` so that a reader or a crash sees the old file or the whole new one."""
     if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

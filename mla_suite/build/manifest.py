@@ -1,4 +1,4 @@
-"""The manifest: what was built, by what, from which sources, at what cost; and the guard of every load."""
+"""The manifest: each kernel's compiler, sources and cost, and the hashes that guard every load."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ def altered(packed: bytes) -> bytes:
     ("damage", "sentence"),
     [
         (altered, "has sha256 .*its manifest says .*altered or half replaced"),
-        (lambda packed: gzip.compress(bytes(65 << 20)), "is no whole gzip file; it was altered or cut short"),
-        (lambda packed: packed[:-9], "is no whole gzip file"),
-        (lambda packed: packed[:20] + bytes(40) + packed[60:], "is no whole gzip file"),
-        (gzip.decompress, "is no whole gzip file"),
+        (lambda packed: gzip.compress(bytes(65 << 20)), "is not a whole gzip file; it was altered or truncated"),
+        (lambda packed: packed[:-9], "is not a whole gzip file"),
+        (lambda packed: packed[:20] + bytes(40) + packed[60:], "is not a whole gzip file"),
+        (gzip.decompress, "is not a whole gzip file"),
     ],
 )
 def test_a_corrupted_text(objects, damage, sentence):

@@ -20,7 +20,7 @@ def stamps(out):
     return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}
 
 
-def test_what_a_build_leaves(built):
+def test_a_build_leaves_objects_texts_and_a_manifest(built):
     assert sorted(built.kernels) == sorted((arch, name) for arch in ARCHS for name in IDS)
     assert manifest.read(built.root) == built
     entry = built.find("gfx950", "scale_threads-256")

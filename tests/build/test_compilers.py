@@ -157,7 +157,7 @@ def test_the_wheels_nvcc_is_found_without_a_module(tmp_path, monkeypatch):
     assert compilers._nvcc_of_wheel() is None
 
 
-def test_what_no_compiler_makes_stays_while_it_is_up_to_date(csrc, tmp_path, monkeypatch, capsys):
+def test_an_object_without_a_compiler_stays_while_it_is_up_to_date(csrc, tmp_path, monkeypatch, capsys):
     out = tmp_path / "objects"
     build(["gfx942", "gfx950"], csrc=csrc, out=out)
     table = json.loads((out / "manifest.json").read_text())

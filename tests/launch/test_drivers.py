@@ -27,7 +27,7 @@ class Rig:
         self.launch_call = "cuLaunchKernelEx" if kind == "cuda" else "hipModuleLaunchKernel"
 
     def use_the_gpu(self):
-        """What torch does on a thread's first CUDA call: its context becomes current."""
+        """Makes the context current, as torch does on a thread's first CUDA call."""
         if self.kind == "cuda":
             self.stub.library.cuCtxSetCurrent(ctypes.c_void_p(1))
 
@@ -183,7 +183,7 @@ def test_two_threads(rig):
         ({"dynamic_lds": 1 << 20}, "1048576 bytes of dynamic LDS, .* leaves"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_driver_sees_it(rig, changes, sentence):
+def test_a_launch_that_does_not_fit_is_refused_before_the_driver_sees_it(rig, changes, sentence):
     with pytest.raises(LaunchError, match=sentence):
         rig.launch(**changes)
     assert rig.launches() == []
@@ -251,8 +251,8 @@ def test_cuda_pops_the_context_it_pushed(rig):
 
 def test_more_grids_and_streams_than_are_remembered(rig, monkeypatch):
     """Each launch has the grid and the stream of its own call, before and after what is kept was dropped."""
-    monkeypatch.setattr(rig.driver._bound, "most", 3)
-    monkeypatch.setattr(cuda, "_MOST_STREAMS", 2)
+    monkeypatch.setattr(rig.driver._bound, "max_entries", 3)
+    monkeypatch.setattr(cuda, "_MAX_STREAMS", 2)
     calls = [(1 + turn % 5, 0x7F00_0000_0000 + 0x100 * (turn % 3)) for turn in range(30)]
     for blocks, stream in calls:
         rig.torch.stream = lambda ordinal, stream=stream: stream

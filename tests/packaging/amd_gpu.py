@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of one arch alone. Counts are the emulator's: 128 rows, for each of 2^20 keys."""
+    """Expectations of one arch alone. Counts are the emulator's: 128 rows, for each of 2^20 keys."""
 
     bandwidth: str
     vector: str
@@ -89,7 +89,7 @@ def steps(arch: str) -> list[Step]:
 
 
 def lacking(arch: str) -> str | None:
-    """What this machine lacks, as one sentence; None when it is a machine with that GPU and a torch that sees it."""
+    """One sentence on what this machine lacks; None when it has that GPU and a torch that sees it."""
     if not KERNEL_DRIVER.exists():
         return f"this machine has no AMD GPU ({KERNEL_DRIVER} is missing); run it on one with a {arch}"
     wanted = os.environ.get("MLA_SUITE_TORCH")

@@ -49,7 +49,7 @@ def machine(monkeypatch, tmp_path):
         ((0, "2.9.1+rocm6.4 6.4.43484 gfx90a"), "finds a gfx90a here; it takes a gfx942"),
     ],
 )
-def test_what_is_lacking(machine, capsys, probe, sentence):
+def test_the_missing_part_is_named(machine, capsys, probe, sentence):
     assert not machine(probe)
     assert amd_gpu.main("gfx942") == 77
     assert re.match(f"skipped: .*{sentence}", capsys.readouterr().out)

@@ -32,7 +32,7 @@ def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
     [(None, None), ("", None), ("sm_90", ["sm_90"]), (" sm_90, gfx942,", ["gfx942", "sm_90"])],
 )
 @pytest.mark.parametrize("editable", [False, True])
-def test_what_is_built(monkeypatch, tmp_path, named, archs, editable):
+def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable):
     """The build is replaced by one that notes what it is asked for and leaves a file for each arch."""
     if named is None:
         monkeypatch.delenv("MLA_SUITE_ARCHS", raising=False)

@@ -1,4 +1,4 @@
-"""What pip is told to install: the compilers of a build are pinned, and the same ones wherever they are named."""
+"""The requirements that pip installs: a build's compilers are pinned, and the same ones wherever they are named."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""What pip installs is small: Python, sources, the objects of every arch and the texts they were assembled from."""
+"""The installed package is small: Python, sources, the objects of every arch and their assembly texts."""
 
 import pytest
 
