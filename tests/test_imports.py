@@ -69,8 +69,7 @@ def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
                 if child.module and child.module.split(".")[0] == "mla_suite":
                     for alias in child.names:
                         inner = f"{child.module}.{alias.name}"
-                        # `from mla_suite.ops import decode` is the function that the package binds, not the folder.
-                        found.add(inner if inner in MODULES and child.module != "mla_suite.ops" else child.module)
+                        found.add(inner if inner in MODULES else child.module)
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue
             elif not (at_import_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
@@ -170,3 +169,15 @@ assert not hasattr(mla_suite, "decode")
 print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
 """
     assert run(code, "-S", "-P").startswith("gfx950")
+
+
+def test_a_module_is_reached_by_its_name():
+    """The package binds functions, its folders stay modules: `mla_suite.ops.decode` has reference, samples and checks."""
+    code = """
+import mla_suite
+import mla_suite.ops.decode as module
+assert module.reference.__name__ == "mla_suite.ops.decode.reference", module
+assert mla_suite.decode is module.decode
+print(mla_suite.ops.combine.__name__)
+"""
+    assert run(code).startswith("mla_suite.ops.combine")
