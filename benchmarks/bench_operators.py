@@ -18,7 +18,7 @@ from mla_suite.bench import clock, contenders, environment, floors, inputs, nois
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
+from mla_suite.core import register
 
 EFFORT = Effort(rounds=4, passes=1)
 
@@ -42,7 +42,7 @@ def test_operator(
     machine: dict[str, Any],
     ceilings: floors.Floors | None,
 ) -> None:
-    op = library.get(case.op)
+    op = register.get(case.op)
     call = inputs.make(case, device)
     contender = next(contenders.backends(op, call, [backend], device), None)
     if contender is None or contender.refusal is not None:

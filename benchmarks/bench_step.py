@@ -25,8 +25,8 @@ from mla_suite.bench import inputs, stream_kernel
 from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import Call, rotation
 from mla_suite.bench.noise import median
-from mla_suite.core import library
-from mla_suite.core.library import Op, Sample
+from mla_suite.core import register
+from mla_suite.core.op import Op, Sample
 from mla_suite.launch.device import compute_units
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.plan.samples import sample as plan_sample
@@ -84,7 +84,7 @@ def plan_case(batch: int, rows: int, device: torch.device) -> Sample:
 
 
 def show_plan(device: torch.device) -> None:
-    op = library.get("plan")
+    op = register.get("plan")
     print("plan                     warm us   cold us")
     for rows in (16, 128):
         for batch in BATCHES:
@@ -100,7 +100,7 @@ def show_plan(device: torch.device) -> None:
 
 
 def show_append(device: torch.device) -> None:
-    op = library.get("append_kv")
+    op = register.get("append_kv")
     print("append_kv                     us      GB/s   copy us   ratio")
     for tokens in TOKENS:
         sample = append_sample(tokens, "bf16", rope=True)

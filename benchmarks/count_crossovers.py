@@ -19,8 +19,8 @@ from rich.progress import track
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import Arch
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
 from mla_suite.ops.decode import prepare
 from mla_suite.ops.decode.crossover import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
@@ -51,7 +51,7 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
     return max(long.matrix - short.matrix, long.valu - short.valu, long.lds_128 - short.lds_128) / 1024
 
 
-def bound(arch: Arch, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
+def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
     tiles = -(-rows // tile)
     cuts = max(1, min(arch.compute_units // (batch * tiles), context // prepare.SHORTEST_CUT))
     turns = -(-batch * tiles * cuts // arch.compute_units)
@@ -60,7 +60,7 @@ def bound(arch: Arch, kind: tuple[str, str], rows: int, tile: int, batch: int, c
     return max(memory, turns * unit_clocks(kind, tile) * -(-context // cuts))
 
 
-def limits(arch: Arch, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
+def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
     """(context, tile): up to this context, the tile has the lowest bound; ends where one tile for all rows does."""
     best = 0
     for context in range(STEP, LONGEST + 1, STEP):

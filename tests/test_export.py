@@ -19,11 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import mla_suite
-from mla_suite.core import library
+from mla_suite.core import register
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
 
 CPU = torch.device("cpu")
-OPERATORS = library.registry().values()
+OPERATORS = register.registry().values()
 # Packages here are small: the compiler's time is the test's, and precompiled headers cost more than they save.
 QUICK = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -207,6 +207,6 @@ def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):
     torch.export.save(program, tmp_path / "step.pt2")
     loaded = torch.export.load(tmp_path / "step.pt2")
     targets = {str(node.target) for node in loaded.graph.nodes if "mla_suite" in str(node.target)}
-    assert {target.split(".")[1] for target in targets} == set(library.registry()), targets
+    assert {target.split(".")[1] for target in targets} == set(register.registry()), targets
     own, other = step5_inputs(3, 4), step5_inputs(3, 4)
     assert equal(loaded.module()(*own), Step5()(*other))

@@ -164,9 +164,9 @@ import sys
 sys.path.insert(0, ".")
 import importlib.util
 assert importlib.util.find_spec("torch") is None
-import mla_suite, mla_suite.core.arch, mla_suite.kv_formats, mla_suite.core.tuning, mla_suite.build
+import mla_suite, mla_suite.archs, mla_suite.kv_formats, mla_suite.core.tuning, mla_suite.build
 assert not hasattr(mla_suite, "decode")
-print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
+print(mla_suite.archs.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
 """
     assert run(code, "-S", "-P").startswith("gfx950")
 

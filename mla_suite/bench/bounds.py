@@ -7,8 +7,8 @@ import torch
 from mla_suite.bench import inputs
 from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
-from mla_suite.core import arch as arch_records
-from mla_suite.core import dispatch, library
+from mla_suite import archs as arch_records
+from mla_suite.core import dispatch, register
 from mla_suite.launch import LaunchError, emulate
 
 MOST_FLOPS = 10**9
@@ -29,7 +29,7 @@ def count(case: Case, arch: str) -> Result:
     record = arch_records.get(arch)
     with emulate(arch):
         call = inputs.make(case, torch.device("cpu"))
-        op = library.get(case.op)
+        op = register.get(case.op)
         problem = op.problem(*call.args, **call.kwargs)
         choice = dispatch.choose(case.op, op.backends, problem, record, "cpu")
         if choice.backend.name != "native":
@@ -38,12 +38,12 @@ def count(case: Case, arch: str) -> Result:
         # Only here: the emulator's library is built at its first use, and most runs never need it.
         from mla_suite.emulator import configured
 
-        found.config, found.reason = str(choice.offer.config), choice.offer.reason
+        found.config, found.reason = str(choice.supported.config), choice.supported.reason
         try:
             right, found.checked = inputs.expected(case, call)
             with configured(collect=True) as reports:
                 outputs = inputs.outputs_for(op, call)
-                choice.backend.run(choice.offer.config, outputs, *call.args, **call.kwargs)
+                choice.backend.run(choice.supported.config, outputs, *call.args, **call.kwargs)
             found.error = inputs.error(outputs, right)
         except LaunchError as error:
             found.failure = str(error).splitlines()[0]

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 import mla_suite
 from mla_suite import testing
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
-from mla_suite.core.library import Op
+from mla_suite.core import register
+from mla_suite.core.op import Op
 
 PLAN = 11  # decode's positional argument
 EXACT_BYTES = 8 << 20
@@ -91,7 +91,7 @@ def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, 
 
 def expected(case: Case, call: Call) -> tuple[tuple[torch.Tensor, ...], str]:
     """What a right result is, and where that comes from: `fp64` or `reference`."""
-    op = library.get(case.op)
+    op = register.get(case.op)
     if case.op == "decode" and case.sample.bytes <= EXACT_BYTES:
         here = pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, tuple(call))
         exact = testing.exact_decode(*here[0], **here[1])

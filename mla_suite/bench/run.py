@@ -14,7 +14,7 @@ from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
+from mla_suite.core import register
 
 Progress = Callable[[str, int], None]
 """Told what is being measured, and the steps done so far."""
@@ -99,7 +99,7 @@ def _case(
     found: dict[tuple[str, str, str], Result],
     first: bool,
 ) -> Iterable[Result]:
-    op = library.get(case.op)
+    op = register.get(case.op)
     shape = (dict(case.facts), case.sample.bytes, case.sample.flops)
     try:
         call = inputs.make(case, device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape

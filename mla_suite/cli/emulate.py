@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from mla_suite.cli.arguments import positive
 
 if TYPE_CHECKING:
-    from mla_suite.core.arch import Arch
-    from mla_suite.core.library import Op, Sample
+    from mla_suite.archs import ArchSpec
+    from mla_suite.core.op import Op, Sample
     from mla_suite.emulator import Report
 
 
@@ -49,15 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mla_suite.build import ObjectError
-    from mla_suite.core import library
+    from mla_suite.core import register
     from mla_suite.launch import DriverError, LaunchError
 
     if args.op is None:
-        for op in library.registry().values():
+        for op in register.registry().values():
             print(op.name, *(f"\n  {sample.name}" for sample in op.samples()), sep="")
         return 0
     try:
-        op = library.get(args.op)
+        op = register.get(args.op)
         record = measure(op, _sample(op, args), args.on)
     except (ValueError, LaunchError, DriverError, ObjectError) as error:
         print(error, file=sys.stderr)
@@ -159,7 +159,7 @@ def _difference(expected: Any, got: Any) -> float:
     return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
 
 
-def launch_record(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
+def launch_record(report: Report, arch: ArchSpec, keys: int) -> dict[str, Any]:
     """One launch as plain values; per key too where `keys` says how many keys it read."""
     bound = report.bound(arch)
     clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}

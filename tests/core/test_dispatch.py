@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core import dispatch, register
+from mla_suite.core.dispatch import Backend, Supported, Unsupported
 from mla_suite.ops.decode.samples import decode_sample
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.clear_caches()
     yield
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 def backend(name, answer, asked=None, devices=("cpu", "cuda")):
@@ -36,18 +36,18 @@ def backend(name, answer, asked=None, devices=("cpu", "cuda")):
 
 def test_first_offer_wins_and_refusals_are_kept():
     backends = (
-        backend("native", Refusal("page 48; it takes 64")),
-        backend("triton", Offer("config", "rule")),
-        backend("reference", Offer(None, "always")),
+        backend("native", Unsupported("page 48; it takes 64")),
+        backend("triton", Supported("config", "rule")),
+        backend("reference", Supported(None, "always")),
     )
     choice = dispatch.choose("an_op", backends, ("problem",), None, "cpu")
-    assert (choice.backend.name, choice.offer.config) == ("triton", "config")
+    assert (choice.backend.name, choice.supported.config) == ("triton", "config")
     assert choice.refused == (("native", "page 48; it takes 64"),)
     assert str(choice) == "triton: rule\n  not native: page 48; it takes 64"
 
 
 def test_the_reference_on_a_gpu_is_told_of_once(caplog):
-    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     for problem, device in ((1, "cpu"), (1, "cuda"), (2, "cuda")):
         dispatch.choose("an_op", backends, problem, None, device)
     (record,) = caplog.records
@@ -57,7 +57,7 @@ def test_the_reference_on_a_gpu_is_told_of_once(caplog):
 
 
 def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
-    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
 
     def reads_the_host(outputs, *args):
@@ -72,18 +72,18 @@ def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
 
 def test_a_backend_is_asked_once_per_problem():
     asked: list[object] = []
-    backends = (backend("reference", Offer(None, "always"), asked),)
+    backends = (backend("reference", Supported(None, "always"), asked),)
     for problem in (1, 2, 1, 1, 2):
         dispatch.choose("an_op", backends, problem, None, "cpu")
     assert asked == [1, 2]
-    dispatch.forget()
+    dispatch.clear_caches()
     dispatch.choose("an_op", backends, 1, None, "cpu")
     assert asked == [1, 2, 1]
 
 
 def test_a_backend_of_another_device_is_not_asked():
     asked: list[object] = []
-    backends = (backend("triton", Offer(None, "rule"), asked, ("cuda",)), backend("reference", Offer(None, "always")))
+    backends = (backend("triton", Supported(None, "rule"), asked, ("cuda",)), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
     assert (choice.backend.name, asked) == ("reference", [])
     assert choice.refused == (("triton", "the tensors are on cpu; it runs on cuda"),)
@@ -91,7 +91,7 @@ def test_a_backend_of_another_device_is_not_asked():
 
 
 def test_no_backend_is_one_sentence_with_every_reason():
-    backends = (backend("native", Refusal("not built")), backend("triton", Refusal("no triton")))
+    backends = (backend("native", Unsupported("not built")), backend("triton", Unsupported("no triton")))
     with pytest.raises(RuntimeError, match=r"an_op: no backend .* on cpu \(native: not built; triton: no triton\)"):
         dispatch.choose("an_op", backends, 0, None, "cpu")
 
@@ -128,9 +128,9 @@ def test_batch_invariant_choice_does_not_depend_on_batch_or_length():
 
 def test_explain_shows_refusals_and_configuration(monkeypatch):
     table = "measured row ops/decode/tuned/gfx950.csv:7"
-    backends = (backend("native", Refusal("not built")), backend("triton", Offer({"tile": 64}, table)))
-    record = dataclasses.replace(library.get("decode"), backends=backends)
-    monkeypatch.setitem(library._registry, "decode", record)
+    backends = (backend("native", Unsupported("not built")), backend("triton", Supported({"tile": 64}, table)))
+    record = dataclasses.replace(register.get("decode"), backends=backends)
+    monkeypatch.setitem(register._registry, "decode", record)
     args, kwargs = arguments()
     assert str(mla_suite.explain("decode", *args, **kwargs)).splitlines()[:3] == [
         f"decode on cpu -> triton: {table}",
@@ -141,7 +141,7 @@ def test_explain_shows_refusals_and_configuration(monkeypatch):
 
 def test_explain_takes_arguments_as_the_function_does():
     args, kwargs = arguments()
-    named = dict(zip(library.get("decode").arguments, args, strict=False))
+    named = dict(zip(register.get("decode").arguments, args, strict=False))
     assert (
         mla_suite.explain("decode", **kwargs, **named).problem == mla_suite.explain("decode", *args, **kwargs).problem
     )
@@ -155,7 +155,7 @@ def test_explain_takes_arguments_as_the_function_does():
 def test_choices_are_not_remembered_without_end(monkeypatch):
     monkeypatch.setattr(dispatch, "_MOST_KNOWN", 3)
     asked = []
-    backends = [backend("reference", Offer(None, "any"), asked)]
+    backends = [backend("reference", Supported(None, "any"), asked)]
     for problem in (1, 2, 3, 3, 4, 1):
         dispatch.choose("op", backends, problem, None, "cpu")
         assert len(dispatch._choices) <= 3
@@ -200,7 +200,7 @@ def echo(asked):
         asked.append("problem")
         return ()
 
-    backends = (Backend("reference", lambda problem, arch: Offer(None, "always"), run),)
+    backends = (Backend("reference", lambda problem, arch: Supported(None, "always"), run),)
     schema = "(Tensor x, Tensor[] parts, *, float scale=1.0) -> Tensor"
     return library.Op("echo", schema, specify, problem, backends, tuple, outputs=("out",))
 
@@ -235,7 +235,7 @@ def test_a_call_is_checked_once_per_metadata():
             else:
                 again = True
         assert again, "the second call asks nothing"
-    dispatch.forget()
+    dispatch.clear_caches()
     asked.clear()
     call(x, [x], scale=0.5)
     assert asked == ["specify", "problem"]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.core import allocation, dispatch, faces, library
+from mla_suite.core import allocation, dispatch, faces, register
 
 COMBINE = torch.ops.mla_suite.combine.default
 
@@ -77,7 +77,7 @@ class Marked(torch.Tensor):
 
 def test_a_known_call_without_listeners_takes_the_short_way(short, partials):
     right = torch.ops.mla_suite.combine(*partials, num_splits=3, out_dtype=torch.float32)
-    dispatch.forget()
+    dispatch.clear_caches()
     ways = []
     for _ in range(3):
         short.clear()
@@ -92,7 +92,7 @@ def test_a_known_call_without_listeners_takes_the_short_way(short, partials):
 
 def test_every_operator_with_a_short_way_takes_it(short):
     with torch.no_grad():
-        for name, op in library.registry().items():
+        for name, op in register.registry().items():
             args, kwargs = op.samples()[0].make(torch.device("cpu"))
             for _ in range(2):
                 getattr(mla_suite, name)(*args, **kwargs)
@@ -213,7 +213,7 @@ def test_values_that_are_yet_to_be_made_are_made(short, partials):
 
 
 def test_tensors_in_lists_are_looked_at(short):
-    args, kwargs = library.registry()["sparse_decode"].samples()[2].make(torch.device("cpu"))
+    args, kwargs = register.registry()["sparse_decode"].samples()[2].make(torch.device("cpu"))
     q, (cache,), *rest = args
     with torch.no_grad():
         for given, taken in ((cache, 1), (torch._neg_view(-cache), 0), (cache.as_subclass(Marked), 0)):
@@ -245,8 +245,8 @@ def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wron
     ],
 )
 def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
-    args, kwargs = library.get("decode").samples()[0].make(torch.device("cpu"))
-    given = dict(zip(library.get("decode").arguments, args, strict=False), **kwargs)
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    given = dict(zip(register.get("decode").arguments, args, strict=False), **kwargs)
     with pytest.raises(TypeError) as refused:
         mla_suite.decode(**{**given, **wrong})
     assert str(refused.value) == sentence

@@ -18,11 +18,11 @@ class Marked(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def alone():
-    dispatch.forget()
+    dispatch.clear_caches()
     KNOWN.calls.clear()
     with torch.no_grad():
         yield
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 def test_an_equal_call_is_found():
@@ -30,7 +30,7 @@ def test_an_equal_call_is_found():
     repeats.keep("op", (A, None, C), (1, "bf16"), KNOWN)
     assert repeats.find("op", (B, None, C.clone()), (1, "bf16")) is KNOWN, "values and addresses may differ"
     assert repeats.find("other", (A, None, C), (1, "bf16")) is None
-    dispatch.forget()
+    dispatch.clear_caches()
     assert repeats.find("op", (A, None, C), (1, "bf16")) is None
 
 

@@ -25,8 +25,8 @@ from mutations import KINDS, Launch, contents, deletions, instruction, mutate, t
 
 import mla_suite
 from mla_suite.build import compilers
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
+from mla_suite import archs
+from mla_suite.archs import CSRC
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
 from mla_suite.launch import has_kernel
@@ -266,7 +266,7 @@ def test_decode(name, rows, kv_format, lengths):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sparse_decode(rows):
     """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
-    instance = f"sparse_decode_kv_format-dsv4_rows-{rows}"
+    instance = f"sparse_decode_layout-dsv4_rows-{rows}"
     if not has_kernel("gfx950", instance):
         pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
     pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]

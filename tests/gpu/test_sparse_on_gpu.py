@@ -37,7 +37,7 @@ def gpu():
     arch = current_arch(torch.empty(1, device=CUDA))
     if arch is None or arch.name != "sm_90":
         pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "sparse_decode_kv_format-v32_cluster-2"):
+    if not has_kernel(arch, "sparse_decode_layout-v32_cluster-2"):
         pytest.skip("sparse_decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
 
 
@@ -47,7 +47,7 @@ def native(args, kwargs):
     choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, dispatch.arch_of(args[0]), "cuda")
     assert choice.backend.name == "native", str(choice)
     assert "native" in str(mla_suite.explain("sparse_decode", *args, **kwargs))
-    return choice.offer.config.instance
+    return choice.supported.config.instance
 
 
 def attend(args, kwargs):

@@ -11,9 +11,9 @@ import torch
 
 from mla_suite import emulator
 from mla_suite.build import compilers, manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.launch import scratch
 from mla_suite.ops.decode import DECODE
 from mla_suite.testing import Exact, exact_decode, poison, ulp

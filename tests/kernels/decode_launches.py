@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mla_suite.build import params
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import tensor_map
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.decode import DECODE, hopper, native

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format

@@ -7,7 +7,7 @@ import torch
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
@@ -221,7 +221,7 @@ def test_many_tokens_share_workgroups():
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
         problem = APPEND_KV.problem(*inputs, filled(kv_format("bf16"), 2, 4), slots, kv_format="bf16")
         answer = native.offer(problem, gfx950)
-        if isinstance(answer, dispatch.Refusal):
+        if isinstance(answer, dispatch.Unsupported):
             pytest.skip(answer.reason)
         assert answer.config.tokens == group
 
@@ -274,10 +274,10 @@ def test_refusals_are_sentences(monkeypatch):
     kv_c, k_pe = rows(kind, 2)
     problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), kv_format="v32")
     answer = native.offer(problem, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
     monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = native.offer(even, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch, tuning
 from mla_suite.ops.combine import COMBINE, config, native
 from mla_suite.ops.combine.config import Config
@@ -60,11 +60,11 @@ def table(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         text = "\n".join([",".join(config.FORMAT.header), *(config.FORMAT.line(row) for row in rows)])
         (folder / "gfx942.csv").write_text(text + "\n")
-        tuning.forget()
+        tuning.clear_cache()
 
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
     yield write
-    tuning.forget()
+    tuning.clear_cache()
 
 
 def test_a_row_of_a_table_decides(table):
@@ -190,12 +190,12 @@ def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
     monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
     args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
     answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason
 
 
 def test_another_width_is_refused():
     args, kwargs = (torch.zeros(2, 3, 64), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
     answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert "head_dim_v 64" in answer.reason

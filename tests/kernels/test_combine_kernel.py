@@ -25,9 +25,9 @@ from merges import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import compilers
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 from mla_suite.launch import has_kernel
 from mla_suite.launch.driver import LaunchError
 from mla_suite.ops.combine import COMBINE, config, native
@@ -130,10 +130,10 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
 def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
     point = config.invariant(arch, 512) if waves_share_a_row else Config(arch, 512, rows=4, vec=4, waves=4, slices=1)
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
-    dispatch.forget()
+    dispatch.clear_caches()
     out, lse = special()
     merged, total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
-    dispatch.forget()
+    dispatch.clear_caches()
     nan = merged[0].isnan()
     assert nan.all(dim=1).nonzero().flatten().tolist() == [1, 6]
     assert nan[4].nonzero().flatten().tolist() == [7]

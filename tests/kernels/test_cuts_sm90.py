@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.decode.hopper import KEYS, Estimate, cuts, workers
 

@@ -22,7 +22,7 @@ from decode_grid import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import native
 from mla_suite.ops.decode.cdna4 import Cdna4Config

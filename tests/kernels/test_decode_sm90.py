@@ -12,9 +12,9 @@ from decode_launches import CPU, H200, launched
 
 from mla_suite.build import compilers, manifest, params
 from mla_suite.build.instances import instances
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import DriverError, has_kernel, tensor_map
 from mla_suite.ops.decode import DECODE, hopper, native
 from mla_suite.ops.decode.hopper import KEYS, HopperConfig
@@ -105,7 +105,7 @@ def offered(monkeypatch, built=True, **options):
 )
 def test_which_kernel(monkeypatch, options, instance):
     offer = offered(monkeypatch, **options)
-    assert isinstance(offer, Offer)
+    assert isinstance(offer, Supported)
     assert offer.config.instance.startswith(instance)
     rows = options.get("heads", 16) * options.get("q_len", 1)
     assert offer.config.tiles(rows) == -(-rows // 64)
@@ -124,7 +124,7 @@ def test_which_kernel(monkeypatch, options, instance):
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
     refusal = offered(monkeypatch, **options)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Unsupported)
     assert sentence in refusal.reason
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.launch import has_kernel
 from mla_suite.ops.plan import PLAN, cost, native, reference, samples
@@ -36,7 +36,7 @@ def words(args, kwargs, arch=None):
         reference.run(None, tuple(made), *args, **kwargs)
         return made[0]
     offer = native.offer(PLAN.problem(*args, **kwargs), arch)
-    assert isinstance(offer, dispatch.Offer), offer
+    assert isinstance(offer, dispatch.Supported), offer
     with mla_suite.emulate(arch.name):
         native.run(offer.config, tuple(made), *args, **kwargs)
     return made[0]
@@ -171,12 +171,12 @@ def test_the_same_words_in_any_order_of_workgroups():
 def test_a_batch_it_does_not_take_is_refused(batch):
     problem = PLAN.problem(torch.zeros(batch, dtype=torch.int32), **arguments())
     answer = native.offer(problem, archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert f"{batch} sequences" in answer.reason
 
 
 def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
     monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
     answer = native.offer(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

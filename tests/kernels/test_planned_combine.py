@@ -10,7 +10,7 @@ from merges import exact, partials
 from own_kernels import assembly
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.ops.combine import config, native
 from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan

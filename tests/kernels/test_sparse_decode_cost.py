@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import compilers, manifest
-from mla_suite.core import arch as archs
-from mla_suite.core.dispatch import Refusal
+from mla_suite import archs
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, native
@@ -74,7 +74,7 @@ def test_partials_are_fp32():
 def test_other_archs_never_get_these_kernels(arch):
     args, kwargs = problem(POOLS["v4"], 2, 16)
     answer = native.offer(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch) if arch else None)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, Unsupported)
     assert "gfx950" in answer.reason
 
 
@@ -108,7 +108,7 @@ def test_what_is_refused_is_computed_elsewhere(why):
     make, sentence = REFUSED[why]
     args, kwargs = make()
     answer = native.offer(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, Unsupported)
     assert sentence in answer.reason
     out, lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     assert_within_bound(out, lse, exact(*args, **kwargs))

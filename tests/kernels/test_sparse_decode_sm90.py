@@ -10,9 +10,9 @@ from sparse_problems import POOLS, in_mode, problem
 
 from mla_suite.build import compilers, manifest, params
 from mla_suite.build.instances import instances
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.ops.combine import native as combine
 from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
@@ -91,9 +91,9 @@ def offered(monkeypatch, pools, heads=16, built=True, **changes):
 @pytest.mark.parametrize("heads", [1, 64, 100, 300])
 def test_which_kernel(monkeypatch, pools, record, heads):
     offer = offered(monkeypatch, POOLS[pools], heads)
-    assert isinstance(offer, Offer)
+    assert isinstance(offer, Supported)
     cluster = 2 if heads == 100 and record in SLOTS else 1
-    assert offer.config.instance == f"sparse_decode_kv_format-{record}_cluster-{cluster}"
+    assert offer.config.instance == f"sparse_decode_layout-{record}_cluster-{cluster}"
     assert offer.config.tiles(heads) == -(-heads // 64)
 
 
@@ -107,7 +107,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
     refusal = offered(monkeypatch, POOLS["v32"], **options)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Unsupported)
     assert sentence in refusal.reason
 
 

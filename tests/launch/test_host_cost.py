@@ -12,7 +12,8 @@ from stub_drivers import FakeTorch, Stub
 
 import mla_suite
 from mla_suite.build.params import load
-from mla_suite.core import arch, dispatch, library
+from mla_suite import archs as arch
+from mla_suite.core import dispatch, register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
@@ -24,7 +25,7 @@ from mla_suite.ops.decode import native as decode_native
 INT32 = {"dtype": torch.int32}
 NEEDED = {
     "gfx942": ("append_kv_tokens-1", "decode_dtype-bf16_rows-16_width-576_rotate-0"),
-    "gfx950": ("sparse_decode_kv_format-v32_rows-16", "sparse_decode_kv_format-dsv4_rows-64"),
+    "gfx950": ("sparse_decode_layout-v32_rows-16", "sparse_decode_kv_format-dsv4_rows-64"),
 }
 
 
@@ -94,10 +95,10 @@ def hip(stub_folder, monkeypatch, request):
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(library, "_validate", lambda *arguments: None)
-    dispatch.forget()  # calls made ready for the emulator, and after the test for the recording driver
+    dispatch.clear_caches()  # calls made ready for the emulator, and after the test for the recording driver
     with mla_suite.emulate(name):
         yield stub
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 # Frames as counted on Python 3.11, where a comprehension is one; a frame is a tenth of a microsecond and more.
@@ -167,7 +168,7 @@ def test_calls_share_what_metadata_says_and_nothing_else(hip, monkeypatch):
 
 
 def test_what_is_kept_is_forgotten_with_the_choices(hip, monkeypatch):
-    """A merge whose tuned table has changed is chosen anew after `dispatch.forget()`, not before."""
+    """A merge whose tuned table has changed is chosen anew after `dispatch.clear_caches()`, not before."""
     call = attention("cpu")["decode in splits"]
     merges = []
     bind = combine_native.bind
@@ -177,14 +178,14 @@ def test_what_is_kept_is_forgotten_with_the_choices(hip, monkeypatch):
         return lambda *given: merges.append(args[1]) or bound(*given)
 
     monkeypatch.setattr(combine_native, "bind", noting)
-    dispatch.forget()
+    dispatch.clear_caches()
     call()
     other = configs.unaligned(arch.get("gfx942"), 512)
     monkeypatch.setattr(configs, "choose", lambda *facts: (other, "a row of a table"))
     call()
-    dispatch.forget()
+    dispatch.clear_caches()
     call()
-    dispatch.forget()
+    dispatch.clear_caches()
     assert merges[0] == merges[1] != merges[2] == other.instance
 
 

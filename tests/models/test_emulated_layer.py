@@ -63,4 +63,4 @@ def test_decode_reads_every_key_once():
     # Items are cut at any key and read in tiles of 16, so tiles at a cut are filled up with other keys or none.
     assert keys * row_bytes <= decode.loaded["kv_cache"] < 1.25 * keys * row_bytes
     least = keys * 2 * HEADS * (576 + 512) / 2048  # FLOP over a compute unit's 2048 per clock
-    assert least <= decode.bound(mla_suite.core.arch.get(ARCH)).matrix < 1.25 * least
+    assert least <= decode.bound(mla_suite.archs.get(ARCH)).matrix < 1.25 * least

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import kv_formats
-from mla_suite.core import arch
-from mla_suite.core.dispatch import Refusal
+from mla_suite import archs as arch
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.ops.decode import DECODE, native, reference
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
@@ -239,8 +239,8 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
 def test_a_kernel_that_turns_the_rope_part_alone_refuses_another_width(turned):
     args, kwargs = decode_sample((70, 33)).make(CPU)
     facts = DECODE.problem(*args[:ROPE], torch.zeros(70, turned), **kwargs)
-    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].offer(facts, None)):
-        assert isinstance(answer, Refusal)
+    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].supports(facts, None)):
+        assert isinstance(answer, Unsupported)
         assert re.search(f"rope_cos_sin (of|turns) {turned} values", answer.reason)
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.plan import reference
-from mla_suite.ops.plan.cost import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
+from mla_suite.ops.plan.scheduler import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
 from mla_suite.ops.plan.metadata import (
     COUNTERS,
     HEADER_WORDS,

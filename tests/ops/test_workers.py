@@ -7,7 +7,7 @@ import torch
 
 import mla_suite
 from mla_suite import launch
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.ops.decode import workers as module
 
 

@@ -9,8 +9,8 @@ import torch
 from backend import CPU, run
 
 import mla_suite
-from mla_suite.core import arch
-from mla_suite.core.library import Sample
+from mla_suite import archs as arch
+from mla_suite.core.op import Sample
 from mla_suite.ops.plan import reference
 from mla_suite.ops.plan import triton as plan
 from mla_suite.ops.plan.samples import sample, samples
