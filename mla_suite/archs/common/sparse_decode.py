@@ -35,7 +35,6 @@ from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
 MAX_POOLS = 4  # groups of pool fields in the kernel's parameters
-RECORD_CONSTANT = "layout"  # name of the constant in csrc/*/arch.toml that says the record
 MAX_HEADS = MAX_ROW_TILES * 128
 RECORDS = {
     ("dsv4", 512): "dsv4",

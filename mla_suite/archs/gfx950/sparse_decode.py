@@ -12,7 +12,6 @@ from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     MIN_SPLIT,
     POINTERS,
-    RECORD_CONSTANT,
     RECORDS,
     Prepared,
     combine_launch,
@@ -63,7 +62,7 @@ class SparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_{RECORD_CONSTANT}-{self.record}_rows-{self.rows}"
+        return f"sparse_decode_layout-{self.record}_rows-{self.rows}"
 
     def tiles(self, heads: int) -> int:
         """Workgroups that share the keys of one query token."""

@@ -59,7 +59,7 @@ class Estimate:
     kv_load  'tma' or 'gather': clusters and streaming are for 'tma'
     """
 
-    __slots__ = ("arch", "batch", "max_groups", "read", "resident", "rows", "stages", "tiles", "tma",
+    __slots__ = ("arch", "batch", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles", "tma",
                  "units")  # fmt: skip
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
@@ -69,6 +69,7 @@ class Estimate:
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
         self.read = batch * stages * BLOCK_N * 1152 / FITTED.read_bytes
         self.resident = _resident(arch, batch * rows)
+        self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
 
     def groups(self, splits: int) -> int:
         """Groups of CTAs that walk the work tiles."""
@@ -100,15 +101,17 @@ class Estimate:
 
     def streams(self, splits: int, cluster_mode: str = "none") -> bool:
         """Whether a streaming combine may run beside decode: not before all of its sentinels are filled."""
-        partials = splits if cluster_mode == "none" else splits // 2
-        if partials == 1 or partials > MAX_STREAMED_SPLITS or cluster_mode == "reduce_o" or not self.one_tile(splits):
+        if cluster_mode == "none":
+            crowded = self.busy(splits) > self.units // 2 and 2 * self.rows > MAX_STREAMED_ROWS
+            return 1 < splits <= MAX_STREAMED_SPLITS and not crowded and self._room_to_stream(splits)
+        return cluster_mode == "exchange_p" and 1 < splits // 2 <= MAX_STREAMED_SPLITS and self._room_to_stream(splits)
+
+    def _room_to_stream(self, splits: int) -> bool:
+        """Whether decode fills the sentinels early enough and leaves SMs for all CTAs of a streaming combine."""
+        items = self.batch * splits
+        if not self.tma or items > self.max_groups or (self.tall and -(-self.stages // splits) < PROLOGUE_STAGES):
             return False
-        if min(self.rows, BLOCK_M) > PROLOGUE_ROWS and -(-self.stages // splits) < PROLOGUE_STAGES:
-            return False
-        busy = self.busy(splits)
-        if busy > self.units // 2 and 2 * self.rows > MAX_STREAMED_ROWS and cluster_mode == "none":
-            return False
-        return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - busy)
+        return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - items * self.tiles)
 
     def one_tile(self, splits: int) -> bool:
         """Whether every CTA has one work tile, whose keys come by TMA."""
@@ -120,9 +123,11 @@ class Estimate:
             return {"none": 0.0}
         busy = self.busy(splits)
         free = self.units - busy
-        port = FITTED.shared_port if busy > self.units // 2 else 0.0
-        gain = FITTED.streaming_gain if self.streams(splits) else 0.0
-        times = {"none": self.combine(free, splits) + port - gain}
+        crowded = busy > self.units // 2
+        port = FITTED.shared_port if crowded else 0.0
+        room = self._room_to_stream(splits)
+        streams = room and splits <= MAX_STREAMED_SPLITS and not (crowded and 2 * self.rows > MAX_STREAMED_ROWS)
+        times = {"none": self.combine(free, splits) + port - (FITTED.streaming_gain if streams else 0.0)}
         if splits % 2 or not self.one_tile(splits):
             return times
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
@@ -130,7 +135,7 @@ class Estimate:
         times["reduce_o"] = FITTED.cluster_reduce - FITTED.cluster_reduce_gain * own + 2 * port + behind
         times["exchange_p"] = FITTED.cluster_exchange + behind
         if splits > 2:
-            streams = self.streams(splits, "exchange_p")
+            streams = room and splits // 2 <= MAX_STREAMED_SPLITS
             times["exchange_p"] += -FITTED.exchange_streaming_gain if streams else FITTED.exchange_behind + port
         return times
 
@@ -150,7 +155,8 @@ def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
 def splits_worth_trying(most: int, stages: int) -> list[int]:
     """Split counts up to `most`: of those with equally many stages in a split, the fewest and the fewest even ones.
 
-    More splits of the same length only add CTAs, which slow each other down, and partials.
+    More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
+    it leaves combine to the end of decode, when all SMs are free for it.
     """
     found = []
     splits = 1
@@ -161,7 +167,7 @@ def splits_worth_trying(most: int, stages: int) -> list[int]:
         if splits % 2 and splits < last:
             found.append(splits + 1)
         splits = last + 1
-    return found
+    return found if found[-1] == most else [*found, most]
 
 
 def max_splits(arch: ArchSpec, ctas: int, stages: int) -> int:
@@ -174,12 +180,16 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
     """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time."""
     estimate = Estimate(arch, kv_load, batch, rows, stages)
     best, least = 1, estimate.decode(1)
-    for splits in splits_worth_trying(max_splits(arch, batch * estimate.tiles, stages), stages):
+    share = 1 - FITTED.cluster_reduce_gain
+    # No way to combine takes less than `share` of decode and `cluster_exchange`: from many splits to few, the keys of a
+    # split alone take longer and longer, so the search ends early.
+    for splits in reversed(splits_worth_trying(max_splits(arch, batch * estimate.tiles, stages), stages)):
+        if share * (stages / splits * FITTED.stage + FITTED.tile) + FITTED.cluster_exchange > least:
+            break
         decode = estimate.decode(splits)
-        # No way to combine gives back more than these.
-        if splits == 1 or decode * (1 - FITTED.cluster_reduce_gain) + FITTED.cluster_exchange >= least:
+        if splits == 1 or decode * share + FITTED.cluster_exchange > least:
             continue
         total = decode + min(estimate.combines(splits, decode).values())
-        if total < least:
+        if total <= least:
             best, least = splits, total
     return best

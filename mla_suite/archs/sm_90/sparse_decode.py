@@ -11,7 +11,6 @@ from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     POINTERS,
-    RECORD_CONSTANT,
     Prepared,
     combine_launch,
     launch_of,
@@ -94,7 +93,7 @@ class Sm90SparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_{RECORD_CONSTANT}-{self.record}_cluster-{self.cluster}"
+        return f"sparse_decode_layout-{self.record}_cluster-{self.cluster}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
