@@ -21,8 +21,8 @@ import mla_suite
 from mla_suite import emulator
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
-from mla_suite.ops.decode import prepare
-from mla_suite.ops.decode.crossover import FORMAT
+from mla_suite.archs.common.decode import MIN_SPLIT
+from mla_suite.archs.common.decode_table import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
 
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 ROWS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
-STEP, LONGEST = prepare.SHORTEST_CUT, 1 << 15  # keys: between its multiples cuts are uneven
+STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples cuts are uneven
 
 
 @cache
@@ -53,7 +53,7 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
 
 def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
     tiles = -(-rows // tile)
-    cuts = max(1, min(arch.compute_units // (batch * tiles), context // prepare.SHORTEST_CUT))
+    cuts = max(1, min(arch.compute_units // (batch * tiles), context // MIN_SPLIT))
     turns = -(-batch * tiles * cuts // arch.compute_units)
     nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
     memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s

@@ -148,7 +148,7 @@ sys.meta_path.insert(0, Missing())
 import torch
 import mla_suite
 lens = torch.tensor([3], dtype=torch.int32)
-mla_suite.plan(lens, rows=1, workers=1, max_seqlen_kv=3)
+mla_suite.plan(lens, num_heads=1, num_sm_parts=1, max_seqlen_kv=3)
 table, q, cache = lens[None] * 0, torch.ones(1, 1, 2, 8), torch.ones(1, 4, 8)
 out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1.0, head_dim_v=8, kv_format="fp32")
 print(out.sum().item())

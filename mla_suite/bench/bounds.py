@@ -43,7 +43,8 @@ def count(case: Case, arch: str) -> Result:
             right, found.checked = inputs.expected(case, call)
             with configured(collect=True) as reports:
                 outputs = inputs.outputs_for(op, call)
-                choice.backend.run(choice.supported.config, outputs, *call.args, **call.kwargs)
+                record_of = register.get(case.op)
+                choice.backend.run(choice.supported.config, outputs, record_of.Args(*call.args, **call.kwargs))
             found.error = inputs.error(outputs, right)
         except LaunchError as error:
             found.failure = str(error).splitlines()[0]

@@ -39,10 +39,12 @@ def make(case: Case, device: torch.device) -> Call:
     if not case.planned:
         return Call(args, kwargs)
     q, seq_lens, cu_seqlens_q = args[0], args[2], args[6]
-    rows = case.facts["heads"] * case.facts["q_len"]
-    workers = mla_suite.workers(seq_lens, rows)
-    made = torch.ops.mla_suite.plan(
-        seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=int(seq_lens.max()) if len(q) else 0
+    made = mla_suite.plan(
+        seq_lens,
+        cu_seqlens_q,
+        num_heads=case.facts["heads"],
+        max_seqlen_q=case.facts["q_len"],
+        max_seqlen_kv=int(seq_lens.max()) if len(q) else 0,
     )
     return Call((*args[:PLAN], made, *args[PLAN + 1 :]), kwargs)
 

@@ -30,10 +30,10 @@ Timer = Callable[[Contender, Sequence[Call], Effort], list[float]]
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
     """What can be tuned about an operator, by backend; empty when nothing can."""
-    module = f"mla_suite.ops.{op}.search"
-    if find_spec(module) is None:
-        return {}
-    found: Mapping[str, SearchSpace] = import_module(module).SPACES
+    found: dict[str, SearchSpace] = {}
+    for module in (f"mla_suite.ops.{op}.search", f"mla_suite.archs.common.{op}_search"):
+        if find_spec(module) is not None:
+            found |= import_module(module).SPACES
     return found
 
 
@@ -136,7 +136,7 @@ def _check(contender: Contender, call: Call, right: Sequence[torch.Tensor]) -> N
 
 
 def _rival(
-    op: library.Op,
+    op: Op,
     tuned: str,
     problem: Any,
     arch: ArchSpec,

@@ -121,8 +121,7 @@ def _paged(arch: ArchSpec, layer: MLA, name: str, *, q_len: int) -> Part:
 def _decoded(
     arch: ArchSpec, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
 ) -> torch.Tensor:
-    rows = layer.config.num_heads * x.shape[1]
-    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=mla_suite.workers(kv_cache, rows), max_seqlen_kv=0)
+    plan = mla_suite.plan(where.seq_lens, num_heads=layer.config.num_heads, max_seqlen_q=x.shape[1])
     return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
@@ -167,7 +166,7 @@ def sparse_layer(arch: ArchSpec) -> Part:
         mla_suite.append_kv(
             kv[:, :-rope], kv[:, -rope:].contiguous(), kv_cache, slots, None, table, positions, kv_format="dsv4"
         )
-        plan = mla_suite.plan(selected, rows=heads, workers=mla_suite.workers(kv_cache, heads), max_seqlen_kv=0)
+        plan = mla_suite.plan(selected, num_heads=heads)
         out, _ = mla_suite.sparse_decode(
             q,
             [kv_cache, compressed],

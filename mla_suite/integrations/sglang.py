@@ -109,5 +109,4 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
         self._plan = None
         if not self._split_size:
-            workers = mla_suite.workers(self._lens, heads)
-            self._plan = mla_suite.plan(self._lens, rows=heads, workers=workers, max_seqlen_kv=0)
+            self._plan = mla_suite.plan(self._lens, num_heads=heads)

@@ -49,16 +49,19 @@ def tampered(monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
     op = register.get("decode")
     reference = op.backends[-1]
 
-    def wrong(config: None, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
-        reference.run(config, outputs, *args, **kwargs)
-        damage(*outputs)
+    def wrong(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> Any:
+        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            reference.run(config, outputs, args)
+            damage(*outputs)
+
+        return launch
 
     fast = Backend("native", lambda problem, arch: Supported(None, "a test's own"), wrong)
     monkeypatch.setattr("mla_suite.core.register._registry", {"decode": _with(op, (fast, reference))})
     dispatch.clear_caches()
 
 
-def _with(op: library.Op, backends: tuple[Backend, ...]) -> library.Op:
+def _with(op: Op, backends: tuple[Backend, ...]) -> Op:
     from dataclasses import replace
 
     return replace(op, backends=backends)

@@ -146,7 +146,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     assert 29 < float(loaded.provenance["microseconds"]) < 31
     match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))
     assert match is not None
-    assert match.row.place == f"{path}:2"
+    assert match.row.position == f"{path}:2"
 
 
 def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path) -> None:
@@ -323,15 +323,15 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
     tile = triton_kernel.Tile(16, 64, 8, 1)
-    assert triton_kernel.offer(problem, ARCH) != tile
+    assert triton_kernel.supports(problem, ARCH) != tile
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
     store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
-    offered = triton_kernel.offer(problem, ARCH)
+    offered = triton_kernel.supports(problem, ARCH)
     assert isinstance(offered, Supported)
     assert offered.config == tile
     assert f"measured row {path}:2" in offered.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
-        changed = triton_kernel.offer(other, ARCH)
+        changed = triton_kernel.supports(other, ARCH)
         assert isinstance(changed, Supported)
         assert "row" not in changed.reason.split("keys")[1]
-    assert triton_kernel.offer(problem._replace(batch=16), ARCH).config == tile
+    assert triton_kernel.supports(problem._replace(batch=16), ARCH).config == tile

@@ -6,7 +6,7 @@ import pytest
 
 from mla_suite.core import tuning
 from mla_suite.core.tuning import Choice, Format, Integer
-from mla_suite.ops.combine.config import FORMAT
+from mla_suite.archs.common.combine_config import FORMAT
 
 FORM = Format(
     op="sum",

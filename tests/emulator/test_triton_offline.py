@@ -50,7 +50,7 @@ def run(
 ) -> tuple[tuple[torch.Tensor, ...], list[Launch]]:
     """The triton backend's outputs, poisoned before it runs, and its launches."""
     module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), register.get(op)
-    offer = module.offer(record.problem(*args, **kwargs), archs.get(arch))
+    offer = module.supports(record.problem(*args, **kwargs), archs.get(arch))
     assert isinstance(offer, Supported), offer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
     with launches(arch) as done:
@@ -76,8 +76,8 @@ def test_combine(arch: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        plan_sample([4096, 0, 1, 700, 12000], rows=16, workers=12, max_seqlen_kv=16384, varlen=True),
-        plan_sample([5000, 64, 900], rows=64, workers=4, max_seqlen_kv=8192, split_size=1024),
+        plan_sample([4096, 0, 1, 700, 12000], num_heads=16, num_sm_parts=12, max_seqlen_kv=16384, varlen=True),
+        plan_sample([5000, 64, 900], num_heads=64, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024),
     ],
     ids=lambda s: s.name,
 )

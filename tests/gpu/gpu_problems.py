@@ -188,7 +188,7 @@ class Problem:
 
     def call(self) -> None:
         assert self.backend is not None
-        self.backend.run(self.config, self.outputs, *self.args, **self.kwargs)
+        self.backend.run(self.config, self.outputs, self.op.Args(*self.args, **self.kwargs))
 
     def load(self, turn: int) -> None:
         args, kwargs = values(self.name, self.sample, turn)

@@ -324,7 +324,7 @@ def test_production_shapes(tokens, heads, pools):
     chosen = moved([q[some], kv_caches, [index[some] for index in indices], *args[3:]], torch.device("cpu"))
     right = exact(chosen, kwargs)
     lengths = torch.full((tokens,), sum(topk for *_, topk in pools), dtype=torch.int32, device=CUDA)
-    planned = mla_suite.plan(lengths, rows=heads, workers=mla_suite.workers(q, heads), max_seqlen_kv=0)
+    planned = mla_suite.plan(lengths, num_heads=heads)
     for plan in (None, planned):
         given = [*args[:6], plan]
         native(given, kwargs)

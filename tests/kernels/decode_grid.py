@@ -106,7 +106,7 @@ def check(arch: str, sample: Sample, device: torch.device = CPU) -> None:
     args, kwargs = hostile(sample, arch)
     poison(scratch.take(device, 1 << 20))
     out, lse = decode(arch, args, kwargs, device)
-    coarse = getattr(chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
+    coarse = getattr(chosen(arch, args, kwargs).supported.config, "fp8_weights", False)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs), COARSE if coarse else 2.0**-8)
 
 

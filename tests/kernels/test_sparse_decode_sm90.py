@@ -14,13 +14,18 @@ from mla_suite import archs
 from mla_suite.archs import CSRC
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
-from mla_suite.ops.combine import native as combine
-from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
-from mla_suite.ops.sparse_decode.hopper import SLOTS, STAGES, WIDTHS, HopperSparseConfig
+from mla_suite.archs.common import combine
+from mla_suite.archs.common import sparse_decode as launching
+from mla_suite.archs.sm_90 import sparse_decode as sm_90
+from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, WIDTHS, Sm90SparseConfig
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
 CONFIGS = [
-    HopperSparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]
+    Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]
 ]
 
 
@@ -42,7 +47,7 @@ def test_every_record_is_declared():
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"sparse_decode: no kernel of .* records on .*: {sentence}"):
-        HopperSparseConfig(**{"arch": H200, "record": "dsv4"} | changed)
+        Sm90SparseConfig(**{"arch": H200, "record": "dsv4"} | changed)
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
@@ -78,10 +83,10 @@ def test_what_was_built():
 
 
 def offered(monkeypatch, pools, heads=16, built=True, **changes):
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(launching, "has_kernel", lambda arch, instance: built)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
-    return native.offer(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
+    return NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
 
 
 @pytest.mark.parametrize(
@@ -131,16 +136,16 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
 )
 def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
     """Among half as many, as many and twice as many on an H200 (csrc/sm_90/sparse_decode.md)."""
-    assert hopper.splits(HopperSparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
+    assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
 
 
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:
-        assert hopper.splits(config, 128, 128, 2048) == 1
-        assert hopper.splits(config, 1, 128, 2048) > 10
-        assert hopper.splits(config, 1, 16, 40) <= 2
-        assert hopper.splits(config, 4, 16, 0) == 1
+        assert sm_90.best_splits(config, 128, 128, 2048) == 1
+        assert sm_90.best_splits(config, 1, 128, 2048) > 10
+        assert sm_90.best_splits(config, 1, 16, 40) <= 2
+        assert sm_90.best_splits(config, 4, 16, 0) == 1
 
 
 @pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])
@@ -155,14 +160,14 @@ def test_a_launch(monkeypatch, pools, mode):
         )
 
     monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: tuple(range(tensor_map.WORDS)))
-    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(launching, "bind", bind)
     monkeypatch.setattr(combine, "bind", lambda *given, **options: lambda *call: seen.update(merged=call))
     args, kwargs = problem(POOLS[pools], 6, 100)
     in_mode(mode, args, kwargs, 3)
     facts = SPARSE_DECODE.problem(*args, **kwargs)
-    config = hopper.hopper_sparse_config(facts, H200)
+    config = sm_90.config_for(facts, H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
-    native.run(config, outputs, *args, **kwargs)
+    NATIVE.run(config, outputs, *args, **kwargs)
     struct = params.load("sparse_decode_tma")
     op, instance, _, grid, threads, shared, _ = seen["given"]
     read = struct.unpack(seen["packed"])
@@ -201,7 +206,7 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         )
 
     monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: (address,) * tensor_map.WORDS)
-    monkeypatch.setattr(native, "bind", binder(launches))
+    monkeypatch.setattr(launching, "bind", binder(launches))
     monkeypatch.setattr(combine, "bind", binder(merges))
     started = None
     for turn in range(2):
@@ -215,8 +220,8 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         given = [torch.zeros(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs)]
         outputs = tuple(map(apart, given)) if copied == "out and lse" else tuple(given)
         if started is None:
-            config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*args, **kwargs), H200)
-            started = native.ready(config, outputs, *args, **kwargs)
+            config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
+            started = NATIVE.prepare(config, outputs, *args, **kwargs)
         started(outputs, *args)
         packed, named = launches[turn]
         read, merged = params.load("sparse_decode_tma").unpack(packed), params.load("combine").unpack(merges[turn][0])

@@ -41,7 +41,7 @@ def around_attention(device):
     return {
         "combine": lambda: mla_suite.combine(partial_out, partial_lse, num_splits=66),
         "combine.out": lambda: merge(partial_out, partial_lse, **options),
-        "plan": lambda: mla_suite.plan(seq_lens, rows=16, workers=128, max_seqlen_kv=4096),
+        "plan": lambda: mla_suite.plan(seq_lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=4096),
         "append_kv": lambda: mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16"),
     }
 
@@ -51,7 +51,7 @@ def attention(device):
     q = torch.randn(4, 1, 16, 576, device=device).bfloat16()
     cache, lens = torch.zeros(16, 64, 576, device=device).bfloat16(), torch.full((4,), 256, **INT32, device=device)
     table = torch.arange(16, **INT32, device=device).view(4, 4)
-    plan = mla_suite.plan(lens, rows=16, workers=128, max_seqlen_kv=256)
+    plan = mla_suite.plan(lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=256)
     call = partial(mla_suite.decode, q, cache, lens, table, softmax_scale=0.1)
     return {
         "decode": partial(call, num_splits=1),
@@ -69,7 +69,7 @@ def selection(device):
     two = [torch.zeros(4, 1, width, **INT32, device=device) for width in (128, 512)]
     lengths = [torch.full((4,), length, **INT32, device=device) for length in (100, 300)]
     keys, sink = torch.full((4,), 640, **INT32, device=device), torch.randn(64, device=device)
-    plan = mla_suite.plan(keys, rows=64, workers=128, max_seqlen_kv=640)
+    plan = mla_suite.plan(keys, num_heads=64, num_sm_parts=128, max_seqlen_kv=640)
     one = partial(mla_suite.sparse_decode, narrow, [v32], [selected], kv_formats=["v32"], softmax_scale=0.1)
     both = partial(mla_suite.sparse_decode, wide, dsv4, two, attn_sink=sink, kv_formats=["dsv4"] * 2, softmax_scale=0.1)
     return {

@@ -19,7 +19,7 @@ def emulated(weights, batch, prefill):
     task = problem(weights, batch, prefill, prefill + 8)
     layer = our_layer(weights)
     with mla_suite.emulate(ARCH) as arch, emulator.configured(collect=True) as reports, Witness() as witness:
-        plan = mla_suite.plan(task.step.seq_lens, rows=HEADS, workers=arch.compute_units, max_seqlen_kv=0)
+        plan = mla_suite.plan(task.step.seq_lens, num_heads=HEADS, num_sm_parts=arch.compute_units, max_seqlen_kv=0)
         y = layer.decode(task.x, task.kv_cache, task.step, task.cos_sin, plan=plan)
     compare(y, task.kv_cache, task, prefill)
     return reports, witness.answers

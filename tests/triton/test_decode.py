@@ -67,7 +67,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     args, kwargs = decode_sample([130, 40], heads=8, q_len=2, **FP32).make(CPU)
     expected = mla_suite.decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
-    offer = decode.offer(register.get("decode").problem(*args, **kwargs), None)
+    offer = decode.supports(register.get("decode").problem(*args, **kwargs), None)
     assert isinstance(offer, Supported)
     decode.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
@@ -80,6 +80,6 @@ def test_refusals_are_sentences() -> None:
     args, kwargs = decode_sample([30], kv_format="bf16").make(CPU)
     problem = register.get("decode").problem(*args, **kwargs)
     for change in (dict(kv_format="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
-        answer = decode.offer(problem._replace(**change), None)
+        answer = decode.supports(problem._replace(**change), None)
         assert isinstance(answer, Unsupported)
         assert ";" in answer.reason

@@ -58,7 +58,7 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
     op = register.get(name)
     args, kwargs = sample.make(torch.device("cpu"))
     if chosen is None or isinstance(chosen, ArchSpec):
-        offer = MODULES[name].offer(op.problem(*args, **kwargs), chosen)
+        offer = MODULES[name].supports(op.problem(*args, **kwargs), chosen)
         assert isinstance(offer, Supported), offer
         chosen = offer.config
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))

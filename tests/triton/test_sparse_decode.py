@@ -181,7 +181,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     kwargs = dict(kv_formats=names, softmax_scale=0.05)
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
-    offer = sparse.offer(register.get("sparse_decode").problem(*args, **kwargs), None)
+    offer = sparse.supports(register.get("sparse_decode").problem(*args, **kwargs), None)
     sparse.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
@@ -194,6 +194,6 @@ def test_refusals_are_sentences() -> None:
     args, kwargs = (q, kv_caches, indices, [None], [None]), dict(kv_formats=names, softmax_scale=0.05)
     given = register.get("sparse_decode").problem(*args, **kwargs)
     for change in (dict(head_dim_v=500), dict(head_dim_v=64, head_dim=128), dict(head_dim_v=8, head_dim=8)):
-        answer = sparse.offer(given._replace(**change), None)
+        answer = sparse.supports(given._replace(**change), None)
         assert isinstance(answer, Unsupported)
         assert ";" in answer.reason

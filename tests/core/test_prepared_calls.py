@@ -1,13 +1,13 @@
-"""A call is taken for the last one again only if nothing that an operator may look at differs."""
+"""A prepared call is used again only if nothing that an operator may look at differs."""
 
 import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, repeats
-from mla_suite.core.dispatch import Known
+from mla_suite.core import dispatch, eager
+from mla_suite.core.eager import PreparedCall
 
-KNOWN = Known(tuple, lambda *given: None, (), {})
+PREPARED = PreparedCall(tuple, lambda *given: None, (), {})
 A, B, C = torch.zeros(4, 6), torch.zeros(4, 6), torch.zeros(8)
 ROOM = torch.zeros(64)
 
@@ -19,19 +19,19 @@ class Marked(torch.Tensor):
 @pytest.fixture(autouse=True)
 def alone():
     dispatch.clear_caches()
-    KNOWN.calls.clear()
+    PREPARED.guards.clear()
     with torch.no_grad():
         yield
     dispatch.clear_caches()
 
 
 def test_an_equal_call_is_found():
-    assert repeats.find("op", (A, None, C), (1, "bf16")) is None
-    repeats.keep("op", (A, None, C), (1, "bf16"), KNOWN)
-    assert repeats.find("op", (B, None, C.clone()), (1, "bf16")) is KNOWN, "values and addresses may differ"
-    assert repeats.find("other", (A, None, C), (1, "bf16")) is None
+    assert eager.find("op", (A, None, C), (1, "bf16")) is None
+    eager.keep("op", (A, None, C), (1, "bf16"), PREPARED)
+    assert eager.find("op", (B, None, C.clone()), (1, "bf16")) is PREPARED, "values and addresses may differ"
+    assert eager.find("other", (A, None, C), (1, "bf16")) is None
     dispatch.clear_caches()
-    assert repeats.find("op", (A, None, C), (1, "bf16")) is None
+    assert eager.find("op", (A, None, C), (1, "bf16")) is None
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,15 @@ def test_an_equal_call_is_found():
     ],
 )
 def test_another_call_is_not(tensors, options):
-    repeats.keep("op", (A, None, C), (1,), KNOWN)
-    assert repeats.find("op", (A, None, C), (1,)) is KNOWN
-    assert repeats.find("op", tensors, options) is None
+    eager.keep("op", (A, None, C), (1,), PREPARED)
+    assert eager.find("op", (A, None, C), (1,)) is PREPARED
+    assert eager.find("op", tensors, options) is None
 
 
 def test_lists_are_compared_with_their_places_and_lengths():
     given = [A, B], C, [None]
-    repeats.keep("op", given, (1,), KNOWN)
-    assert repeats.find("op", ([B, A], C, [None]), (1,)) is KNOWN
+    eager.keep("op", given, (1,), PREPARED)
+    assert eager.find("op", ([B, A], C, [None]), (1,)) is PREPARED
     for other in (
         ([A], [B, C], [None]),
         ((A, B), C, [None]),
@@ -77,55 +77,55 @@ def test_lists_are_compared_with_their_places_and_lengths():
         ([A, B], C),
         ([A, B, C], []),
     ):
-        assert repeats.find("op", other, (1,)) is None
+        assert eager.find("op", other, (1,)) is None
 
 
 def test_a_cpu_that_stands_for_another_arch():
     with mla_suite.emulate("gfx942"):
-        repeats.keep("op", (A,), (), KNOWN)
-        assert repeats.find("op", (A,), ()) is KNOWN
+        eager.keep("op", (A,), (), PREPARED)
+        assert eager.find("op", (A,), ()) is PREPARED
         with mla_suite.emulate("gfx950"):
-            assert repeats.find("op", (A,), ()) is None
-    assert repeats.find("op", (A,), ()) is None
+            assert eager.find("op", (A,), ()) is None
+    assert eager.find("op", (A,), ()) is None
 
 
 def test_an_unaligned_tensor_is_left_to_the_key():
-    repeats.keep("op", (ROOM[1:],), (), KNOWN)
-    assert repeats.find("op", (ROOM[1:],), ()) is None
+    eager.keep("op", (ROOM[1:],), (), PREPARED)
+    assert eager.find("op", (ROOM[1:],), ()) is None
 
 
 def test_calls_that_take_turns_are_each_recognised():
     """Guards of a call are built once and come back with it."""
-    other = Known(tuple, lambda *given: None, (), {})
+    other = PreparedCall(tuple, lambda *given: None, (), {})
     for _ in range(3):
-        for known, tensor in ((KNOWN, A), (other, C)):
-            assert repeats.find("op", (tensor,), ()) is None
-            repeats.keep("op", (tensor,), (), known)
-            assert repeats.find("op", (tensor,), ()) is known
-        guards = [known.calls["op"].same for known in (KNOWN, other)]
-    assert [known.calls["op"].same for known in (KNOWN, other)] == guards
+        for known, tensor in ((PREPARED, A), (other, C)):
+            assert eager.find("op", (tensor,), ()) is None
+            eager.keep("op", (tensor,), (), known)
+            assert eager.find("op", (tensor,), ()) is known
+        guards = [known.guards["op"].same for known in (PREPARED, other)]
+    assert [known.guards["op"].same for known in (PREPARED, other)] == guards
 
 
 def test_guards_that_a_changed_state_of_the_dispatcher_outdates_are_built_anew():
     with torch.inference_mode():
         made = torch.zeros(4, 6)
-        repeats.keep("op", (made,), (), KNOWN)
-        assert repeats.find("op", (made,), ()) is KNOWN
+        eager.keep("op", (made,), (), PREPARED)
+        assert eager.find("op", (made,), ()) is PREPARED
     for _ in range(2):
-        assert repeats.find("op", (A,), ()) is None, "no inference tensor"
-        repeats.keep("op", (A,), (), KNOWN)
-        if repeats.find("op", (A,), ()) is KNOWN:
+        assert eager.find("op", (A,), ()) is None, "no inference tensor"
+        eager.keep("op", (A,), (), PREPARED)
+        if eager.find("op", (A,), ()) is PREPARED:
             return
     pytest.fail("never recognised")
 
 
 def test_without_torchs_guards_the_key_decides(monkeypatch):
-    monkeypatch.setattr(repeats, "_Guards", None)
+    monkeypatch.setattr(eager, "_Guards", None)
     partials = torch.randn(6, 4, 128), torch.randn(6, 4)
     right = torch.ops.mla_suite.combine(*partials, num_splits=3)
     for _ in range(3):
         assert all(map(torch.equal, mla_suite.combine(*partials, num_splits=3), right))
-    assert not repeats._last
+    assert not eager._last
 
 
 def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
@@ -137,7 +137,7 @@ def test_outputs_of_the_caller_are_checked_after_equal_calls_too():
         outputs = torch.empty(2, 4, 128), lse
         merge(*partials, num_splits=3, out_dtype=torch.float32, out=outputs[0], lse=lse)
         assert all(map(torch.equal, outputs, right))
-    assert "combine.out" in repeats._last
+    assert "combine.out" in eager._last
     strided = torch.empty(2, 4, 256)[..., :128]
     merge(*partials, num_splits=3, out_dtype=torch.float32, out=strided, lse=lse)
     assert torch.equal(strided, right[0])

@@ -1,10 +1,10 @@
-"""Public functions pass torch's dispatcher by only where nobody could notice."""
+"""Public functions skip torch's dispatcher only where nobody could notice."""
 
 import gc
 import warnings
 import weakref
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.core import allocation, dispatch, faces, register
+from mla_suite.core import dispatch, eager, register
+from mla_suite.core.op import Output
 
 COMBINE = torch.ops.mla_suite.combine.default
 
@@ -35,14 +36,24 @@ def partials():
 
 @pytest.fixture
 def short(monkeypatch, partials):
-    """Names of the operators that were called the short way."""
-    taken = []
+    """Names of the operators that were called without the dispatcher."""
+    taken, through = [], []
+    slow, call_of = eager._through_dispatcher, eager.call
 
-    def complete(op, *given):
-        taken.append(op.name)
-        return library.complete(op, *given)
+    def dispatched(op, *given):
+        through.append(op.name)
+        return slow(op, *given)
 
-    monkeypatch.setattr(faces, "library", SimpleNamespace(complete=complete))
+    def noted(op, *given):
+        before = len(through)
+        try:
+            return call_of(op, *given)
+        finally:
+            if not eager.is_dynamo_compiling() and len(through) == before:
+                taken.append(op.name)
+
+    monkeypatch.setattr(eager, "_through_dispatcher", dispatched)
+    monkeypatch.setattr(eager, "call", noted)
     return taken
 
 
@@ -96,7 +107,7 @@ def test_every_operator_with_a_short_way_takes_it(short):
             args, kwargs = op.samples()[0].make(torch.device("cpu"))
             for _ in range(2):
                 getattr(mla_suite, name)(*args, **kwargs)
-    assert set(short) == {"append_kv", "combine", "plan", "decode", "sparse_decode"}
+    assert set(short) == set(register.registry())
 
 
 def test_a_dispatch_mode_sees_the_operator(short, partials):
@@ -197,7 +208,8 @@ def test_gradients_are_refused_as_ever(short, partials):
         with pytest.raises(RuntimeError, match="combine has no backward"):
             out.sum().backward()
         call(*partials)
-    assert short == [], "with gradients on, the dispatcher looks at every tensor"
+    assert short == ["combine"], "of the call whose tensors ask for no gradient"
+    short.clear()
     assert not call(needs, partials[1])[0].requires_grad
     assert short == ["combine"]
 
@@ -283,16 +295,16 @@ def test_nothing_of_a_call_is_kept():
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
 def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
-    outputs = [library.Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
+    outputs = [Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
     device = torch.device("cpu")
-    for made in (allocation.allocator(outputs, device)(), allocation.empty(outputs, device)):
+    for made in (eager.allocator(outputs, device)(), eager.empty(outputs, device)):
         for tensor, (_, dtype) in zip(made, outputs, strict=True):
             right = torch.empty(shape, dtype=dtype)
             assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
             assert tensor.is_contiguous()
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
-    assert allocation.allocator([], device)() == ()
+    assert [tensor.shape for tensor in eager.allocator(outputs, device)()] == [shape] * 3
+    assert eager.allocator([], device)() == ()
 
 
 def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
@@ -300,11 +312,11 @@ def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
     entry = torch._C._dynamo.guards._empty_strided_cpu
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *spec: made.append(spec) or entry(*spec))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    monkeypatch.setattr(allocation, "empty", lambda outputs, device: (device,))
-    outputs = [library.Output((2, 3), torch.float32)]
-    assert allocation.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
+    monkeypatch.setattr(eager, "empty", lambda outputs, device: (device,))
+    outputs = [Output((2, 3), torch.float32)]
+    assert eager.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
     assert made == []
-    (tensor,) = allocation.allocator(outputs, torch.device("cuda", 1))()
+    (tensor,) = eager.allocator(outputs, torch.device("cuda", 1))()
     assert tensor.shape == (2, 3)
     assert made == [((2, 3), (3, 1), torch.float32)]
 
@@ -324,3 +336,68 @@ def test_the_short_way_on_a_gpu(short, partials):
         tensor.normal_()
     graph.replay()
     assert all(map(torch.equal, captured, COMBINE(*given, num_splits=3, out_dtype=torch.float32)))
+
+
+# Ways of calling that look as if they left the fast path
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(1), np.float64(1), np.int64(1)])
+def test_numbers_of_other_kinds_take_the_short_way(short, scale):
+    """An int for a float and NumPy's numbers are what their value is; the schema's own kind is not needed."""
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    kwargs |= {"softmax_scale": 1.0}
+    with torch.no_grad():
+        want = mla_suite.decode(*args, **kwargs)
+        short.clear()
+        for _ in range(3):
+            found = mla_suite.decode(*args, **kwargs | {"softmax_scale": scale})
+            assert all(map(torch.equal, found, want))
+    assert short == ["decode"] * 3
+
+
+def test_numpys_integers_take_the_short_way(short, partials):
+    want = call(*partials)
+    short.clear()
+    for _ in range(3):
+        assert all(map(torch.equal, call(*partials, num_splits=np.int32(3)), want))
+    assert short == ["combine"] * 3
+
+
+@pytest.mark.parametrize("wrong", [3.0, "3", None])
+def test_numbers_that_torch_refuses_are_refused(partials, wrong):
+    for _ in range(2):
+        with pytest.raises((RuntimeError, TypeError)):
+            call(*partials, num_splits=wrong)
+
+
+def test_a_default_device_takes_the_short_way(short, partials):
+    want = call(*partials)
+    short.clear()
+    torch.set_default_device("cpu")
+    try:
+        for _ in range(2):
+            assert all(map(torch.equal, call(*partials), want))
+        with Functions():
+            call(*partials)
+    finally:
+        torch.set_default_device(None)
+    assert short == ["combine"] * 2, "a mode on top of the default device still sees the operator"
+
+
+def test_gradients_that_nobody_asks_for_take_the_short_way(short, partials):
+    with torch.enable_grad():
+        for _ in range(3):
+            out, _ = call(*partials)
+            assert not out.requires_grad
+    assert short == ["combine"] * 3
+    with torch.enable_grad():
+        assert call(partials[0].clone().requires_grad_(), partials[1])[0].requires_grad
+    assert short == ["combine"] * 3
+
+
+def test_calls_through_torch_ops_are_recognised(partials):
+    """What Inductor's code calls finds the prepared call by the same guards, behind the dispatcher."""
+    for _ in range(3):
+        COMBINE(*partials, num_splits=3, out_dtype=torch.float32)
+    prepared = eager._last["combine.default"].prepared
+    assert prepared is eager._last["combine"].prepared
