@@ -23,7 +23,8 @@ import mla_suite
 from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
-from mla_suite.ops.combine import COMBINE, config, native
+from mla_suite.archs.common import combine_config as config
+from mla_suite.ops.combine import COMBINE, CombineArgs
 from mla_suite.ops.combine import triton as triton_kernel
 from mla_suite.testing import Exact, assert_close
 
@@ -82,7 +83,9 @@ def runners(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
         fixed = config.invariant(arch, HEAD_DIM_V)
         yield (
             "general",
-            lambda turn: native.run(fixed, (turn.out, turn.lse), turn.partial_out, turn.partial_lse, num_splits=splits),
+            lambda turn: COMBINE.backends[0].run(
+                fixed, (turn.out, turn.lse), CombineArgs(turn.partial_out, turn.partial_lse, num_splits=splits)
+            ),
             True,
         )
     options = dict(num_splits=splits, out_dtype=torch.bfloat16)

@@ -31,7 +31,9 @@ from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import PLAN, Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
-from mla_suite.ops.decode import DECODE, hopper
+from mla_suite.archs.sm_90.costs import best_splits
+from mla_suite.archs.sm_90.tile import BLOCK_N
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan, Word
 from mla_suite.testing import exact_decode
@@ -139,14 +141,13 @@ def unplanned_cuts(row: Row, q: torch.Tensor) -> int:
     """Cuts per sequence that decode makes where it is given no plan."""
     arch = dispatch.arch_of(q)
     assert arch is not None
-    return hopper.cuts(arch, "tma", row.batch, row.heads * row.q_len, -(-max(row.lens()) // hopper.KEYS))
+    return best_splits(arch, "tma", row.batch, row.heads * row.q_len, -(-max(row.lens()) // BLOCK_N))
 
 
 def with_plan(turn: Call, rows: int) -> Call:
     """The same call with the plan that a user makes for it."""
     lens = turn.args[2]
-    workers = mla_suite.workers(lens, rows)
-    plan = mla_suite.plan(lens, rows=rows, workers=workers, max_seqlen_kv=turn.kwargs["max_seqlen_kv"])
+    plan = mla_suite.plan(lens, num_heads=rows, max_seqlen_kv=turn.kwargs["max_seqlen_kv"])
     return turn._replace(args=(*turn.args[:PLAN], plan, *turn.args[PLAN + 1 :]))
 
 

@@ -23,9 +23,9 @@ from by_shape import wanted
 from mla_suite.bench import clock, inputs, noise, runners, sets
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.inputs import Call
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.ops.decode.tiles import Tile
+from mla_suite.core import dispatch, register
+from mla_suite.core.dispatch import Backend, Supported
+from mla_suite.ops.decode.triton_config import Tile
 
 EFFORT = Effort(rounds=3, passes=1)
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.02)
@@ -86,12 +86,12 @@ ROWS = (
 
 def measure(row: Row, planned: bool, others: bool) -> str:
     case = sets.decode(row.batch, row.heads, row.kv_len, row.q_len, planned=planned)
-    op, device = library.get("decode"), torch.device("cuda")
+    op, device = register.get("decode"), torch.device("cuda")
     call = inputs.make(case, device)
     backend = next(each for each in op.backends if each.name == "triton")
     problem = op.problem(*call.args, **call.kwargs)
-    offer = backend.offer(problem, dispatch.arch_of(call.args[0]))
-    if not isinstance(offer, Offer):
+    offer = backend.supports(problem, dispatch.arch_of(call.args[0]))
+    if not isinstance(offer, Supported):
         return f"{row.name:18} {offer.reason}"
     runner = runners.configured(op, backend, offer.config, offer.reason)
     assert runner.run is not None
@@ -108,7 +108,7 @@ def measure(row: Row, planned: bool, others: bool) -> str:
 
 def alternatives(row: Row, backend: Backend, turns: list[Call]) -> Iterator[tuple[str, float]]:
     """Tile rows / cuts, and microseconds, fastest five first by name of the tile."""
-    op, rows = library.get("decode"), row.heads * row.q_len
+    op, rows = register.get("decode"), row.heads * row.q_len
     found: list[tuple[float, str]] = []
     for tile in (Tile(16, 64, 8, 5), Tile(32, 64, 8, 5), Tile(64, 64, 8, 2)):
         if tile.rows > 16 and tile.rows >= 2 * rows:

@@ -28,7 +28,7 @@ from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
+from mla_suite.core import register
 
 ROUNDS = 8
 
@@ -41,7 +41,7 @@ def ceilings(device: torch.device, request: pytest.FixtureRequest) -> floors.Flo
 
 def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> tuple[Runner, Call]:
     """A backend whose result is right, and the call. Skips what the backend does not take."""
-    op = library.get(case.op)
+    op = register.get(case.op)
     call = inputs.make(case, device)
     runner = next(runners.backends(op, call, [backend], device), None)
     if runner is None or runner.refusal is not None:

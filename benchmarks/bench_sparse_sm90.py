@@ -26,7 +26,8 @@ from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
-from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper
+from mla_suite.archs.sm_90 import sparse_decode as sm_90
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import attention
 
 CUDA = torch.device("cuda")
@@ -158,8 +159,8 @@ def prepare(row: Row) -> Work:
     check(first, *operator_call(SPARSE_DECODE, first))
     arch = dispatch.arch_of(first.args[0])
     assert arch is not None
-    config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*first.args, **first.kwargs), arch)
-    return Work(turns, hopper.splits(config, row.batch, row.heads, row.keys), row.bytes, row.flops)
+    config = sm_90.config_for(SPARSE_DECODE.problem(*first.args, **first.kwargs), arch)
+    return Work(turns, sm_90.best_splits(config, row.batch, row.heads, row.keys), row.bytes, row.flops)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_step.py [--op plan|append_kv]
 
-plan: for 1 to 512 sequences, 16 and 128 query rows each, workers as `mla_suite.workers` says. `warm` is plan after plan
+plan: for 1 to 512 sequences, 16 and 128 query rows each, SM parts as the device has. `warm` is plan after plan
 by replay of a CUDA graph. `cold` is what plan adds behind a kernel that reads more than the L2 holds, so that lengths,
 instructions and the plan's memory come from HBM. The goals are 4 us for one sequence and 6 us for 128, cold.
 
@@ -25,11 +25,12 @@ from mla_suite.bench import inputs, stream_kernel
 from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import Call, rotation
 from mla_suite.bench.noise import median
-from mla_suite.core import library
-from mla_suite.core.library import Op, Sample
+from mla_suite.core import register
+from mla_suite.core.op import Op, Sample
 from mla_suite.launch.device import compute_units
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.plan.samples import sample as plan_sample
+from mla_suite.ops.plan import sm_parts
 
 BATCHES = (1, 8, 32, 128, 512)
 TOKENS = (1, 128, 8192, 65536)
@@ -79,12 +80,12 @@ def plan_case(batch: int, rows: int, device: torch.device) -> Sample:
     generator = torch.Generator().manual_seed(batch)
     lens = torch.randint(1, LONGEST + 1, (batch,), generator=generator)
     lens[0] = LONGEST
-    workers = mla_suite.workers(torch.empty(0, device=device), rows)
-    return plan_sample(lens.tolist(), rows=rows, workers=workers, max_seqlen_kv=LONGEST)
+    workers = sm_parts(torch.empty(0, device=device), rows)
+    return plan_sample(lens.tolist(), num_heads=rows, num_sm_parts=workers, max_seqlen_kv=LONGEST)
 
 
 def show_plan(device: torch.device) -> None:
-    op = library.get("plan")
+    op = register.get("plan")
     print("plan                     warm us   cold us")
     for rows in (16, 128):
         for batch in BATCHES:
@@ -100,7 +101,7 @@ def show_plan(device: torch.device) -> None:
 
 
 def show_append(device: torch.device) -> None:
-    op = library.get("append_kv")
+    op = register.get("append_kv")
     print("append_kv                     us      GB/s   copy us   ratio")
     for tokens in TOKENS:
         sample = append_sample(tokens, "bf16", rope=True)

@@ -22,7 +22,7 @@ from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
-from mla_suite.core.library import Op
+from mla_suite.core.op import Op
 from mla_suite.testing import Exact, ulp
 
 

@@ -19,10 +19,10 @@ from rich.progress import track
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import Arch
-from mla_suite.ops.decode import prepare
-from mla_suite.ops.decode.crossover import FORMAT
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common.decode import MIN_SPLIT
+from mla_suite.archs.common.decode_table import FORMAT
 from mla_suite.ops.decode.samples import decode_sample
 
 KINDS = {
@@ -33,7 +33,7 @@ KINDS = {
 ROWS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
-STEP, LONGEST = prepare.SHORTEST_CUT, 1 << 15  # keys: between its multiples cuts are uneven
+STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples cuts are uneven
 
 
 @cache
@@ -51,16 +51,16 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
     return max(long.matrix - short.matrix, long.valu - short.valu, long.lds_128 - short.lds_128) / 1024
 
 
-def bound(arch: Arch, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
+def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
     tiles = -(-rows // tile)
-    cuts = max(1, min(arch.compute_units // (batch * tiles), context // prepare.SHORTEST_CUT))
+    cuts = max(1, min(arch.compute_units // (batch * tiles), context // MIN_SPLIT))
     turns = -(-batch * tiles * cuts // arch.compute_units)
     nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
     memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s
     return max(memory, turns * unit_clocks(kind, tile) * -(-context // cuts))
 
 
-def limits(arch: Arch, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
+def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
     """(context, tile): up to this context, the tile has the lowest bound; ends where one tile for all rows does."""
     best = 0
     for context in range(STEP, LONGEST + 1, STEP):

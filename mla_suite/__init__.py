@@ -20,9 +20,8 @@ if importlib.util.find_spec("torch") is not None:
     from mla_suite.core.debug import debug as debug
     from mla_suite.core.explain import explain as explain
     from mla_suite.launch import emulate as emulate
-    from mla_suite.ops import append_kv as append_kv
-    from mla_suite.ops import combine as combine
-    from mla_suite.ops import decode as decode
-    from mla_suite.ops import plan as plan
-    from mla_suite.ops import sparse_decode as sparse_decode
-    from mla_suite.ops import workers as workers
+    from mla_suite.ops.append_kv import append_kv as append_kv
+    from mla_suite.ops.combine import combine as combine
+    from mla_suite.ops.decode import decode as decode
+    from mla_suite.ops.plan import plan as plan
+    from mla_suite.ops.sparse_decode import sparse_decode as sparse_decode

@@ -145,11 +145,11 @@ def test_demo_fails_where_a_kernel_did_not_run(
     monkeypatch.setattr(demo_layers, "GPU_MODE_BATCHES", (1,))
     monkeypatch.setattr(demo_layers, "GPU_MODE_PREFILLS", (16,))
     monkeypatch.setattr(decode_native, "has_kernel", lambda arch, instance: False)
-    dispatch.forget()
+    dispatch.clear_caches()
     try:
         assert main(["demo", "--emulate", "gfx942"]) == 1
     finally:
-        dispatch.forget()
+        dispatch.clear_caches()
     printed = " ".join(capsys.readouterr().out.split())
     assert "decode must run native on gfx942, and reference ran it" in printed
     assert "is not built for gfx942; run `python -m mla_suite build`" in printed
@@ -233,11 +233,11 @@ def test_emulate_fails_on_a_wrong_number(
     monkeypatch.setattr(KernelEntry, "read_text", lambda entry: whole(entry).replace(*instruction))
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
-    dispatch.forget()
+    dispatch.clear_caches()
     try:
         assert main(["emulate", op]) == 1
     finally:
-        dispatch.forget()
+        dispatch.clear_caches()
     printed = capsys.readouterr()
     assert "sanitizer: no findings" in printed.out
     assert printed.err.startswith(f"emulate: {sentence}")
@@ -254,11 +254,11 @@ def test_emulate_prints_findings_with_their_source_lines(
     monkeypatch.setattr(KernelEntry, "read_text", without_a_barrier)
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
-    dispatch.forget()  # calls made ready with the whole kernel, and after the test with the other
+    dispatch.clear_caches()  # calls made ready with the whole kernel, and after the test with the other
     try:
         assert main(["emulate", "combine"]) == 1
     finally:
-        dispatch.forget()
+        dispatch.clear_caches()
     printed = capsys.readouterr().out
     assert re.search(
         r"lds_race: combine_\S+: `ds_read.*` at \S*csrc/common/combine.hpp:\d+: wave \d+ touched the same", printed

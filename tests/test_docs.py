@@ -59,7 +59,7 @@ def blocks(page: Path) -> list[Block]:
 def test_a_guide_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "tuned"))
-    tuning.forget()
+    tuning.clear_cache()
     torch._dynamo.reset()
     for sign, package, extra in (("from transformers", "transformers", "hf"), ("--html", "matplotlib", "bench")):
         if sign in page.read_text():

@@ -19,11 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import mla_suite
-from mla_suite.core import library
+from mla_suite.core import register
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table, slots
 
 CPU = torch.device("cpu")
-OPERATORS = library.registry().values()
+OPERATORS = register.registry().values()
 # Packages here are small: the compiler's time is the test's, and precompiled headers cost more than they save.
 QUICK = {
     "aot_inductor.compile_wrapper_opt_level": "O0",
@@ -94,7 +94,7 @@ class Step5(torch.nn.Module):
     def forward(self, q, kv_c, k_pe, kv_cache, slot_mapping, block_table, seq_lens, indices):
         ops = torch.ops.mla_suite
         ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, kv_format="bf16")
-        plan = ops.plan(seq_lens, rows=q.shape[1] * q.shape[2], workers=4, max_seqlen_kv=0)
+        plan = ops.plan(seq_lens, num_heads=q.shape[1] * q.shape[2], num_sm_parts=4, max_seqlen_kv=0)
         dense, lse = ops.decode(q, kv_cache, seq_lens, block_table, plan=plan, softmax_scale=0.05)
         chosen, chosen_lse = ops.sparse_decode(
             q, [kv_cache], [indices], [None], [None], kv_formats=["bf16"], softmax_scale=0.05
@@ -207,6 +207,6 @@ def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):
     torch.export.save(program, tmp_path / "step.pt2")
     loaded = torch.export.load(tmp_path / "step.pt2")
     targets = {str(node.target) for node in loaded.graph.nodes if "mla_suite" in str(node.target)}
-    assert {target.split(".")[1] for target in targets} == set(library.registry()), targets
+    assert {target.split(".")[1] for target in targets} == set(register.registry()), targets
     own, other = step5_inputs(3, 4), step5_inputs(3, 4)
     assert equal(loaded.module()(*own), Step5()(*other))

@@ -71,8 +71,7 @@ def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
                 if child.module and child.module.split(".")[0] == "mla_suite":
                     for alias in child.names:
                         inner = f"{child.module}.{alias.name}"
-                        # `from mla_suite.ops import decode` is the function that the package binds, not the folder.
-                        found.add(inner if inner in MODULES and child.module != "mla_suite.ops" else child.module)
+                        found.add(inner if inner in MODULES else child.module)
             elif isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
                 continue
             elif not (at_import_only and isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)):
@@ -151,7 +150,7 @@ sys.meta_path.insert(0, Missing())
 import torch
 import mla_suite
 lens = torch.tensor([3], dtype=torch.int32)
-mla_suite.plan(lens, rows=1, workers=1, max_seqlen_kv=3)
+mla_suite.plan(lens, num_heads=1, num_sm_parts=1, max_seqlen_kv=3)
 table, q, cache = lens[None] * 0, torch.ones(1, 1, 2, 8), torch.ones(1, 4, 8)
 out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=1.0, head_dim_v=8, kv_format="fp32")
 print(out.sum().item())
@@ -167,8 +166,20 @@ import sys
 sys.path.insert(0, ".")
 import importlib.util
 assert importlib.util.find_spec("torch") is None
-import mla_suite, mla_suite.core.arch, mla_suite.kv_formats, mla_suite.core.tuning, mla_suite.build
+import mla_suite, mla_suite.archs, mla_suite.kv_formats, mla_suite.core.tuning, mla_suite.build
 assert not hasattr(mla_suite, "decode")
-print(mla_suite.core.arch.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
+print(mla_suite.archs.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
 """
     assert run(code, "-S", "-P").startswith("gfx950")
+
+
+def test_a_module_is_reached_by_its_name():
+    """The package binds functions, its folders stay modules: `mla_suite.ops.decode` has reference, samples and checks."""
+    code = """
+import mla_suite
+import mla_suite.ops.decode as module
+assert module.reference.__name__ == "mla_suite.ops.decode.reference", module
+assert mla_suite.decode is module.decode
+print(mla_suite.ops.combine.__name__)
+"""
+    assert run(code).startswith("mla_suite.ops.combine")

@@ -11,11 +11,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 import mla_suite  # noqa: F401  registers the operators
-from mla_suite.core import library
+from mla_suite.core import register
 
 CPU = torch.device("cpu")
-SAMPLES = [(op, sample) for op in library.registry().values() for sample in op.samples()]
-FIRST = [(op, op.samples()[0]) for op in library.registry().values()]
+SAMPLES = [(op, sample) for op in register.registry().values() for sample in op.samples()]
+FIRST = [(op, op.samples()[0]) for op in register.registry().values()]
 BACKWARD = "has no backward: it is an inference operator; detach its inputs or use torch.no_grad()"
 
 
@@ -172,7 +172,7 @@ def test_samples_make_fresh_arguments_and_know_their_cost(op, sample):
     assert sample.flops >= 0
 
 
-@pytest.mark.parametrize("op", library.registry().values(), ids=library.registry())
+@pytest.mark.parametrize("op", register.registry().values(), ids=register.registry())
 def test_record_matches_torch(op):
     assert packet(op).default._schema == torch._C.parse_schema(op.qualname + op.schema)
     names = [sample.name for sample in op.samples()]
@@ -189,4 +189,4 @@ def test_record_matches_torch(op):
 
 def test_an_operator_is_registered_once():
     with pytest.raises(ValueError, match="operator combine is already registered"):
-        library.register(library.get("combine"))
+        register.register(register.get("combine"))

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
+from mla_suite import archs as arch_records
+from mla_suite.archs import ArchSpec
 from mla_suite.bench import extrapolation, inputs
 from mla_suite.bench.extrapolation import CPU, Counted
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
 from mla_suite.bench.runners import fp8_weights
 from mla_suite.bench.sets import Case
-from mla_suite.core import arch as arch_records
-from mla_suite.core import dispatch, library
-from mla_suite.core.arch import Arch
+from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Choice
-from mla_suite.core.library import Op
+from mla_suite.core.op import Op
 from mla_suite.emulator import Report, SanitizerError
 from mla_suite.launch import LaunchError, emulate
 
@@ -39,14 +39,14 @@ def count(case: Case, arch: str) -> Result:
             f"{WHOLE_FLOPS:.0e}, and with a plan (--plan with) at any size"
         )
         return found
-    record, op = arch_records.get(arch), library.get(case.op)
+    record, op = arch_records.get(arch), register.get(case.op)
     with emulate(arch):
         call = inputs.make(case, CPU) if whole else extrapolation.one_pool(case)
         choice = dispatch.choose(case.op, op.backends, op.problem(*call.args, **call.kwargs), record, "cpu")
         if choice.backend.name != "native":
             found.failure = dict(choice.refused).get("native", f"{case.op} has no kernel of its own for {arch}")
             return found
-        found.config, found.reason = str(choice.offer.config), choice.offer.reason
+        found.config, found.reason = str(choice.supported.config), choice.supported.reason
         try:
             counted = _whole(case, op, call, choice) if whole else _extrapolated(case, call, choice, arch)
         except LaunchError as error:
@@ -61,7 +61,7 @@ def count(case: Case, arch: str) -> Result:
     return found
 
 
-def clocks(reports: Sequence[Report], arch: Arch) -> dict[str, float]:
+def clocks(reports: Sequence[Report], arch: ArchSpec) -> dict[str, float]:
     """Clocks of a compute unit by resource, for launches that are spread evenly over all of the chip's."""
     parts = [report.bound(arch) for report in reports]
     totals = {
@@ -83,12 +83,12 @@ def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
     reports, outputs = extrapolation.launches(op, _runner(choice), call)
     written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
-    bound = right.fp8_weights if fp8_weights(choice.offer.config) else None
+    bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
     return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
 
 
 def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:
-    config, run = choice.offer.config, _runner(choice)
+    config, run = choice.supported.config, _runner(choice)
     if case.op == "decode":
         return extrapolation.planned_decode(case, call, run, (arch, str(config)), fp8_weights(config))
     waves = config.threads // arch_records.get(arch).wavefront
@@ -97,7 +97,7 @@ def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:
 
 def _runner(choice: Choice) -> extrapolation.Run:
     def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        choice.backend.run(choice.offer.config, outputs, *call.args, **call.kwargs)
+        choice.backend.run(choice.supported.config, outputs, *call.args, **call.kwargs)
 
     return run
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 import mla_suite
 from mla_suite import testing
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
-from mla_suite.core.library import Op
+from mla_suite.core import register
+from mla_suite.core.op import Op
 
 PLAN = 11  # decode's positional argument
 EXACT_BYTES = 8 << 20
@@ -109,7 +109,7 @@ class Right(NamedTuple):
 
 def expected(case: Case, call: Call) -> Right:
     """The right result of a call: in fp64 where that is quick, or needed because the queries are fp8."""
-    op = library.get(case.op)
+    op = register.get(case.op)
     fp8 = case.op == "decode" and call.args[0].element_size() == 1
     if case.op == "decode" and (fp8 or case.sample.bytes <= EXACT_BYTES):
         if case.sample.bytes <= EXACT_BYTES:

@@ -14,7 +14,7 @@ from mla_suite.bench.record import Result
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.runners import backends as runners_of
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
+from mla_suite.core import register
 
 CPU_FLOPS = 2 * 10**9
 """Larger cases are not timed on a CPU: the reference takes a tenth of a second for so many, and is called 30 times."""
@@ -102,7 +102,7 @@ def _case(
     found: dict[tuple[str, str, str], Result],
     first: bool,
 ) -> Iterable[Result]:
-    op = library.get(case.op)
+    op = register.get(case.op)
     shape = (dict(case.facts), case.sample.bytes, case.sample.flops)
     if device.type == "cpu" and case.sample.flops > CPU_FLOPS:
         sentence = f"a CPU takes minutes for {case.sample.flops:.1e} operations; calls up to {CPU_FLOPS:.0e} are timed"

@@ -12,8 +12,8 @@ import torch
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.core import dispatch
-from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.core.library import Op
+from mla_suite.core.dispatch import Backend, Supported
+from mla_suite.core.op import Op
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -59,8 +59,8 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
             refusal = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
             yield Runner(backend.name, refusal=refusal)
             continue
-        offer = backend.offer(problem, arch)
-        if isinstance(offer, Offer):
+        offer = backend.supports(problem, arch)
+        if isinstance(offer, Supported):
             made = configured(op, backend, offer.config, offer.reason)
             # Users reach what dispatch prefers through the operator; the others only by a direct call.
             eager = (lambda call: operator(*call.args, **call.kwargs)) if backend is chosen else made.run

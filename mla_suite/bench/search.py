@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from mla_suite.archs import ArchSpec
 from mla_suite.bench import clock, inputs, noise, runners
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.inputs import Call, Right
 from mla_suite.bench.noise import Verdict
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
-from mla_suite.core import library
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer
-from mla_suite.core.space import Space
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported
+from mla_suite.core.tuning import SearchSpace
 
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)
 THOROUGH = Effort(rounds=2, passes=4)
@@ -28,12 +28,12 @@ FINALISTS = 3
 Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
-def spaces(op: str) -> Mapping[str, Space]:
+def spaces(op: str) -> Mapping[str, SearchSpace]:
     """What can be tuned about an operator, by backend; empty when nothing can."""
     module = f"mla_suite.ops.{op}.search"
     if find_spec(module) is None:
         return {}
-    found: Mapping[str, Space] = import_module(module).SPACES
+    found: Mapping[str, SearchSpace] = import_module(module).SPACES
     return found
 
 
@@ -80,21 +80,21 @@ def on_device(runner: Runner, turns: Sequence[Call], effort: Effort) -> list[flo
 def search(
     case: Case,
     backend_name: str,
-    space: Space,
-    arch: Arch,
+    space: SearchSpace,
+    arch: ArchSpec,
     device: torch.device,
     timer: Timer = on_device,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Outcome:
     """Try every candidate on one shape. ValueError when the backend does not take the shape, or is wrong as it is."""
-    op = library.get(case.op)
+    op = register.get(case.op)
     call = inputs.make(case, device)
     problem = op.problem(*call.args, **call.kwargs)
     backend = next((b for b in op.backends if b.name == backend_name), None)
     if backend is None:
         raise ValueError(f"{case.op} has no backend {backend_name!r}; it has {', '.join(b.name for b in op.backends)}")
-    offer = backend.offer(problem, arch)
-    if not isinstance(offer, Offer):
+    offer = backend.supports(problem, arch)
+    if not isinstance(offer, Supported):
         raise ValueError(f"{case.id}: {backend_name} does not take it: {offer.reason}")
     right = inputs.expected(case, call)
     turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
@@ -131,10 +131,10 @@ def search(
 
 
 def _baseline(
-    op: library.Op,
+    op: Op,
     tuned: str,
     problem: Any,
-    arch: Arch,
+    arch: ArchSpec,
     call: Call,
     turns: Sequence[Call],
     right: Right,
@@ -146,15 +146,15 @@ def _baseline(
     for backend in op.backends:
         if backend.name in (tuned, "reference") or device.type not in backend.devices:
             continue
-        offer = backend.offer(problem, arch)
-        if isinstance(offer, Offer):
+        offer = backend.supports(problem, arch)
+        if isinstance(offer, Supported):
             runner = runners.configured(op, backend, offer.config, offer.reason)
             runner.error(call, right)
             times.append((backend.name, noise.median(timer(runner, turns, BRIEF))))
     return min(times, key=lambda entry: entry[1]) if times else None
 
 
-def cells(outcome: Outcome, space: Space, arch: Arch, environment: Mapping[str, Any]) -> dict[str, object]:
+def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Mapping[str, Any]) -> dict[str, object]:
     """The row of an outcome's best configuration, with its provenance. ValueError when that cannot be given."""
     if not environment["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mla_suite.core import library
-from mla_suite.core.library import Sample
+from mla_suite.core import register
+from mla_suite.core.op import Sample
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
@@ -181,7 +181,7 @@ def _counted() -> list[Case]:
     narrow += [decode(1, 16, 1024, kv_format="fp8_fnuz"), decode(1, 128, 600, **fnuz)]
     selected = [sparse(1, heads, 1, [PoolShape("v32", 16, 64, 512)]) for heads in (16, 128)]
     selected += [sparse(1, 64, 2, [PoolShape("dsv4", 4, 64, 128), PoolShape("dsv4", 8, 64, 256)], sink=True)]
-    others = [Case(op, made, {}) for op in ("plan", "append_kv") for made in library.get(op).samples()]
+    others = [Case(op, made, {}) for op in ("plan", "append_kv") for made in register.get(op).samples()]
     return [*dense, *narrow, *selected, combine(4, 16, 8), combine(64, 16, 4), *others]
 
 

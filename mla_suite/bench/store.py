@@ -44,8 +44,8 @@ def write(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, obje
         _replace(form, table, path, text)
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
-    tuning.forget()
-    dispatch.forget()
+    tuning.clear_cache()
+    dispatch.clear_caches()
 
 
 def _replace(form: Format, table: str, path: Path, text: str) -> None:

@@ -25,8 +25,8 @@ from mla_suite.build import (
 from mla_suite.build.errors import BuildError, ObjectError
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
-from mla_suite.core import arch as arch_records
-from mla_suite.core.arch import CSRC
+from mla_suite import archs as arch_records
+from mla_suite.archs import CSRC
 
 
 def build(

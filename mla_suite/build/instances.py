@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_suite.core import arch as arch_records
-from mla_suite.core.arch import CSRC, Arch
+from mla_suite import archs as arch_records
+from mla_suite.archs import CSRC, ArchSpec
 
 Constants = Mapping[str, "int | str"]
 
@@ -38,7 +38,7 @@ class Instance:
     assuming that no operand is NaN.
     """
 
-    arch: Arch
+    arch: ArchSpec
     kernel: str
     id: str
     symbol: str

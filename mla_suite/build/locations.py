@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mla_suite.build.errors import BuildError, ObjectError
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"

@@ -13,7 +13,7 @@ from mla_suite.build import locations
 from mla_suite.build.errors import ObjectError
 from mla_suite.build.locations import MANIFEST, read_trusted, sha256
 from mla_suite.build.report import Loop
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 
 SCHEMA = 2
 

@@ -18,8 +18,8 @@ from mla_suite import emulator
 from mla_suite.cli.demo_layers import Part, parts
 from mla_suite.cli.emulate import launch_record
 from mla_suite.cli.support import serving
-from mla_suite.core import library
-from mla_suite.core.arch import Arch
+from mla_suite.core import register
+from mla_suite.archs import ArchSpec
 from mla_suite.core.explain import Explanation
 from mla_suite.launch import current_arch
 
@@ -86,7 +86,7 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
     }
 
 
-def _shown(part: Part, arch: Arch, tell: Callable[[str], None], done: Callable[[], None]) -> dict[str, Any]:
+def _shown(part: Part, arch: ArchSpec, tell: Callable[[str], None], done: Callable[[], None]) -> dict[str, Any]:
     tell("reference")
     expected = part.step()
     done()
@@ -127,7 +127,7 @@ def _why(answer: Explanation) -> str:
 
 
 def _not_native(
-    operators: Sequence[str], arch: Arch, backends: dict[str, dict[str, str]], launches: Sequence[dict[str, Any]]
+    operators: Sequence[str], arch: ArchSpec, backends: dict[str, dict[str, str]], launches: Sequence[dict[str, Any]]
 ) -> list[str]:
     """A sentence per operator that ran otherwise than the support table promises."""
     started = {_operator(launch["kernel"]) for launch in launches}
@@ -190,4 +190,4 @@ def show(record: dict[str, Any], console: Console) -> None:
 
 def _operator(kernel: str) -> str:
     """The operator that a kernel belongs to, by its name."""
-    return max((op for op in library.registry() if kernel.startswith(op)), key=len)
+    return max((op for op in register.registry() if kernel.startswith(op)), key=len)

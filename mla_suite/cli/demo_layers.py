@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import mla_suite
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
@@ -34,7 +34,7 @@ class Part:
     step: Callable[[], dict[str, torch.Tensor]]
 
 
-def parts(arch: Arch) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
+def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
     """What is shown on an arch: (what takes time to make, the call that makes it)."""
     if arch.name == "gfx942":
         yield "weights of the GPU MODE layer", lambda: gpu_mode_layer(arch)
@@ -55,14 +55,14 @@ def gpu_mode_config() -> MLAConfig:
     )
 
 
-def gpu_mode_layer(arch: Arch) -> list[Part]:
+def gpu_mode_layer(arch: ArchSpec) -> list[Part]:
     """Its decode step over a contiguous cache, at two batches and two prefills."""
     config = gpu_mode_config()
     layer = _layer(config, "bf16")
     return [_contiguous(arch, layer, batch, prefill) for batch in GPU_MODE_BATCHES for prefill in GPU_MODE_PREFILLS]
 
 
-def _contiguous(arch: Arch, layer: MLA, batch: int, prefill: int) -> Part:
+def _contiguous(arch: ArchSpec, layer: MLA, batch: int, prefill: int) -> Part:
     config = layer.config
     draw = torch.Generator().manual_seed(batch * prefill)
     cache, sequences = PagedLatentCache.contiguous(1, batch, prefill + 1)
@@ -80,7 +80,7 @@ def _contiguous(arch: Arch, layer: MLA, batch: int, prefill: int) -> Part:
     return Part(title, ("plan", "append_kv", "decode", "combine"), step)
 
 
-def dense_layers(arch: Arch) -> list[Part]:
+def dense_layers(arch: ArchSpec) -> list[Part]:
     """R1's layer over paged bf16 and fp8 caches, and a rank of four that verifies three speculated tokens."""
     config = replace(MLAConfig.deepseek_r1(), max_position=4096)
     whole = _layer(config, "bf16")
@@ -94,7 +94,7 @@ def dense_layers(arch: Arch) -> list[Part]:
     ]
 
 
-def _paged(arch: Arch, layer: MLA, name: str, *, q_len: int) -> Part:
+def _paged(arch: ArchSpec, layer: MLA, name: str, *, q_len: int) -> Part:
     config, page, prefills = layer.config, 64, (700, 90)
     draw = torch.Generator().manual_seed(q_len)
     pages = sum(-(-(n + q_len) // page) for n in prefills)
@@ -119,14 +119,13 @@ def _paged(arch: Arch, layer: MLA, name: str, *, q_len: int) -> Part:
 
 
 def _decoded(
-    arch: Arch, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
+    arch: ArchSpec, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
 ) -> torch.Tensor:
-    rows = layer.config.num_heads * x.shape[1]
-    plan = mla_suite.plan(where.seq_lens, rows=rows, workers=mla_suite.workers(kv_cache, rows), max_seqlen_kv=0)
+    plan = mla_suite.plan(where.seq_lens, num_heads=layer.config.num_heads, max_seqlen_q=x.shape[1])
     return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
-def sparse_layer(arch: Arch) -> Part:
+def sparse_layer(arch: ArchSpec) -> Part:
     """A layer in the style of DeepSeek V4: keys of 448 + 64 values that are the values too, two pools, a sink.
 
     The new token goes into a pool of 256-token pages; each query sees the last 128 tokens of its sequence and 512 of
@@ -167,7 +166,7 @@ def sparse_layer(arch: Arch) -> Part:
         mla_suite.append_kv(
             kv[:, :-rope], kv[:, -rope:].contiguous(), kv_cache, slots, None, table, positions, kv_format="dsv4"
         )
-        plan = mla_suite.plan(selected, rows=heads, workers=mla_suite.workers(kv_cache, heads), max_seqlen_kv=0)
+        plan = mla_suite.plan(selected, num_heads=heads)
         out, _ = mla_suite.sparse_decode(
             q,
             [kv_cache, compressed],

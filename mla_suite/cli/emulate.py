@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from mla_suite.cli.arguments import positive
 
 if TYPE_CHECKING:
-    from mla_suite.core.arch import Arch
-    from mla_suite.core.library import Op, Sample
+    from mla_suite.archs import ArchSpec
+    from mla_suite.core.op import Op, Sample
     from mla_suite.emulator import Report
 
 
@@ -58,15 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from mla_suite.build import ObjectError
-    from mla_suite.core import library
+    from mla_suite.core import register
     from mla_suite.launch import DriverError, LaunchError
 
     if args.op is None:
-        for op in library.registry().values():
+        for op in register.registry().values():
             print(op.name, *(f"\n  {sample.name}" for sample in op.samples()), sep="")
         return 0
     try:
-        op = library.get(args.op)
+        op = register.get(args.op)
         if args.hip is not None:
             from mla_suite.emulator import user_space
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _through_hip(folder: Path, arch: str) -> None:
     """Has this process launch the kernels of `arch` through the HIP runtime in `folder`."""
-    from mla_suite.core import arch as archs
+    from mla_suite import archs
     from mla_suite.emulator import user_space
     from mla_suite.emulator.hip_session import HipSession
     from mla_suite.launch import launcher
@@ -153,7 +153,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
     expected, got = results
     keys = int(args[2].sum()) if op.name == "decode" else 0
     bound = None
-    if op.name == "decode" and fp8_weights(explanation.choice.offer.config):
+    if op.name == "decode" and fp8_weights(explanation.choice.supported.config):
         bound = testing.fp8_weights_bound(*args, **kwargs)
     return {
         "op": op.name,
@@ -192,7 +192,7 @@ def _difference(expected: Any, got: Any) -> float:
     return float(torch.where(same, 0.0, (a.double() - b.double()).abs()).max()) if a.numel() else 0.0
 
 
-def launch_record(report: Report, arch: Arch, keys: int) -> dict[str, Any]:
+def launch_record(report: Report, arch: ArchSpec, keys: int) -> dict[str, Any]:
     """One launch as plain values; per key too where `keys` says how many keys it read."""
     bound = report.bound(arch)
     clocks = {"memory": bound.memory, "matrix": bound.matrix, "vector ALU": bound.valu, "LDS": bound.lds_128}

@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import mla_suite
-    from mla_suite.core import library
+    from mla_suite.core import register
     from mla_suite.launch import emulate
 
-    ops = [library.get(args.op)] if args.op else list(library.registry().values())
+    ops = [register.get(args.op)] if args.op else list(register.registry().values())
     with emulate(args.on) if args.on else nullcontext():
         for op in ops:
             for sample in op.samples() if args.op else list(op.samples())[:1]:

@@ -26,9 +26,9 @@ def run(args: argparse.Namespace) -> int:
 def serving(op: str, arch: str) -> str:
     """The implementation that serves an operator on an arch: native, triton or reference."""
     from mla_suite.build.instances import instances
-    from mla_suite.core import library
+    from mla_suite.core import register
 
-    backends = {backend.name for backend in library.get(op).backends}
+    backends = {backend.name for backend in register.get(op).backends}
     if "native" in backends and any(instance.kernel == op for instance in instances(arch)):
         return "native"
     return "triton" if "triton" in backends else "reference"
@@ -36,11 +36,12 @@ def serving(op: str, arch: str) -> str:
 
 def table() -> str:
     """The support table, derived from the operators' backends and the kernels that each arch declares."""
-    from mla_suite.core import arch, library
+    from mla_suite import archs as arch
+    from mla_suite.core import register
 
     columns = arch.names()
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
-    for op in library.registry().values():
+    for op in register.registry().values():
         other = "triton" if any(backend.name == "triton" for backend in op.backends) else "reference"
         cells = [serving(op.name, name) for name in columns]
         lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")

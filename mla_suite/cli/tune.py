@@ -24,7 +24,7 @@ from mla_suite.cli import INTERRUPTED
 if TYPE_CHECKING:
     from mla_suite.bench.search import Outcome
     from mla_suite.bench.sets import Case
-    from mla_suite.core.space import Space
+    from mla_suite.core.tuning import SearchSpace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,9 +64,10 @@ def lint() -> int:
 def _tables() -> Iterator[tuple[Any, str, Path]]:
     """(format, table's name, file) of every table that is there."""
     from mla_suite.bench import search
-    from mla_suite.core import arch, library, tuning
+    from mla_suite import archs as arch
+    from mla_suite.core import register, tuning
 
-    for op in library.registry():
+    for op in register.registry():
         for space in search.spaces(op).values():
             for name in map(space.table, arch.names()):
                 for path in (
@@ -83,7 +84,7 @@ def _tune(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from mla_suite.bench import environment, search, store
-    from mla_suite.core import arch as arch_records
+    from mla_suite import archs as arch_records
 
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")
@@ -142,14 +143,14 @@ def _tune(args: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-def _space(op: str, backend: str | None) -> tuple[str, Space]:
+def _space(op: str, backend: str | None) -> tuple[str, SearchSpace]:
     from mla_suite.bench import search
-    from mla_suite.core import library
+    from mla_suite.core import register
 
-    library.get(op)
-    found: Mapping[str, Space] = search.spaces(op)
+    register.get(op)
+    found: Mapping[str, SearchSpace] = search.spaces(op)
     if not found:
-        tunable = ", ".join(name for name in library.registry() if search.spaces(name))
+        tunable = ", ".join(name for name in register.registry() if search.spaces(name))
         raise ValueError(f"nothing about {op} can be tuned; operators that can: {tunable}")
     name = backend or next(iter(found))
     if name not in found:

@@ -1,13 +1,18 @@
-"""Why a call would run where it would: the backend dispatch chooses, its reason, and who refused."""
+"""How a call would run: the backend that dispatch chooses, its reason, and the reasons of those preferred to it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from mla_suite.core import dispatch, library
+import torch
+
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Choice
 
 
@@ -33,16 +38,21 @@ class Explanation:
         return self.choice.backend.name
 
     @property
+    def _serving(self) -> str:
+        """The backend, with the arch whose kernels it means where these are native."""
+        return f"native ({self.arch})" if self.backend == "native" else self.backend
+
+    @property
     def reason(self) -> str:
-        return self.choice.offer.reason
+        return self.choice.supported.reason
 
     @property
     def refused(self) -> tuple[tuple[str, str], ...]:
         return self.choice.refused
 
     def __str__(self) -> str:
-        config = self.choice.offer.config
-        lines = [f"{self.op} on {self.arch or 'cpu'} -> {self.backend}: {self.reason}"]
+        config = self.choice.supported.config
+        lines = [f"{self.op} on {self.arch or 'cpu'} -> {self._serving}: {self.reason}"]
         lines += [f"  config: {config}"] if config is not None else []
         lines += [f"  not {name}: {reason}" for name, reason in self.refused]
         lines += [f"  {note}" for note in self.notes]
@@ -55,19 +65,51 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     Arguments as for the operator, checked like them; raises what the operator would raise for bad metadata.
 
     >>> print(explain("decode", q, kv_cache, seq_lens, block_table, softmax_scale=192**-0.5))
-    decode on cpu -> reference: the fp32 definition takes every problem
+    decode on cpu -> reference: fp32 reference (supports every input)
       context 128 keys per sequence, from block_table width x page
     """
-    record = library.get(op)
+    record = register.get(op)
     try:
-        signature(record.specify).bind(*args, **kwargs)
+        if record.defaults is not None:
+            kwargs = record.defaults(*args, **kwargs)
+        signature(record.Args).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"explain: {op}: {error}; give the arguments of mla_suite.{op}") from None
-    record.specify(*args, **kwargs)
-    problem = record.problem(*args, **kwargs)
     first = dispatch.first_tensor(args or (kwargs[record.arguments[0]],))
+    given = record.Args(*args, **kwargs)
+    record.check(given)
+    problem = record.describe(given)
     arch = dispatch.arch_of(first)
     choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
     # A problem may say in words what it is made from; most have nothing to add.
     notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
     return Explanation(op, arch.name if arch else None, choice, notes, problem)
+
+
+def serving(op: str, arch: ArchSpec | None, device: str) -> str:
+    """The backend that dispatch chooses for the operator's first sample that one takes on this arch and device type.
+
+    native, triton or reference, in the order of preference over all samples of the operator.
+    """
+    record = register.get(op)
+    answers = set()
+    for sample in record.samples():
+        args, kwargs = sample.make(torch.device("cpu"))
+        answers.add(dispatch.choose(op, record.backends, record.problem(*args, **kwargs), arch, device).backend.name)
+    return next(backend.name for backend in record.backends if backend.name in answers)
+
+
+def support_table(declared: Callable[[], AbstractContextManager[None]]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """(arch -> operator -> backend, arch -> sentence for a record that is wrong).
+
+    These are dispatch's answers for GPUs. `declared` is `launch.declared_kernels`, within which every declared kernel
+    counts as built.
+    """
+    good, bad = archs.specs()
+    with declared():
+        dispatch.clear_caches()
+        table = {
+            name: {op: serving(op, spec, "cuda") for op in register.registry()} for name, spec in good.items()
+        }
+    dispatch.clear_caches()
+    return table, bad

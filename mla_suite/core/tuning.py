@@ -11,10 +11,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mla_suite.archs import ArchSpec
 
 MAX_BYTES = 1 << 20
 MAX_ROWS = 4096
@@ -120,7 +124,7 @@ class Row:
     provenance: Mapping[str, str]
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         return f"{self.path}:{self.line}"
 
 
@@ -136,9 +140,9 @@ class Match:
         """For `explain`: file, line, kind, and how far away the row is."""
         kind = self.row.provenance["kind"]
         if not self.moved:
-            return f"{kind} row {self.row.place}"
+            return f"{kind} row {self.row.position}"
         differences = ", ".join(f"{name} {theirs} for {asked}" for name, asked, theirs in self.moved)
-        return f"nearest {kind} row {self.row.place} ({differences})"
+        return f"nearest {kind} row {self.row.position} ({differences})"
 
 
 def find(form: Format, arch: str, facts: Mapping[str, Value]) -> Match | None:
@@ -180,7 +184,7 @@ def _rows(form: Format, arch: str, user: Path) -> tuple[Row, ...]:
     return tuple(found.values())
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Read the tables again at the next look-up."""
     _rows.cache_clear()
 
@@ -289,3 +293,21 @@ def _check_provenance(cells: Mapping[str, str], timed: bool) -> None:
     if cells["rival"] and float(cells["microseconds"]) > float(cells["rival_microseconds"]):
         times = f"{cells['microseconds']} us against {cells['rival_microseconds']} us"
         raise ValueError(f"the row loses to {cells['rival']} ({times}); leave the shape to it")
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The configurations of one backend of one operator that a tuner may try, and the table that keeps the best.
+
+    candidates  (problem, arch) -> configurations that are legal there; each is given to the backend's `run`
+    form        schema of its table
+    table       arch name -> the table's name: its file without `.csv`
+    facts       (problem, arch) -> values of the table's key columns
+    cells       (problem, arch, configuration) -> values of its configuration columns
+    """
+
+    candidates: Callable[[Any, ArchSpec], Iterable[Any]]
+    form: Format
+    table: Callable[[str], str]
+    facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
+    cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.emulator.report import Report, SanitizerError
@@ -44,7 +44,7 @@ class EmulatorDriver:
 
     name = "emulator"
 
-    def __init__(self, arch: Arch) -> None:
+    def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch
         self._machine = Emulator(arch.name)
         self._kernels = KernelCache(self._load)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.emulator import core
 from mla_suite.emulator.program import Program, decode
 from mla_suite.emulator.report import Finding, Report, explain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 from mla_suite.launch.driver import LaunchError
 
 _EXPLANATIONS = {
@@ -180,7 +180,7 @@ class Report:
         """Bytes of every global load, store and atomic, each lane counted; caches are not modelled."""
         return int(self.global_bytes[self._pcs(where)].sum())
 
-    def bound(self, arch: Arch, where: Iterable[int] | None = None) -> Bound:
+    def bound(self, arch: ArchSpec, where: Iterable[int] | None = None) -> Bound:
         """The least clocks that one compute unit of `arch`, with its share of memory, needs for all this work."""
         memory_bytes_per_clock = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6) / arch.compute_units
         pcs = self._pcs(where)

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_suite.ops.plan.cost import Cuts
+from mla_suite.ops.plan.scheduler import Splits
 from mla_suite.ops.plan.metadata import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
 

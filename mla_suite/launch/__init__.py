@@ -1,7 +1,7 @@
 """The launch layer: code objects -> launches on torch's streams. Importing it opens no driver, no GPU, no manifest."""
 
 from mla_suite.launch.driver import Buffer, Driver, DriverError, Kernel, LaunchError
-from mla_suite.launch.launcher import bind, current_arch, emulate, has_kernel, launch
+from mla_suite.launch.launcher import bind, current_arch, declared_kernels, emulate, has_kernel, launch
 
 __all__ = [
     "Buffer",
@@ -12,6 +12,7 @@ __all__ = [
     "bind",
     "current_arch",
     "emulate",
+    "declared_kernels",
     "has_kernel",
     "launch",
 ]

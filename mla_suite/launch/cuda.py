@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
@@ -65,7 +65,7 @@ class CudaDriver:
                  "_version", "arch", "name", "ordinal")  # fmt: skip
 
     def __init__(
-        self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
+        self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
         self.arch = arch
         self.name = "cuda"

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class Kernel:
 
     __slots__ = ("entry", "handle", "max_dynamic_lds", "params_size", "threads")
 
-    def __init__(self, entry: KernelEntry, handle: Any, arch: Arch) -> None:
+    def __init__(self, entry: KernelEntry, handle: Any, arch: ArchSpec) -> None:
         self.entry = entry
         self.handle = handle
         self.params_size = entry.params_size
@@ -81,7 +81,7 @@ def check_amd_grid(grid: Grid, block: int) -> None:
 class Driver(Protocol):
     """One device that runs code objects. Every method may be called from several threads."""
 
-    arch: Arch
+    arch: ArchSpec
     name: str
 
     def load(self, entry: KernelEntry) -> Kernel:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
@@ -96,7 +96,7 @@ class HipDriver:
     __slots__ = ("_bound", "_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "name", "ordinal")
 
     def __init__(
-        self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
+        self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
         self.arch = arch
         self.name = "hip"

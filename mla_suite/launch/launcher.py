@@ -11,66 +11,68 @@ from contextvars import ContextVar
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mla_suite.build import manifest
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.build import instances, manifest
 from mla_suite.build.errors import ObjectError
-from mla_suite.core import arch as arch_records
-from mla_suite.core.arch import Arch
+from mla_suite.core import dispatch
+from mla_suite.launch.device import on_device
 from mla_suite.launch.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
 
 if TYPE_CHECKING:
     import torch
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
-"""Arch named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
+"""ArchSpec named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
 
-_emulated: ContextVar[Arch | None] = ContextVar("mla_suite_emulated", default=None)
 _prepared: dict[tuple[int | str, str], tuple[Driver, Kernel]] = {}
 _drivers: dict[int | str, Driver] = {}
 _lock = threading.Lock()
 
 
 @contextmanager
-def emulate(arch: str) -> Iterator[Arch]:
+def emulate(arch: str) -> Iterator[ArchSpec]:
     """Within the block, and in this thread, CPU tensors run the machine code of `arch` in the emulator.
 
-    ValueError for an arch that is unknown or not AMD.
+    ValueError for an arch that is unknown or that the emulator cannot execute.
     """
     record = _emulable(arch)
-    token = _emulated.set(record)
+    token = dispatch.emulated.set(record)
     try:
         yield record
     finally:
-        _emulated.reset(token)
+        dispatch.emulated.reset(token)
 
 
-def _emulable(name: str) -> Arch:
-    record = arch_records.get(name)
-    if record.vendor != "amd":
-        raise ValueError(f"emulate: {name} is not an AMD arch; the emulator executes gfx942 and gfx950")
+def _emulable(name: str) -> ArchSpec:
+    record = archs.get(name)
+    if not record.emulable:
+        possible = " and ".join(spec.name for spec in archs.specs()[0].values() if spec.emulable)
+        raise ValueError(f"emulate: {name} is not emulated; the emulator executes {possible}")
     return record
 
 
 @cache
-def _environment() -> Arch | None:
+def _environment() -> ArchSpec | None:
     return _emulable(EMULATED_BY_ENVIRONMENT) if EMULATED_BY_ENVIRONMENT else None
 
 
-def current_arch(tensor: torch.Tensor) -> Arch | None:
-    """The arch whose kernels would run on this tensor's device: the GPU's, or the emulated one for a CPU tensor.
+def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
+    """The arch of this tensor's device, with the device's own figures; for a CPU tensor the emulated one.
 
-    None when there are no native kernels for it.
+    None for a device that has no record.
     """
     if tensor.is_cuda:
         return _gpu_arch(tensor.get_device())
     if tensor.is_cpu:
-        return _emulated.get() or _environment()
+        return dispatch.emulated.get() or _environment()
     return None
 
 
 @cache
-def _gpu_arch(index: int) -> Arch | None:
-    name = _gpu_name(index)
-    return arch_records.get(name) if name in arch_records.names() else None
+def _gpu_arch(index: int) -> ArchSpec | None:
+    record = archs.specs()[0].get(_gpu_name(index))
+    return None if record is None else on_device(record, index)
 
 
 def _gpu_name(index: int) -> str:
@@ -82,9 +84,25 @@ def _gpu_name(index: int) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
-def has_kernel(arch: Arch | str, instance_id: str) -> bool:
+_declared_suffices: ContextVar[bool] = ContextVar("mla_suite_declared_suffices", default=False)
+
+
+@contextmanager
+def declared_kernels() -> Iterator[None]:
+    """Within the block `has_kernel` says yes to kernels that are declared and not built, for documentation."""
+    token = _declared_suffices.set(True)
+    try:
+        yield
+    finally:
+        _declared_suffices.reset(token)
+
+
+def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
     """Whether a code object of that name was built for `arch`. ObjectError when the manifest is damaged."""
-    return manifest.is_built(arch if isinstance(arch, str) else arch.name, instance_id)
+    name = arch if isinstance(arch, str) else arch.name
+    if _declared_suffices.get():
+        return any(instance.id == instance_id for instance in instances.instances(name))
+    return manifest.is_built(name, instance_id)
 
 
 def launch(
@@ -164,7 +182,7 @@ def _index_of(device: torch.device) -> int:
 
 
 def _emulated_name(op: str) -> str:
-    record = _emulated.get() or _environment()
+    record = dispatch.emulated.get() or _environment()
     if record is None:
         raise LaunchError(f"{op}: CPU tensors have no native kernels; name an arch with mla_suite.emulate(...)")
     return record.name
@@ -189,13 +207,13 @@ def _prepare(op: str, instance_id: str, index: int | str) -> tuple[Driver, Kerne
 
 def _make_driver(index: int | str) -> Driver:
     if isinstance(index, str):
-        made: Driver = importlib.import_module("mla_suite.emulator").EmulatorDriver(arch_records.get(index))
+        made: Driver = importlib.import_module("mla_suite.emulator").EmulatorDriver(archs.get(index))
         return made
     import torch
 
     record = _gpu_arch(index)
     if record is None:
-        known = ", ".join(arch_records.names())
+        known = ", ".join(archs.registered())
         raise DriverError(f"no native kernels for {_gpu_name(index)}; they exist for {known}")
     if torch.version.hip:
         from mla_suite.launch.hip import HipDriver

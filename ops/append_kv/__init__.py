@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.library import Op, Output
+from mla_suite.core import checks, dispatch, eager
+from mla_suite.core.op import Op, Output
+from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.append_kv import native, reference, samples
+from mla_suite.ops.append_kv import reference, samples
 
 SCHEMA = (
     "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
@@ -19,6 +21,22 @@ SCHEMA = (
 )
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class AppendKvArgs:
+    """The arguments of `append_kv`, documented there, in the order of the schema."""
+
+    kv_c: torch.Tensor
+    k_pe: torch.Tensor
+    kv_cache: torch.Tensor
+    slot_mapping: torch.Tensor
+    kv_descale: torch.Tensor | None = None
+    cos_sin: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    _: KW_ONLY
+    kv_format: str
+    interleaved: bool = True
 
 
 class Problem(NamedTuple):
@@ -66,115 +84,83 @@ def append_kv(
     refused on the CPU and in debug mode.
     """
     tensors = kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions
-    faces.call(APPEND_KV, tensors, (kv_format, interleaved))
+    eager.call(APPEND_KV, tensors, (kv_format, interleaved))
 
 
-def specify(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_descale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    kv_format: str,
-    interleaved: bool = True,
-) -> tuple[Output, ...]:
-    kind = declared(kv_format)
-    checks.tensor("append_kv", "kv_c", kv_c, rank=2, dtypes=INPUT_DTYPES)
-    checks.tensor("append_kv", "k_pe", k_pe, rank=2, dtypes=(kv_c.dtype,), like=kv_c)
-    tokens, latent = kv_c.shape
-    rope = k_pe.shape[1]
-    checks.shape("append_kv", "k_pe", k_pe, (tokens, rope), "[tokens, rope]")
-    checks.tensor("append_kv", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=kv_c)
-    checks.written_whole("append_kv", "kv_cache", kv_cache)
+def check(args: AppendKvArgs) -> tuple[Output, ...]:
+    kind = declared(args.kv_format)
+    checks.tensor("append_kv", "kv_c", args.kv_c, rank=2, dtypes=INPUT_DTYPES)
+    checks.tensor("append_kv", "k_pe", args.k_pe, rank=2, dtypes=(args.kv_c.dtype,), like=args.kv_c)
+    tokens, latent = args.kv_c.shape
+    rope = args.k_pe.shape[1]
+    checks.shape("append_kv", "k_pe", args.k_pe, (tokens, rope), "[tokens, rope]")
+    checks.tensor("append_kv", "kv_cache", args.kv_cache, rank=3, dtypes=caches.dtypes(kind), like=args.kv_c)
+    checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     if not kind.dense:
-        checks.shape("append_kv", "kv_c", kv_c, (tokens, kind.latent), f"[tokens, latent] of kv_format {kv_format!r}")
-        checks.shape("append_kv", "k_pe", k_pe, (tokens, kind.rope), f"[tokens, rope] of kv_format {kv_format!r}")
-    caches.check(kind, kv_cache, latent + rope, op="append_kv", argument="kv_cache")
-    caches.check_descale(kind, kv_descale, kv_c, op="append_kv", argument="kv_descale")
-    checks.tensor("append_kv", "slot_mapping", slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=kv_c)
-    checks.shape("append_kv", "slot_mapping", slot_mapping, (tokens,), "[tokens]")
-    if (cos_sin is None) != (positions is None):
-        missing, given = ("cos_sin", "positions") if cos_sin is None else ("positions", "cos_sin")
+        checks.shape("append_kv", "kv_c", args.kv_c, (tokens, kind.latent), f"[tokens, latent] of kv_format {args.kv_format!r}")
+        checks.shape("append_kv", "k_pe", args.k_pe, (tokens, kind.rope), f"[tokens, rope] of kv_format {args.kv_format!r}")
+    caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache")
+    caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
+    checks.tensor("append_kv", "slot_mapping", args.slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=args.kv_c)
+    checks.shape("append_kv", "slot_mapping", args.slot_mapping, (tokens,), "[tokens]")
+    if (args.cos_sin is None) != (args.positions is None):
+        missing, given = ("cos_sin", "positions") if args.cos_sin is None else ("positions", "cos_sin")
         checks.fail("append_kv", missing, f"is missing although {given} is given", "pass both or neither")
-    if cos_sin is not None and positions is not None:
-        checks.tensor("append_kv", "cos_sin", cos_sin, rank=2, dtypes=INPUT_DTYPES, like=kv_c)
-        checks.shape("append_kv", "cos_sin", cos_sin, (cos_sin.shape[0], rope), "[max_len, rope]")
+    if args.cos_sin is not None and args.positions is not None:
+        checks.tensor("append_kv", "cos_sin", args.cos_sin, rank=2, dtypes=INPUT_DTYPES, like=args.kv_c)
+        checks.shape("append_kv", "cos_sin", args.cos_sin, (args.cos_sin.shape[0], rope), "[max_len, rope]")
         if rope % 2 != 0:
             checks.fail("append_kv", "k_pe", f"has {rope} values", "only an even number can be rotated in pairs")
-        checks.tensor("append_kv", "positions", positions, rank=1, dtypes=SLOT_DTYPES, like=kv_c)
-        checks.shape("append_kv", "positions", positions, (tokens,), "[tokens]")
+        checks.tensor("append_kv", "positions", args.positions, rank=1, dtypes=SLOT_DTYPES, like=args.kv_c)
+        checks.shape("append_kv", "positions", args.positions, (tokens,), "[tokens]")
     return ()
 
 
-def problem(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_descale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    kv_format: str,
-    interleaved: bool = True,
-) -> Problem:
-    tokens, latent = kv_c.shape
+def describe(args: AppendKvArgs) -> Problem:
+    tokens, latent = args.kv_c.shape
     return Problem(
         tokens,
         latent,
-        k_pe.shape[1],
-        kv_cache.shape[1],
-        kv_format,
-        kv_c.dtype,
-        slot_mapping.dtype,
-        cos_sin is not None,
-        interleaved,
-        caches.alignment(kv_cache),
+        args.k_pe.shape[1],
+        args.kv_cache.shape[1],
+        args.kv_format,
+        args.kv_c.dtype,
+        args.slot_mapping.dtype,
+        args.cos_sin is not None,
+        args.interleaved,
+        caches.alignment(args.kv_cache),
     )
 
 
-def validate(
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_descale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    kv_format: str,
-    interleaved: bool = True,
-) -> None:
-    caches.check_base(declared(kv_format), kv_cache, op="append_kv", argument="kv_cache")
-    factor = 1.0 if kv_descale is None else float(kv_descale)
+def validate(args: AppendKvArgs) -> None:
+    caches.check_base(declared(args.kv_format), args.kv_cache, op="append_kv", argument="kv_cache")
+    factor = 1.0 if args.kv_descale is None else float(args.kv_descale)
     if not 0.0 < factor < math.inf:
         checks.fail("append_kv", "kv_descale", f"is {factor:g}", "values are divided by it: a finite number above 0")
-    if slot_mapping.numel() == 0:
+    if args.slot_mapping.numel() == 0:
         return
-    slots = kv_cache.shape[0] * kv_cache.shape[1]
-    largest = int(slot_mapping.max())
+    slots = args.kv_cache.shape[0] * args.kv_cache.shape[1]
+    largest = int(args.slot_mapping.max())
     if largest >= slots:
         possible = f"the cache has slots 0..{slots - 1}, and a negative one skips its token"
         checks.fail("append_kv", "slot_mapping", f"holds slot {largest}", possible)
-    if cos_sin is not None and positions is not None:
-        used = positions[slot_mapping >= 0]
-        wrong = used[(used < 0) | (used >= cos_sin.shape[0])]
+    if args.cos_sin is not None and args.positions is not None:
+        used = args.positions[args.slot_mapping >= 0]
+        wrong = used[(used < 0) | (used >= args.cos_sin.shape[0])]
         if wrong.numel():
-            possible = f"cos_sin has rows 0..{cos_sin.shape[0] - 1}"
+            possible = f"cos_sin has rows 0..{args.cos_sin.shape[0] - 1}"
             checks.fail("append_kv", "positions", f"holds position {int(wrong[0])}", possible)
 
 
-APPEND_KV = library.register(
+APPEND_KV = register(
     Op(
         name="append_kv",
         schema=SCHEMA,
-        specify=specify,
-        problem=problem,
+        Args=AppendKvArgs,
+        check=check,
+        describe=describe,
         validate=validate,
-        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.append_kv.triton"), reference.BACKEND),
+        backends=(dispatch.native_backend("append_kv"), dispatch.triton_backend("mla_suite.ops.append_kv.triton"), reference.BACKEND),
         samples=samples.samples,
     )
 )

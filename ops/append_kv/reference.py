@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_descale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    kv_format: str,
-    interleaved: bool = True,
-) -> None:
-    tokens = written(slot_mapping)
-    latent, rope = kv_c[tokens].float(), k_pe[tokens].float()
-    if cos_sin is not None and positions is not None:
-        rope = rotated(rope, cos_sin[positions[tokens].long()].float(), interleaved)
+def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    tokens = written(args.slot_mapping)
+    latent, rope = args.kv_c[tokens].float(), args.k_pe[tokens].float()
+    if args.cos_sin is not None and args.positions is not None:
+        rope = rotated(rope, args.cos_sin[args.positions[tokens].long()].float(), args.interleaved)
     rows = torch.cat([latent, rope], dim=-1)
-    caches.scatter(declared(kv_format), kv_cache, slot_mapping[tokens].long(), rows, descale=kv_descale)
+    caches.scatter(declared(args.kv_format), args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale)
 
 
 def written(slot_mapping: torch.Tensor) -> torch.Tensor:
@@ -49,4 +36,4 @@ def rotated(k_pe: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> tor
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)
+BACKEND = reference_backend(run)

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import FP8_LARGEST
 from mla_suite.kv_formats import kv_format as declared
 
@@ -209,47 +209,35 @@ def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
     return found
 
 
-def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
-    return Offer(None, "Triton, one program per token")
+def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
+    return Supported(None, "Triton, one program per token")
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    kv_c: torch.Tensor,
-    k_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    kv_descale: torch.Tensor | None = None,
-    cos_sin: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    *,
-    kv_format: str,
-    interleaved: bool = True,
-) -> None:
-    tokens, latent = kv_c.shape
+def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    kv_cache = args.kv_cache
+    tokens, latent = args.kv_c.shape
     pages, page, _ = kv_cache.shape
     if tokens == 0 or pages * page == 0:
         return
     if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on NVIDIA, and the kernel writes bytes
         kv_cache = kv_cache.view(torch.uint8)
     append_kv_kernel[(tokens,)](
-        kv_c,
-        k_pe,
+        args.kv_c,
+        args.k_pe,
         kv_cache,
-        slot_mapping,
-        kv_descale,
-        cos_sin,
-        positions,
+        args.slot_mapping,
+        args.kv_descale,
+        args.cos_sin,
+        args.positions,
         tokens,
         pages * page,
-        kv_c.stride(0),
-        k_pe.stride(0),
-        cos_sin.stride(0) if cos_sin is not None else 0,
+        args.kv_c.stride(0),
+        args.k_pe.stride(0),
+        args.cos_sin.stride(0) if args.cos_sin is not None else 0,
         kv_cache.stride(0) * kv_cache.element_size(),
         PAGE=page,
-        INTERLEAVED=interleaved,
-        **constants(kv_format, latent, k_pe.shape[1]),
+        INTERLEAVED=args.interleaved,
+        **constants(args.kv_format, latent, args.k_pe.shape[1]),
         num_warps=1,
         # a fused multiply-add would round the rotation once where the definition rounds twice
         enable_fp_fusion=False,

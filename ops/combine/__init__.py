@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.library import Op, Output
-from mla_suite.ops.combine import native, reference, samples
+from mla_suite.core import checks, dispatch, eager
+from mla_suite.core.op import Op, Output
+from mla_suite.core.register import register
+from mla_suite.ops.combine import reference, samples
 
 SCHEMA = (
     "(Tensor partial_out, Tensor partial_lse, Tensor? split_indptr=None, Tensor? attn_sink=None, *, "
     "SymInt num_splits=0, ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)"
 )
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class CombineArgs:
+    """The arguments of `combine`, documented there, in the order of the schema."""
+
+    partial_out: torch.Tensor
+    partial_lse: torch.Tensor
+    split_indptr: torch.Tensor | None = None
+    attn_sink: torch.Tensor | None = None
+    _: KW_ONLY
+    num_splits: int = 0
+    out_dtype: torch.dtype | None = None
+    skip_single: bool = False
 
 
 class Problem(NamedTuple):
@@ -57,86 +73,62 @@ def combine(
     """
     tensors = partial_out, partial_lse, split_indptr, attn_sink
     # AOTInductor of torch 2.11 and older passes a dtype on by another numbering, and None as it is: bfloat16.
-    return faces.call(COMBINE, tensors, (num_splits, None if out_dtype is torch.bfloat16 else out_dtype))
+    return eager.call(COMBINE, tensors, (num_splits, None if out_dtype is torch.bfloat16 else out_dtype))
 
 
-def specify(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    num_splits: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Output, ...]:
-    checks.tensor("combine", "partial_out", partial_out, rank=3, dtypes=checks.FLOAT32)
-    checks.tensor("combine", "partial_lse", partial_lse, rank=2, dtypes=checks.FLOAT32, like=partial_out)
-    splits, rows, head_dim_v = partial_out.shape
-    checks.shape("combine", "partial_lse", partial_lse, (splits, rows), "[splits, rows]")
-    out_dtype = out_dtype or torch.bfloat16
+def check(args: CombineArgs) -> tuple[Output, ...]:
+    checks.tensor("combine", "partial_out", args.partial_out, rank=3, dtypes=checks.FLOAT32)
+    checks.tensor("combine", "partial_lse", args.partial_lse, rank=2, dtypes=checks.FLOAT32, like=args.partial_out)
+    splits, rows, head_dim_v = args.partial_out.shape
+    checks.shape("combine", "partial_lse", args.partial_lse, (splits, rows), "[splits, rows]")
+    out_dtype = args.out_dtype or torch.bfloat16
     if out_dtype not in OUT_DTYPES:
         checks.fail("combine", "out_dtype", f"is {out_dtype}", f"it takes {checks.dtype_names(OUT_DTYPES)}", TypeError)
-    if (split_indptr is None) != bool(num_splits != 0):
-        given = "are both missing" if split_indptr is None else f"and num_splits={num_splits} are both given"
+    if (args.split_indptr is None) != bool(args.num_splits != 0):
+        given = "are both missing" if args.split_indptr is None else f"and num_splits={args.num_splits} are both given"
         checks.fail("combine", "split_indptr", given, "pass exactly one of split_indptr and num_splits")
-    if split_indptr is not None:
-        checks.tensor("combine", "split_indptr", split_indptr, rank=1, dtypes=checks.INDEX, like=partial_out)
-        if split_indptr.shape[0] < 1:
+    if args.split_indptr is not None:
+        checks.tensor("combine", "split_indptr", args.split_indptr, rank=1, dtypes=checks.INDEX, like=args.partial_out)
+        if args.split_indptr.shape[0] < 1:
             checks.fail("combine", "split_indptr", "is empty", "it takes [batch + 1], so at least one value")
-        batch = split_indptr.shape[0] - 1
+        batch = args.split_indptr.shape[0] - 1
     else:
-        if num_splits < 1 or splits % num_splits != 0:
+        if args.num_splits < 1 or splits % args.num_splits != 0:
             checks.fail(
-                "combine", "num_splits", f"is {num_splits}", f"it must divide the {splits} splits of partial_out"
+                "combine", "num_splits", f"is {args.num_splits}", f"it must divide the {splits} splits of partial_out"
             )
-        batch = splits // num_splits
-    if attn_sink is not None:
-        checks.tensor("combine", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=partial_out)
-        if attn_sink.shape[0] < 1 or rows % attn_sink.shape[0] != 0:
-            given = f"has {attn_sink.shape[0]} heads"
+        batch = splits // args.num_splits
+    if args.attn_sink is not None:
+        checks.tensor("combine", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.partial_out)
+        if args.attn_sink.shape[0] < 1 or rows % args.attn_sink.shape[0] != 0:
+            given = f"has {args.attn_sink.shape[0]} heads"
             checks.fail("combine", "attn_sink", given, f"its heads must divide the {rows} rows of partial_out")
     return Output((batch, rows, head_dim_v), out_dtype), Output((batch, rows), torch.float32)
 
 
-def problem(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    num_splits: int = 0,
-    out_dtype: torch.dtype | None = None,
-    skip_single: bool = False,
-) -> Problem:
-    splits, rows, head_dim_v = partial_out.shape
-    batch = split_indptr.shape[0] - 1 if split_indptr is not None else splits // num_splits
-    return Problem(batch, rows, head_dim_v, num_splits, out_dtype or torch.bfloat16, skip_single, splits)
+def describe(args: CombineArgs) -> Problem:
+    splits, rows, head_dim_v = args.partial_out.shape
+    batch = args.split_indptr.shape[0] - 1 if args.split_indptr is not None else splits // args.num_splits
+    return Problem(batch, rows, head_dim_v, args.num_splits, args.out_dtype or torch.bfloat16, args.skip_single, splits)
 
 
-def validate(
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    num_splits: int = 0,
-    out_dtype: torch.dtype | None = None,
-) -> None:
-    if split_indptr is not None:
-        bounds = split_indptr.tolist()
-        if bounds[0] < 0 or bounds != sorted(bounds) or bounds[-1] > partial_out.shape[0]:
-            possible = f"it must rise from 0 to at most the {partial_out.shape[0]} splits of partial_out"
+def validate(args: CombineArgs) -> None:
+    if args.split_indptr is not None:
+        bounds = args.split_indptr.tolist()
+        if bounds[0] < 0 or bounds != sorted(bounds) or bounds[-1] > args.partial_out.shape[0]:
+            possible = f"it must rise from 0 to at most the {args.partial_out.shape[0]} splits of partial_out"
             checks.fail("combine", "split_indptr", f"is {bounds}", possible)
 
 
-COMBINE = library.register(
+COMBINE = register(
     Op(
         name="combine",
         schema=SCHEMA,
-        specify=specify,
-        problem=problem,
+        Args=CombineArgs,
+        check=check,
+        describe=describe,
         validate=validate,
-        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.combine.triton"), reference.BACKEND),
+        backends=(dispatch.native_backend("combine"), dispatch.triton_backend("mla_suite.ops.combine.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False",),

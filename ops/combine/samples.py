@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 
 
 def sample(

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported, Unsupported
 
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 
@@ -144,35 +144,24 @@ def merge(
     )
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    partial_out: torch.Tensor,
-    partial_lse: torch.Tensor,
-    split_indptr: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    *,
-    num_splits: int = 0,
-    out_dtype: torch.dtype | None = None,
-    skip_single: bool = False,
-) -> None:
+def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     batch = out.shape[0]
     merge(
-        partial_out,
-        partial_lse,
-        split_indptr,
+        args.partial_out,
+        args.partial_lse,
+        args.split_indptr,
         None,
-        attn_sink,
+        args.attn_sink,
         out,
         lse,
         batch=batch,
-        num_splits=num_splits,
-        skip_single=skip_single,
+        num_splits=args.num_splits,
+        skip_single=args.skip_single,
     )
 
 
-def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.head_dim_v & (problem.head_dim_v - 1):
-        return Refusal(f"head_dim_v {problem.head_dim_v}; it takes powers of two")
-    return Offer(None, f"Triton, {BLOCK_SPLITS} splits of a row at a time")
+        return Unsupported(f"head_dim_v {problem.head_dim_v}; it takes powers of two")
+    return Supported(None, f"Triton, {BLOCK_SPLITS} splits of a row at a time")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 
-from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.library import Op, Output
+from mla_suite.core import checks, dispatch, eager
+from mla_suite.core.op import Op, Output
+from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.decode import native, reference, samples, values
+from mla_suite.ops.decode import reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
 
 SCHEMA = (
@@ -22,6 +24,33 @@ SCHEMA = (
 )
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
+
+
+@dataclass(frozen=True)
+class DecodeArgs:
+    """The arguments of `decode`, documented there, in the order of the schema."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    q_descale: torch.Tensor | None = None
+    kv_descale: torch.Tensor | None = None
+    attn_sink: torch.Tensor | None = None
+    rope_cos_sin: torch.Tensor | None = None
+    plan: torch.Tensor | None = None
+    _: KW_ONLY
+    softmax_scale: float
+    max_seqlen_q: int = 1
+    max_seqlen_kv: int = 0
+    head_dim_v: int = 512
+    causal: bool = True
+    kv_format: str = "bf16"
+    num_splits: int = 0
+    split_size: int = 0
 
 
 class Problem(NamedTuple):
@@ -119,76 +148,54 @@ def decode(
         *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan),
     )
     options = softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size
-    return faces.call(DECODE, tensors, options)
+    return eager.call(DECODE, tensors, options)
 
 
-def specify(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    kv_descale: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    rope_cos_sin: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    softmax_scale: float,
-    max_seqlen_q: int = 1,
-    max_seqlen_kv: int = 0,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> tuple[Output, ...]:
-    kind = declared(kv_format)
-    checks.tensor("decode", "q", q, rank=3 if cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
-    heads, head_dim = q.shape[-2:]
-    checks.tensor("decode", "kv_cache", kv_cache, rank=3, dtypes=caches.dtypes(kind), like=q)
-    caches.check(kind, kv_cache, head_dim, op="decode", argument="kv_cache")
-    checks.tensor("decode", "seq_lens", seq_lens, rank=1, dtypes=checks.INDEX, like=q)
-    batch = seq_lens.shape[0]
-    if cu_seqlens_q is None:
-        if q.shape[0] != batch:
-            checks.fail("decode", "q", f"has shape {tuple(q.shape)}", f"seq_lens has {batch} sequences")
-        if max_seqlen_q != 1 and max_seqlen_q != q.shape[1]:
-            checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"q has {q.shape[1]} query tokens per sequence")
+def check(args: DecodeArgs) -> tuple[Output, ...]:
+    kind = declared(args.kv_format)
+    checks.tensor("decode", "q", args.q, rank=3 if args.cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
+    heads, head_dim = args.q.shape[-2:]
+    checks.tensor("decode", "kv_cache", args.kv_cache, rank=3, dtypes=caches.dtypes(kind), like=args.q)
+    caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache")
+    checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
+    batch = args.seq_lens.shape[0]
+    if args.cu_seqlens_q is None:
+        if args.q.shape[0] != batch:
+            checks.fail("decode", "q", f"has shape {tuple(args.q.shape)}", f"seq_lens has {batch} sequences")
+        if args.max_seqlen_q != 1 and args.max_seqlen_q != args.q.shape[1]:
+            checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", f"q has {args.q.shape[1]} query tokens per sequence")
     else:
-        checks.tensor("decode", "cu_seqlens_q", cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=q)
-        checks.shape("decode", "cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[batch + 1]")
-        if max_seqlen_q < 1:
-            checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", "pass the most query tokens of a sequence")
-    _specify_pages(q, batch, block_table, kv_indptr, kv_indices)
-    if head_dim_v < 1 or head_dim_v > head_dim:
-        checks.fail("decode", "head_dim_v", f"is {head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
-    if q_descale is not None:
-        checks.tensor("decode", "q_descale", q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=q)
-        if q_descale.numel() != 1:
-            checks.fail("decode", "q_descale", f"has shape {tuple(q_descale.shape)}", "it takes one value: [] or [1]")
-    caches.check_descale(kind, kv_descale, q, op="decode", argument="kv_descale")
-    if attn_sink is not None:
-        checks.tensor("decode", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=q)
-        checks.shape("decode", "attn_sink", attn_sink, (heads,), "[heads]")
-    if rope_cos_sin is not None:
-        checks.tensor("decode", "rope_cos_sin", rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=q)
-        rope = rope_cos_sin.shape[1]
+        checks.tensor("decode", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.q)
+        checks.shape("decode", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+        if args.max_seqlen_q < 1:
+            checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", "pass the most query tokens of a sequence")
+    _specify_pages(args.q, batch, args.block_table, args.kv_indptr, args.kv_indices)
+    if args.head_dim_v < 1 or args.head_dim_v > head_dim:
+        checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
+    if args.q_descale is not None:
+        checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
+        if args.q_descale.numel() != 1:
+            checks.fail("decode", "q_descale", f"has shape {tuple(args.q_descale.shape)}", "it takes one value: [] or [1]")
+    caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
+    if args.attn_sink is not None:
+        checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
+        checks.shape("decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+    if args.rope_cos_sin is not None:
+        checks.tensor("decode", "rope_cos_sin", args.rope_cos_sin, rank=2, dtypes=checks.FLOAT32, like=args.q)
+        rope = args.rope_cos_sin.shape[1]
         if rope % 2 != 0 or rope > head_dim or (kind.sized(kind.latent, kind.rope).rope != rope and not kind.dense):
-            given = f"has shape {tuple(rope_cos_sin.shape)}"
+            given = f"has shape {tuple(args.rope_cos_sin.shape)}"
             checks.fail("decode", "rope_cos_sin", given, f"it takes [max_len, {kind.rope}]: cosines, then sines")
-        if rope_cos_sin.shape[0] > 1 and rope_cos_sin.stride(0) != rope:
-            given = f"has strides {rope_cos_sin.stride()}"
+        if args.rope_cos_sin.shape[0] > 1 and args.rope_cos_sin.stride(0) != rope:
+            given = f"has strides {args.rope_cos_sin.stride()}"
             checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")
-    if plan is not None:
-        check_words("decode", plan, batch, q)
-    if max_seqlen_kv < 0:
-        checks.fail("decode", "max_seqlen_kv", f"is {max_seqlen_kv}", "it takes the longest length, or 0 when unknown")
-    check_splits("decode", num_splits, split_size)
-    dtype = torch.bfloat16 if q.dtype in Q_FP8 else q.dtype
-    return Output((*q.shape[:-1], head_dim_v), dtype), Output(tuple(q.shape[:-1]), torch.float32)
+    if args.plan is not None:
+        check_words("decode", args.plan, batch, args.q)
+    if args.max_seqlen_kv < 0:
+        checks.fail("decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", "it takes the longest length, or 0 when unknown")
+    check_splits("decode", args.num_splits, args.split_size)
+    dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
+    return Output((*args.q.shape[:-1], args.head_dim_v), dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
 
 
 def _specify_pages(
@@ -215,70 +222,49 @@ def _specify_pages(
         checks.tensor("decode", "kv_indices", kv_indices, rank=1, dtypes=checks.INDEX, like=q)
 
 
-def problem(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    kv_descale: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    rope_cos_sin: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    softmax_scale: float,
-    max_seqlen_q: int = 1,
-    max_seqlen_kv: int = 0,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> Problem:
-    batch, page = seq_lens.shape[0], kv_cache.shape[1]
-    if split_size > 0:
+def describe(args: DecodeArgs) -> Problem:
+    batch, page = args.seq_lens.shape[0], args.kv_cache.shape[1]
+    if args.split_size > 0:
         batch, context, context_from = 0, 0, "nothing: batch-invariant"
-    elif max_seqlen_kv > 0:
-        context, context_from = max_seqlen_kv, "max_seqlen_kv"
-    elif block_table is not None:
-        context, context_from = block_table.shape[1] * page, "block_table width x page"
+    elif args.max_seqlen_kv > 0:
+        context, context_from = args.max_seqlen_kv, "max_seqlen_kv"
+    elif args.block_table is not None:
+        context, context_from = args.block_table.shape[1] * page, "block_table width x page"
     else:
-        pages = 0 if kv_indices is None else kv_indices.shape[0]
+        pages = 0 if args.kv_indices is None else args.kv_indices.shape[0]
         context, context_from = pages * page // max(batch, 1), "kv_indices per sequence x page"
     return Problem(
         batch=batch,
-        heads=q.shape[-2],
-        q_len=q.shape[1] if cu_seqlens_q is None else max_seqlen_q,
+        heads=args.q.shape[-2],
+        q_len=args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q,
         context=context,
         context_from=context_from,
         page=page,
-        head_dim=q.shape[-1],
-        head_dim_v=head_dim_v,
-        q_dtype=q.dtype,
-        kv_format=kv_format,
-        alignment=caches.alignment(kv_cache),
-        ragged_pages=kv_indices is not None,
-        ragged_queries=cu_seqlens_q is not None,
-        causal=causal,
-        sink=attn_sink is not None,
-        rope=0 if rope_cos_sin is None else rope_cos_sin.shape[1],
-        planned=plan is not None,
-        num_splits=num_splits,
-        split_size=split_size,
+        head_dim=args.q.shape[-1],
+        head_dim_v=args.head_dim_v,
+        q_dtype=args.q.dtype,
+        kv_format=args.kv_format,
+        alignment=caches.alignment(args.kv_cache),
+        ragged_pages=args.kv_indices is not None,
+        ragged_queries=args.cu_seqlens_q is not None,
+        causal=args.causal,
+        sink=args.attn_sink is not None,
+        rope=0 if args.rope_cos_sin is None else args.rope_cos_sin.shape[1],
+        planned=args.plan is not None,
+        num_splits=args.num_splits,
+        split_size=args.split_size,
     )
 
 
-DECODE = library.register(
+DECODE = register(
     Op(
         name="decode",
         schema=SCHEMA,
-        specify=specify,
-        problem=problem,
-        validate=values.validate,
-        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.decode.triton"), reference.BACKEND),
+        Args=DecodeArgs,
+        check=check,
+        describe=describe,
+        validate=validate_data.validate,
+        backends=(dispatch.native_backend("decode"), dispatch.triton_backend("mla_suite.ops.decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

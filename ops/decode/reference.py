@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from mla_suite import kv_formats
-from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
 from mla_suite.ops.plan.metadata import OPEN, Plan
 from mla_suite.ops.plan.reference import equal_chunk
@@ -16,75 +17,54 @@ from mla_suite.ops.plan.reference import equal_chunk
 BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    kv_descale: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    rope_cos_sin: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    softmax_scale: float,
-    max_seqlen_q: int = 1,
-    max_seqlen_kv: int = 0,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
+def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
-    heads, page = q.shape[-2], kv_cache.shape[1]
-    lens = seq_lens.tolist()
-    cuts = Plan.read(plan).cuts() if plan is not None else _cuts(seq_lens, num_splits, split_size)
-    bounds = cu_seqlens_q.tolist() if cu_seqlens_q is not None else None
-    indptr = kv_indptr.tolist() if kv_indptr is not None else None
+    heads, page = args.q.shape[-2], args.kv_cache.shape[1]
+    lens = args.seq_lens.tolist()
+    cuts = Plan.read(args.plan).cuts() if args.plan is not None else _cuts(args.seq_lens, args.num_splits, args.split_size)
+    bounds = args.cu_seqlens_q.tolist() if args.cu_seqlens_q is not None else None
+    indptr = args.kv_indptr.tolist() if args.kv_indptr is not None else None
     for b, length in enumerate(lens):
         at = b if bounds is None else slice(bounds[b], bounds[b + 1])
-        queries = q[at].float() * softmax_scale  # [q_len, heads, head_dim]
-        if q_descale is not None:
-            queries = queries * q_descale
+        queries = args.q[at].float() * args.softmax_scale  # [q_len, heads, head_dim]
+        if args.q_descale is not None:
+            queries = queries * args.q_descale
         q_len = queries.shape[0]
         used = -(-length // page)
-        if block_table is not None:
-            pages = block_table[b, :used].long()
+        if args.block_table is not None:
+            pages = args.block_table[b, :used].long()
         else:
-            assert kv_indices is not None  # `specify` asks for one of the two
+            assert args.kv_indices is not None  # `specify` asks for one of the two
             assert indptr is not None
-            pages = kv_indices[indptr[b] : indptr[b] + used].long()
+            pages = args.kv_indices[indptr[b] : indptr[b] + used].long()
 
         def rows_of(first: int, end: int, pages: torch.Tensor = pages) -> torch.Tensor:
-            positions = torch.arange(first, end, device=q.device)
+            positions = torch.arange(first, end, device=args.q.device)
             slots = pages[positions // page] * page + positions % page
-            rows = caches.gather(kv_formats.kv_format(kv_format), kv_cache, slots, descale=kv_descale)
-            return rows if rope_cos_sin is None else rotated(rows, rope_cos_sin[first:end])
+            rows = caches.gather(kv_formats.kv_format(args.kv_format), args.kv_cache, slots, descale=args.kv_descale)
+            return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])
 
         # Query token i of q_len sees the keys up to its own, which is the cached key length - q_len + i.
-        visible = torch.full((q_len,), length, device=q.device)
-        if causal:
-            visible = visible - torch.arange(q_len - 1, -1, -1, device=q.device)
+        visible = torch.full((q_len,), length, device=args.q.device)
+        if args.causal:
+            visible = visible - torch.arange(q_len - 1, -1, -1, device=args.q.device)
         visible = visible.repeat_interleave(heads)
 
         # An empty split weighs nothing; one is kept so that a sequence without keys has a result.
         spans = [(first, min(end, length)) for first, end in cuts[b] if first < length] or [(0, 0)]
-        partial_out = queries.new_empty((len(spans), q_len * heads, head_dim_v))
+        partial_out = queries.new_empty((len(spans), q_len * heads, args.head_dim_v))
         partial_lse = queries.new_empty((len(spans), q_len * heads))
         for split, (first, end) in enumerate(spans):
             blocks = ((key, rows_of(key, min(key + BLOCK, end))) for key in range(first, end, BLOCK))
-            partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, head_dim_v)
+            partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, args.head_dim_v)
 
-        merged = out.new_empty((1, q_len * heads, head_dim_v)), lse.new_empty((1, q_len * heads))
-        combine(None, merged, partial_out, partial_lse, None, attn_sink, num_splits=len(spans), out_dtype=out.dtype)
-        out[at] = merged[0].view(q_len, heads, head_dim_v)
-        lse[at] = merged[1].view(q_len, heads)
+        combined = out.new_empty((1, q_len * heads, args.head_dim_v)), lse.new_empty((1, q_len * heads))
+        given = CombineArgs(
+            partial_out, partial_lse, None, args.attn_sink, num_splits=len(spans), out_dtype=out.dtype
+        )
+        combine(None, combined, given)
+        out[at] = combined[0].view(q_len, heads, args.head_dim_v)
+        lse[at] = combined[1].view(q_len, heads)
 
 
 def attend(
@@ -138,4 +118,4 @@ def _cuts(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[
     return [[(0, OPEN)]] * len(lens)
 
 
-BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)
+BACKEND = reference_backend(run)

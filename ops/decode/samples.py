@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mla_suite import kv_formats
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.plan.samples import sample as plan_sample
 
@@ -68,8 +68,9 @@ def decode_sample(
         if planned:
             made = plan_sample(
                 lens,
-                rows=heads * q_len,
-                workers=8,
+                num_heads=heads,
+                max_seqlen_q=q_len,
+                num_sm_parts=8,
                 max_seqlen_kv=max(lens),
                 num_splits=num_splits,
                 split_size=split_size,

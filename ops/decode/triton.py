@@ -16,21 +16,21 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.device import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import merge
-from mla_suite.ops.decode import tiles as tuned
-from mla_suite.ops.decode.tiles import Tile
+from mla_suite.ops.decode import triton_config as tuned
+from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
 from mla_suite.ops.plan.metadata import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
-from mla_suite.ops.plan.reference import GRANULE as PLAN_GRANULE
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 MOST_BLOCKS = 65535  # of a grid's second dimension
-GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts fall on its multiples
+GRANULE = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal cuts fall on its multiples
 ITEMS_AT = tl.constexpr(int(Word.ITEMS))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
 WORKERS_AT = tl.constexpr(int(Word.WORKERS))
@@ -206,33 +206,33 @@ def attend_item(
         tl.store(partial_lse + place, result_lse, mask=live)
 
 
-def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.kv_format not in KV_FORMATS:
-        return Refusal(f"kv_format {problem.kv_format}; it reads {', '.join(KV_FORMATS)}")
+        return Unsupported(f"kv_format {problem.kv_format}; it reads {', '.join(KV_FORMATS)}")
     rope = problem.head_dim - problem.head_dim_v
     if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
-        return Refusal(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
+        return Unsupported(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
     if problem.rope not in (0, rope):
-        return Refusal(f"rope_cos_sin turns {problem.rope} values; it turns all {rope} that are no part of V")
+        return Unsupported(f"rope_cos_sin turns {problem.rope} values; it turns all {rope} that are no part of V")
     if problem.q_dtype == torch.float8_e4m3fnuz:
-        return Refusal("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
+        return Unsupported("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
     match = tuned.find(problem, arch)
     if match is not None:
         tile = Tile(*(int(match.row.values[column.name]) for column in tuned.FORMAT.config))
-        return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys, {match.reason}")
+        return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys, {match.reason}")
     rows = problem.heads * problem.q_len
     if arch is not None and not problem.planned and problem.split_size == 0 and _leaves_idle(problem.batch, rows, arch):
         rows = 16
     tile = tile_for(rows, problem.q_dtype, problem.rope > 0, arch)
-    return Offer(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
+    return Supported(tile, f"Triton with tiles of {tile.rows} rows x {tile.keys} keys")
 
 
-def _leaves_idle(batch: int, rows: int, arch: Arch) -> bool:
+def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
     """Whether even tiles of 16 rows could each be cut into eight and all run at once: then small tiles end sooner."""
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
-def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: Arch | None) -> Tile:
+def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | None) -> Tile:
     """The best measured tile on sm_90; on gfx942 and gfx950 the largest that needs no scratch memory and fits 64 KiB
     of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
 
@@ -241,7 +241,7 @@ def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: Arch | None) -
     """
     if q_dtype == torch.float32:
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
-    if arch is None or arch.vendor == "amd":
+    if arch is None or arch.matrix_min_rows < 64:
         return Tile(16, 32, 4, 2) if rows <= 16 else Tile(32, 32, 4, 2)
     if rows <= 16:
         return Tile(16, 64, 8, 3 if turned else 5)
@@ -251,108 +251,85 @@ def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: Arch | None) -
     return Tile(64, 32 if turned else 64, 8, 2)
 
 
-def run(
-    config: Tile,
-    outputs: tuple[torch.Tensor, ...],
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    kv_descale: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    rope_cos_sin: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    softmax_scale: float,
-    max_seqlen_q: int = 1,
-    max_seqlen_kv: int = 0,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
+def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    kv_cache = args.kv_cache
     out, lse = outputs
-    batch, heads, page = seq_lens.shape[0], q.shape[-2], kv_cache.shape[1]
-    q_len = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
+    batch, heads, page = args.seq_lens.shape[0], args.q.shape[-2], kv_cache.shape[1]
+    q_len = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
     rows = q_len * heads
     if batch == 0 or rows == 0:
         return
-    tokens, flat_out, flat_lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
-    if kv_format == "fp8":
+    tokens, flat_out, flat_lse = args.q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    if args.kv_format == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
-    if block_table is not None:
-        bound = max_seqlen_kv or block_table.shape[1] * page
+    if args.block_table is not None:
+        bound = args.max_seqlen_kv or args.block_table.shape[1] * page
     else:
-        assert kv_indices is not None  # decode's checks: one of the two
-        bound = max_seqlen_kv or kv_indices.shape[0] * page
+        assert args.kv_indices is not None  # decode's checks: one of the two
+        bound = args.max_seqlen_kv or args.kv_indices.shape[0] * page
     tiles = -(-rows // config.rows)
-    if plan is not None:
-        splits, capacity = 1, int(most_items(plan.shape[0], batch))
+    if args.plan is not None:
+        splits, capacity = 1, int(most_items(args.plan.shape[0], batch))
     else:
-        invariant = int(splits_of(bound, split_size)) if split_size else 0
-        splits = num_splits or invariant or _splits(batch * tiles, bound, compute_units(q.device))
+        invariant = int(splits_of(bound, args.split_size)) if args.split_size else 0
+        splits = args.num_splits or invariant or _splits(batch * tiles, bound, compute_units(args.q.device))
         capacity = batch * splits if splits > 1 else 0
-    partial_out, partial_lse = partials(q.device, capacity, rows, head_dim_v) if capacity else (None, None)
-    blocks = min(capacity, compute_units(q.device)) if plan is not None else min(batch * splits, MOST_BLOCKS)
+    partial_out, partial_lse = partials(args.q.device, capacity, rows, args.head_dim_v) if capacity else (None, None)
+    blocks = min(capacity, compute_units(args.q.device)) if args.plan is not None else min(batch * splits, MOST_BLOCKS)
     decode_kernel[(tiles, blocks)](
         tokens,
         kv_cache,
-        seq_lens,
-        block_table,
-        kv_indptr,
-        kv_indices,
-        cu_seqlens_q,
-        q_descale,
-        kv_descale,
-        attn_sink,
-        rope_cos_sin,
-        plan,
+        args.seq_lens,
+        args.block_table,
+        args.kv_indptr,
+        args.kv_indices,
+        args.cu_seqlens_q,
+        args.q_descale,
+        args.kv_descale,
+        args.attn_sink,
+        args.rope_cos_sin,
+        args.plan,
         flat_out,
         flat_lse,
         partial_out,
         partial_lse,
-        softmax_scale,
+        args.softmax_scale,
         batch,
         heads,
         q_len,
         splits,
-        split_size,
+        args.split_size,
         tokens.stride(0),
         tokens.stride(1),
         kv_cache.stride(0),
         kv_cache.stride(1),
-        block_table.stride(0) if block_table is not None else 0,
+        args.block_table.stride(0) if args.block_table is not None else 0,
         flat_out.stride(0),
         flat_out.stride(1),
         flat_lse.stride(0),
         PAGE=page,
-        LATENT=head_dim_v,
-        ROPE=q.shape[-1] - head_dim_v,
+        LATENT=args.head_dim_v,
+        ROPE=args.q.shape[-1] - args.head_dim_v,
         ROWS=config.rows,
         KEYS=config.keys,
-        CAUSAL=causal,
-        DOT=DOT_TYPES.get(q.dtype, tl.bfloat16),
+        CAUSAL=args.causal,
+        DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
         num_warps=config.warps,
         num_stages=config.stages,
     )
     if partial_out is not None and partial_lse is not None:
-        split_indptr = plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if plan is not None else None
+        split_indptr = args.plan[HEADER_WORDS : HEADER_WORDS + batch + 1] if args.plan is not None else None
         merge(
             partial_out,
             partial_lse,
             split_indptr,
-            cu_seqlens_q,
-            attn_sink,
+            args.cu_seqlens_q,
+            args.attn_sink,
             flat_out,
             flat_lse,
             batch=batch,
             num_splits=splits,
-            skip_none=plan is not None,
+            skip_none=args.plan is not None,
         )
     # Of a caller's output whose leading strides do not merge, flatten makes a copy.
     if flat_out.data_ptr() != out.data_ptr():
@@ -367,6 +344,6 @@ def _splits(blocks: int, bound: int, units: int) -> int:
     On an H200 a block takes about 2 us for 64 keys, and merging one more cut takes 0.17 us, so that
     sqrt(12 x bound / 64) cuts take the least time in all; then as many as cuts of whole granules are.
     """
-    granules = max(-(-bound // PLAN_GRANULE), 1)
+    granules = max(-(-bound // SPLIT_ALIGNMENT), 1)
     most = max(min(units // blocks, math.isqrt(12 * granules)), 1)
     return -(-granules // -(-granules // most))

@@ -1,28 +1,50 @@
-"""plan: share the keys of ragged sequences among workers, as one tensor that stays right when lengths change."""
+"""plan: share the keys of ragged sequences among SM parts, as one tensor that stays right when lengths change."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.library import Op, Output
-from mla_suite.ops.plan import metadata, native, reference, samples
+from mla_suite import launch
+from mla_suite.archs import ArchSpec
+from mla_suite.core import checks, dispatch, eager
+from mla_suite.core.op import Op, Output
+from mla_suite.core.register import register
+from mla_suite.launch.device import compute_units
+from mla_suite.ops.plan import metadata, reference, samples, scheduler
 
 SCHEMA = (
-    "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt rows, SymInt workers, SymInt max_seqlen_kv, "
-    "SymInt num_splits=0, SymInt split_size=0) -> Tensor"
+    "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt num_heads, SymInt max_seqlen_q, SymInt num_sm_parts, "
+    "SymInt max_seqlen_kv, SymInt num_splits=0, SymInt split_size=0) -> Tensor"
 )
-MAX_WORKERS = 1024  # MI300X has 304 compute units; the search for cuts is quadratic in workers
+MAX_SM_PARTS = 1024  # a device has at most 304 compute units; the search for splits is quadratic in the parts
+
+
+@dataclass(frozen=True)
+class PlanArgs:
+    """The arguments of `plan`, documented there, in the order of the schema."""
+
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None = None
+    _: KW_ONLY
+    num_heads: int
+    max_seqlen_q: int
+    num_sm_parts: int
+    max_seqlen_kv: int
+    num_splits: int = 0
+    split_size: int = 0
 
 
 class Problem(NamedTuple):
     """What a choice of plan kernel may depend on."""
 
     batch: int
-    rows: int
-    workers: int
+    num_heads: int
+    max_seqlen_q: int
+    num_sm_parts: int
     max_seqlen_kv: int
     num_splits: int
     split_size: int
@@ -32,66 +54,93 @@ def plan(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor | None = None,
     *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
+    num_heads: int,
+    max_seqlen_q: int = 1,
+    max_seqlen_kv: int = 0,
+    num_sm_parts: int | None = None,
     num_splits: int = 0,
     split_size: int = 0,
 ) -> torch.Tensor:
-    """Cut sequences along their keys and deal the pieces to workers.
+    """Split sequences along their keys and share the work tiles among the device's compute units.
 
     seq_lens      [batch] int32, keys per sequence; for sparse_decode [query tokens], keys selected over all pools
     cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
-    rows          q_len x heads, for the cost model, whose figures are those of seq_lens' device; the plan is right for
-                  any other, and on any other
-    workers       workgroups that share the work, 1..1024: see `workers`
-    max_seqlen_kv    longest sequence the plan will be used with; 0 when unknown and split_size is 0
-    num_splits    > 0: exactly so many equal pieces per sequence
-    split_size    > 0: a cut at every multiple of so many keys, the same for every length and batch (batch-invariant)
+    num_heads, max_seqlen_q   heads and the most query tokens of a sequence, for the cost model, whose figures are those
+                  of seq_lens' device; the plan is right for any other, and on any other
+    max_seqlen_kv longest sequence the plan will be used with; 0 when unknown and split_size is 0
+    num_sm_parts  parts that the work is shared into, 1..1024; None: one for each group of compute units that hold all
+                  query rows of a sequence. More are right too, but their work tiles wait for each other
+    num_splits    > 0: this number of equal splits per sequence
+    split_size    > 0: a split at every multiple of this number of keys, whatever the length and batch (batch-invariant)
 
-    -> int32 [words], laid out as `ops/plan/metadata.py` says: batch + workers items when balanced, batch x num_splits
-    when forced, batch x ceil(max_seqlen_kv / split_size), 2 each at least, when batch-invariant; ValueError
-    above 64 MiB.
+    -> int32 [words], laid out as `ops/plan/metadata.py` says: batch + num_sm_parts work tiles when balanced,
+    batch x num_splits when forced, batch x ceil(max_seqlen_kv / split_size), at least 2 each, when batch-invariant;
+    ValueError above 64 MiB.
 
-    One plan serves every layer of a step, any heads and query length. The last item of each sequence is open, so a
+    One plan serves every layer of a step, any heads and query length. The last work tile of each sequence is open, so a
     plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Its
-    arrival counters serve one stream at a time.
+    arrival counters serve one stream at a time. Compiled code asks for the device's parts once, when it is traced.
     """
-    options = rows, workers, max_seqlen_kv, num_splits, split_size
-    return faces.call(PLAN, (seq_lens, cu_seqlens_q), options)
+    if num_sm_parts is None:
+        num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
+    options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size
+    return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
 
 
-def specify(
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> tuple[Output, ...]:
-    checks.tensor("plan", "seq_lens", seq_lens, rank=1, dtypes=checks.INDEX)
-    batch = seq_lens.shape[0]
-    if cu_seqlens_q is not None:
-        checks.tensor("plan", "cu_seqlens_q", cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=seq_lens)
-        checks.shape("plan", "cu_seqlens_q", cu_seqlens_q, (batch + 1,), "[batch + 1]")
-    if rows < 1:
-        checks.fail("plan", "rows", f"is {rows}", "it is q_len x heads, at least 1")
-    if workers < 1 or workers > MAX_WORKERS:
-        checks.fail("plan", "workers", f"is {workers}", f"it takes 1..{MAX_WORKERS}")
-    if max_seqlen_kv < 0 or max_seqlen_kv > metadata.OPEN:
-        checks.fail("plan", "max_seqlen_kv", f"is {max_seqlen_kv}", f"it takes 0..{metadata.OPEN}")
-    check_splits("plan", num_splits, split_size)
-    if split_size > 0 and max_seqlen_kv < 1:
+def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:
+    """Parts for sequences of `num_q_rows` query rows on a tensor's device: compute units over tiles of rows, 1 at least.
+
+    Each tile of query rows takes a compute unit beside the others, so this number of work tiles run at a time.
+    """
+    if num_q_rows < 1:
+        checks.fail("plan", "num_heads x max_seqlen_q", f"is {num_q_rows}", "a sequence has 1 query row at least")
+    if is_dynamo_compiling():
+        units, tile_rows = _units_and_tile_rows(tensor.device)
+    else:
+        units, tile_rows = _device_units(launch.current_arch(tensor), tensor.device)
+    parts: int = max(1, units // -(-num_q_rows // tile_rows))
+    return min(parts, MAX_SM_PARTS)
+
+
+def _units_and_tile_rows(device: torch.device) -> tuple[int, int]:
+    return _device_units(launch.current_arch(torch.empty(0, device=device)), device)
+
+
+# torch.compiler.assume_constant_result sets this mark, but imports torch._dynamo to do so: 2 s and 130 MB.
+_units_and_tile_rows._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
+
+
+@dispatch.cached
+def _device_units(arch: ArchSpec | None, device: torch.device) -> tuple[int, int]:
+    """Compute units of a device, and the query rows that one of them holds."""
+    units = compute_units(device) if arch is None else arch.compute_units
+    return units, scheduler.tile_rows(arch)
+
+
+def check(args: PlanArgs) -> tuple[Output, ...]:
+    checks.tensor("plan", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX)
+    batch = args.seq_lens.shape[0]
+    if args.cu_seqlens_q is not None:
+        checks.tensor("plan", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.seq_lens)
+        checks.shape("plan", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
+    if args.num_heads < 1:
+        checks.fail("plan", "num_heads", f"is {args.num_heads}", "it takes 1 or more")
+    if args.max_seqlen_q < 1:
+        checks.fail("plan", "max_seqlen_q", f"is {args.max_seqlen_q}", "it takes 1 or more")
+    if args.num_sm_parts < 1 or args.num_sm_parts > MAX_SM_PARTS:
+        checks.fail("plan", "num_sm_parts", f"is {args.num_sm_parts}", f"it takes 1..{MAX_SM_PARTS}")
+    if args.max_seqlen_kv < 0 or args.max_seqlen_kv > metadata.OPEN:
+        checks.fail("plan", "max_seqlen_kv", f"is {args.max_seqlen_kv}", f"it takes 0..{metadata.OPEN}")
+    check_splits("plan", args.num_splits, args.split_size)
+    if args.split_size > 0 and args.max_seqlen_kv < 1:
         checks.fail(
-            "plan", "max_seqlen_kv", f"is {max_seqlen_kv} with split_size={split_size}", "pass the longest length"
+            "plan", "max_seqlen_kv", f"is {args.max_seqlen_kv} with split_size={args.split_size}", "pass the longest length"
         )
     place = metadata.layout_for(
-        batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
+        batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size
     )
     if checks.certain(place.words * 4 > metadata.BYTE_LIMIT):
-        given = f"would have {place.item_capacity} items in {place.words * 4} bytes"
+        given = f"would have {place.item_capacity} work tiles in {place.words * 4} bytes"
         checks.fail("plan", "the plan", given, f"at most {metadata.BYTE_LIMIT} bytes: use fewer or larger splits")
     return (Output((place.words,), torch.int32),)
 
@@ -107,32 +156,14 @@ def check_splits(op: str, num_splits: int, split_size: int) -> None:
         checks.fail(op, "num_splits", given, "pass one of the two: splits are counted or sized")
 
 
-def problem(
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> Problem:
-    return Problem(seq_lens.shape[0], rows, workers, max_seqlen_kv, num_splits, split_size)
+def describe(args: PlanArgs) -> Problem:
+    return Problem(args.seq_lens.shape[0], args.num_heads, args.max_seqlen_q, args.num_sm_parts, args.max_seqlen_kv, args.num_splits, args.split_size)
 
 
-def validate(
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
-    check_lengths("plan", seq_lens, max_seqlen_kv)
-    if cu_seqlens_q is not None and (cu_seqlens_q[0] != 0 or (cu_seqlens_q.diff() < 0).any()):
-        checks.fail("plan", "cu_seqlens_q", f"is {cu_seqlens_q.tolist()}", "it must rise from 0")
+def validate(args: PlanArgs) -> None:
+    check_lengths("plan", args.seq_lens, args.max_seqlen_kv)
+    if args.cu_seqlens_q is not None and (args.cu_seqlens_q[0] != 0 or (args.cu_seqlens_q.diff() < 0).any()):
+        checks.fail("plan", "cu_seqlens_q", f"is {args.cu_seqlens_q.tolist()}", "it must rise from 0")
 
 
 def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int) -> None:
@@ -171,14 +202,24 @@ def check_plan(op: str, plan: torch.Tensor, batch: int, counted: str, num_splits
             checks.fail(op, name, f"is {given}", f"the plan was made with {header[word]}: pass that or 0")
 
 
-PLAN = library.register(
+def _defaults(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
+    """The keyword arguments of the operator from those of `plan`."""
+    kwargs = {"max_seqlen_q": 1, "max_seqlen_kv": 0, **kwargs}
+    if kwargs.get("num_sm_parts") is None:
+        kwargs["num_sm_parts"] = sm_parts(seq_lens, kwargs["num_heads"] * kwargs["max_seqlen_q"])
+    return kwargs
+
+
+PLAN = register(
     Op(
         name="plan",
         schema=SCHEMA,
-        specify=specify,
-        problem=problem,
+        Args=PlanArgs,
+        check=check,
+        describe=describe,
         validate=validate,
-        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.plan.triton"), reference.BACKEND),
+        backends=(dispatch.native_backend("plan"), dispatch.triton_backend("mla_suite.ops.plan.triton"), reference.BACKEND),
         samples=samples.samples,
+        defaults=_defaults,
     )
 )

@@ -4,52 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.dispatch import reference_backend
 from mla_suite.launch import current_arch
 from mla_suite.ops.plan import metadata as words
-from mla_suite.ops.plan.cost import GRANULE, Cuts, Figures, balanced_cuts, figures, round_up
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, Splits, balanced_splits, round_up, scheduler_costs
 from mla_suite.ops.plan.metadata import OPEN
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
-    batch = seq_lens.shape[0]
-    place = words.layout_for(batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
-    kv_lens = seq_lens.long()
-    if cu_seqlens_q is not None:
-        kv_lens = torch.where(cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
-    costs = figures(current_arch(seq_lens), rows)
-    if num_splits > 0:
-        parts = _uniform(kv_lens, equal_chunk(kv_lens, num_splits), num_splits, costs, workers)
-    elif split_size > 0:
-        size = torch.full_like(kv_lens, split_size)
-        parts = _uniform(kv_lens, size, int(words.splits_of(max_seqlen_kv, split_size)), costs, workers)
+def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    batch = args.seq_lens.shape[0]
+    place = words.layout_for(batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size)
+    kv_lens = args.seq_lens.long()
+    if args.cu_seqlens_q is not None:
+        kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
+    costs = scheduler_costs(current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q)
+    if args.num_splits > 0:
+        parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), args.num_splits, costs, args.num_sm_parts)
+    elif args.split_size > 0:
+        size = torch.full_like(kv_lens, args.split_size)
+        parts = _uniform(kv_lens, size, int(words.splits_of(args.max_seqlen_kv, args.split_size)), costs, args.num_sm_parts)
     else:
-        parts = _balanced(kv_lens, costs, workers)
-    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+        parts = _balanced(kv_lens, costs, args.num_sm_parts)
+    header = place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
     words.assemble(place, header, *parts, into=outputs[0])
 
 
 def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
     """Keys per split when each sequence is cut into num_splits equal parts, in whole granules, at least one."""
-    granules = (kv_lens + GRANULE - 1) // GRANULE
-    return ((granules + num_splits - 1) // num_splits).clamp(min=1) * GRANULE
+    granules = (kv_lens + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
+    return ((granules + num_splits - 1) // num_splits).clamp(min=1) * SPLIT_ALIGNMENT
 
 
 def _uniform(
-    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, costs: Figures, workers: int
+    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, costs: SchedulerCosts, num_sm_parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`splits` items per sequence, split s from key s x chunk; workers share them by cost, in order."""
+    """`splits` items per sequence, split s from key s x chunk; num_sm_parts share them by cost, in order."""
     batch = kv_lens.shape[0]
     split = torch.arange(splits, device=kv_lens.device)
     first = (split * chunk[:, None]).clamp(max=OPEN)
@@ -60,24 +49,24 @@ def _uniform(
 
     present = torch.minimum(end, kv_lens[:, None]) - first
     # An empty item still costs its look at the plan; 1 keeps every item somewhere on the line.
-    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.item, 1).flatten()
+    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.tile, 1).flatten()
     ends = cost.cumsum(0)
     total = torch.cat((ends.new_zeros(1), ends))[-1]
-    worker = torch.arange(workers + 1, device=kv_lens.device)
-    work_indptr = torch.searchsorted(ends - cost, (worker * total + workers - 1) // workers)
+    worker = torch.arange(num_sm_parts + 1, device=kv_lens.device)
+    work_indptr = torch.searchsorted(ends - cost, (worker * total + num_sm_parts - 1) // num_sm_parts)
     split_indptr = torch.arange(batch + 1, device=kv_lens.device) * (splits if splits > 1 else 0)
     return split_indptr, work_indptr, items
 
 
-def _balanced(kv_lens: torch.Tensor, costs: Figures, workers: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _balanced(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch = kv_lens.shape[0]
     if batch == 0:
-        nothing = torch.zeros(workers + 1, dtype=torch.int64, device=kv_lens.device)
-        return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(workers, 4)
-    return items_between(balanced_cuts(kv_lens, costs, workers), batch)
+        nothing = torch.zeros(num_sm_parts + 1, dtype=torch.int64, device=kv_lens.device)
+        return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(num_sm_parts, 4)
+    return items_between(balanced_splits(kv_lens, costs, num_sm_parts), batch)
 
 
-def items_between(cut: Cuts, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def items_between(cut: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One item per sequence start and one per distinct cut inside a sequence: split_indptr, work_indptr, items."""
     capacity, device = batch + cut.key.shape[0] - 1, cut.key.device
     repeated = (cut.sequence[1:] == cut.sequence[:-1]) & (cut.key[1:] == cut.key[:-1])
@@ -107,4 +96,4 @@ def items_between(cut: Cuts, batch: int) -> tuple[torch.Tensor, torch.Tensor, to
     return split_indptr, work_indptr, torch.stack((sequence[:-1], first[:-1], end, row), dim=-1)
 
 
-BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the definition takes every problem"), run)
+BACKEND = reference_backend(run)

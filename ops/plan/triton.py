@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import current_arch
 from mla_suite.launch.scratch import take
-from mla_suite.ops.plan import cost, metadata
+from mla_suite.ops.plan import metadata, scheduler
 from mla_suite.ops.plan.metadata import Item, Word
 
-GRANULE = tl.constexpr(cost.GRANULE)
+SPLIT_ALIGNMENT = tl.constexpr(scheduler.SPLIT_ALIGNMENT)
 OPEN = tl.constexpr(metadata.OPEN)
 ITEM_WORDS = tl.constexpr(metadata.ITEM_WORDS)
 SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in Item)
@@ -153,8 +153,8 @@ def uniform_kernel(
         kv_len = present_keys(seq_lens, cu_seqlens_q, b, inside)
         chunk = tl.zeros_like(kv_len) + split_size
         if split_size == 0:
-            granules = (kv_len + GRANULE - 1) // GRANULE
-            chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+            granules = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
+            chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
         begin = tl.minimum(split * chunk, OPEN)
         end = tl.where(split == splits - 1, OPEN, tl.minimum(begin + chunk, OPEN))
         words = items + item.to(tl.int64) * ITEM_WORDS
@@ -207,7 +207,7 @@ def cut_at(cut, used, line, keys, batch, fixed, steps):
     # Every sequence costs something, so those that end at or before `place` are those below the one it lies in.
     sequence = count_below(line + 1, batch, place + 1, cut >= 0, steps)
     offset, length = place - tl.load(line + sequence), tl.load(keys + sequence)
-    near = (offset * length // (length + fixed) + GRANULE // 2) // GRANULE * GRANULE
+    near = (offset * length // (length + fixed) + SPLIT_ALIGNMENT // 2) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
     crumb = round_up(fixed // 2)
     crumbs = (near < crumb) | (length - near < crumb)
     unsplit = sequence + (2 * offset > length + fixed).to(tl.int64)
@@ -261,66 +261,57 @@ def present_keys(seq_lens, cu_seqlens_q, b, inside):
 @triton.jit
 def round_up(keys):
     """`keys` up to whole granules."""
-    return (keys + GRANULE - 1) // GRANULE * GRANULE
+    return (keys + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
 
 
-def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.num_splits or problem.split_size:
-        return Offer(None, "Triton, two kernels")
-    return Offer(None, f"Triton, four kernels over {2 * problem.workers} candidates")
+        return Supported(None, "Triton, two kernels")
+    return Supported(None, f"Triton, four kernels over {2 * problem.num_sm_parts} candidates")
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None = None,
-    *,
-    rows: int,
-    workers: int,
-    max_seqlen_kv: int,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
+def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     (plan,) = outputs
-    batch = seq_lens.shape[0]
+    batch = args.seq_lens.shape[0]
     place = metadata.layout_for(
-        batch, workers, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
+        batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size
     )
     capacity, work_at, counters_at, items_at = (
         int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
     )
-    header = tuple(place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv))
-    fixed, tile_rows, shared = cost.figures(current_arch(seq_lens), rows)
-    lanes = max(capacity, batch + 1, workers + 1, items_at - counters_at, metadata.HEADER_WORDS)
+    header = tuple(place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv))
+    fixed, tile_rows, shared = scheduler.scheduler_costs(
+        current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
+    )
+    lanes = max(capacity, batch + 1, args.num_sm_parts + 1, items_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     items = plan[items_at:]
-    if num_splits or split_size:
-        splits = num_splits or int(metadata.splits_of(max_seqlen_kv, split_size))
+    if args.num_splits or args.split_size:
+        splits = args.num_splits or int(metadata.splits_of(args.max_seqlen_kv, args.split_size))
         starts, total_price = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
-            seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits, SIZE=BLOCK
+            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size, fixed, splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
-            starts, total_price, plan, header, batch, workers, splits, work_at, counters_at, items_at,
+            starts, total_price, plan, header, batch, args.num_sm_parts, splits, work_at, counters_at, items_at,
             capacity.bit_length(), SIZE=BLOCK,
         )  # fmt: skip
         return
     line, keys, longest, prices, *cuts = _words(
-        plan.device, batch + 1, batch + 1, 1, 2 * workers, workers + 1, workers + 1, workers + 1
+        plan.device, batch + 1, batch + 1, 1, 2 * args.num_sm_parts, args.num_sm_parts + 1, args.num_sm_parts + 1, args.num_sm_parts + 1
     )
     steps = batch.bit_length()
-    line_kernel[(1,)](seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
-    candidates_kernel[(workers,)](
-        line, keys, longest, prices, batch, workers, fixed, tile_rows, shared, steps,
-        WIDTH=triton.next_power_of_2(workers),
+    line_kernel[(1,)](args.seq_lens, args.cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
+    candidates_kernel[(args.num_sm_parts,)](
+        line, keys, longest, prices, batch, args.num_sm_parts, fixed, tile_rows, shared, steps,
+        WIDTH=triton.next_power_of_2(args.num_sm_parts),
     )  # fmt: skip
     cuts_kernel[(1,)](
-        line, keys, prices, *cuts, plan[work_at:], items, batch, workers, fixed, steps,
-        CANDIDATES=triton.next_power_of_2(2 * workers), WIDTH=triton.next_power_of_2(workers + 1),
+        line, keys, prices, *cuts, plan[work_at:], items, batch, args.num_sm_parts, fixed, steps,
+        CANDIDATES=triton.next_power_of_2(2 * args.num_sm_parts), WIDTH=triton.next_power_of_2(args.num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
-        *cuts, plan, header, batch, workers, capacity, counters_at, items_at, (workers + 1).bit_length(), SIZE=BLOCK
+        *cuts, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at, (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
     )  # fmt: skip
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from mla_suite.core import checks, dispatch, faces, library
-from mla_suite.core.library import Op, Output
+from mla_suite.core import checks, dispatch, eager
+from mla_suite.core.op import Op, Output
+from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_plan, check_splits, check_words
-from mla_suite.ops.sparse_decode import native, reference, samples
+from mla_suite.ops.sparse_decode import reference, samples
 
 SCHEMA = (
     "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
@@ -21,7 +23,26 @@ SCHEMA = (
 )
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-_Optional: TypeAlias = Sequence[torch.Tensor | None] | None  # None: of no pool
+_Optional: TypeAlias = Sequence[torch.Tensor | None] | None
+
+
+@dataclass(frozen=True)
+class SparseDecodeArgs:
+    """The arguments of `sparse_decode`, documented there, in the order of the schema."""
+
+    q: torch.Tensor
+    kv_caches: Sequence[torch.Tensor]
+    indices: Sequence[torch.Tensor]
+    indptrs: Sequence[torch.Tensor | None] | None = None
+    topk_lengths: Sequence[torch.Tensor | None] | None = None
+    attn_sink: torch.Tensor | None = None
+    plan: torch.Tensor | None = None
+    _: KW_ONLY
+    kv_formats: Sequence[str]
+    softmax_scale: float
+    head_dim_v: int = 512
+    num_splits: int = 0
+    split_size: int = 0
 
 
 class Pool(NamedTuple):
@@ -92,7 +113,7 @@ def sparse_decode(
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
-    return faces.call(SPARSE_DECODE, tensors, (tuple(kv_formats), softmax_scale, head_dim_v, num_splits, split_size))
+    return eager.call(SPARSE_DECODE, tensors, (tuple(kv_formats), softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:
@@ -100,46 +121,32 @@ def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[t
     return [None] * len(kv_caches) if given is None else given
 
 
-def specify(
-    q: torch.Tensor,
-    kv_caches: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
-    indptrs: _Optional = None,
-    topk_lengths: _Optional = None,
-    attn_sink: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    kv_formats: Sequence[str],
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> tuple[Output, ...]:
-    indptrs, topk_lengths = _per_pool(kv_caches, indptrs), _per_pool(kv_caches, topk_lengths)
-    checks.tensor("sparse_decode", "q", q, rank=(3, 4), dtypes=Q_DTYPES)
-    heads, head_dim = q.shape[-2:]
-    if len(kv_caches) == 0:
+def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
+    indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
+    checks.tensor("sparse_decode", "q", args.q, rank=(3, 4), dtypes=Q_DTYPES)
+    heads, head_dim = args.q.shape[-2:]
+    if len(args.kv_caches) == 0:
         checks.fail("sparse_decode", "kv_caches", "is empty", "it takes one cache per pool, at least one")
-    lists = {"indices": indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "kv_formats": kv_formats}
+    lists = {"indices": args.indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "kv_formats": args.kv_formats}
     for argument, given in lists.items():
-        if len(given) != len(kv_caches):
-            possible = f"there are {len(kv_caches)} kv_caches: one entry for each"
+        if len(given) != len(args.kv_caches):
+            possible = f"there are {len(args.kv_caches)} kv_caches: one entry for each"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
-    for i, (cache, name) in enumerate(zip(kv_caches, kv_formats, strict=True)):
+    for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
         kind = declared(name)
         argument = f"kv_caches[{i}]"
-        checks.tensor("sparse_decode", argument, cache, rank=3, dtypes=caches.dtypes(kind), like=q)
+        checks.tensor("sparse_decode", argument, cache, rank=3, dtypes=caches.dtypes(kind), like=args.q)
         caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument)
-        _check_selection(q, i, indices[i], indptrs[i], topk_lengths[i])
-    if attn_sink is not None:
-        checks.tensor("sparse_decode", "attn_sink", attn_sink, rank=1, dtypes=checks.FLOAT32, like=q)
-        checks.shape("sparse_decode", "attn_sink", attn_sink, (heads,), "[heads]")
-    if plan is not None:
-        check_words("sparse_decode", plan, _tokens(q), q)
-    if head_dim_v < 1 or head_dim_v > head_dim:
-        checks.fail("sparse_decode", "head_dim_v", f"is {head_dim_v}", f"V is a part of a row: 1..{head_dim}")
-    check_splits("sparse_decode", num_splits, split_size)
-    return Output((*q.shape[:-1], head_dim_v), q.dtype), Output(tuple(q.shape[:-1]), torch.float32)
+        _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
+    if args.attn_sink is not None:
+        checks.tensor("sparse_decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
+        checks.shape("sparse_decode", "attn_sink", args.attn_sink, (heads,), "[heads]")
+    if args.plan is not None:
+        check_words("sparse_decode", args.plan, _tokens(args.q), args.q)
+    if args.head_dim_v < 1 or args.head_dim_v > head_dim:
+        checks.fail("sparse_decode", "head_dim_v", f"is {args.head_dim_v}", f"V is a part of a row: 1..{head_dim}")
+    check_splits("sparse_decode", args.num_splits, args.split_size)
+    return Output((*args.q.shape[:-1], args.head_dim_v), args.q.dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
 
 
 def _tokens(q: torch.Tensor) -> int | torch.SymInt:
@@ -173,28 +180,14 @@ def _check_selection(
         checks.shape("sparse_decode", argument, lengths, tokens[: lengths.dim()], names)
 
 
-def problem(
-    q: torch.Tensor,
-    kv_caches: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
-    indptrs: _Optional = None,
-    topk_lengths: _Optional = None,
-    attn_sink: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    kv_formats: Sequence[str],
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> Problem:
-    heads, head_dim = q.shape[-2:]
-    q_len = q.shape[1] if q.dim() == 4 else 1
-    tokens = q.shape[0] * q_len
+def describe(args: SparseDecodeArgs) -> Problem:
+    heads, head_dim = args.q.shape[-2:]
+    q_len = args.q.shape[1] if args.q.dim() == 4 else 1
+    tokens = args.q.shape[0] * q_len
     pools = tuple(
         Pool(name, cache.shape[1], indptr is not None, index.numel() // max(tokens, 1), caches.alignment(cache))
         for name, cache, index, indptr in zip(
-            kv_formats, kv_caches, indices, _per_pool(kv_caches, indptrs), strict=True
+            args.kv_formats, args.kv_caches, args.indices, _per_pool(args.kv_caches, args.indptrs), strict=True
         )
     )
     return Problem(
@@ -202,34 +195,21 @@ def problem(
         q_len,
         heads,
         head_dim,
-        head_dim_v,
-        q.dtype,
+        args.head_dim_v,
+        args.q.dtype,
         pools,
-        attn_sink is not None,
-        plan is not None,
-        num_splits,
-        split_size,
+        args.attn_sink is not None,
+        args.plan is not None,
+        args.num_splits,
+        args.split_size,
     )
 
 
-def validate(
-    q: torch.Tensor,
-    kv_caches: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    topk_lengths: Sequence[torch.Tensor | None],
-    attn_sink: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    kv_formats: Sequence[str],
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
-    for i, (cache, name) in enumerate(zip(kv_caches, kv_formats, strict=True)):
+def validate(args: SparseDecodeArgs) -> None:
+    indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
+    for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
         caches.check_base(declared(name), cache, op="sparse_decode", argument=f"kv_caches[{i}]")
-        indptr, lengths, index = indptrs[i], topk_lengths[i], indices[i]
+        indptr, lengths, index = indptrs[i], topk_lengths[i], args.indices[i]
         if indptr is not None:
             steps = indptr.diff()
             if int(indptr[0]) < 0 or int(indptr[-1]) > index.shape[0] or bool((steps < 0).any()):
@@ -241,18 +221,19 @@ def validate(
             if least < 0 or most > index.shape[-1]:
                 possible = f"indices[{i}] has {index.shape[-1]} entries per query token"
                 checks.fail("sparse_decode", f"topk_lengths[{i}]", f"holds lengths {least}..{most}", possible)
-    if plan is not None:
-        check_plan("sparse_decode", plan, int(_tokens(q)), "q's query tokens are", num_splits, split_size)
+    if args.plan is not None:
+        check_plan("sparse_decode", args.plan, int(_tokens(args.q)), "q's query tokens are", args.num_splits, args.split_size)
 
 
-SPARSE_DECODE = library.register(
+SPARSE_DECODE = register(
     Op(
         name="sparse_decode",
         schema=SCHEMA,
-        specify=specify,
-        problem=problem,
+        Args=SparseDecodeArgs,
+        check=check,
+        describe=describe,
         validate=validate,
-        backends=(native.BACKEND, dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
+        backends=(dispatch.native_backend("sparse_decode"), dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

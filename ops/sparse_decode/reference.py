@@ -7,42 +7,26 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 
 
-def run(
-    config: None,
-    outputs: tuple[torch.Tensor, ...],
-    q: torch.Tensor,
-    kv_caches: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    topk_lengths: Sequence[torch.Tensor | None],
-    attn_sink: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    kv_formats: Sequence[str],
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
+def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
-    dims = q.shape[:-2]
+    dims = args.q.shape[:-2]
     selections = [
         selected(index, indptr, lengths, dims)
-        for index, indptr, lengths in zip(indices, indptrs, topk_lengths, strict=True)
+        for index, indptr, lengths in zip(args.indices, args.indptrs, args.topk_lengths, strict=True)
     ]
     for t, here in enumerate(itertools.product(*map(range, dims))):
-        pools = zip(kv_formats, kv_caches, selections, strict=True)
+        pools = zip(args.kv_formats, args.kv_caches, selections, strict=True)
         parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
         keys = parts[0] if len(parts) == 1 else torch.cat(parts)
-        scores = q[here].float() @ keys.T * softmax_scale  # [heads, keys]
+        scores = args.q[here].float() @ keys.T * args.softmax_scale  # [heads, keys]
         lse[here] = torch.logsumexp(scores, dim=-1)
-        denominator = lse[here] if attn_sink is None else torch.logaddexp(lse[here], attn_sink)
-        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, :head_dim_v]
+        denominator = lse[here] if args.attn_sink is None else torch.logaddexp(lse[here], args.attn_sink)
+        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, :args.head_dim_v]
 
 
 def selected(
@@ -66,4 +50,4 @@ def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tens
     return caches.gather(declared(kv_format), cache, valid)
 
 
-BACKEND = Backend("reference", lambda problem, arch: Offer(None, "the fp32 definition takes every problem"), run)
+BACKEND = reference_backend(run)

@@ -13,19 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch.device import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import merge
-from mla_suite.ops.decode.tiles import Tile
-from mla_suite.ops.plan.cost import GRANULE as PLAN_GRANULE
+from mla_suite.ops.decode.triton_config import Tile
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-GRANULE = tl.constexpr(PLAN_GRANULE)  # keys; equal cuts of a selection fall on its multiples
+GRANULE = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal cuts of a selection fall on its multiples
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
@@ -177,21 +177,21 @@ def attend_pool(
     return highest, total, accumulator
 
 
-def offer(problem: Any, arch: Arch | None) -> Offer | Refusal:
+def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if not COMPILES:
-        return Refusal(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings")
+        return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings")
     values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
-        return Refusal(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
+        return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
         kind = declared(pool.kv_format)
         if kind.scale_rule is not None and values != kind.head_dim_v:
-            return Refusal(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
+            return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
-    return Offer(tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read")
+    return Supported(tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read")
 
 
-def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Arch | None) -> Tile:
+def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
     """The best measured tile on sm_90; on gfx942 and gfx950 what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
@@ -201,7 +201,7 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
         return Tile(16, 16, 4, 1)  # fp32 tiles are for tests: twice the bytes, a twentieth of the rate
     if arch is None:  # any other GPU: the least shared memory beside bf16 matrix units is 99 KiB
         return Tile(16, 16 if "fp32" in kv_formats else 32, 4, 1) if heads <= 16 else Tile(32, 16, 4, 1)
-    if arch.vendor == "amd" or (heads <= 16 and "fp32" in kv_formats):
+    if arch.matrix_min_rows < 64 or (heads <= 16 and "fp32" in kv_formats):
         return Tile(16, 32, 4, 2) if heads <= 16 else Tile(32, 32, 4, 2)
     if heads <= 16:
         # where V lies in two fields both are read at its full width, and a second stage does not fit
@@ -211,59 +211,43 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
     return Tile(64, 64, 8, 1)
 
 
-def run(
-    config: Tile,
-    outputs: tuple[torch.Tensor, ...],
-    q: torch.Tensor,
-    kv_caches: Sequence[torch.Tensor],
-    indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    topk_lengths: Sequence[torch.Tensor | None],
-    attn_sink: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    *,
-    kv_formats: Sequence[str],
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    num_splits: int = 0,
-    split_size: int = 0,
-) -> None:
+def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
-    heads, head_dim = q.shape[-2:]
-    queries, flat_out, flat_lse = q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    heads, head_dim = args.q.shape[-2:]
+    queries, flat_out, flat_lse = args.q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
     # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
-    kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in kv_caches]
-    lists = zip(kv_caches, indices, indptrs, topk_lengths, kv_formats, strict=True)
-    pools = tuple(_pool(q, *members) for members in lists)
+    args.kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
+    lists = zip(args.kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
+    pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
-    splits = num_splits or _splits(tokens, tiles, indices, indptrs, split_size)
-    partial_out, partial_lse = partials(q.device, tokens * splits, heads, head_dim_v) if splits > 1 else (None, None)
+    splits = args.num_splits or _splits(tokens, tiles, args.indices, args.indptrs, args.split_size)
+    partial_out, partial_lse = partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
     sparse_decode_kernel[(tiles * tokens * splits,)](
         queries,
         pools,
-        attn_sink,
+        args.attn_sink,
         flat_out,
         flat_lse,
         partial_out,
         partial_lse,
-        softmax_scale,
+        args.softmax_scale,
         heads,
         splits,
-        split_size if splits > 1 else 0,
+        args.split_size if splits > 1 else 0,
         queries.stride(0),
         queries.stride(1),
         flat_out.stride(0),
         flat_out.stride(1),
         flat_lse.stride(0),
         POOLS=len(pools),
-        VALUES=head_dim_v,
-        REST=head_dim - head_dim_v,
+        VALUES=args.head_dim_v,
+        REST=head_dim - args.head_dim_v,
         ROWS=config.rows,
         KEYS=config.keys,
-        DOT=DOT_TYPES[q.dtype],
+        DOT=DOT_TYPES[args.q.dtype],
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -273,7 +257,7 @@ def run(
             partial_lse,
             None,
             None,
-            attn_sink,
+            args.attn_sink,
             flat_out,
             flat_lse,
             batch=tokens,

@@ -11,7 +11,7 @@ import torch
 from mla_suite.__main__ import main
 from mla_suite.bench import clock, floors, noise, run, sets
 from mla_suite.bench.clock import Effort
-from mla_suite.core import library
+from mla_suite.core import register
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: there is no device time to measure")
 SHORT = Effort(rounds=3, passes=1, rest_s=0.02)
@@ -71,7 +71,7 @@ def test_ten_percent_is_found_and_nothing_else() -> None:
 def test_own_backends_are_right_timed_and_no_faster_than_the_floor(op: str, ceilings: floors.Floors) -> None:
     cases = {"decode": [sets.decode(8, 16, 4096, planned=True)], "combine": [sets.combine(64, 16, 8)]}[op]
     results = run.run(cases, torch.device("cuda"), SHORT, floors=ceilings, with_third_party=False)
-    assert {result.backend for result in results} <= {backend.name for backend in library.get(op).backends}
+    assert {result.backend for result in results} <= {backend.name for backend in register.get(op).backends}
     timed = [result for result in results if result.rounds]
     assert timed, [result.failure for result in results]
     for result in results:

@@ -15,8 +15,8 @@ import torch
 
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
-from mla_suite.core import arch as archs
-from mla_suite.core.library import Op
+from mla_suite import archs
+from mla_suite.core.op import Op
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

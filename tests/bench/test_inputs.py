@@ -8,8 +8,8 @@ import torch
 from mla_suite import testing
 from mla_suite.bench import clock, inputs, run, runners, sets
 from mla_suite.bench.clock import Effort
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Backend, Offer
+from mla_suite.core import dispatch, register
+from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.ops.sparse_decode.samples import PoolShape
 
 CPU = torch.device("cpu")
@@ -47,19 +47,22 @@ def test_a_planned_case_brings_its_plan_and_the_same_result() -> None:
 
 def tampered(monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
     """decode's reference, in place of a fast backend, with something done to what it wrote."""
-    op = library.get("decode")
+    op = register.get("decode")
     reference = op.backends[-1]
 
-    def wrong(config: None, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
-        reference.run(config, outputs, *args, **kwargs)
-        damage(*outputs)
+    def wrong(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> Any:
+        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            reference.run(config, outputs, args)
+            damage(*outputs)
 
-    fast = Backend("native", lambda problem, arch: Offer(None, "a test's own"), wrong)
-    monkeypatch.setattr("mla_suite.core.library._registry", {"decode": _with(op, (fast, reference))})
-    dispatch.forget()
+        return launch
+
+    fast = Backend("native", lambda problem, arch: Supported(None, "a test's own"), wrong)
+    monkeypatch.setattr("mla_suite.core.register._registry", {"decode": _with(op, (fast, reference))})
+    dispatch.clear_caches()
 
 
-def _with(op: library.Op, backends: tuple[Backend, ...]) -> library.Op:
+def _with(op: Op, backends: tuple[Backend, ...]) -> Op:
     from dataclasses import replace
 
     return replace(op, backends=backends)
@@ -68,7 +71,7 @@ def _with(op: library.Op, backends: tuple[Backend, ...]) -> library.Op:
 @pytest.fixture(autouse=True)
 def _choices_are_forgotten() -> Any:
     yield
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_a_backend_that_fails_is_a_result_and_not_the_end(monkeypatch: pytest.Mo
 
 
 def test_arguments_that_an_operator_writes_are_compared() -> None:
-    op = library.get("append_kv")
+    op = register.get("append_kv")
     sample = op.samples()[0]
     call = inputs.Call(*sample.make(CPU))
     before = call.args[2].clone()

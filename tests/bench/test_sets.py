@@ -5,7 +5,7 @@ import math
 import pytest
 
 from mla_suite.bench import sets
-from mla_suite.core import library
+from mla_suite.core import register
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_every_set_has_distinct_ids_and_honest_sizes(name: str) -> None:
     cases = sets.named(name)
     assert len({case.id for case in cases}) == len(cases)
     for case in cases:
-        assert case.op in library.registry()
+        assert case.op in register.registry()
         assert case.sample.bytes > 0
         assert case.sample.flops > 0
 

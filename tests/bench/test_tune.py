@@ -13,16 +13,16 @@ import runs
 import simulated
 import torch
 
+from mla_suite import archs as arch
 from mla_suite.__main__ import main
 from mla_suite.bench import environment, noise, search, sets, store
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import Runner
 from mla_suite.bench.search import Outcome
-from mla_suite.core import arch, dispatch, library, tuning
-from mla_suite.core.dispatch import Backend, Offer
-from mla_suite.core.space import Space
-from mla_suite.core.tuning import Format, Integer
+from mla_suite.core import dispatch, register, tuning
+from mla_suite.core.dispatch import Backend, Supported
+from mla_suite.core.tuning import Format, Integer, SearchSpace
 from mla_suite.ops.decode import search as decode_search
 
 CASE = sets.combine(2, 4, 3)
@@ -42,7 +42,7 @@ WRONG, BROKEN = 4, 5
 @pytest.fixture(autouse=True)
 def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """combine with a native backend of seven points (one is wrong, one cannot be launched) and a triton one."""
-    op = library.get("combine")
+    op = register.get("combine")
     reference = op.backends[-1]
 
     def run(point: int, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
@@ -52,15 +52,15 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         if point == WRONG:
             outputs[0][0, 0] *= 2
 
-    native = Backend("native", lambda problem, arch: Offer(0, "rule"), run)
-    triton = Backend("triton", lambda problem, arch: Offer(8, "rule"), run)
+    native = Backend("native", lambda problem, arch: Supported(0, "rule"), run)
+    triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), run)
     monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
-    tuning.forget()
+    tuning.clear_cache()
     yield
-    dispatch.forget()
-    tuning.forget()
+    dispatch.clear_caches()
+    tuning.clear_cache()
 
 
 def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0) -> Outcome:
@@ -107,10 +107,10 @@ def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
 
 
 def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
-    op = library.get("combine")
-    others = [Backend(name, lambda problem, arch, n=n: Offer(n, "rule"), op.backends[0].run)
+    op = register.get("combine")
+    others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].run)
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
-    library._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
+    register._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
     found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, baseline_us=20.0)
     assert found.baseline is not None
     assert found.baseline[0] == "faster"
@@ -123,11 +123,11 @@ def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
         search.search(CASE, "native", replace_present(), ARCH, torch.device("cpu"), lambda *_: [1.0] * 4)
 
 
-def replace_present() -> Space:
-    op = library.get("combine")
+def replace_present() -> SearchSpace:
+    op = register.get("combine")
     native, *others = op.backends
-    wrong = Backend("native", lambda problem, arch: Offer(WRONG, "rule"), native.run)
-    library._registry["combine"] = replace(op, backends=(wrong, *others))
+    wrong = Backend("native", lambda problem, arch: Supported(WRONG, "rule"), native.run)
+    register._registry["combine"] = replace(op, backends=(wrong, *others))
     return SPACE
 
 
@@ -326,11 +326,11 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
     store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
     offered = triton_kernel.offer(problem, ARCH)
-    assert isinstance(offered, Offer)
+    assert isinstance(offered, Supported)
     assert offered.config == tile
     assert f"measured row {path}:2" in offered.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
         changed = triton_kernel.offer(other, ARCH)
-        assert isinstance(changed, Offer)
+        assert isinstance(changed, Supported)
         assert "row" not in changed.reason.split("keys")[1]
     assert triton_kernel.offer(problem._replace(batch=16), ARCH).config == tile

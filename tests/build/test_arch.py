@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from sample_tree import edit
 
-from mla_suite.core import arch
+from mla_suite import archs as arch
 
 
 def test_the_numbers_that_decide_the_kernels():

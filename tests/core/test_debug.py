@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import debug, library
+from mla_suite.core import debug, register
 
 
 def test_a_device_pays_for_value_checks_in_debug_mode_alone():
     """Meta stands for a device: what is asked is its type."""
     calls: list[str] = []
-    op = dataclasses.replace(library.get("plan"), validate=lambda tensor: calls.append(tensor.device.type))
+    op = dataclasses.replace(register.get("plan"), validate=lambda tensor: calls.append(tensor.device.type))
     library._validate(op, (torch.empty(1, device="meta"),), {})
     assert calls == []
     library._validate(op, (torch.empty(1),), {})
@@ -25,6 +25,6 @@ def test_a_device_pays_for_value_checks_in_debug_mode_alone():
     assert not debug.enabled()
 
 
-@pytest.mark.parametrize("op", library.registry().values(), ids=library.registry())
+@pytest.mark.parametrize("op", register.registry().values(), ids=register.registry())
 def test_every_operator_with_indices_checks_their_values(op):
     assert op.validate is not None

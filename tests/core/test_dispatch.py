@@ -13,16 +13,17 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Backend, Offer, Refusal
+from mla_suite.core import dispatch, eager, register
+from mla_suite.core.dispatch import Backend, Supported, Unsupported, reference_backend
+from mla_suite.core.op import Op, Output
 from mla_suite.ops.decode.samples import decode_sample
 
 
 @pytest.fixture(autouse=True)
 def fresh():
-    dispatch.forget()
+    dispatch.clear_caches()
     yield
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 def backend(name, answer, asked=None, devices=("cpu", "cuda")):
@@ -31,23 +32,23 @@ def backend(name, answer, asked=None, devices=("cpu", "cuda")):
             asked.append(problem)
         return answer
 
-    return Backend(name, offer, lambda *args, **kwargs: None, devices)
+    return Backend(name, offer, lambda config, outputs, args: lambda outputs, tensors: None, devices)
 
 
 def test_first_offer_wins_and_refusals_are_kept():
     backends = (
-        backend("native", Refusal("page 48; it takes 64")),
-        backend("triton", Offer("config", "rule")),
-        backend("reference", Offer(None, "always")),
+        backend("native", Unsupported("page 48; it takes 64")),
+        backend("triton", Supported("config", "rule")),
+        backend("reference", Supported(None, "always")),
     )
     choice = dispatch.choose("an_op", backends, ("problem",), None, "cpu")
-    assert (choice.backend.name, choice.offer.config) == ("triton", "config")
+    assert (choice.backend.name, choice.supported.config) == ("triton", "config")
     assert choice.refused == (("native", "page 48; it takes 64"),)
     assert str(choice) == "triton: rule\n  not native: page 48; it takes 64"
 
 
 def test_the_reference_on_a_gpu_is_told_of_once(caplog):
-    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     for problem, device in ((1, "cpu"), (1, "cuda"), (2, "cuda")):
         dispatch.choose("an_op", backends, problem, None, device)
     (record,) = caplog.records
@@ -57,13 +58,13 @@ def test_the_reference_on_a_gpu_is_told_of_once(caplog):
 
 
 def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
-    backends = (backend("native", Refusal("page 48; it takes 64")), backend("reference", Offer(None, "always")))
+    backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
 
     def reads_the_host(outputs, *args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    run = library._with_a_reason("an_op", choice, reads_the_host)
+    run = register._with_a_reason("an_op", choice, reads_the_host)
     for capturing, message in ((False, "operation not permitted"), (True, "an_op: a CUDA graph cannot .* page 48; it")):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         with pytest.raises(RuntimeError, match=message):
@@ -72,26 +73,26 @@ def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
 
 def test_a_backend_is_asked_once_per_problem():
     asked: list[object] = []
-    backends = (backend("reference", Offer(None, "always"), asked),)
+    backends = (backend("reference", Supported(None, "always"), asked),)
     for problem in (1, 2, 1, 1, 2):
         dispatch.choose("an_op", backends, problem, None, "cpu")
     assert asked == [1, 2]
-    dispatch.forget()
+    dispatch.clear_caches()
     dispatch.choose("an_op", backends, 1, None, "cpu")
     assert asked == [1, 2, 1]
 
 
 def test_a_backend_of_another_device_is_not_asked():
     asked: list[object] = []
-    backends = (backend("triton", Offer(None, "rule"), asked, ("cuda",)), backend("reference", Offer(None, "always")))
+    backends = (backend("triton", Supported(None, "rule"), asked, ("cuda",)), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
     assert (choice.backend.name, asked) == ("reference", [])
-    assert choice.refused == (("triton", "the tensors are on cpu; it runs on cuda"),)
+    assert choice.refused == (("triton", "needs cuda tensors, got cpu"),)
     assert dispatch.choose("an_op", backends, 1, None, "cuda").backend.name == "triton"
 
 
 def test_no_backend_is_one_sentence_with_every_reason():
-    backends = (backend("native", Refusal("not built")), backend("triton", Refusal("no triton")))
+    backends = (backend("native", Unsupported("not built")), backend("triton", Unsupported("no triton")))
     with pytest.raises(RuntimeError, match=r"an_op: no backend .* on cpu \(native: not built; triton: no triton\)"):
         dispatch.choose("an_op", backends, 0, None, "cpu")
 
@@ -128,9 +129,9 @@ def test_batch_invariant_choice_does_not_depend_on_batch_or_length():
 
 def test_explain_shows_refusals_and_configuration(monkeypatch):
     table = "measured row ops/decode/tuned/gfx950.csv:7"
-    backends = (backend("native", Refusal("not built")), backend("triton", Offer({"tile": 64}, table)))
-    record = dataclasses.replace(library.get("decode"), backends=backends)
-    monkeypatch.setitem(library._registry, "decode", record)
+    backends = (backend("native", Unsupported("not built")), backend("triton", Supported({"tile": 64}, table)))
+    record = dataclasses.replace(register.get("decode"), backends=backends)
+    monkeypatch.setitem(register._registry, "decode", record)
     args, kwargs = arguments()
     assert str(mla_suite.explain("decode", *args, **kwargs)).splitlines()[:3] == [
         f"decode on cpu -> triton: {table}",
@@ -141,7 +142,7 @@ def test_explain_shows_refusals_and_configuration(monkeypatch):
 
 def test_explain_takes_arguments_as_the_function_does():
     args, kwargs = arguments()
-    named = dict(zip(library.get("decode").arguments, args, strict=False))
+    named = dict(zip(register.get("decode").arguments, args, strict=False))
     assert (
         mla_suite.explain("decode", **kwargs, **named).problem == mla_suite.explain("decode", *args, **kwargs).problem
     )
@@ -153,9 +154,9 @@ def test_explain_takes_arguments_as_the_function_does():
 
 
 def test_choices_are_not_remembered_without_end(monkeypatch):
-    monkeypatch.setattr(dispatch, "_MOST_KNOWN", 3)
+    monkeypatch.setattr(dispatch, "MAX_CACHED", 3)
     asked = []
-    backends = [backend("reference", Offer(None, "any"), asked)]
+    backends = [backend("reference", Supported(None, "any"), asked)]
     for problem in (1, 2, 3, 3, 4, 1):
         dispatch.choose("op", backends, problem, None, "cpu")
         assert len(dispatch._choices) <= 3
@@ -178,7 +179,7 @@ def test_log_prints_each_choice_once():
     code = """
 import torch, mla_suite
 for _ in range(3):
-    mla_suite.plan(torch.tensor([5], dtype=torch.int32), rows=16, workers=2, max_seqlen_kv=8)
+    mla_suite.plan(torch.tensor([5], dtype=torch.int32), num_heads=16, num_sm_parts=2, max_seqlen_kv=8)
 """
     environment = os.environ | {"MLA_SUITE_LOG": "dispatch"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -186,29 +187,36 @@ for _ in range(3):
     assert "-> reference: " in done.stderr
 
 
+@dataclasses.dataclass(frozen=True)
+class EchoArgs:
+    x: torch.Tensor
+    parts: list[torch.Tensor]
+    _: dataclasses.KW_ONLY
+    scale: float = 1.0
+
+
 def echo(asked):
     """An operator (x, parts) -> twice x, of which each specification, problem and run is noted."""
 
-    def specify(x, parts, *, scale=1.0):
+    def check(args):
         asked.append("specify")
-        return (library.Output(tuple(x.shape), x.dtype),)
+        return (Output(tuple(args.x.shape), args.x.dtype),)
 
-    def run(config, outputs, x, parts, *, scale=1.0):
-        torch.mul(x, 2, out=outputs[0])
+    def run(config, outputs, args):
+        torch.mul(args.x, 2, out=outputs[0])
 
-    def problem(x, parts, *, scale=1.0):
+    def describe(args):
         asked.append("problem")
         return ()
 
-    backends = (Backend("reference", lambda problem, arch: Offer(None, "always"), run),)
     schema = "(Tensor x, Tensor[] parts, *, float scale=1.0) -> Tensor"
-    return library.Op("echo", schema, specify, problem, backends, tuple, outputs=("out",))
+    return Op("echo", schema, EchoArgs, check, describe, (reference_backend(run),), tuple, outputs=("out",))
 
 
 def test_a_call_is_checked_once_per_metadata():
     asked: list[str] = []
     op = echo(asked)
-    call, out = library._functional(op), library._out(op)
+    call, out = register._functional(op), register._out(op)
     x = torch.randn(4, 6)
     for _ in range(3):
         assert torch.equal(call(x, [x], scale=0.5), x * 2)
@@ -235,7 +243,7 @@ def test_a_call_is_checked_once_per_metadata():
             else:
                 again = True
         assert again, "the second call asks nothing"
-    dispatch.forget()
+    dispatch.clear_caches()
     asked.clear()
     call(x, [x], scale=0.5)
     assert asked == ["specify", "problem"]
@@ -243,7 +251,7 @@ def test_a_call_is_checked_once_per_metadata():
 
 def test_what_was_refused_is_refused_again():
     x = torch.randn(4, 6)
-    out = library._out(echo([]))
+    out = register._out(echo([]))
     out(x, [], out=torch.empty(4, 6))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"echo.out: out is torch.float32 \(4, 5\)"):
@@ -255,11 +263,11 @@ def test_what_was_refused_is_refused_again():
 
 
 def test_no_more_calls_are_remembered_than_a_limit(monkeypatch):
-    monkeypatch.setattr(dispatch, "_MOST_KNOWN", 3)
-    call = library._functional(echo([]))
+    monkeypatch.setattr(dispatch, "MAX_CACHED", 3)
+    call = register._functional(echo([]))
     for size in range(1, 9):
         assert torch.equal(call(torch.ones(size), []), torch.full((size,), 2.0))
-        assert len(dispatch._known) <= 3
+        assert len(eager._prepared) <= 3
 
 
 def test_triton_launches_on_the_tensors_device(monkeypatch):
@@ -272,11 +280,11 @@ def test_triton_launches_on_the_tensors_device(monkeypatch):
         yield
         entered.pop()
 
-    def run(config, outputs, *args, **kwargs):
-        ran.append((config, args, kwargs, list(entered)))
+    def run(config, outputs, args):
+        ran.append((config, args, list(entered)))
 
     monkeypatch.setattr(torch.cuda, "device_of", device_of)
     monkeypatch.setitem(sys.modules, "mla_suite_test_portable", SimpleNamespace(run=run))
-    tensor = torch.zeros(1)
-    dispatch.triton_backend("mla_suite_test_portable").run("tile", (), tensor, None, causal=True)
-    assert ran == [("tile", (tensor, None), {"causal": True}, [tensor])]
+    args = EchoArgs(torch.zeros(1), [])
+    dispatch.triton_backend("mla_suite_test_portable").run("tile", (), args)
+    assert [(config, given.x is args.x, devices) for config, given, devices in ran] == [("tile", True, [args.x])]

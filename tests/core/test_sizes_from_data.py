@@ -16,7 +16,7 @@ SELECTED = torch.arange(-1, 23, dtype=torch.int32).view(3, 2, 4)
 
 
 def planned(rows):
-    plan = mla_suite.plan(LENS[rows], rows=16, workers=4, max_seqlen_kv=0)
+    plan = mla_suite.plan(LENS[rows], num_heads=16, num_sm_parts=4, max_seqlen_kv=0)
     return mla_suite.decode(
         Q[rows], CACHE, LENS[rows], TABLE[rows], plan=plan, softmax_scale=0.1, kv_format="fp32", max_seqlen_q=2
     )

@@ -6,7 +6,7 @@ import pytest
 
 from mla_suite.core import tuning
 from mla_suite.core.tuning import Choice, Format, Integer
-from mla_suite.ops.combine.config import FORMAT
+from mla_suite.archs.common.combine_config import FORMAT
 
 FORM = Format(
     op="sum",
@@ -41,7 +41,7 @@ def tables(tmp_path, monkeypatch):
     """Writes tables: `tables(shipped=[...], user=[...])`."""
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "ops")
-    tuning.forget()
+    tuning.clear_cache()
 
     def write(shipped=None, user=None):
         for path, lines in (
@@ -51,11 +51,11 @@ def tables(tmp_path, monkeypatch):
             if lines is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text("\n".join([HEADER, *lines]) + "\n")
-        tuning.forget()
+        tuning.clear_cache()
         return tmp_path
 
     yield write
-    tuning.forget()
+    tuning.clear_cache()
 
 
 def find(batch, context, heads=16, kv_format="bf16"):

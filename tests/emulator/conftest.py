@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mla_suite.build import compilers
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 from mla_suite.emulator import Emulator, Memory, Report
 
 ARCHS = ("gfx942", "gfx950")

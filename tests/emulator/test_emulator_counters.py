@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mla_suite.core import arch as arch_records
+from mla_suite import archs as arch_records
 from mla_suite.emulator import Memory, run_snippet
 
 LANE = np.arange(64, dtype=np.uint32)

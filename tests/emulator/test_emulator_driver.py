@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_suite.core import arch as arch_records
+from mla_suite import archs as arch_records
 from mla_suite.emulator import Emulator, EmulatorDriver, SanitizerError, configured, machine
 from mla_suite.launch.driver import Buffer, LaunchError
 

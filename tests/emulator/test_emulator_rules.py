@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 from mla_suite.emulator import Memory, core, run_snippet
 from mla_suite.emulator.report import _EXPLANATIONS, Finding
 

@@ -25,17 +25,18 @@ from mutations import KINDS, Launch, contents, deletions, instruction, mutate, t
 
 import mla_suite
 from mla_suite.build import compilers
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
+from mla_suite import archs
+from mla_suite.archs import CSRC
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
 from mla_suite.launch import has_kernel
-from mla_suite.ops.append_kv import native as append_kv_native
-from mla_suite.ops.combine import config as combine_config
-from mla_suite.ops.combine import native as combine_native
+from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.core import register
+from mla_suite.archs.common import combine_config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
+from backend_calls import BackendCalls
 
 WIDTH = {"gfx942": 4, "gfx950": 16}
 CPU = torch.device("cpu")
@@ -184,7 +185,7 @@ def test_combine(arch):
     out, lse, sink = torch.randn(2 * 33, 3, 512), torch.randn(2 * 33, 3), torch.randn(3)
     results = torch.zeros(2, 3, 512), torch.zeros(2, 3)
     with mla_suite.emulate(arch), first_launch() as found:
-        combine_native.run(point, results, out, lse, None, sink, num_splits=33)
+        BackendCalls(register.get("combine"), "native").run(point, results, out, lse, None, sink, num_splits=33)
     reported = judge(found[0], ("barrier", "wait", "store"), 20)
     assert reported["barrier"] == 2
     assert reported["wait"] >= 10
@@ -208,7 +209,7 @@ def test_plan(arch):
     for lengths, workers, options in (LONG_ONES, MANY, IN_THREE):
         lens = torch.tensor(lengths, dtype=torch.int32)
         with mla_suite.emulate(arch), first_launch(2) as found:
-            mla_suite.plan(lens, rows=16, workers=workers, max_seqlen_kv=8192, **options)
+            mla_suite.plan(lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=8192, **options)
         for launch in found:
             for mutation in mutate(launch, ("barrier",)):
                 outcomes.setdefault((launch.kernel, mutation.line), set()).add(mutation.outcome)
@@ -222,14 +223,14 @@ def test_plan(arch):
 
 def test_append_kv(arch):
     """The barriers of a workgroup with many tokens, some of which have the same slot; 20 of the waits."""
-    config = append_kv_native.Config(archs.get(arch), append_kv_native.MOST_TOKENS)
+    config = AppendConfig(archs.get(arch), MAX_TOKENS)
     if not has_kernel(arch, config.instance):
         pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build`")
     tokens = 700
     cache, slots = torch.zeros(12, 64, 576, dtype=torch.bfloat16), torch.arange(tokens) * 3 % 701 % 650
     rows = torch.randn(tokens, 512).bfloat16(), torch.randn(tokens, 64).bfloat16()
     with mla_suite.emulate(arch), first_launch() as found:
-        append_kv_native.run(config, (), *rows, cache, slots, kv_format="bf16")
+        BackendCalls(register.get("append_kv"), "native").run(config, (), *rows, cache, slots, kv_format="bf16")
     reported = judge(found[0], ("barrier", "wait"), 20)
     assert reported["barrier"] == 3
     assert reported["wait"] >= 10
@@ -254,7 +255,7 @@ def test_decode(name, rows, kv_format, lengths):
     if not has_kernel(name, instance):
         pytest.skip(f"{instance} is not built for {name}; run `python -m mla_suite build`")
     args, kwargs = decode_sample(lengths, heads=rows, kv_format=kv_format, planned=True).make(CPU)
-    plan = mla_suite.plan(args[2], rows=rows, workers=1, max_seqlen_kv=max(lengths))
+    plan = mla_suite.plan(args[2], num_heads=rows, num_sm_parts=1, max_seqlen_kv=max(lengths))
     with mla_suite.emulate(name), first_launch() as found:
         mla_suite.decode(*args[:11], plan, **kwargs)
     (launch,) = found
@@ -266,12 +267,12 @@ def test_decode(name, rows, kv_format, lengths):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sparse_decode(rows):
     """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
-    instance = f"sparse_decode_kv_format-dsv4_rows-{rows}"
+    instance = f"sparse_decode_layout-dsv4_rows-{rows}"
     if not has_kernel("gfx950", instance):
         pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
     pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]
     (*args, sink), kwargs = sparse_sample(2, 1, rows, pools, sink=True).make(CPU)
-    plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), rows=rows, workers=1, max_seqlen_kv=180)
+    plan = mla_suite.plan(torch.full((2,), 180, dtype=torch.int32), num_heads=rows, num_sm_parts=1, max_seqlen_kv=180)
     with mla_suite.emulate("gfx950"), first_launch() as found:
         torch.ops.mla_suite.sparse_decode(*args, sink, plan, **kwargs)
     (launch,) = found

@@ -19,10 +19,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton_offline import Launch, launches
 
 from mla_suite import testing
-from mla_suite.core import arch as archs
-from mla_suite.core import library
-from mla_suite.core.dispatch import Offer
-from mla_suite.core.library import Sample
+from mla_suite import archs
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.ops.append_kv.samples import sample as append_sample
@@ -49,9 +49,9 @@ def run(
     op: str, arch: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[torch.Tensor, ...], list[Launch]]:
     """The triton backend's outputs, poisoned before it runs, and its launches."""
-    module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), library.get(op)
-    offer = module.offer(record.problem(*args, **kwargs), archs.get(arch))
-    assert isinstance(offer, Offer), offer
+    module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), register.get(op)
+    offer = module.supports(record.problem(*args, **kwargs), archs.get(arch))
+    assert isinstance(offer, Supported), offer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
     with launches(arch) as done:
         module.run(offer.config, outputs, *args, **kwargs)
@@ -76,8 +76,8 @@ def test_combine(arch: str) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        plan_sample([4096, 0, 1, 700, 12000], rows=16, workers=12, max_seqlen_kv=16384, varlen=True),
-        plan_sample([5000, 64, 900], rows=64, workers=4, max_seqlen_kv=8192, split_size=1024),
+        plan_sample([4096, 0, 1, 700, 12000], num_heads=16, num_sm_parts=12, max_seqlen_kv=16384, varlen=True),
+        plan_sample([5000, 64, 900], num_heads=64, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024),
     ],
     ids=lambda s: s.name,
 )

@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 import mla_suite  # noqa: F401  registers the operators
 from mla_suite import testing
 from mla_suite.bench import inputs
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Offer
-from mla_suite.core.library import Sample
+from mla_suite.core import dispatch, register
+from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Sample
 
 CPU = torch.device("cpu")
 Values = tuple[tuple[Any, ...], dict[str, Any]]
 Tensors = tuple[torch.Tensor, ...]
 
-CASES = [(op.name, sample) for op in library.registry().values() for sample in op.samples()]
-FIRST = [(op.name, op.samples()[0]) for op in library.registry().values()]
+CASES = [(op.name, sample) for op in register.registry().values() for sample in op.samples()]
+FIRST = [(op.name, op.samples()[0]) for op in register.registry().values()]
 EXACT = ("plan", "append_kv")
 """Operators whose results are integers or bytes: equal to the definition's, to the last bit."""
 
@@ -117,7 +117,7 @@ _VARY: dict[str, Callable[[tuple[Any, ...], dict[str, Any], torch.Generator], No
 
 def written(name: str, args: tuple[Any, ...]) -> Tensors:
     """The arguments that the operator writes."""
-    op = library.get(name)
+    op = register.get(name)
     names = [argument.name for argument in torch._C.parse_schema(op.qualname + op.schema).arguments]
     return tuple(args[names.index(each)] for each in op.mutates)
 
@@ -130,7 +130,7 @@ def expected(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: t
     if name == "decode":
         exact = testing.exact_decode(*args, **kwargs)
         return exact.out, exact.lse
-    op = library.get(name)
+    op = register.get(name)
     reference = next(backend for backend in op.backends if backend.name == "reference")
     place = device if name == "plan" else CPU
     own = moved(args, place)
@@ -171,7 +171,7 @@ class Problem:
         self, name: str, sample: Sample, backend: str, device: torch.device, *, anywhere: bool = False
     ) -> None:
         self.name, self.sample, self.device = name, sample, device
-        self.op = library.get(name)
+        self.op = register.get(name)
         args, self.kwargs = values(name, sample, 0)
         self.args = moved(args, device)
         self.right: Tensors = ()
@@ -179,16 +179,16 @@ class Problem:
         self.refusal: str | None = f"{name} has no {backend} backend for {device.type}"
         if self.backend is not None and (anywhere or device.type in self.backend.devices):
             problem = self.op.problem(*self.args, **self.kwargs)
-            offer = self.backend.offer(problem, dispatch.arch_of(dispatch.first_tensor(self.args)))
-            self.refusal = None if isinstance(offer, Offer) else f"{name} {backend}: {offer.reason}"
-            self.config = offer.config if isinstance(offer, Offer) else None
+            offer = self.backend.supports(problem, dispatch.arch_of(dispatch.first_tensor(self.args)))
+            self.refusal = None if isinstance(offer, Supported) else f"{name} {backend}: {offer.reason}"
+            self.config = offer.config if isinstance(offer, Supported) else None
         self.outputs = tuple(
             torch.empty(o.shape, dtype=o.dtype, device=device) for o in self.op.specify(*self.args, **self.kwargs)
         )
 
     def call(self) -> None:
         assert self.backend is not None
-        self.backend.run(self.config, self.outputs, *self.args, **self.kwargs)
+        self.backend.run(self.config, self.outputs, self.op.Args(*self.args, **self.kwargs))
 
     def load(self, turn: int) -> None:
         args, kwargs = values(self.name, self.sample, turn)
@@ -262,12 +262,12 @@ def only(backend: str) -> Iterator[None]:
     def choose(name: str, backends: Any, *rest: Any) -> dispatch.Choice:
         return _choose(name, [each for each in backends if each.name == backend], *rest)
 
-    dispatch.forget()
+    dispatch.clear_caches()
     try:
         with patch.object(dispatch, "choose", choose):
             yield
     finally:
-        dispatch.forget()
+        dispatch.clear_caches()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from gpu_problems import FIRST, Problem, moved, steps, tensors, written
 from test_export import Call, Step5, packaged, step5_inputs
 from torch._dynamo.utils import counters
 
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

@@ -44,11 +44,11 @@ def merging(monkeypatch):
             return exchange if self.in_pairs(splits) else "none"
 
         monkeypatch.setattr(hopper.Estimate, "exchange", rule)
-        dispatch.forget()
+        dispatch.clear_caches()
 
     yield merge
     monkeypatch.undo()
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 PAIRS = {
@@ -146,9 +146,9 @@ def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, leas
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     with monkeypatch.context() as changed:
         changed.setattr(hopper.Estimate, "awaiting", lambda self, splits, exchange="none": None)
-        dispatch.forget()
+        dispatch.clear_caches()
         expected = [decode(*problem) for problem in problems]
-    dispatch.forget()
+    dispatch.clear_caches()
 
     results = []
     for problem in problems:

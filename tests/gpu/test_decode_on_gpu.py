@@ -214,7 +214,7 @@ def test_a_captured_graph_replays_at_other_lengths(planned):
     lens, rows = args[LENS], 64
 
     def step():
-        plan = mla_suite.plan(lens, rows=rows, workers=132, max_seqlen_kv=2000) if planned else None
+        plan = mla_suite.plan(lens, num_heads=rows, num_sm_parts=132, max_seqlen_kv=2000) if planned else None
         return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
 
     side = torch.cuda.Stream()
@@ -241,7 +241,7 @@ def test_a_plan_that_is_made_anew_before_each_step():
 
     def step(these):
         lens.copy_(these)
-        plan = mla_suite.plan(lens, rows=128, workers=66, max_seqlen_kv=3000)
+        plan = mla_suite.plan(lens, num_heads=128, num_sm_parts=66, max_seqlen_kv=3000)
         return *torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs), plan
 
     expected = [step(these) for these in steps]
@@ -264,7 +264,7 @@ def test_a_plan_that_is_made_anew_before_each_step():
 def test_a_plan_for_other_lengths_is_still_right():
     args, kwargs = hostile(decode_sample((700, 2100, 3, 64), heads=16, q_len=2))
     stale = torch.tensor([2000, 4, 700, 64], dtype=torch.int32, device="cuda")
-    args[PLAN] = mla_suite.plan(stale, rows=32, workers=132, max_seqlen_kv=2048)
+    args[PLAN] = mla_suite.plan(stale, num_heads=32, num_sm_parts=132, max_seqlen_kv=2048)
     assert len(Plan.read(args[PLAN]).items) > 4, "something is cut"
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 

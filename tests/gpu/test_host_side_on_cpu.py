@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.build import manifest
-from mla_suite.core import arch
-from mla_suite.core.library import Sample
+from mla_suite import archs as arch
+from mla_suite.core.op import Sample
 from mla_suite.launch import launcher, tensor_map
 
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "__float__", "nonzero", "is_nonzero"}

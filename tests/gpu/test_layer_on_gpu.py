@@ -16,7 +16,7 @@ from test_compiled_on_gpu import graphs_recorded
 from test_export import Layer, layer_inputs, packaged
 from torch._dynamo.utils import counters
 
-from mla_suite.core import dispatch, library
+from mla_suite.core import dispatch, register
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU that torch can use; test_mla.py and test_export.py run it on a CPU"
@@ -74,13 +74,13 @@ def steps(call: object, inputs: Inputs, right: list[torch.Tensor]) -> None:
 
 def with_backend(backend: str) -> None:
     """Skips where the layer's decode has no such backend here."""
-    decode = library.get("decode")
+    decode = register.get("decode")
     _, kv_cache, table, lens = moved(begin(), GPU)
     q = torch.empty(BATCH, 1, 2, 576, dtype=torch.bfloat16, device=GPU)
-    offered = next(each for each in decode.backends if each.name == backend).offer(
+    offered = next(each for each in decode.backends if each.name == backend).supports(
         decode.problem(q, kv_cache, lens, table, softmax_scale=1.0), dispatch.arch_of(q)
     )
-    if isinstance(offered, dispatch.Refusal):
+    if isinstance(offered, dispatch.Unsupported):
         pytest.skip(f"decode {backend}: {offered.reason}")
 
 

@@ -7,8 +7,8 @@ import torch
 from gpu_problems import CASES, FIRST, Problem, Recorded, allocations, no_synchronisation, only, tensors
 
 from mla_suite import testing
-from mla_suite.core import library
-from mla_suite.core.library import Sample
+from mla_suite.core import register
+from mla_suite.core.op import Sample
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -70,7 +70,7 @@ def test_the_operator_neither_waits_nor_keeps_memory(name: str, backend: str, pr
 
 
 @BACKENDS
-@each([case for case in FIRST if library.get(case[0]).outputs])
+@each([case for case in FIRST if register.get(case[0]).outputs])
 def test_outputs_of_the_caller(name: str, backend: str, problem: Problem) -> None:
     problem.load(1)
     outputs = dict(zip(problem.op.outputs, problem.outputs, strict=True))

@@ -11,9 +11,9 @@ from gpu_problems import CASES, CPU, FIRST, Problem, Recorded, only, steps, tens
 from gpu_summary import table
 
 import mla_suite
-from mla_suite.core import arch as arch_records
+from mla_suite import archs as arch_records
 from mla_suite.core import dispatch
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.launch import launcher
 
 each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_problems import Recorded, moved
+from mla_suite.ops.sparse_decode.hopper import SLOTS, WIDTHS
 
 import mla_suite
 from mla_suite.core import dispatch
@@ -16,7 +17,6 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.ops.sparse_decode.hopper import SLOTS, WIDTHS
 from mla_suite.testing import poison
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -47,7 +47,7 @@ def native(args, kwargs):
     choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, dispatch.arch_of(args[0]), "cuda")
     assert choice.backend.name == "native", str(choice)
     assert "native" in str(mla_suite.explain("sparse_decode", *args, **kwargs))
-    return choice.offer.config.instance
+    return choice.supported.config.instance
 
 
 def attend(args, kwargs):
@@ -324,7 +324,7 @@ def test_production_shapes(tokens, heads, pools):
     chosen = moved([q[some], kv_caches, [index[some] for index in indices], *args[3:]], torch.device("cpu"))
     right = exact(chosen, kwargs)
     lengths = torch.full((tokens,), sum(topk for *_, topk in pools), dtype=torch.int32, device=CUDA)
-    planned = mla_suite.plan(lengths, rows=heads, workers=mla_suite.workers(q, heads), max_seqlen_kv=0)
+    planned = mla_suite.plan(lengths, num_heads=heads)
     for plan in (None, planned):
         given = [*args[:6], plan]
         native(given, kwargs)

@@ -67,7 +67,7 @@ def crossings(call):
 
 
 def a_plan():
-    return mla_suite.plan(on_device(BATCH), rows=HEADS, workers=WORKERS, max_seqlen_kv=0)
+    return mla_suite.plan(on_device(BATCH), num_heads=HEADS, num_sm_parts=WORKERS, max_seqlen_kv=0)
 
 
 def dense(metadata, num_splits=None, **options):

@@ -40,7 +40,7 @@ class Toy:
         return torch.stack([self.attend(b, 0, n)[0] for b, n in enumerate(self.lengths)])
 
     def plan(self, workers, **choices):
-        return mla_suite.plan(self.seq_lens, rows=16, workers=workers, max_seqlen_kv=max(self.lengths) or 1, **choices)
+        return mla_suite.plan(self.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=max(self.lengths) or 1, **choices)
 
 
 def merged(partials):
@@ -170,7 +170,7 @@ def test_aiter_and_back(name, page, choices):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_balanced_plan_survives_both_ways_word_for_word(name):
     toy, workers = Toy(LENGTHS[name]), 7
-    plan = mla_suite.plan(toy.seq_lens, rows=16, workers=workers, max_seqlen_kv=0)
+    plan = mla_suite.plan(toy.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=0)
     qo_indptr, kv_indptr = paged(toy, 64)
     flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
     aiter = metadata_convert.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=64, max_seqlen_q=1)

@@ -11,9 +11,9 @@ import torch
 
 from mla_suite import emulator
 from mla_suite.build import compilers, manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.launch import scratch
 from mla_suite.ops.decode import DECODE
 from mla_suite.testing import Exact, exact_decode, poison, ulp
@@ -106,7 +106,7 @@ def check(arch: str, sample: Sample, device: torch.device = CPU) -> None:
     args, kwargs = hostile(sample, arch)
     poison(scratch.take(device, 1 << 20))
     out, lse = decode(arch, args, kwargs, device)
-    coarse = getattr(chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
+    coarse = getattr(chosen(arch, args, kwargs).supported.config, "fp8_weights", False)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs), COARSE if coarse else 2.0**-8)
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 
 from mla_suite.build import params
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import tensor_map
-from mla_suite.ops.combine import native as combine
-from mla_suite.ops.decode import DECODE, hopper, native
+from mla_suite.archs.common import combine
+from mla_suite.archs.common import decode as launching
+from mla_suite.archs.sm_90 import decode as sm_90
+from mla_suite.ops.decode import DECODE
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(DECODE, "native")
 
 CPU = torch.device("cpu")
 H200 = archs.get("sm_90")
@@ -26,13 +31,13 @@ def launched(monkeypatch, sample, given=None, asked=None):
 
         return launch
 
-    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(launching, "bind", bind)
     monkeypatch.setattr(combine, "bind", lambda *args, **kwargs: lambda *given: None)
     asked = [] if asked is None else asked
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or tuple(range(1, 17)))
     args, kwargs = given or sample.make(CPU)
-    config = hopper.hopper_config(DECODE.problem(*args, **kwargs), H200)
+    config = sm_90.config_for(DECODE.problem(*args, **kwargs), H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in DECODE.specify(*args, **kwargs))
-    native.run(config, outputs, *args, **kwargs)
+    NATIVE.run(config, outputs, *args, **kwargs)
     (call,) = calls
     return call, args, outputs

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 from mla_suite.build import compilers
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 
 
 def assembly(name: str, arch: str, folder: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -132,7 +132,7 @@ def in_mode(mode, args, kwargs, seed):
         lengths[:] = [torch.randint(0, index.shape[1] + 1, (len(q),), generator=generator).int() for index in indices]
     if mode == "planned":
         keys = torch.full((len(q),), sum(index.shape[1] for index in indices), dtype=torch.int32)
-        args[6] = mla_suite.plan(keys, rows=q.shape[1], workers=7, max_seqlen_kv=0)
+        args[6] = mla_suite.plan(keys, num_heads=q.shape[1], num_sm_parts=7, max_seqlen_kv=0)
     if mode == "mtp":
         args[0] = q.view(-1, 2, *q.shape[1:])
         indices[:] = [index.view(-1, 2, index.shape[-1]) for index in indices]

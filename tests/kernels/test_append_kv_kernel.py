@@ -7,12 +7,18 @@ import torch
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import has_kernel
-from mla_suite.ops.append_kv import APPEND_KV, native, reference
+from mla_suite.archs.common import append_kv as kernels
+from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.ops.append_kv import APPEND_KV
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(APPEND_KV, "native")
+REFERENCE = BackendCalls(APPEND_KV, "reference")
 
 ARCHS = ("gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,8 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @pytest.fixture(params=ARCHS)
 def arch(request):
-    for tokens in (1, native.MOST_TOKENS):
-        needed = native.Config(archs.get(request.param), tokens).instance
+    for tokens in (1, MAX_TOKENS):
+        needed = AppendConfig(archs.get(request.param), tokens).instance
         if not has_kernel(request.param, needed):
             pytest.skip(f"{needed} is not built for {request.param}; run `python -m mla_suite build`")
     with mla_suite.emulate(request.param) as record:
@@ -42,11 +48,11 @@ def filled(kind, pages, page, padded=True):
 def both(pages, page, name, *args, padded=True, descale=None, **kwargs):
     """The bytes that the native kernel and the reference leave in caches that were full of 0xaa."""
     found = []
-    for run in (native.run, reference.run):
+    for run in (NATIVE.run, REFERENCE.run):
         cache = filled(kv_format(name), pages, page, padded)
         kv_c, k_pe, slots, *rest = args
         call = (kv_c, k_pe, cache, slots, descale, *rest)
-        if run is native.run:
+        if run == NATIVE.run:
             problem = APPEND_KV.problem(*call, kv_format=name, **kwargs)
             choice = dispatch.choose("append_kv", APPEND_KV.backends, problem, dispatch.arch_of(kv_c), "cpu")
             assert choice.backend.name == "native", str(choice)
@@ -112,7 +118,7 @@ def test_nan_and_infinity(arch, name, dtype):
         if native_too:
             mla_suite.append_kv(*call, kv_format=name)
         else:
-            reference.run(None, (), *call, kv_format=name)
+            REFERENCE.run(None, (), *call, kv_format=name)
         caches_left.append(caches.unpack(kind, cache, descale=descale_of(kind)))
     mine, theirs = caches_left
     assert torch.equal(mine.isnan(), theirs.isnan())
@@ -126,10 +132,10 @@ def test_slots_past_the_cache_write_nothing(arch, tokens):
     kv_c, k_pe = rows(kind, 6)
     slots = torch.tensor([3, 12, 2**31 - 1, 2**31 + 3, 2**40 + 5, -(2**33)])
     cache = filled(kind, 4, 3)
-    config = native.Config(arch, tokens)
-    native.run(config, (), kv_c, k_pe, cache, slots, kv_format="bf16")
+    config = AppendConfig(arch, tokens)
+    NATIVE.run(config, (), kv_c, k_pe, cache, slots, kv_format="bf16")
     expected = filled(kind, 4, 3)
-    reference.run(None, (), kv_c[:1], k_pe[:1], expected, slots[:1], kv_format="bf16")
+    REFERENCE.run(None, (), kv_c[:1], k_pe[:1], expected, slots[:1], kv_format="bf16")
     assert torch.equal(raw(cache), raw(expected))
     with pytest.raises(ValueError, match="slots 0..11"):
         torch.ops.mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16")
@@ -148,11 +154,11 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
 def shared(arch, tokens, name, kv_c, k_pe, slots, pages):
     """Caches as the kernel leaves them that writes so many tokens to a workgroup, and as the reference does."""
     left = []
-    for run in (lambda *call, **given: native.run(native.Config(arch, tokens), (), *call, **given), None):
+    for run in (lambda *call, **given: NATIVE.run(AppendConfig(arch, tokens), (), *call, **given), None):
         cache = filled(kv_format(name), pages, 4)
         call = (kv_c, k_pe, cache, slots, descale_of(kv_format(name)))
         if run is None:
-            reference.run(None, (), *call, kv_format=name)
+            REFERENCE.run(None, (), *call, kv_format=name)
         else:
             run(*call, kv_format=name)
         left.append(raw(cache))
@@ -181,7 +187,7 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
     positions = torch.where(slots < 0, 2**60, torch.arange(45) % 9)
     for interleaved in (True, False):
         left = []
-        for run in (native.run, reference.run):
+        for run in (NATIVE.run, REFERENCE.run):
             cache = filled(kind, 6, 4)
             call = (
                 values[:, : kind.latent],
@@ -192,7 +198,7 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
                 cos_sin,
                 positions,
             )
-            config = native.Config(arch, tokens) if run is native.run else None
+            config = AppendConfig(arch, tokens) if run == NATIVE.run else None
             run(config, (), *call, kv_format=name, interleaved=interleaved)
             left.append(raw(cache))
         assert torch.equal(*left)
@@ -200,14 +206,14 @@ def test_rows_in_whole_octets(arch, name, dtype, tokens):
 
 def test_as_many_tokens_to_a_workgroup_as_it_takes(arch):
     """Distinct slots, of which several share a chain of the table; and a few slots over and over, in two workgroups."""
-    chains, tokens = 512, 3 * native.MOST_TOKENS // 2
+    chains, tokens = 512, 3 * MAX_TOKENS // 2
     kv_c, k_pe = torch.randn(tokens, 6), torch.randn(tokens, 2)
     for slots in (torch.arange(tokens) * (chains // 4), torch.randperm(4 * tokens)[:tokens], torch.arange(tokens) % 7):
         slots = slots.int()
         left = []
-        for run in (native.run, reference.run):
+        for run in (NATIVE.run, REFERENCE.run):
             cache = torch.full((int(slots.max()) // 64 + 1, 64, 8), 7.0).bfloat16()
-            config = native.Config(arch, native.MOST_TOKENS) if run is native.run else None
+            config = AppendConfig(arch, MAX_TOKENS) if run == NATIVE.run else None
             run(config, (), kv_c, k_pe, cache, slots, kv_format="bf16")
             left.append(cache)
         assert torch.equal(*left)
@@ -215,13 +221,13 @@ def test_as_many_tokens_to_a_workgroup_as_it_takes(arch):
 
 def test_many_tokens_share_workgroups():
     gfx950 = archs.get("gfx950")
-    most = native.MOST_TOKENS
+    most = MAX_TOKENS
     for tokens, group in ((1, 1), (128, 1), (2048, 1), (2049, 9), (8192, 32), (256 * most, most), (10**6, most)):
         inputs = torch.empty(tokens, 512, device="meta"), torch.empty(tokens, 64, device="meta")
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
         problem = APPEND_KV.problem(*inputs, filled(kv_format("bf16"), 2, 4), slots, kv_format="bf16")
-        answer = native.offer(problem, gfx950)
-        if isinstance(answer, dispatch.Refusal):
+        answer = NATIVE.supports(problem, gfx950)
+        if isinstance(answer, dispatch.Unsupported):
             pytest.skip(answer.reason)
         assert answer.config.tokens == group
 
@@ -235,7 +241,7 @@ def test_dense_rows_of_any_width(arch, latent):
         if native_too:
             mla_suite.append_kv(kv_c, k_pe, cache, torch.tensor([3, 0, 2]), kv_format="bf16")
         else:
-            reference.run(None, (), kv_c, k_pe, cache, torch.tensor([3, 0, 2]), kv_format="bf16")
+            REFERENCE.run(None, (), kv_c, k_pe, cache, torch.tensor([3, 0, 2]), kv_format="bf16")
         caches_left.append(cache)
     assert torch.equal(*caches_left)
 
@@ -251,7 +257,7 @@ def test_strided_inputs_and_a_slice_of_pages(arch):
         if native_too:
             mla_suite.append_kv(*call, kv_format="v32")
         else:
-            reference.run(None, (), *call, kv_format="v32")
+            REFERENCE.run(None, (), *call, kv_format="v32")
         left.append(raw(cache))
     assert torch.equal(*left)
 
@@ -273,11 +279,11 @@ def test_refusals_are_sentences(monkeypatch):
     odd = room[1:].as_strided((2, 4, 656), (656 * 4, 656, 1))
     kv_c, k_pe = rows(kind, 2)
     problem = APPEND_KV.problem(kv_c, k_pe, odd, torch.arange(2), kv_format="v32")
-    answer = native.offer(problem, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    answer = NATIVE.supports(problem, archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
-    answer = native.offer(even, archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    answer = NATIVE.supports(even, archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -8,10 +8,16 @@ import itertools
 import pytest
 import torch
 
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch, tuning
-from mla_suite.ops.combine import COMBINE, config, native
-from mla_suite.ops.combine.config import Config
+from mla_suite.archs.common import combine as kernels
+from mla_suite.archs.common import combine_config as config
+from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.archs.sm_90 import combine as sm_90_combine
+from mla_suite.ops.combine import COMBINE
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(COMBINE, "native")
 
 # Legal points
 
@@ -20,7 +26,7 @@ from mla_suite.ops.combine.config import Config
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
 def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
     for rows, vec in itertools.product(config.ROWS, config.VECS):
-        assert Config(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
+        assert CombineConfig(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
 
 
 @pytest.mark.parametrize(
@@ -38,7 +44,7 @@ def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
 def test_an_illegal_point_is_one_sentence(change, why):
     legal = dict(head_dim_v=512, rows=1, vec=4, waves=8, slices=1)
     with pytest.raises(ValueError, match=why) as error:
-        Config(archs.get("gfx942"), **{**legal, **change})
+        CombineConfig(archs.get("gfx942"), **{**legal, **change})
     assert "\n" not in str(error.value)
 
 
@@ -60,11 +66,11 @@ def table(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         text = "\n".join([",".join(config.FORMAT.header), *(config.FORMAT.line(row) for row in rows)])
         (folder / "gfx942.csv").write_text(text + "\n")
-        tuning.forget()
+        tuning.clear_cache()
 
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
     yield write
-    tuning.forget()
+    tuning.clear_cache()
 
 
 def test_a_row_of_a_table_decides(table):
@@ -108,7 +114,7 @@ def test_shipped_tables(name):
         assert tuning.lint(config.FORMAT, name, path) == ()
         found = tuning.load(config.FORMAT, name, path)
         for row in found:
-            assert config._of_row(archs.get(name), row.values).instance in built_instances(name)
+            assert config.config_of_row(archs.get(name), row.values).instance in built_instances(name)
         for a, b in itertools.product(found, found):
             same = all(a.values[key] == b.values[key] for key in ("head_dim_v", "device_units", "rows"))
             if same and a.values["batch"] <= b.values["batch"]:
@@ -188,15 +194,15 @@ def test_which_rows_are_merged_while_decode_runs(changed, taken):
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
     args, kwargs = (torch.zeros(2, 3, 512), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
-    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    answer = NATIVE.supports(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason
 
 
 def test_another_width_is_refused():
     args, kwargs = (torch.zeros(2, 3, 64), torch.zeros(2, 3)), dict(num_splits=2, out_dtype=torch.bfloat16)
-    answer = native.offer(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    answer = NATIVE.supports(COMBINE.problem(*args, **kwargs), archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert "head_dim_v 64" in answer.reason

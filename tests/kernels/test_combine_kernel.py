@@ -25,14 +25,19 @@ from merges import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import compilers
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 from mla_suite.launch import has_kernel
 from mla_suite.launch.driver import LaunchError
-from mla_suite.ops.combine import COMBINE, config, native
-from mla_suite.ops.combine.config import Config
+from mla_suite.archs.common import combine as kernels
+from mla_suite.archs.common import combine_config as config
+from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.ops.combine import COMBINE
 from mla_suite.testing import assert_close, poison
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(COMBINE, "native")
 
 ARCHS = ("gfx942", "gfx950")
 
@@ -128,12 +133,12 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
 
 @pytest.mark.parametrize("waves_share_a_row", [True, False])
 def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
-    point = config.invariant(arch, 512) if waves_share_a_row else Config(arch, 512, rows=4, vec=4, waves=4, slices=1)
+    point = config.invariant(arch, 512) if waves_share_a_row else CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
-    dispatch.forget()
+    dispatch.clear_caches()
     out, lse = special()
     merged, total = combine(out, lse, num_splits=6, out_dtype=torch.float32)
-    dispatch.forget()
+    dispatch.clear_caches()
     nan = merged[0].isnan()
     assert nan.all(dim=1).nonzero().flatten().tolist() == [1, 6]
     assert nan[4].nonzero().flatten().tolist() == [7]
@@ -200,7 +205,7 @@ def test_merge_of_ragged_queries(arch):
     heads, bounds, tokens = 8, [0, 2, 2, 7], [0, 1, 4, 4]
     partial_out, partial_lse = partials(7, 3 * heads)
     out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))
-    prepared = native.prepare(
+    prepared = kernels.prepare(
         config.invariant(arch, 512),
         (3, 3 * heads, heads),
         tuple(tensor.stride()[:2] for tensor in (partial_out, partial_lse, out, lse)),
@@ -212,7 +217,7 @@ def test_merge_of_ragged_queries(arch):
     )
     cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
     given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
-    launch = native.launcher(prepared, out, partial(native.buffers, partly=True))
+    launch = native.launcher(prepared, out, partial(kernels.buffers, partly=True))
     launch([0 if tensor is None else tensor.data_ptr() for tensor in given], given)
     wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
     assert_close(out[:1], lse[:1], wanted)
@@ -276,7 +281,7 @@ def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
         result = torch.empty(batch, 12, 512)
         total = torch.empty(batch, 12)
         rows = slice(7 * first, 7 * (first + batch))
-        native.run(point, (result, total), out[rows], lse[rows], num_splits=7)
+        NATIVE.run(point, (result, total), out[rows], lse[rows], num_splits=7)
         return result, total
 
     whole, totals = merged(0, 5)
@@ -318,7 +323,7 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
     for vec in config.VECS:
         head_dim_v = config.HEAD_DIMS_V[(rows.bit_length() + vec.bit_length() + ARCHS.index(arch.name)) % 2]
         out, lse = partials(11, 5, head_dim_v)
-        point = Config(arch, head_dim_v, rows, vec, waves=8, slices=1)
+        point = CombineConfig(arch, head_dim_v, rows, vec, waves=8, slices=1)
         program = machine.load_text(compiled(arch, point, tmp_path), "combine_point")
 
         def bind(op, instance, place, grid, block, lds, naming, overlap, program=program):
@@ -329,9 +334,9 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
 
             return run
 
-        monkeypatch.setattr(native, "bind", bind)
+        monkeypatch.setattr(kernels, "bind", bind)
         merged, total = torch.empty(3, 5, head_dim_v), torch.empty(3, 5)
-        native.run(point, (merged, total), out, lse, torch.tensor(bounds, dtype=torch.int32))
+        NATIVE.run(point, (merged, total), out, lse, torch.tensor(bounds, dtype=torch.int32))
         assert_close(merged, total, exact(out, lse, bounds))
 
 
@@ -339,16 +344,16 @@ def test_a_miss_gives_the_same_numbers(arch):
     """A tuned point and the rule's differ in the order of additions only."""
     out, lse = partials(2 * 33, 16)
     results = []
-    for point in (config.invariant(arch, 512), Config(arch, 512, rows=4, vec=4, waves=4, slices=1)):
+    for point in (config.invariant(arch, 512), CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)):
         merged, total = torch.empty(2, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16)
-        native.run(point, (merged, total), out, lse, num_splits=33)
+        NATIVE.run(point, (merged, total), out, lse, num_splits=33)
         assert_close(merged, total, exact(out, lse, [0, 33, 66]))
         results.append(merged)
     assert_close(results[0], total, exact(out, lse, [0, 33, 66]))
 
 
 def test_a_launch_error_names_operator_and_kernel(arch, monkeypatch):
-    monkeypatch.setattr(native, "_pack_pointers", lambda *pointers: b"")
+    monkeypatch.setattr(kernels, "pack_pointers", lambda *pointers: b"")
     out, lse = partials(2, 4)
     with pytest.raises(LaunchError, match="combine: kernel combine_dv-512"):
         combine(out, lse, num_splits=2)

@@ -25,9 +25,9 @@ from decode_grid import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import has_kernel
-from mla_suite.ops.decode.cdna4 import Cdna4Config
+from mla_suite.archs.gfx950.decode import Gfx950Config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -207,7 +207,7 @@ def test_resources_are_as_declared():
     for entry in entries:
         constants = entry.constants
         element = constants["DTYPE"]
-        config = Cdna4Config(
+        config = Gfx950Config(
             archs.get(ARCH), element, element, constants["ROWS"], constants["WIDTH"], bool(constants["ROTATE"])
         )
         assert entry.id == config.instance
@@ -234,4 +234,4 @@ def test_an_illegal_config_says_why(changed, sentence):
         "rotate": False,
     } | changed
     with pytest.raises(ValueError, match=sentence):
-        Cdna4Config(**point)
+        Gfx950Config(**point)

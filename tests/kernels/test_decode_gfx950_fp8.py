@@ -22,12 +22,15 @@ from decode_grid import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import has_kernel
-from mla_suite.ops.decode import native
-from mla_suite.ops.decode.cdna4 import Cdna4Config
+from mla_suite.ops.decode import DECODE
+from mla_suite.archs.gfx950.decode import Gfx950Config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(DECODE, "native")
 
 ARCH = "gfx950"
 E4M3 = torch.float8_e4m3fn
@@ -120,10 +123,10 @@ def test_same_bits_again_and_in_any_order(heads):
 
 def with_weights(rows, fp8_weights, args, kwargs):
     """Runs the instance with these weights, whatever would be chosen."""
-    config = Cdna4Config(archs.get(ARCH), "fp8", "fp8", rows, 576, False, fp8_weights)
+    config = Gfx950Config(archs.get(ARCH), "fp8", "fp8", rows, 576, False, fp8_weights)
     out = torch.empty(*args[0].shape[:-1], 512, dtype=torch.bfloat16)
     lse = torch.empty(args[0].shape[:-1])
-    native.run(config, (out, lse), *args, **kwargs)
+    NATIVE.run(config, (out, lse), *args, **kwargs)
     return out, lse
 
 
@@ -250,7 +253,7 @@ def test_resources_are_as_declared():
     entries = [e for e in manifest.installed().kernels.values() if e.arch == ARCH and e.kernel.startswith("decode_fp8")]
     for entry in entries:
         query, rows, fp8_weights = entry.constants["QUERY"], entry.constants["ROWS"], entry.constants["WEIGHT"] == "fp8"
-        config = Cdna4Config(archs.get(ARCH), query, "fp8", rows, 576, False, fp8_weights)
+        config = Gfx950Config(archs.get(ARCH), query, "fp8", rows, 576, False, fp8_weights)
         assert entry.id == config.instance
         assert (entry.lds, entry.spills, entry.scratch, entry.threads) == (config.lds, 0, 0, config.threads)
     assert len(entries) == 24
@@ -258,4 +261,4 @@ def test_resources_are_as_declared():
 
 def test_fp8_weights_need_fp8_queries():
     with pytest.raises(ValueError, match="fp8 weights come with fp8 queries"):
-        Cdna4Config(archs.get(ARCH), "bf16", "fp8", 128, 576, False, True)
+        Gfx950Config(archs.get(ARCH), "bf16", "fp8", 128, 576, False, True)

@@ -28,10 +28,10 @@ from decode_grid import (
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import tuning
 from mla_suite.launch import current_arch, has_kernel
-from mla_suite.ops.combine import config as combine_configs
+from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.ops.decode.config import CdnaConfig, tile_rows
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -231,13 +231,13 @@ def test_batch_invariant_across_a_boundary_of_the_table(heads, tmp_path, monkeyp
     table.write_text("\n".join(lines) + "\n")
     with monkeypatch.context() as patched:
         patched.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
-        tuning.forget()
+        tuning.clear_cache()
         arch = archs.get(ARCH)
         chosen = {combine_configs.choose(arch, 512, "bf16", heads, batch, 4) for batch in points}
         assert len(chosen) == len(points), "the table has a boundary between any two of the batches"
         assert all("tuned" in reason or "row" in reason for _, reason in chosen), chosen
         test_batch_invariant_bits(heads, "bf16")
-    tuning.forget()
+    tuning.clear_cache()
 
 
 COUNTED = "decode_dtype-bf16_rows-16_width-576_rotate-0"

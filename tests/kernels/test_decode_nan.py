@@ -8,7 +8,7 @@ import torch
 from decode_grid import CPU, FP8_NAN, assert_within_bound
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -105,7 +105,7 @@ def test_nan_in_a_descale(arch, nan, at, heads):
     choice = grid.chosen(arch, args, kwargs)
     assert choice.backend.name == "native"
     out, lse = torch.zeros(2, 1, heads, 512, dtype=torch.bfloat16), torch.zeros(2, 1, heads)
-    choice.backend.run(choice.offer.config, (out, lse), *args, **kwargs)  # as on a GPU, where values are not checked
+    choice.backend.run(choice.supported.config, (out, lse), DECODE.Args(*args, **kwargs))  # as on a GPU, where values are not checked
     assert bool(out.isnan().all() and lse.isnan().all())
 
 
@@ -115,6 +115,6 @@ def test_a_descale_of_zero(arch, at, heads):
     """All scores are 0, the masked ones apart."""
     args, kwargs = problem(heads, 2, kv_format=KV_FORMATS[arch], dtype=E4M3[arch])
     args[at] = torch.zeros(1)
-    coarse = getattr(grid.chosen(arch, args, kwargs).offer.config, "fp8_weights", False)
+    coarse = getattr(grid.chosen(arch, args, kwargs).supported.config, "fp8_weights", False)
     out, lse = grid.decode(arch, args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs), grid.COARSE if coarse else 2.0**-8)

@@ -8,18 +8,24 @@ import subprocess
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from decode_launches import CPU, H200, launched
 
+from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.archs.sm_90 import decode as sm_90
+from mla_suite.archs.sm_90 import tensor_maps
+from mla_suite.archs.sm_90.decode import Sm90Config
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.build import compilers, manifest, params
 from mla_suite.build.instances import instances
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import DriverError, has_kernel, tensor_map
-from mla_suite.ops.decode import DECODE, hopper, native
-from mla_suite.ops.decode.hopper import KEYS, HopperConfig
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_items
+
+NATIVE = BackendCalls(DECODE, "native")
 
 SOURCES = (("tma", "none"), ("tma", "reduce_o"), ("tma", "exchange_p"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
@@ -28,9 +34,9 @@ HALF = {"kv_format": "fp16", "dtype": torch.float16}
 
 def test_every_point_is_declared():
     declared = {item.id: item for item in instances("sm_90") if item.kernel == "decode"}
-    assert set(declared) == {HopperConfig(H200, *point).instance for point in POINTS}
+    assert set(declared) == {Sm90Config(H200, *point).instance for point in POINTS}
     for point in POINTS:
-        config = HopperConfig(H200, *point)
+        config = Sm90Config(H200, *point)
         assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
 
 
@@ -47,12 +53,12 @@ def test_every_point_is_declared():
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"decode: no kernel at .*: {sentence}"):
-        HopperConfig(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
+        Sm90Config(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "HopperConfig(dtype='bf16', width=576, source='tma', exchange='none')"
-    assert str(HopperConfig(H200, "bf16", 576, "tma")) == printed
+    printed = "Sm90Config(dtype='bf16', width=576, source='tma', exchange='none')"
+    assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
@@ -64,12 +70,12 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = [*(f'#include "sm_90/decode/{name}.hpp"' for name in names), "using namespace mla::sm_90;"]
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "exchange_p": "ClusterExchangeP"}
     for point in POINTS:
-        config = HopperConfig(H200, *point)
+        config = Sm90Config(H200, *point)
         policy = f"DecodePolicy<KvSource::{config.source}, {clusters[config.exchange]}>"
         traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}>, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
-            f'static_assert(BLOCK_N == {KEYS} && BLOCK_M == {hopper.ROWS}, "tile of {config.instance}");',
+            f'static_assert(BLOCK_N == {BLOCK_N} && BLOCK_M == {BLOCK_M}, "tile of {config.instance}");',
             f'static_assert({traits}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
         ]
     source = tmp_path / "kv_format.cu"
@@ -80,7 +86,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
 
 
 def test_what_was_built():
-    configs = [HopperConfig(H200, *point) for point in POINTS]
+    configs = [Sm90Config(H200, *point) for point in POINTS]
     if not has_kernel("sm_90", configs[0].instance):
         pytest.skip(f"{configs[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
     for config in configs:
@@ -91,9 +97,9 @@ def test_what_was_built():
 
 
 def offered(monkeypatch, built=True, **options):
-    monkeypatch.setattr(hopper, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(sm_90, "has_kernel", lambda arch, instance: built)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
-    return native.offer(DECODE.problem(*args, **kwargs), H200)
+    return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +114,7 @@ def offered(monkeypatch, built=True, **options):
 )
 def test_which_kernel(monkeypatch, options, instance):
     offer = offered(monkeypatch, **options)
-    assert isinstance(offer, Offer)
+    assert isinstance(offer, Supported)
     assert offer.config.instance.startswith(instance)
     rows = options.get("heads", 16) * options.get("q_len", 1)
     assert offer.config.tiles(rows) == -(-rows // 64)
@@ -127,16 +133,16 @@ def test_which_kernel(monkeypatch, options, instance):
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
     refusal = offered(monkeypatch, **options)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Unsupported)
     assert sentence in refusal.reason
 
 
 def test_a_cache_off_alignment_is_refused(monkeypatch):
-    monkeypatch.setattr(hopper, "has_kernel", lambda arch, instance: True)
+    monkeypatch.setattr(sm_90, "has_kernel", lambda arch, instance: True)
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)
-    refusal = native.offer(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
+    refusal = NATIVE.supports(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
     assert "kv_cache is aligned to 8 bytes" in refusal.reason
 
 
@@ -264,7 +270,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
     tensor_map.swizzled.cache_clear()
     cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
-    words = tensor_map.swizzled(cache.data_ptr(), *hopper.key_boxes(cache.shape, cache.stride(), dtype, 9))
+    words = tensor_map.swizzled(cache.data_ptr(), *tensor_maps.kv_map(cache.shape, cache.stride(), dtype, 9))
     assert driver.given == (
         (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
         ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
@@ -285,7 +291,7 @@ def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
     ],
 )
 def test_rows_one_stride_apart(shape, strides, pitch):
-    assert hopper.pitch(shape, (*strides, 1)) == pitch
+    assert tensor_maps.pitch(shape, (*strides, 1)) == pitch
 
 
 @pytest.mark.parametrize(
@@ -298,7 +304,7 @@ def test_rows_one_stride_apart(shape, strides, pitch):
     ],
 )
 def test_results_that_lie_too_far_apart_are_copied(q_len, strides, within):
-    assert hopper.within_reach(q_len, 4, strides) == within
+    assert tensor_maps.within_span(q_len, 4, strides) == within
 
 
 @pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
@@ -322,13 +328,13 @@ def test_queries_in_boxes(monkeypatch, q_len, rows):
 def test_a_cache_of_one_page_or_none(monkeypatch):
     """A stride between pages means nothing then, and the map of nothing takes the queries' address."""
     boxes = [
-        hopper.key_boxes(shape, strides, torch.bfloat16, 9)
+        tensor_maps.kv_map(shape, strides, torch.bfloat16, 9)
         for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
     ]
     assert [given[1:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
     asked = []
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
-    queries = hopper.query_boxes((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
+    queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
         hopper.leading(boxes[0], queries, 32, (cache_at, *[0] * 10))
     assert [call[0] for call in asked] == [4096, 32, 32, 32]

@@ -10,9 +10,10 @@ from merges import exact, partials
 from own_kernels import assembly
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.emulator import Emulator, Memory
-from mla_suite.ops.combine import config, native
+from mla_suite.archs.common import combine as native
+from mla_suite.archs.sm_90.combine import PersistentCombineConfig
 from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
 from mla_suite.testing import assert_close, poison
 
@@ -34,7 +35,7 @@ class Merge:
         self.ragged, self.heads, self.q_len, self.batch = cu_seqlens_q is not None, heads, q_len, len(lens)
         lens = torch.tensor(lens, dtype=torch.int32)
         most = int(lens.max())
-        self.plan = mla_suite.plan(lens, rows=heads * q_len, workers=40, max_seqlen_kv=most, **split)
+        self.plan = mla_suite.plan(lens, num_heads=heads * q_len, num_sm_parts=40, max_seqlen_kv=most, **split)
         self.bounds = Plan.read(self.plan).split_indptr
         self.partial_out, self.partial_lse = partials(max(self.bounds[-1], 1), heads * q_len)
         self.sink = torch.randn(heads) if sink else None
@@ -47,7 +48,7 @@ class Merge:
 
     def run(self, text, workgroups):
         rows = self.heads * self.q_len
-        point = config.PlannedConfig(archs.get("sm_90"), 512)
+        point = PersistentCombineConfig(archs.get("sm_90"), 512)
         launch = native.prepare(
             *(point, (self.batch, rows, self.heads)),
             ((rows * 512, 512), (rows, 1), (self.heads * 512, 512), (self.heads, 1)),

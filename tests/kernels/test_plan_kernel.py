@@ -11,11 +11,16 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.launch import has_kernel
-from mla_suite.ops.plan import PLAN, cost, native, reference, samples
+from mla_suite.archs.common import plan as kernels
+from mla_suite.archs.common.plan import MAX_SEQUENCES
+from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(PLAN, "native")
 
 ARCHS = ("gfx942", "gfx950")
 
@@ -35,10 +40,10 @@ def words(args, kwargs, arch=None):
     if arch is None:
         reference.run(None, tuple(made), *args, **kwargs)
         return made[0]
-    offer = native.offer(PLAN.problem(*args, **kwargs), arch)
-    assert isinstance(offer, dispatch.Offer), offer
+    offer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
+    assert isinstance(offer, dispatch.Supported), offer
     with mla_suite.emulate(arch.name):
-        native.run(offer.config, tuple(made), *args, **kwargs)
+        NATIVE.run(offer.config, tuple(made), *args, **kwargs)
     return made[0]
 
 
@@ -55,7 +60,7 @@ def lens(*values):
 
 
 def arguments(**given):
-    return dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
+    return dict(num_heads=16, max_seqlen_q=1, num_sm_parts=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
 
 
 @pytest.mark.parametrize("sample", samples.samples(), ids=lambda sample: sample.name)
@@ -71,11 +76,11 @@ def test_samples(sample):
 @pytest.mark.parametrize("batch", [1, 3, 128])
 def test_balanced(batch, workers):
     for longest, rows in ((4096, 16), (200_000, 128)):
-        check((torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(workers=workers, rows=rows))
+        check((torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(num_sm_parts=workers, num_heads=rows))
 
 
 def test_the_most_workers():
-    check((torch.randint(0, 200_000, (3,), dtype=torch.int32),), arguments(workers=1024, rows=128))
+    check((torch.randint(0, 200_000, (3,), dtype=torch.int32),), arguments(num_sm_parts=1024, num_heads=128))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_the_most_workers():
 )
 def test_balanced_edges(seq_lens):
     for rows in (1, 128, 300):
-        check((seq_lens,), arguments(rows=rows))
+        check((seq_lens,), arguments(num_heads=rows))
 
 
 @pytest.mark.parametrize("rows", [1, 128])
@@ -106,7 +111,7 @@ def test_lines_that_32_bits_just_hold_or_do_not(rows):
     whole = most // cost.GRANULE * cost.GRANULE
     for keys in (whole, whole + cost.GRANULE):
         for others in ((), (1,), (70_000, 64, 0)):
-            check((lens(keys - sum(cost.round_up(other) + item for other in others), *others),), arguments(rows=rows))
+            check((lens(keys - sum(cost.round_up(other) + item for other in others), *others),), arguments(num_heads=rows))
 
 
 @pytest.mark.parametrize("name", ARCHS)
@@ -114,10 +119,10 @@ def test_the_figures_of_sm_90(monkeypatch, name):
     """Its kernels are of the same source, and cannot run here: the emulated ones are given its figures."""
     for module in (native, reference):
         monkeypatch.setattr(module, "figures", lambda arch, rows: cost.figures(archs.get("sm_90"), rows))
-    monkeypatch.setattr(native, "_prepare", native._prepare.__wrapped__)
+    monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
     for seq_lens in (lens(8192), lens(*[3200] * 32), lens(*[512] * 128), torch.randint(0, 30_000, (50,)).int()):
         for rows, workers in ((16, 132), (128, 66), (300, 33)):
-            check((seq_lens,), arguments(rows=rows, workers=workers), names=(name,))
+            check((seq_lens,), arguments(num_heads=rows, num_sm_parts=workers), names=(name,))
     check((lens(8192, 70, 3000),), arguments(num_splits=3), names=(name,))
 
 
@@ -128,7 +133,7 @@ def test_uniform(batch):
     for num_splits, split_size in ((1, 0), (2, 0), (33, 0), (0, 64), (0, 100), (0, 4096)):
         for workers in (1, 304):
             given = arguments(
-                workers=workers,
+                num_sm_parts=workers,
                 max_seqlen_kv=9000 if batch < 100 else 500,
                 num_splits=num_splits,
                 split_size=split_size,
@@ -138,13 +143,13 @@ def test_uniform(batch):
 
 def test_lengths_beyond_the_promise_still_make_the_same_words():
     """seq_lens above max_seqlen_kv: the last split of each is open."""
-    check((lens(5000, 300, 90_000),), arguments(max_seqlen_kv=1024, split_size=256, workers=7))
+    check((lens(5000, 300, 90_000),), arguments(max_seqlen_kv=1024, split_size=256, num_sm_parts=7))
 
 
 def test_sequences_without_a_query_token_cost_nothing():
     cu_seqlens_q = lens(0, 1, 1, 3, 3)
     for split in (dict(), dict(num_splits=3)):
-        check((lens(4000, 9000, 70, 5000), cu_seqlens_q), arguments(workers=20, **split))
+        check((lens(4000, 9000, 70, 5000), cu_seqlens_q), arguments(num_sm_parts=20, **split))
 
 
 @given(
@@ -155,11 +160,11 @@ def test_sequences_without_a_query_token_cost_nothing():
 )
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_lengths(values, workers, rows, name):
-    check((lens(*values),), arguments(workers=workers, rows=rows), names=(name,))
+    check((lens(*values),), arguments(num_sm_parts=workers, num_heads=rows), names=(name,))
 
 
 def test_the_same_words_in_any_order_of_workgroups():
-    args, kwargs = (torch.randint(0, 30_000, (33,), dtype=torch.int32),), arguments(workers=60)
+    args, kwargs = (torch.randint(0, 30_000, (33,), dtype=torch.int32),), arguments(num_sm_parts=60)
     found = []
     for order, threads in itertools.product(("forward", "reverse"), (1, 2)):
         with emulator.configured(order=order, threads=threads):
@@ -167,16 +172,16 @@ def test_the_same_words_in_any_order_of_workgroups():
     assert all(torch.equal(found[0], other) for other in found)
 
 
-@pytest.mark.parametrize("batch", [0, native.MOST_SEQUENCES + 1])
+@pytest.mark.parametrize("batch", [0, MAX_SEQUENCES + 1])
 def test_a_batch_it_does_not_take_is_refused(batch):
     problem = PLAN.problem(torch.zeros(batch, dtype=torch.int32), **arguments())
-    answer = native.offer(problem, archs.get("gfx942"))
-    assert isinstance(answer, dispatch.Refusal)
+    answer = NATIVE.supports(problem, archs.get("gfx942"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert f"{batch} sequences" in answer.reason
 
 
 def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: False)
-    answer = native.offer(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
-    assert isinstance(answer, dispatch.Refusal)
+    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
+    answer = NATIVE.supports(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
+    assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -13,12 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import compilers, manifest
-from mla_suite.core import arch as archs
-from mla_suite.core.dispatch import Refusal
+from mla_suite import archs
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
-from mla_suite.ops.sparse_decode import SPARSE_DECODE, native
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.ops.sparse_decode.config import RECORDS, ROWS, SparseConfig, record_of, tile_rows
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +55,9 @@ def test_the_host_reads_and_allocates_nothing(mode):
     in_mode(mode, args, kwargs, seed=1)
     out, lse = attend(args, kwargs)
     environment = dict(os.environ)
-    offered = native.offer(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
+    offered = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
     with Recorded() as recorded:
-        native.run(offered.config, (out, lse), *args, **kwargs)
+        NATIVE.run(offered.config, (out, lse), *args, **kwargs)
     assert set(recorded.names) <= VIEWS, recorded.names
     added = set(os.environ) - set(environment)
     assert all(name.startswith("TORCHINDUCTOR") for name in added), "torch sets its own when a dispatch mode is entered"
@@ -73,8 +76,8 @@ def test_partials_are_fp32():
 @pytest.mark.parametrize("arch", ["gfx942", None])
 def test_other_archs_never_get_these_kernels(arch):
     args, kwargs = problem(POOLS["v4"], 2, 16)
-    answer = native.offer(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch) if arch else None)
-    assert isinstance(answer, Refusal)
+    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), archs.get(arch) if arch else None)
+    assert isinstance(answer, Unsupported)
     assert "gfx950" in answer.reason
 
 
@@ -107,8 +110,8 @@ def _with_q(change):
 def test_what_is_refused_is_computed_elsewhere(why):
     make, sentence = REFUSED[why]
     args, kwargs = make()
-    answer = native.offer(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
-    assert isinstance(answer, Refusal)
+    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
+    assert isinstance(answer, Unsupported)
     assert sentence in answer.reason
     out, lse = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     assert_within_bound(out, lse, exact(*args, **kwargs))

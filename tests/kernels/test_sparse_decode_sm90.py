@@ -6,22 +6,25 @@ import subprocess
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from sparse_problems import POOLS, in_mode, problem
 
+from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.archs.common import combine
+from mla_suite.archs.common import sparse_decode as launching
+from mla_suite.archs.sm_90 import sparse_decode as sm_90
+from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, WIDTHS, Sm90SparseConfig
 from mla_suite.build import compilers, manifest, params
 from mla_suite.build.instances import instances
-from mla_suite.core import arch as archs
-from mla_suite.core.arch import CSRC
-from mla_suite.core.dispatch import Offer, Refusal
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
-from mla_suite.ops.combine import native as combine
-from mla_suite.ops.sparse_decode import SPARSE_DECODE, hopper, native
-from mla_suite.ops.sparse_decode.hopper import SLOTS, STAGES, WIDTHS, HopperSparseConfig
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
+
+NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
-CONFIGS = [
-    HopperSparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]
-]
+CONFIGS = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
 
 
 def test_every_record_is_declared():
@@ -42,7 +45,7 @@ def test_every_record_is_declared():
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"sparse_decode: no kernel of .* records on .*: {sentence}"):
-        HopperSparseConfig(**{"arch": H200, "record": "dsv4"} | changed)
+        Sm90SparseConfig(**{"arch": H200, "record": "dsv4"} | changed)
 
 
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
@@ -79,10 +82,10 @@ def test_what_was_built():
 
 
 def offered(monkeypatch, pools, heads=16, built=True, **changes):
-    monkeypatch.setattr(native, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(launching, "has_kernel", lambda arch, instance: built)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
-    return native.offer(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
+    return NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def offered(monkeypatch, pools, heads=16, built=True, **changes):
 @pytest.mark.parametrize("heads", [1, 64, 100, 300])
 def test_which_kernel(monkeypatch, pools, record, heads):
     offer = offered(monkeypatch, POOLS[pools], heads)
-    assert isinstance(offer, Offer)
+    assert isinstance(offer, Supported)
     cluster = 2 if heads == 100 and record in SLOTS else 1
     assert offer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
     assert offer.config.tiles(heads) == -(-heads // 64)
@@ -108,7 +111,7 @@ def test_which_kernel(monkeypatch, pools, record, heads):
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
     refusal = offered(monkeypatch, POOLS["v32"], **options)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Unsupported)
     assert sentence in refusal.reason
 
 
@@ -132,16 +135,16 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
 )
 def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
     """Among half as many, as many and twice as many on an H200 (csrc/sm_90/PERF.md)."""
-    assert hopper.splits(HopperSparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
+    assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
 
 
 def test_split_counts():
     """One where the batch fills the device; many for one token; never more than there are stages."""
     for config in CONFIGS:
-        assert hopper.splits(config, 128, 128, 2048) == 1
-        assert hopper.splits(config, 1, 128, 2048) > 10
-        assert hopper.splits(config, 1, 16, 40) <= 2
-        assert hopper.splits(config, 4, 16, 0) == 1
+        assert sm_90.best_splits(config, 128, 128, 2048) == 1
+        assert sm_90.best_splits(config, 1, 128, 2048) > 10
+        assert sm_90.best_splits(config, 1, 16, 40) <= 2
+        assert sm_90.best_splits(config, 4, 16, 0) == 1
 
 
 @pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])
@@ -156,14 +159,14 @@ def test_a_launch(monkeypatch, pools, mode):
         )
 
     monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: tuple(range(tensor_map.WORDS)))
-    monkeypatch.setattr(native, "bind", bind)
+    monkeypatch.setattr(launching, "bind", bind)
     monkeypatch.setattr(combine, "bind", lambda *given, **options: lambda *call: seen.update(merged=call))
     args, kwargs = problem(POOLS[pools], 6, 100)
     in_mode(mode, args, kwargs, 3)
     facts = SPARSE_DECODE.problem(*args, **kwargs)
-    config = hopper.hopper_sparse_config(facts, H200)
+    config = sm_90.config_for(facts, H200)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs))
-    native.run(config, outputs, *args, **kwargs)
+    NATIVE.run(config, outputs, *args, **kwargs)
     struct = params.load("sparse_decode_tma")
     op, instance, _, grid, threads, shared, _ = seen["given"]
     read = struct.unpack(seen["packed"])
@@ -202,7 +205,7 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         )
 
     monkeypatch.setattr(tensor_map, "swizzled", lambda address, *rest: (address,) * tensor_map.WORDS)
-    monkeypatch.setattr(native, "bind", binder(launches))
+    monkeypatch.setattr(launching, "bind", binder(launches))
     monkeypatch.setattr(combine, "bind", binder(merges))
     started = None
     for turn in range(2):
@@ -216,8 +219,8 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         given = [torch.zeros(o.shape, dtype=o.dtype) for o in SPARSE_DECODE.specify(*args, **kwargs)]
         outputs = tuple(map(apart, given)) if copied == "out and lse" else tuple(given)
         if started is None:
-            config = hopper.hopper_sparse_config(SPARSE_DECODE.problem(*args, **kwargs), H200)
-            started = native.ready(config, outputs, *args, **kwargs)
+            config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
+            started = NATIVE.prepare(config, outputs, *args, **kwargs)
         started(outputs, *args)
         packed, named = launches[turn]
         read, merged = params.load("sparse_decode_tma").unpack(packed), params.load("combine").unpack(merges[turn][0])

@@ -7,7 +7,7 @@ import threading
 import pytest
 from stub_drivers import FakeTorch, Stub
 
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.launch import cuda
 from mla_suite.launch.cuda import CudaDriver
 from mla_suite.launch.driver import DriverError, LaunchError

@@ -11,9 +11,10 @@ import torch
 from stub_drivers import FakeTorch, Stub
 
 import mla_suite
+from mla_suite import archs as arch
 from mla_suite.build import manifest
 from mla_suite.build.params import load
-from mla_suite.core import arch, dispatch, library
+from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
@@ -25,7 +26,7 @@ from mla_suite.ops.decode import native as decode_native
 INT32 = {"dtype": torch.int32}
 NEEDED = {
     "gfx942": ("append_kv_tokens-1", "decode_dtype-bf16_rows-16_width-576_rotate-0"),
-    "gfx950": ("sparse_decode_kv_format-v32_rows-16", "sparse_decode_kv_format-dsv4_rows-64"),
+    "gfx950": ("sparse_decode_layout-v32_rows-16", "sparse_decode_kv_format-dsv4_rows-64"),
 }
 
 
@@ -41,7 +42,7 @@ def around_attention(device):
     return {
         "combine": lambda: mla_suite.combine(partial_out, partial_lse, num_splits=66),
         "combine.out": lambda: combine_out(partial_out, partial_lse, **options),
-        "plan": lambda: mla_suite.plan(seq_lens, rows=16, workers=128, max_seqlen_kv=4096),
+        "plan": lambda: mla_suite.plan(seq_lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=4096),
         "append_kv": lambda: mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16"),
     }
 
@@ -51,7 +52,7 @@ def attention(device):
     q = torch.randn(4, 1, 16, 576, device=device).bfloat16()
     cache, lens = torch.zeros(16, 64, 576, device=device).bfloat16(), torch.full((4,), 256, **INT32, device=device)
     table = torch.arange(16, **INT32, device=device).view(4, 4)
-    plan = mla_suite.plan(lens, rows=16, workers=128, max_seqlen_kv=256)
+    plan = mla_suite.plan(lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=256)
     call = partial(mla_suite.decode, q, cache, lens, table, softmax_scale=0.1)
     return {
         "decode": partial(call, num_splits=1),
@@ -69,7 +70,7 @@ def selection(device):
     two = [torch.zeros(4, 1, width, **INT32, device=device) for width in (128, 512)]
     lengths = [torch.full((4,), length, **INT32, device=device) for length in (100, 300)]
     keys, sink = torch.full((4,), 640, **INT32, device=device), torch.randn(64, device=device)
-    plan = mla_suite.plan(keys, rows=64, workers=128, max_seqlen_kv=640)
+    plan = mla_suite.plan(keys, num_heads=64, num_sm_parts=128, max_seqlen_kv=640)
     one = partial(mla_suite.sparse_decode, narrow, [v32], [selected], kv_formats=["v32"], softmax_scale=0.1)
     both = partial(mla_suite.sparse_decode, wide, dsv4, two, attn_sink=sink, kv_formats=["dsv4"] * 2, softmax_scale=0.1)
     return {
@@ -95,10 +96,10 @@ def hip(stub_folder, monkeypatch, request):
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(library, "_validate", lambda *arguments: None)
-    dispatch.forget()  # calls made ready for the emulator, and after the test for the recording driver
+    dispatch.clear_caches()  # calls made ready for the emulator, and after the test for the recording driver
     with mla_suite.emulate(name):
         yield stub
-    dispatch.forget()
+    dispatch.clear_caches()
 
 
 # Frames as counted on Python 3.11, where a comprehension is one; a frame is a tenth of a microsecond and more.
@@ -168,7 +169,7 @@ def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
 
 
 def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
-    """A combine whose tuned table has changed is chosen anew after `dispatch.forget()`, not before."""
+    """A combine whose tuned table has changed is chosen anew after `dispatch.clear_caches()`, not before."""
     call = attention("cpu")["decode in splits"]
     combines = []
     bind = combine_native.bind
@@ -178,14 +179,14 @@ def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
         return lambda *given: combines.append(args[1]) or bound(*given)
 
     monkeypatch.setattr(combine_native, "bind", noting)
-    dispatch.forget()
+    dispatch.clear_caches()
     call()
     other = configs.unaligned(arch.get("gfx942"), 512)
     monkeypatch.setattr(configs, "choose", lambda *facts: (other, "a row of a table"))
     call()
-    dispatch.forget()
+    dispatch.clear_caches()
     call()
-    dispatch.forget()
+    dispatch.clear_caches()
     assert combines[0] == combines[1] != combines[2] == other.instance
 
 

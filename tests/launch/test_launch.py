@@ -8,7 +8,7 @@ import torch
 
 from mla_suite import launch
 from mla_suite.build import ObjectError, manifest, params
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.launch import launcher
 from mla_suite.launch.driver import Buffer, DriverError, Kernel, LaunchError
 

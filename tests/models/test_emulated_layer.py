@@ -19,7 +19,7 @@ def emulated(weights, batch, prefill):
     task = problem(weights, batch, prefill, prefill + 8)
     layer = our_layer(weights)
     with mla_suite.emulate(ARCH) as arch, emulator.configured(collect=True) as reports, Witness() as witness:
-        plan = mla_suite.plan(task.step.seq_lens, rows=HEADS, workers=arch.compute_units, max_seqlen_kv=0)
+        plan = mla_suite.plan(task.step.seq_lens, num_heads=HEADS, num_sm_parts=arch.compute_units, max_seqlen_kv=0)
         y = layer.decode(task.x, task.kv_cache, task.step, task.cos_sin, plan=plan)
     compare(y, task.kv_cache, task, prefill)
     return reports, witness.answers
@@ -63,4 +63,4 @@ def test_decode_reads_every_key_once():
     # Items are cut at any key and read in tiles of 16, so tiles at a cut are filled up with other keys or none.
     assert keys * row_bytes <= decode.loaded["kv_cache"] < 1.25 * keys * row_bytes
     least = keys * 2 * HEADS * (576 + 512) / 2048  # FLOP over a compute unit's 2048 per clock
-    assert least <= decode.bound(mla_suite.core.arch.get(ARCH)).matrix < 1.25 * least
+    assert least <= decode.bound(mla_suite.archs.get(ARCH)).matrix < 1.25 * least

@@ -330,7 +330,7 @@ def test_a_plan_and_split_sizes_change_nothing_beyond_rounding():
     layer.prefill(xs[:, :49].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [49, 49]), q_lens=[49, 49])
     step = cache.append(sequences, [1, 1])
     expected = torch.stack([exact(layer, x)[49:] for x in xs])
-    plan = mla_suite.plan(step.seq_lens, rows=TINY.num_heads, workers=7, max_seqlen_kv=64)
+    plan = mla_suite.plan(step.seq_lens, num_heads=TINY.num_heads, num_sm_parts=7, max_seqlen_kv=64)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, plan=plan, max_seqlen_kv=64), expected)
     close(layer.decode(xs[:, 49:], cache.layers[0], step, table, split_size=16), expected)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite.build.instances import instances
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.append_kv import native

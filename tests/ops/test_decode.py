@@ -193,7 +193,7 @@ def test_a_row_that_sees_nothing(sink):
 
 def planned(lens, rows=16, workers=8, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, rows=rows, workers=workers, max_seqlen_kv=8192, **split)
+    return mla_suite.plan(seq_lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=8192, **split)
 
 
 @pytest.mark.parametrize("split", [{}, {"num_splits": 5}, {"split_size": 512}], ids=["balanced", "forced", "sized"])
@@ -233,7 +233,7 @@ def test_batch_invariant(with_plan, sink):
             plan = None
             if with_plan:
                 seq_lens = args[2][chosen]
-                plan = mla_suite.plan(seq_lens, rows=8, workers=16, max_seqlen_kv=1024, split_size=128)
+                plan = mla_suite.plan(seq_lens, num_heads=8, num_sm_parts=16, max_seqlen_kv=1024, split_size=128)
             out, lse = mla_suite.decode(
                 args[0][chosen], args[1], args[2][chosen], args[3][chosen], *args[4:11], plan, **kwargs
             )

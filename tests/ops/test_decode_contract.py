@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import re
-import sys
 import weakref
 
 import pytest
@@ -16,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import kv_formats
-from mla_suite.core import arch
-from mla_suite.core.dispatch import Refusal
+from mla_suite import archs as arch
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.ops.decode import DECODE, native, reference
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
@@ -47,7 +46,7 @@ class Step:
     def step(self, args, kwargs):
         plan = None
         if self.plan:
-            plan = mla_suite.plan(args[LENS], rows=4, workers=6, max_seqlen_kv=4096)
+            plan = mla_suite.plan(args[LENS], num_heads=4, num_sm_parts=6, max_seqlen_kv=4096)
         out, lse = mla_suite.decode(*args[:PLAN], plan, **kwargs)
         return out * 2, lse
 
@@ -231,7 +230,7 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
     args, kwargs = problem()
     lens = ints(*made.pop("lens", [70, 33, 1][:2]))
     # A longer plan than any for one sequence, so that its size alone does not give it away.
-    args[PLAN] = mla_suite.plan(lens, rows=4, workers=64, max_seqlen_kv=4096, **made)
+    args[PLAN] = mla_suite.plan(lens, num_heads=4, num_sm_parts=64, max_seqlen_kv=4096, **made)
     with pytest.raises(ValueError, match=words):
         mla_suite.decode(*args, **(kwargs | given))
 
@@ -240,8 +239,8 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
 def test_a_kernel_that_turns_the_rope_part_alone_refuses_another_width(turned):
     args, kwargs = decode_sample((70, 33)).make(CPU)
     facts = DECODE.problem(*args[:ROPE], torch.zeros(70, turned), **kwargs)
-    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].offer(facts, None)):
-        assert isinstance(answer, Refusal)
+    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].supports(facts, None)):
+        assert isinstance(answer, Unsupported)
         assert re.search(f"rope_cos_sin (of|turns) {turned} values", answer.reason)
 
 
@@ -268,7 +267,7 @@ def test_sequences_without_query_tokens(plan):
     cu_seqlens_q, table = ints(0, 0, 2, 2, 3), torch.tensor([[4, 1], [2, 0], [9, 9], [3, 9]], dtype=torch.int32)
     args = [q, cache, lens, table, None, None, cu_seqlens_q, None, None, None, None, None]
     if plan:
-        args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, rows=8, workers=3, max_seqlen_kv=20)
+        args[PLAN] = mla_suite.plan(lens, cu_seqlens_q, num_heads=8, num_sm_parts=3, max_seqlen_kv=20)
     kwargs = {"softmax_scale": 1.0, "head_dim_v": 16, "kv_format": "fp32", "max_seqlen_q": 2}
     assert_close(*mla_suite.decode(*args, **kwargs), exact_decode(*args, **kwargs))
 
@@ -277,7 +276,7 @@ def test_sequences_without_query_tokens(plan):
 def test_no_sequences_and_no_keys(batch):
     q, cache, lens = torch.zeros(batch, 1, 4, 24), torch.zeros(0, 16, 24), torch.zeros(batch, dtype=torch.int32)
     table = torch.zeros(batch, 0, dtype=torch.int32)
-    for plan in (None, mla_suite.plan(lens, rows=4, workers=3, max_seqlen_kv=20)):
+    for plan in (None, mla_suite.plan(lens, num_heads=4, num_sm_parts=3, max_seqlen_kv=20)):
         out, lse = mla_suite.decode(
             q, cache, lens, table, plan=plan, softmax_scale=1.0, head_dim_v=16, kv_format="fp32"
         )
@@ -286,7 +285,8 @@ def test_no_sequences_and_no_keys(batch):
 
 
 def test_the_example_in_the_docstring_runs():
-    module = sys.modules["mla_suite.ops.decode"]
+    import mla_suite.ops.decode as module
+
     assert doctest.testmod(module, extraglobs={"torch": torch}) == (0, 6)
 
 

@@ -10,7 +10,7 @@ import torch
 
 import mla_suite
 from mla_suite.build import compilers, manifest
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.core import dispatch, tuning
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE, crossover
@@ -97,10 +97,10 @@ def test_counted_limits_pick_the_tile():
             kind = {"kv_format": "bf16", "dtype": torch.bfloat16} | KINDS[row.values["query"], row.values["cache"]]
             choice = choose(batch, context, heads=rows, q_len=1, **kind)
             assert choice.backend.name == "native"
-            assert choice.offer.config.rows == crossover.TILES[row.values["use"]]
-            assert row.place in choice.offer.reason
+            assert choice.supported.config.rows == crossover.TILES[row.values["use"]]
+            assert row.place in choice.supported.reason
             beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
-            assert beyond.offer.config.rows > choice.offer.config.rows
+            assert beyond.offer.config.rows > choice.supported.config.rows
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
@@ -120,11 +120,11 @@ def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
         problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=promised)
         choice = dispatch.choose("decode", DECODE.backends, problem, ARCH, "cpu")
         assert choice.backend.name == "native"
-        sizes.add(choice.offer.config.rows)
+        sizes.add(choice.supported.config.rows)
         out = torch.full((*args[0].shape[:-1], 512), torch.nan, dtype=torch.bfloat16)
         lse = torch.full(args[0].shape[:-1], torch.nan)
-        choice.backend.run(choice.offer.config, (out, lse), *args, **{**kwargs, "max_seqlen_kv": promised})
-        coarse = 0.14 if getattr(choice.offer.config, "fp8_weights", False) else 2.0**-7
+        choice.backend.run(choice.supported.config, (out, lse), *args, **{**kwargs, "max_seqlen_kv": promised})
+        coarse = 0.14 if getattr(choice.supported.config, "fp8_weights", False) else 2.0**-7
         assert bool(((out.double() - exact.out).abs() <= coarse * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
     assert sizes >= {16, heads * q_len}

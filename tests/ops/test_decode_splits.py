@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_suite.core import arch, tuning
+from mla_suite import archs as arch
+from mla_suite.core import tuning
 from mla_suite.ops.combine import config as combine
 from mla_suite.ops.decode.config import CdnaConfig
 from mla_suite.ops.decode.hopper import HopperConfig
@@ -42,11 +43,11 @@ def test_a_table_decides_at_its_concurrency(tmp_path: Path, monkeypatch: pytest.
     table.parent.mkdir()
     table.write_text(f"{','.join(combine.FORMAT.header)}\n{combine.FORMAT.line(row)}\n")
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
-    tuning.forget()
+    tuning.clear_cache()
     try:
         assert ruled != 5
         assert count("gfx942", 8, 16) == 5
         assert count("gfx942", 8, 16, bound=3 * SHORTEST_CUT) == 3
         assert count("gfx942", 9, 16) == 304 // 9
     finally:
-        tuning.forget()
+        tuning.clear_cache()

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.ops.decode import hopper
 from mla_suite.ops.plan import reference
-from mla_suite.ops.plan.cost import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
+from mla_suite.ops.plan.scheduler import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
 from mla_suite.ops.plan.metadata import (
     COUNTERS,
     HEADER_WORDS,
@@ -41,7 +41,7 @@ def on_sm_90(monkeypatch):
 
 def make(lens, *, rows=16, workers=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=max_seqlen_kv, **split)
+    return mla_suite.plan(seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max_seqlen_kv, **split)
 
 
 def check(plan, batch, workers, *, most):

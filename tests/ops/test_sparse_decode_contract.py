@@ -102,7 +102,7 @@ BAD = {
     "plan words": (lambda: arguments(plan=ints(4)), r"plan has 4 words; one for 2 sequences has at least \d+"),
     "no plan": (lambda: arguments(plan=ints(99)), "plan does not begin with"),
     "plan of a batch": (
-        lambda: arguments(plan=mla_suite.plan(ints(1) + 40, rows=8, workers=99, max_seqlen_kv=0)),
+        lambda: arguments(plan=mla_suite.plan(ints(1) + 40, num_heads=8, num_sm_parts=99, max_seqlen_kv=0)),
         "plan was made for 1 sequences; q's query tokens are 2",
     ),
 }

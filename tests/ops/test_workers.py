@@ -7,7 +7,7 @@ import torch
 
 import mla_suite
 from mla_suite import launch
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.ops.decode import workers as module
 
 
@@ -36,7 +36,7 @@ def test_no_rows_are_refused() -> None:
 def test_a_compiled_step_may_ask_and_plan(dynamic: bool) -> None:
     def step(seq_lens: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         rows = q.shape[1] * q.shape[2]
-        return mla_suite.plan(seq_lens, rows=rows, workers=mla_suite.workers(q, rows), max_seqlen_kv=0)
+        return mla_suite.plan(seq_lens, num_heads=rows)
 
     torch._dynamo.reset()
     inputs = torch.tensor([300, 7, 0], dtype=torch.int32), torch.empty(3, 2, 16, 576)

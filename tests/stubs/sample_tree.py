@@ -6,7 +6,7 @@ import re
 import shutil
 from pathlib import Path
 
-from mla_suite.core.arch import CSRC
+from mla_suite.archs import CSRC
 
 KERNEL = """\
 #include "common/params/scale.hpp"

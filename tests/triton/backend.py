@@ -5,17 +5,17 @@ from typing import Any
 import torch
 
 from mla_suite import testing
-from mla_suite.core import library
-from mla_suite.core.dispatch import Offer
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported
 
 CPU = torch.device("cpu")
 
 
 def run(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The backend's outputs, poisoned before it runs."""
-    record = library.get(op)
-    offer = module.offer(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Offer), offer
+    record = register.get(op)
+    offer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(offer, Supported), offer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
-    module.run(offer.config, outputs, *args, **kwargs)
+    module.run(offer.config, outputs, record.Args(*args, **kwargs))
     return outputs

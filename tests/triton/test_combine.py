@@ -9,7 +9,7 @@ from backend import CPU, run
 
 import mla_suite
 from mla_suite import testing
-from mla_suite.core.library import Sample
+from mla_suite.core.op import Sample
 from mla_suite.ops.combine import triton as combine
 from mla_suite.ops.combine.samples import sample as combine_sample
 

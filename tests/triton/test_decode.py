@@ -11,9 +11,9 @@ from backend import CPU, run
 
 import mla_suite
 from mla_suite import testing
-from mla_suite.core import library
-from mla_suite.core.dispatch import Offer, Refusal
-from mla_suite.core.library import Sample
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.core.op import Sample
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -67,8 +67,8 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     args, kwargs = decode_sample([130, 40], heads=8, q_len=2, **FP32).make(CPU)
     expected = mla_suite.decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
-    offer = decode.offer(library.get("decode").problem(*args, **kwargs), None)
-    assert isinstance(offer, Offer)
+    offer = decode.supports(register.get("decode").problem(*args, **kwargs), None)
+    assert isinstance(offer, Supported)
     decode.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
@@ -78,8 +78,8 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
 
 def test_refusals_are_sentences() -> None:
     args, kwargs = decode_sample([30], kv_format="bf16").make(CPU)
-    problem = library.get("decode").problem(*args, **kwargs)
+    problem = register.get("decode").problem(*args, **kwargs)
     for change in (dict(kv_format="v32"), dict(head_dim_v=500), dict(q_dtype=torch.float8_e4m3fnuz)):
-        answer = decode.offer(problem._replace(**change), None)
-        assert isinstance(answer, Refusal)
+        answer = decode.supports(problem._replace(**change), None)
+        assert isinstance(answer, Unsupported)
         assert ";" in answer.reason

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mla_suite.core import arch, library
-from mla_suite.core.dispatch import Offer
+from mla_suite import archs as arch
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -26,8 +27,8 @@ H200 = arch.get("sm_90")
 )
 def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, options, rows):
     args, kwargs = decode_sample(lens, heads=heads, q_len=q_len, **options).make(torch.device("cpu"))
-    offer = decode.offer(library.get("decode").problem(*args, **kwargs), H200)
-    assert isinstance(offer, Offer)
+    offer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
+    assert isinstance(offer, Supported)
     assert offer.config.rows == rows
 
 

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed; the `test` extra 
 
 from triton.runtime.jit import JITFunction
 
-from mla_suite.core import library
-from mla_suite.core.dispatch import Offer
+from mla_suite.core import register
+from mla_suite.core.dispatch import Supported
 from mla_suite.ops.combine import triton as combine
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.sparse_decode import triton as sparse_decode
@@ -29,12 +29,12 @@ MANY = 70_000
 def grids(module: Any, op: str, *args: Any, **kwargs: Any) -> list[tuple[int, ...]]:
     """The grids of a backend's launches, none of which happens."""
     found: list[tuple[int, ...]] = []
-    record = library.get(op)
-    offer = module.offer(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Offer), offer
+    record = register.get(op)
+    offer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(offer, Supported), offer
     outputs = tuple(torch.empty(1, dtype=o.dtype).expand(o.shape) for o in record.specify(*args, **kwargs))
     with patch.object(JITFunction, "run", lambda self, *_, grid, **__: found.append(grid)):
-        module.run(offer.config, outputs, *args, **kwargs)
+        module.run(offer.config, outputs, record.Args(*args, **kwargs))
     return found
 
 

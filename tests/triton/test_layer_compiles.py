@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from mla_suite.core import arch
+from mla_suite import archs as arch
 from mla_suite.models import head_products, latents
 
 pytestmark = pytest.mark.skipif(

@@ -9,8 +9,8 @@ import torch
 from backend import CPU, run
 
 import mla_suite
-from mla_suite.core import arch
-from mla_suite.core.library import Sample
+from mla_suite import archs as arch
+from mla_suite.core.op import Sample
 from mla_suite.ops.plan import reference
 from mla_suite.ops.plan import triton as plan
 from mla_suite.ops.plan.samples import sample, samples
@@ -47,7 +47,7 @@ def test_random_lengths(kind: str, mode: str) -> None:
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
         most = max(max(lens), 1)
         assert_same_words(
-            sample(lens, rows=rows, workers=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split)
+            sample(lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split)
         )
 
 
@@ -56,19 +56,19 @@ def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
     chance = random.Random(0)
     for rows, workers, lens in ((16, 64, [8192]), (128, 40, lengths("ragged", 33, chance)), (512, 16, [9000] * 5)):
-        assert_same_words(sample(lens, rows=rows, workers=workers, max_seqlen_kv=max(lens)))
+        assert_same_words(sample(lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max(lens)))
 
 
 def test_more_sequences_than_a_block() -> None:
     chance = random.Random(0)
     lens = [chance.randrange(300) for _ in range(2 * plan.BLOCK + 5)]
-    assert_same_words(sample(lens, rows=16, workers=130, max_seqlen_kv=300))
-    assert_same_words(sample(lens, rows=16, workers=30, max_seqlen_kv=300, num_splits=2))
+    assert_same_words(sample(lens, num_heads=16, num_sm_parts=130, max_seqlen_kv=300))
+    assert_same_words(sample(lens, num_heads=16, num_sm_parts=30, max_seqlen_kv=300, num_splits=2))
 
 
 def test_lengths_near_the_end_of_int32() -> None:
-    assert_same_words(sample([2**31 - 1] * 9 + [2**31 - 64], rows=128, workers=20, max_seqlen_kv=2**31 - 1))
-    assert_same_words(sample([2**31 - 1, 5], rows=128, workers=20, max_seqlen_kv=2**31 - 1, num_splits=3))
+    assert_same_words(sample([2**31 - 1] * 9 + [2**31 - 64], num_heads=128, num_sm_parts=20, max_seqlen_kv=2**31 - 1))
+    assert_same_words(sample([2**31 - 1, 5], num_heads=128, num_sm_parts=20, max_seqlen_kv=2**31 - 1, num_splits=3))
 
 
 def test_sequences_without_query_tokens_and_no_sequences() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_suite.core import arch, library, tuning
-from mla_suite.core.arch import Arch
-from mla_suite.core.dispatch import Offer
-from mla_suite.core.library import Sample
-from mla_suite.ops.decode import tiles
+from mla_suite import archs as arch
+from mla_suite.core import register, tuning
+from mla_suite.archs import ArchSpec
+from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Sample
+from mla_suite.ops.decode import triton_config as tiles
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode import triton as sparse_decode
@@ -54,11 +55,11 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
     """Bytes that the kernel of a sample needs with a tile, or with the one chosen for an arch."""
     from nvidia_offline import first_launch, shared_bytes
 
-    op = library.get(name)
+    op = register.get(name)
     args, kwargs = sample.make(torch.device("cpu"))
-    if chosen is None or isinstance(chosen, Arch):
-        offer = MODULES[name].offer(op.problem(*args, **kwargs), chosen)
-        assert isinstance(offer, Offer), offer
+    if chosen is None or isinstance(chosen, ArchSpec):
+        offer = MODULES[name].supports(op.problem(*args, **kwargs), chosen)
+        assert isinstance(offer, Supported), offer
         chosen = offer.config
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))
     launch = first_launch(lambda: MODULES[name].run(chosen, outputs, *args, **kwargs))

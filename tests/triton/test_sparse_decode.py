@@ -12,8 +12,8 @@ import pytest
 import torch
 from backend import run
 
-from mla_suite.core import library
-from mla_suite.core.dispatch import Refusal
+from mla_suite.core import register
+from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.sparse_decode import triton as sparse
@@ -181,7 +181,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     kwargs = dict(kv_formats=names, softmax_scale=0.05)
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
-    offer = sparse.offer(library.get("sparse_decode").problem(*args, **kwargs), None)
+    offer = sparse.supports(register.get("sparse_decode").problem(*args, **kwargs), None)
     sparse.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
@@ -192,8 +192,8 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
 def test_refusals_are_sentences() -> None:
     q, kv_caches, indices, names = problem([("v32", 3, 16, 12)], 2, 8)
     args, kwargs = (q, kv_caches, indices, [None], [None]), dict(kv_formats=names, softmax_scale=0.05)
-    given = library.get("sparse_decode").problem(*args, **kwargs)
+    given = register.get("sparse_decode").problem(*args, **kwargs)
     for change in (dict(head_dim_v=500), dict(head_dim_v=64, head_dim=128), dict(head_dim_v=8, head_dim=8)):
-        answer = sparse.offer(given._replace(**change), None)
-        assert isinstance(answer, Refusal)
+        answer = sparse.supports(given._replace(**change), None)
+        assert isinstance(answer, Unsupported)
         assert ";" in answer.reason

@@ -1,0 +1,99 @@
+"""GPU architectures: what each one is (`ArchSpec`), and everything that varies with it, behind one protocol.
+
+An arch has a folder in `csrc/` with its sources and `arch.toml`, and a folder here with a `Kernels` class that says for
+each operator which kernel takes a problem. An arch without a folder here has a record and no native kernels.
+
+Importing this package needs neither torch nor a GPU: the build reads records, and kernels are imported at first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mla_suite.archs.spec import CSRC, ArchSpec, get, names, read_arch_file
+
+if TYPE_CHECKING:
+    from mla_suite.core.dispatch import Supported, Unsupported
+    from mla_suite.ops.plan.scheduler import SchedulerCosts
+
+__all__ = [
+    "CSRC",
+    "OPERATORS",
+    "ArchKernels",
+    "ArchSpec",
+    "get",
+    "kernels",
+    "names",
+    "needed_gpu",
+    "read_arch_file",
+    "registered",
+    "specs",
+]
+
+OPERATORS = ("decode", "sparse_decode", "combine", "plan", "append_kv")
+"""Operators with a method in `ArchKernels`."""
+logger = logging.getLogger("mla_suite.archs")
+
+
+class ArchKernels(Protocol):
+    """The native kernels of one arch: a method for each operator.
+
+    A method takes the operator's `Problem` and answers with `Supported`, whose configuration has a method
+    `prepare(outputs, args)`, or with `Unsupported` and a reason in one sentence. It reads no tensor.
+    """
+
+    arch: ArchSpec
+    tile_rows: int  # query rows that a workgroup of decode holds
+
+    def decode(self, problem: Any) -> Supported | Unsupported: ...
+
+    def sparse_decode(self, problem: Any) -> Supported | Unsupported: ...
+
+    def combine(self, problem: Any) -> Supported | Unsupported: ...
+
+    def plan(self, problem: Any) -> Supported | Unsupported: ...
+
+    def append_kv(self, problem: Any) -> Supported | Unsupported: ...
+
+    def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
+        """Costs for the load balancer of plan, with this number of query rows per sequence."""
+        ...
+
+
+def specs() -> tuple[dict[str, ArchSpec], dict[str, str]]:
+    """(records by name, sentences by name of the records that are wrong): one bad record leaves the others usable."""
+    good: dict[str, ArchSpec] = {}
+    bad: dict[str, str] = {}
+    for name in names():
+        try:
+            good[name] = get(name)
+        except ValueError as error:
+            bad[name] = str(error)
+    return good, bad
+
+
+@cache
+def registered() -> tuple[str, ...]:
+    """Names of the archs that have native kernels: a record and a folder here."""
+    return tuple(name for name in names() if find_spec(f"{__name__}.{name}") is not None)
+
+
+@cache
+def kernels(arch: ArchSpec) -> ArchKernels | None:
+    """The native kernels of an arch; None for one that has none."""
+    if arch.name not in registered():
+        return None
+    made: ArchKernels = importlib.import_module(f"{__name__}.{arch.name}").Kernels(arch)
+    return made
+
+
+def needed_gpu() -> str:
+    """The devices that native kernels need, as a sentence: the reason for every other device."""
+    gpus = registered()
+    emulated = next((name for name in gpus if name in (good := specs()[0]) and good[name].emulable), None)
+    hint = f' (or `mla_suite.emulate("{emulated}")` on a CPU)' if emulated else ""
+    return f"native kernels need a {', '.join(gpus[:-1])} or {gpus[-1]} GPU{hint}"

@@ -1,0 +1,49 @@
+"""Native kernels of the CDNA archs: each subclass says what its decode kernels are."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.cdna import decode
+from mla_suite.archs.cdna.decode_config import MAX_ROWS
+from mla_suite.archs.common import append_kv, combine, plan
+from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.ops.append_kv import Problem as AppendKvProblem
+from mla_suite.ops.combine import Problem as CombineProblem
+from mla_suite.ops.decode import Problem as DecodeProblem
+from mla_suite.ops.plan import Problem as PlanProblem
+from mla_suite.ops.plan.scheduler import SchedulerCosts, workgroup_costs
+from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
+
+PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
+
+
+class CdnaKernels:
+    """The kernels that gfx942 and gfx950 share; the rule of decode's instances is the arch's own."""
+
+    tile_rows = MAX_ROWS
+    decode_rule: ClassVar[decode.Rule]
+
+    def __init__(self, arch: ArchSpec) -> None:
+        self.arch = arch
+
+    def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
+        return decode.supports(problem, self.arch, type(self).decode_rule)
+
+    def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
+        return Unsupported(f"sparse_decode has no kernel for {self.arch.name}")
+
+    def combine(self, problem: CombineProblem) -> Supported | Unsupported:
+        return combine.supports(problem, self.arch)
+
+    def plan(self, problem: PlanProblem) -> Supported | Unsupported:
+        return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))
+
+    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
+        return append_kv.supports(problem, self.arch, bulk_bytes=0)
+
+    def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
+        """Costs for plan: one workgroup combines the partials of a sequence."""
+        return workgroup_costs(num_q_rows)

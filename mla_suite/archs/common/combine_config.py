@@ -1,0 +1,189 @@
+"""Configurations of the combine kernel, which every arch has: legal points of its template axes, and the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.core import tuning
+from mla_suite.core.dispatch import Launch
+
+HEAD_DIMS_V = (512, 128)
+ROWS = (1, 2, 4, 8)
+VECS = (1, 2, 4, 8)
+STATIC_LDS = {"amd": 65536, "nvidia": 49152}
+"""Vendor -> bytes that a workgroup may declare; more needs dynamic shared memory on NVIDIA."""
+
+
+@dataclass(frozen=True)
+class CombineConfig:
+    """One instance of csrc/common/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
+
+    rows    rows of a workgroup ("batch")
+    vec     columns that a lane holds side by side
+    waves   waves of a workgroup; waves x lanes of a wave / lanes of a row / rows teams share the splits of a row
+    slices  workgroups that share the columns of a row
+    """
+
+    arch: ArchSpec = field(repr=False)
+    head_dim_v: int
+    rows: int
+    vec: int
+    waves: int
+    slices: int
+    instance: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value, possible in (
+            ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
+            ("rows", self.rows, ROWS),
+            ("vec", self.vec, VECS),
+        ):
+            if value not in possible:
+                self._raise(f"{name} is one of {', '.join(map(str, possible))}")
+        most = self.arch.max_threads // self.arch.wavefront
+        if self.waves < 1 or self.waves > most:
+            self._raise(f"{self.arch.name} takes 1..{most} waves")
+        if self.slices < 1 or self.head_dim_v % (self.slices * self.vec) != 0:
+            self._raise("slices must cut head_dim_v into whole vectors")
+        lanes = self.columns // self.vec
+        if lanes & (lanes - 1) or lanes < 4:
+            self._raise(f"{lanes} lanes would share a row, a power of two from 4 is needed")
+        if self.parts < 1 or self.parts * self.team * self.rows != self.threads:
+            self._raise(f"{self.waves} waves hold {self.threads // self.team} rows")
+        if self.lds > STATIC_LDS[self.arch.vendor]:
+            self._raise(f"it needs {self.lds} bytes of LDS of {STATIC_LDS[self.arch.vendor]}")
+        point = f"rows-{self.rows}_vec-{self.vec}_waves-{self.waves}_slices-{self.slices}"
+        object.__setattr__(self, "instance", f"combine_dv-{self.head_dim_v}_{point}")
+
+    def __hash__(self) -> int:
+        return hash(self.instance)  # at every launch: a str keeps its hash
+
+    def _raise(self, why: str) -> None:
+        point = f"head_dim_v={self.head_dim_v} rows={self.rows} vec={self.vec} waves={self.waves} slices={self.slices}"
+        raise ValueError(f"combine: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    @property
+    def columns(self) -> int:
+        """Columns of a row per workgroup."""
+        return self.head_dim_v // self.slices
+
+    @property
+    def team(self) -> int:
+        """Lanes that hold one row."""
+        return min(self.columns // self.vec, self.arch.wavefront)
+
+    @property
+    def parts(self) -> int:
+        """Teams that share the splits of one row."""
+        return self.threads // self.team // self.rows
+
+    @property
+    def lds(self) -> int:
+        """Static LDS in bytes: a partial row and a pair per part, where there is more than one."""
+        return self.rows * self.parts * (self.columns * 4 + 8) if self.parts > 1 else 0
+
+    @property
+    def resident(self) -> int:
+        """Workgroups that a compute unit has room for: the kernel is built to leave it for this many waves."""
+        return (4 if self.parts > 1 else 8) * self.arch.simds // self.waves
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for so many rows over the whole batch."""
+        return -(-rows // self.rows) * self.slices
+
+    def prepare(self, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
+        """The launch of the operator `combine`."""
+        from mla_suite.archs.common import combine
+
+        return combine.prepare_operator(self, outputs, args)
+
+
+def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConfig:
+    """The configuration for `rows` over the batch with `splits` each, where no tuned row decides.
+
+    Measured on an H200 over 16 to 16384 rows and 1 to 132 splits; for other archs it is that result, by rows per
+    compute unit. Many rows keep the device busy with a wave per row; fewer need their splits, then their columns,
+    spread over more waves. On NVIDIA a merge is placed beside decode, on the units that it leaves free: workgroups that
+    find no room there cost more than waves that a row does not have.
+    """
+    beside = arch.vendor == "nvidia" and head_dim_v == 512
+    if rows >= 3 * arch.compute_units:
+        return CombineConfig(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
+    if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
+        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=4 if beside and splits < 32 else 8, slices=1)
+    if beside and 4 * rows > arch.compute_units:
+        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+    return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
+
+
+def invariant(arch: ArchSpec, head_dim_v: int) -> CombineConfig:
+    """The configuration whose order of combining is the same in every batch: it may not depend on how many rows there are."""
+    return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+
+
+def unaligned(arch: ArchSpec, head_dim_v: int) -> CombineConfig:
+    """The configuration that takes any address and stride."""
+    return CombineConfig(arch, head_dim_v, rows=4, vec=1, waves=4, slices=1)
+
+
+def _illegal_row(arch: str, values: Mapping[str, int | str]) -> str | None:
+    """Why a row of a table cannot run: its point, as one sentence."""
+    try:
+        config_of_row(archs.get(arch), values)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def config_of_row(arch: ArchSpec, values: Mapping[str, int | str]) -> CombineConfig:
+    point = {name: int(values[name]) for name in ("head_dim_v", "rows_per_group", "vec", "waves", "slices")}
+    return CombineConfig(
+        arch, point["head_dim_v"], point["rows_per_group"], point["vec"], waves=point["waves"], slices=point["slices"]
+    )
+
+
+FORMAT = tuning.Format(
+    op="combine",
+    exact=(tuning.Integer("head_dim_v", 1, 4096), tuning.Choice("out_dtype", ("bf16", "fp16", "fp32"))),
+    near=(
+        tuning.Integer("device_units", 1, 4096),  # compute units of the device the row is for
+        tuning.Integer("rows", 1, 1 << 20),  # of a sequence: q_len x heads
+        tuning.Integer("batch", 1, 1 << 20),
+        tuning.Integer("splits", 1, 1 << 16),  # of a sequence, in the mean
+    ),
+    config=(
+        tuning.Integer("rows_per_group", 1, 8),
+        tuning.Integer("vec", 1, 8),
+        tuning.Integer("waves", 1, 32),
+        tuning.Integer("slices", 1, 128),
+    ),
+    refuse=_illegal_row,
+)
+"""Tables of combine: the shape, then rows per workgroup, vector width, waves and slices."""
+
+
+def choose(arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int) -> tuple[CombineConfig, str]:
+    """The point for a problem, and why: a row of a table within a factor of two, else the rule."""
+    key: dict[str, int | str] = dict(
+        head_dim_v=head_dim_v,
+        out_dtype=out_dtype,
+        device_units=arch.compute_units,
+        rows=max(rows, 1),
+        batch=max(batch, 1),
+        splits=max(splits, 1),
+    )
+    match = tuning.find(FORMAT, arch.name, key)
+    if match is not None and all(theirs <= 2 * asked and asked <= 2 * theirs for _, asked, theirs in match.moved):
+        return config_of_row(arch, match.row.values), match.reason
+    reason = f"rule for {rows * batch} rows on {arch.compute_units} compute units"
+    return rule(arch, head_dim_v, rows * batch, splits), reason

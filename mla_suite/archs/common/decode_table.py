@@ -1,0 +1,114 @@
+"""decode's tuned table: per arch, which kernel serves a shape, in which tiles of query rows, and with how many splits.
+
+A row of `ops/decode/tuned/<arch>.csv` decides problems of its kind up to its rows, batch and context. Rows belong to a
+policy. `default` follows counts of these kernels (benchmarks/count_crossovers.py) and measurements; `aiter-pr3003` is
+the rule that AITER's pull request 3003 published for 32 heads x 4 query tokens in fp8. It compares two kernels of
+others, so it is taken only where it is asked for:
+
+>>> with decode_table.policy("aiter-pr3003"):
+...     print(mla_suite.explain("decode", q, kv_cache, seq_lens, block_table, softmax_scale=192**-0.5))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mla_suite.archs import ArchSpec
+from mla_suite.core import dispatch, tuning
+from mla_suite.core.tuning import Row
+
+POLICIES = ("default", "aiter-pr3003")
+TRITON = "triton"
+ANY = "any"
+TILES = {"rows16": 16, "rows32": 32, "rows64": 64, "rows128": 128}
+"""Names of tiles of at most so many query rows, which the column `use` may pick."""
+
+FORMAT = tuning.Format(
+    op="decode",
+    exact=(
+        tuning.Choice("policy", POLICIES),
+        tuning.Choice("shape", (ANY, "h32q4")),  # heads and query tokens
+        tuning.Choice("query", ("16bit", "fp8")),
+        tuning.Choice("cache", ("16bit", "fp8")),
+    ),
+    near=(
+        tuning.Integer("rows", 1, 1 << 20),  # of a sequence, q_len x heads; this and the next are upper limits
+        tuning.Integer("batch", 1, 1 << 20),
+        tuning.Integer("context", 1, 1 << 30),
+    ),
+    config=(
+        tuning.Choice("use", (*TILES, TRITON, ANY)),
+        tuning.Integer("num_splits", 0, 1024),  # splits of a sequence; 0: by the arch's rule
+    ),
+    timed=False,
+)
+
+_policy = "default"
+
+
+@contextmanager
+def policy(name: str) -> Iterator[None]:
+    """Calls in this process follow the policy; those captured or compiled meanwhile keep what it chose."""
+    global _policy
+    if name not in POLICIES:
+        raise ValueError(f"no policy {name!r}; there are {', '.join(POLICIES)}")
+    before, _policy = _policy, name
+    dispatch.clear_caches()
+    try:
+        yield
+    finally:
+        _policy = before
+        dispatch.clear_caches()
+
+
+def row_for(
+    arch: ArchSpec,
+    q_dtype: torch.dtype,
+    kv_format: str,
+    heads: int,
+    q_len: int,
+    batch: int,
+    context: int,
+    invariant: bool,
+    own_splits: bool = False,
+) -> Row | None:
+    """The row that decides: by the lowest limit on rows that holds, then on batch, then on context; None without one.
+
+    Batch-invariant problems see none, since they may see neither batch nor context. Counted rows are about the arch's
+    own splits, so a plan or a number of splits (`own_splits`) leaves them out.
+    """
+    if invariant or (_policy == "default" and own_splits):
+        return None
+    shape = "h32q4" if (heads, q_len) == (32, 4) else ANY
+    kind = (_width(q_dtype), _width(kv_format))
+    fitting = [
+        row
+        for row in tuning.rows(FORMAT, arch.name)
+        if row.values["policy"] == _policy
+        and row.values["shape"] in (ANY, shape)
+        and (row.values["query"], row.values["cache"]) == kind
+    ]
+    asked = (heads * q_len, max(batch, 1), max(context, 1))
+    for column, value in zip(FORMAT.near, asked, strict=True):
+        limit = min(
+            (int(row.values[column.name]) for row in fitting if int(row.values[column.name]) >= value), default=0
+        )
+        fitting = [row for row in fitting if row.values[column.name] == limit]
+    return fitting[0] if fitting else None
+
+
+def reason(row: Row) -> str:
+    """The row and its limits, for `explain`."""
+    limits = ", ".join(f"{column.name} up to {row.values[column.name]}" for column in FORMAT.near)
+    return f"{row.provenance['kind']} row {row.position} of policy {row.values['policy']} ({limits})"
+
+
+def _width(kind: torch.dtype | str) -> str:
+    """16bit or fp8; another kind of value, which no row is about, by its own name."""
+    name = str(kind).removeprefix("torch.")
+    if name.startswith(("fp8", "float8")):
+        return "fp8"
+    return "16bit" if name in ("bf16", "fp16", "bfloat16", "float16") else name

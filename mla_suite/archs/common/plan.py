@@ -1,0 +1,145 @@
+"""plan on native kernels: two launches for a balanced plan, one for a uniform one; nothing is read on the host."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common.combine import not_built
+from mla_suite.build.params import load
+from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.ops.plan import PlanArgs, Problem
+from mla_suite.ops.plan import metadata as words
+from mla_suite.ops.plan.metadata import Word
+from mla_suite.ops.plan.scheduler import scheduler_costs
+
+MAX_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
+FEW = 160  # sequences: up to so many take the first number of waves of WAVES, more the second
+_NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The kernels of plan on one arch.
+
+    waves  step -> waves of a workgroup for up to FEW sequences, and for more
+    """
+
+    arch: ArchSpec = field(repr=False)
+    waves: tuple[tuple[str, tuple[int, int]], ...]
+
+    def waves_of(self, step: str, batch: int) -> int:
+        return dict(self.waves)[step][batch > FEW]
+
+    def instance(self, step: str, batch: int) -> str:
+        return f"plan_step-{step}_waves-{self.waves_of(step, batch)}"
+
+    def threads(self, step: str, batch: int) -> int:
+        return self.waves_of(step, batch) * self.arch.wavefront
+
+    def prepare(self, outputs: tuple[torch.Tensor, ...], args: PlanArgs) -> Launch:
+        """The launches of the operator, one after another."""
+        numbers, steps = _prepare(
+            self,
+            args.seq_lens.shape[0],
+            args.num_heads * args.max_seqlen_q,
+            args.num_sm_parts,
+            args.max_seqlen_kv,
+            args.num_splits,
+            args.split_size,
+        )
+        enqueues = [
+            bind("plan", s.instance, args.seq_lens, s.grid, s.threads, 0, partial(_buffers, s.name), overlap=True)
+            for s in steps
+        ]
+
+        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            (plan,) = outputs
+            seq_lens, cu_seqlens_q = tensors
+            cu_seqlens_at = 0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr()
+            params = _pack_pointers(seq_lens.data_ptr(), cu_seqlens_at, plan.data_ptr()) + numbers
+            given = plan, seq_lens, cu_seqlens_q
+            for enqueue in enqueues:
+                enqueue(params, given)
+
+        return launch
+
+
+def _steps(num_splits: int, split_size: int) -> tuple[str, ...]:
+    return ("uniform",) if num_splits > 0 or split_size > 0 else ("search", "balanced")
+
+
+def supports(problem: Problem, config: PlanConfig) -> Supported | Unsupported:
+    if problem.batch < 1 or problem.batch > MAX_SEQUENCES:
+        return Unsupported(f"{problem.batch} sequences; it takes 1 to {MAX_SEQUENCES}")
+    steps = _steps(problem.num_splits, problem.split_size)
+    for needed in (config.instance(step, problem.batch) for step in steps):
+        if not has_kernel(config.arch, needed):
+            return Unsupported(not_built(needed, config.arch))
+    return Supported(config, f"{' then '.join(steps)}, {len(steps)} launch{'es' if len(steps) > 1 else ''}")
+
+
+_POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
+_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+
+
+class _Step(NamedTuple):
+    """One launch."""
+
+    name: str
+    instance: str
+    grid: tuple[int, int, int]
+    threads: int
+
+
+@lru_cache(maxsize=1024)
+def _prepare(
+    config: PlanConfig,
+    batch: int,
+    num_q_rows: int,
+    num_sm_parts: int,
+    max_seqlen_kv: int,
+    num_splits: int,
+    split_size: int,
+) -> tuple[bytes, tuple[_Step, ...]]:
+    """The parameters after the pointers, and the launches: equal calls share them."""
+    place = words.layout_for(
+        batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
+    )
+    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
+    costs = scheduler_costs(config.arch, num_q_rows)
+    threads = config.threads("uniform", batch)
+    workgroups = min(-(-batch * splits // threads), config.arch.compute_units) if splits > 0 else 1
+    packed = load("plan").pack(
+        **dict.fromkeys(_POINTERS, 0),
+        item_cost=costs.tile,
+        tile_rows=costs.partial_rows,
+        shared_cost=costs.partial,
+        splits=splits,
+        workgroups=workgroups,
+        **{name: header[word] for word, name in _NAMES.items()},
+    )
+    groups = {"uniform": workgroups, "search": num_sm_parts, "balanced": 1}
+    steps = tuple(
+        _Step(step, config.instance(step, batch), (groups[step], 1, 1), config.threads(step, batch))
+        for step in _steps(num_splits, split_size)
+    )
+    return packed[8 * len(_POINTERS) :], steps
+
+
+def _buffers(
+    step: str, plan: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None
+) -> Iterator[Buffer]:
+    yield Buffer("seq_lens", seq_lens, "r")
+    if cu_seqlens_q is not None:
+        yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
+    # The second step reads what the first left in the words of the items.
+    yield Buffer("plan", plan, {"search": "w", "balanced": "rw", "uniform": "all"}[step])

@@ -1,0 +1,66 @@
+"""Which decode kernel on gfx950: an instance of csrc/gfx950/decode*.hip and the rule that picks one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.cdna.decode_config import ELEMENTS, FP8_KV_FORMATS, MAX_ROWS, TILE, CdnaConfig, tile_rows
+from mla_suite.ops.decode import Problem
+
+WAVES = 4
+MAX_STAGES = 4
+MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
+OUTPUT_BYTES = 16 * 512 * 4  # rows of one wave, where those of four are combined
+
+
+@dataclass(frozen=True)
+class Gfx950Config(CdnaConfig):
+    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it.
+
+    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
+    """
+
+    fp8_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_weights and self.query != "fp8":
+            self._raise("fp8 weights come with fp8 queries")
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile that the waves share."""
+        if self.cache == "fp8":
+            return 128 if self.fp8_weights else 64
+        return 32
+
+    @property
+    def lds(self) -> int:
+        """Static LDS in bytes: outputs and statistics to merge, or stages of shared keys and their page numbers."""
+        if self.rows == TILE:
+            return WAVES * OUTPUT_BYTES + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
+        value = 1 if self.cache == "fp8" else 2
+        stage, pages = self.keys * self.width * value, WAVES * 512
+        if self.rotate:
+            stage += self.keys * 128 + WAVES * 2048  # with what rounding leaves, cosines and sines
+        return min(MAX_STAGES, (self.arch.lds_bytes - pages) // stage) * stage + pages
+
+    @property
+    def instance(self) -> str:
+        if self.cache == "fp8":
+            kernel, weight = ("decode_fp8_weights", "fp8") if self.fp8_weights else ("decode_fp8", "bf16")
+            return f"{kernel}_query-{self.query}_weight-{weight}_rows-{self.rows}"
+        return super().instance
+
+
+def config_for(problem: Problem, arch: ArchSpec, most: int = MAX_ROWS) -> Gfx950Config:
+    """The instance for a problem, in tiles of at most `most` rows; it depends on shapes of the queries alone.
+
+    fp8 queries keep bf16 weights as long as memory stays the bound.
+    """
+    query = ELEMENTS[problem.q_dtype]
+    cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
+    rows = tile_rows(problem.heads * problem.q_len, most)
+    fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS
+    return Gfx950Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

@@ -1,0 +1,45 @@
+"""Native kernels of sm_90 (H100, H200, H20)."""
+
+from __future__ import annotations
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import append_kv, combine, plan
+from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs.sm_90 import costs, decode, sparse_decode
+from mla_suite.archs.sm_90.tile import BLOCK_M
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.ops.append_kv import Problem as AppendKvProblem
+from mla_suite.ops.combine import Problem as CombineProblem
+from mla_suite.ops.decode import Problem as DecodeProblem
+from mla_suite.ops.plan import Problem as PlanProblem
+from mla_suite.ops.plan.scheduler import SchedulerCosts
+from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
+
+# On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
+PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
+APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_rows.hpp has it
+
+
+class Kernels:
+    tile_rows = BLOCK_M
+
+    def __init__(self, arch: ArchSpec) -> None:
+        self.arch = arch
+
+    def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
+        return decode.supports(problem, self.arch)
+
+    def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
+        return sparse_decode.supports(problem, self.arch)
+
+    def combine(self, problem: CombineProblem) -> Supported | Unsupported:
+        return combine.supports(problem, self.arch)
+
+    def plan(self, problem: PlanProblem) -> Supported | Unsupported:
+        return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))
+
+    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
+        return append_kv.supports(problem, self.arch, APPEND_BULK_BYTES)
+
+    def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
+        return costs.scheduler_costs(num_q_rows)

@@ -1,0 +1,195 @@
+"""What decode takes on sm_90, estimated from metadata, and the split count that should take the least time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine_config
+from mla_suite.archs.sm_90.combine import MAX_STREAMED_ROWS, MAX_STREAMED_SPLITS, STREAMING_POINTS
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
+from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts
+
+ROWS_PER_KEY = 24
+"""Rows of a partial that cost the whole device as much as one key costs a CTA: a row's 2048 bytes, written and read at
+4.3 TB/s each way, are 0.95 ns, and a key takes a CTA 22 ns where it is alone and 27 where all are busy."""
+MAX_COSTED_ROWS = 2**16  # more rows count as so many, which keeps sums far from 64 bits
+
+
+def scheduler_costs(num_q_rows: int) -> SchedulerCosts:
+    """Costs for plan: all SMs combine all partials at once, so each costs little and their number counts."""
+    return SchedulerCosts(TILE_COST, 0, -(-min(num_q_rows, MAX_COSTED_ROWS) // ROWS_PER_KEY))
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times of parts of a launch, in microseconds; only differences between split counts matter.
+
+    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/PERF.md).
+    """
+
+    stage: float = 0.72  # one stage of keys in a CTA
+    busy_stage: float = 0.12  # more where every SM is busy, and in proportion: power holds the clock down
+    tile: float = 4.5  # one work tile of a CTA beside its stages
+    read_bytes: float = 4.6e6  # bytes that the device reads per microsecond
+    combine: float = 2.6  # combine, however little it combines
+    combined_bytes: float = 0.1e6  # bytes of partials that an SM writes and reads per microsecond
+    late_combine: float = 3.1  # more of combine where some of its CTAs found no SM before decode ended
+    shared_port: float = 0.7  # more when both SMs of a TPC write partials: they share one port to L2
+    streaming_gain: float = 1.3  # less where combine streams: it need not wait for the end of decode
+    cluster_reduce: float = 1.0  # cluster_mode reduce_o
+    cluster_reduce_gain: float = 0.1  # less this share of decode's own time, which partials would draw out
+    cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
+    exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
+    exchange_behind: float = 0.4  # more where combine runs behind decode: both CTAs of a cluster store at once
+
+
+FITTED = CostModel()
+MAX_WAVES = 8  # waves of CTAs through equal splits; more even out the last wave by little and cost scratch
+PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA loads are in flight
+PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
+_STREAMING_SHARE = max(4 / waves / slices for slices, waves in STREAMING_POINTS)
+"""Rows per SIMD partition for which a streaming combine finds room, in the most economical of its configurations."""
+
+
+class Estimate:
+    """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
+
+    kv_load  'tma' or 'gather': clusters and streaming are for 'tma'
+    """
+
+    __slots__ = ("arch", "batch", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles", "tma",
+                 "units")  # fmt: skip
+
+    def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
+        self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
+        self.units = arch.compute_units
+        self.tiles = -(-rows // BLOCK_M)
+        self.max_groups = groups_of(arch, 1 << 62, self.tiles)
+        self.read = batch * stages * BLOCK_N * 1152 / FITTED.read_bytes
+        self.resident = _resident(arch, batch * rows)
+        self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
+
+    def groups(self, splits: int) -> int:
+        """Groups of CTAs that walk the work tiles."""
+        return min(self.batch * splits, self.max_groups)
+
+    def busy(self, splits: int) -> int:
+        """SMs that have a CTA."""
+        return self.groups(splits) * self.tiles
+
+    def decode(self, splits: int) -> float:
+        """The CTAs of decode, up to their partials."""
+        groups, items = self.groups(splits), self.batch * splits
+        stage = FITTED.stage + FITTED.busy_stage * groups * self.tiles / self.units
+        waves = -(-items // groups)
+        return max(waves * (-(-self.stages // splits) * stage + FITTED.tile), self.read)
+
+    def combine(self, free: int, partials: int) -> float:
+        """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
+
+        It is placed while decode runs, on the SMs that decode leaves free, and reads with those.
+        """
+        size = self.batch * self.rows * partials * 2048
+        resident, grid = self.resident[(partials > 31) + (partials > 96)]
+        early = min(1.0, free * resident / grid)
+        time = early * size / (max(free, 1) * FITTED.combined_bytes)
+        if early < 1:
+            time = max(time, FITTED.late_combine + (1 - early) * size / (self.units * FITTED.combined_bytes))
+        return FITTED.combine + time
+
+    def streams(self, splits: int, cluster_mode: str = "none") -> bool:
+        """Whether a streaming combine may run beside decode: not before all of its sentinels are filled."""
+        if cluster_mode == "none":
+            crowded = self.busy(splits) > self.units // 2 and 2 * self.rows > MAX_STREAMED_ROWS
+            return 1 < splits <= MAX_STREAMED_SPLITS and not crowded and self._room_to_stream(splits)
+        return cluster_mode == "exchange_p" and 1 < splits // 2 <= MAX_STREAMED_SPLITS and self._room_to_stream(splits)
+
+    def _room_to_stream(self, splits: int) -> bool:
+        """Whether decode fills the sentinels early enough and leaves SMs for all CTAs of a streaming combine."""
+        items = self.batch * splits
+        if not self.tma or items > self.max_groups or (self.tall and -(-self.stages // splits) < PROLOGUE_STAGES):
+            return False
+        return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - items * self.tiles)
+
+    def one_tile(self, splits: int) -> bool:
+        """Whether every CTA has one work tile, whose keys come by TMA."""
+        return self.tma and self.batch * splits <= self.max_groups
+
+    def combines(self, splits: int, decode: float | None = None) -> dict[str, float]:
+        """Time to combine the splits of each sequence, by cluster_mode; `decode` is the time of decode if known."""
+        if splits == 1:
+            return {"none": 0.0}
+        busy = self.busy(splits)
+        free = self.units - busy
+        crowded = busy > self.units // 2
+        port = FITTED.shared_port if crowded else 0.0
+        room = self._room_to_stream(splits)
+        streams = room and splits <= MAX_STREAMED_SPLITS and not (crowded and 2 * self.rows > MAX_STREAMED_ROWS)
+        times = {"none": self.combine(free, splits) + port - (FITTED.streaming_gain if streams else 0.0)}
+        if splits % 2 or not self.one_tile(splits):
+            return times
+        behind = self.combine(free, splits // 2) if splits > 2 else 0.0
+        own = self.decode(splits) if decode is None else decode
+        times["reduce_o"] = FITTED.cluster_reduce - FITTED.cluster_reduce_gain * own + 2 * port + behind
+        times["exchange_p"] = FITTED.cluster_exchange + behind
+        if splits > 2:
+            streams = room and splits // 2 <= MAX_STREAMED_SPLITS
+            times["exchange_p"] += -FITTED.exchange_streaming_gain if streams else FITTED.exchange_behind + port
+        return times
+
+    def cluster_mode(self, splits: int) -> str:
+        """The cluster_mode that takes the least time."""
+        times = self.combines(splits)
+        return min(times, key=times.__getitem__)
+
+
+@lru_cache(maxsize=1024)
+def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
+    """(CTAs of combine that an SM has room for, CTAs of the grid) for up to 31, up to 96 and more partials."""
+    configs = (combine_config.rule(arch, 512, rows, partials) for partials in (2, 32, 97))
+    return tuple((config.resident, config.grid(rows)) for config in configs)
+
+
+def splits_worth_trying(most: int, stages: int) -> list[int]:
+    """Split counts up to `most`: of those with equally many stages in a split, the fewest and the fewest even ones.
+
+    More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
+    it leaves combine to the end of decode, when all SMs are free for it.
+    """
+    found = []
+    splits = 1
+    while splits <= most:
+        found.append(splits)
+        length = -(-stages // splits)
+        last = min((stages - 1) // (length - 1) if length > 1 else most, most)
+        if splits % 2 and splits < last:
+            found.append(splits + 1)
+        splits = last + 1
+    return found if found[-1] == most else [*found, most]
+
+
+def max_splits(arch: ArchSpec, ctas: int, stages: int) -> int:
+    """The most splits that make sense; `ctas` are those of one split of every sequence."""
+    return max(1, min(stages, arch.compute_units, MAX_WAVES * arch.compute_units // ctas))
+
+
+@lru_cache(maxsize=4096)
+def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> int:
+    """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time."""
+    estimate = Estimate(arch, kv_load, batch, rows, stages)
+    best, least = 1, estimate.decode(1)
+    share = 1 - FITTED.cluster_reduce_gain
+    # No way to combine takes less than `share` of decode and `cluster_exchange`: from many splits to few, the keys of a
+    # split alone take longer and longer, so the search ends early.
+    for splits in reversed(splits_worth_trying(max_splits(arch, batch * estimate.tiles, stages), stages)):
+        if share * (stages / splits * FITTED.stage + FITTED.tile) + FITTED.cluster_exchange > least:
+            break
+        decode = estimate.decode(splits)
+        if splits == 1 or decode * share + FITTED.cluster_exchange > least:
+            continue
+        total = decode + min(estimate.combines(splits, decode).values())
+        if total <= least:
+            best, least = splits, total
+    return best

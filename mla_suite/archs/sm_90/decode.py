@@ -1,0 +1,261 @@
+"""decode on sm_90: which instance, how many splits, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine_config as combine_configs
+from mla_suite.archs.common import decode_table
+from mla_suite.archs.common.attention import pack_numbers
+from mla_suite.archs.common.combine import AnyCombineConfig, not_built
+from mla_suite.archs.common.decode import (
+    Prepared,
+    Shape,
+    Splits,
+    combine_launch,
+    copies_out,
+    launch_of,
+    numbers_of,
+    query_adjustment,
+    shape_of,
+    tuned_splits,
+)
+from mla_suite.archs.sm_90 import combine, tensor_maps
+from mla_suite.archs.sm_90.costs import Estimate, best_splits
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of
+from mla_suite.build.params import reciprocal
+from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.launch import has_kernel, tensor_map
+from mla_suite.ops.decode import DecodeArgs, Problem
+from mla_suite.ops.plan.metadata import splits_of
+
+STAGES = 5
+REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the statistics of both splits, and barriers
+SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
+EXCHANGE_STAGES = 4
+# cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
+# both splits, barriers, and the sentinel pattern of one row's half.
+EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
+WIDTHS = (576, 512)
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+KV_LOADS = ("tma", "gather")
+CLUSTER_MODES = ("none", "reduce_o", "exchange_p")
+MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
+
+
+@dataclass(frozen=True)
+class Sm90Config:
+    """One instance of csrc/sm_90/decode.cu. Construction raises ValueError, in one sentence, for an illegal point.
+
+    dtype     type of queries, cache and result
+    width     values of a cached row
+    kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
+              partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; 'none' without a cluster, as
+              for gathered keys
+    """
+
+    arch: ArchSpec = field(repr=False)
+    dtype: str
+    width: int
+    kv_load: str
+    cluster_mode: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.arch.name != "sm_90":
+            self._raise(f"{self.arch.name} is not sm_90")
+        for name, value, possible in (
+            ("dtype", self.dtype, tuple(ELEMENTS.values())),
+            ("width", self.width, WIDTHS),
+            ("kv_load", self.kv_load, KV_LOADS),
+            ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load)),
+        ):
+            if value not in possible:
+                self._raise(f"{name} is one of {', '.join(map(str, possible))}")
+        if self.lds > self.arch.lds_bytes:
+            self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
+
+    def _raise(self, why: str) -> None:
+        point = f"dtype={self.dtype} width={self.width} kv_load={self.kv_load}"
+        raise ValueError(f"decode: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return 512  # four warpgroups: one loads keys, one computes P, two hold the result
+
+    @property
+    def lds(self) -> int:
+        """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
+        alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
+        beside = {"none": SENTINEL_BYTES, "reduce_o": REDUCE_BYTES, "exchange_p": EXCHANGE_BYTES}[self.cluster_mode]
+        return alone + (beside if self.kv_load == "tma" else 0)
+
+    @property
+    def stages(self) -> int:
+        return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else STAGES
+
+    @property
+    def box_blocks(self) -> int:
+        """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
+        return 1 if self.cluster_mode == "exchange_p" else self.width // 64
+
+    @property
+    def instance(self) -> str:
+        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.kv_load}_clustermode-{self.cluster_mode}"
+
+    def tiles(self, rows: int) -> int:
+        """CTAs that share the keys of one work tile."""
+        return -(-rows // BLOCK_M)
+
+    def prepare(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
+        """The launch of decode."""
+        return _prepare(self, outputs, args)
+
+
+def cluster_modes(kv_load: str) -> tuple[str, ...]:
+    """The cluster modes that have instances, by how keys come."""
+    return CLUSTER_MODES if kv_load == "tma" else ("none",)
+
+
+def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
+    """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
+    kv_load = "tma" if problem.page % BLOCK_N == 0 else "gather"
+    return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
+
+
+def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
+    why = _unsupported(problem)
+    if why is not None:
+        return Unsupported(why)
+    row = decode_table.row_for(
+        arch,
+        problem.q_dtype,
+        problem.kv_format,
+        problem.heads,
+        problem.q_len,
+        problem.batch,
+        problem.context,
+        problem.split_size > 0,
+        own_splits=problem.planned or problem.num_splits > 0,
+    )
+    if row is not None and row.values["use"] == decode_table.TRITON:
+        return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
+    config = config_for(problem, arch)
+    for needed in (
+        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load)),
+        combine_configs.invariant(arch, problem.head_dim_v).instance,
+    ):
+        if not has_kernel(arch, needed):
+            return Unsupported(not_built(needed, arch))
+    tiles = config.tiles(problem.heads * problem.q_len)
+    reason = f"{tiles} tiles of {BLOCK_M} rows for {problem.q_len} x {problem.heads} query rows"
+    return Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
+
+
+def _unsupported(problem: Problem) -> str | None:
+    """Why the kernels cannot take a problem; None when they can."""
+    if problem.q_dtype not in ELEMENTS:
+        return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
+    if problem.kv_format != ELEMENTS[problem.q_dtype]:
+        return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {ELEMENTS[problem.q_dtype]}"
+    if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
+        return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
+    if problem.rope:
+        return "rope_cos_sin; it takes keys that were rotated before they were cached"
+    if problem.alignment < tensor_map.ALIGNMENT:
+        return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
+    rows = problem.heads * problem.q_len
+    if rows < 1 or rows > MAX_M or rows * problem.heads >= 2**32:
+        return f"{rows} query rows of {problem.heads} heads; it takes 1 to {MAX_M}, rows x heads below {2**32}"
+    return None
+
+
+def whole_blocks(split_size: int) -> int:
+    """A split of the batch-invariant mode in whole stages: a copy may not reach into the next page."""
+    return -(-split_size // BLOCK_N) * BLOCK_N
+
+
+def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
+    """Splits per sequence where arguments say nothing: the tuned row's, else those of the least estimated time."""
+    return tuned_splits(config.arch, args, shape) or best_splits(
+        config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
+    )
+
+
+def _split(
+    config: Sm90Config, args: DecodeArgs, shape: Shape
+) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
+    """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode."""
+    if shape.plan_words:
+        return config, Splits(1, 1, args.split_size), None
+    size = whole_blocks(args.split_size)
+    by_size = int(splits_of(shape.bound, size)) if size else 0
+    count = args.num_splits or by_size or split_count(config, args, shape)
+    if size:
+        return config, Splits(count, count, size), None
+    estimate = Estimate(config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    mode = estimate.cluster_mode(count)
+    partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
+    streaming = None
+    if estimate.streams(count, mode):
+        streaming = combine.streaming(
+            config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs
+        )
+    return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
+
+
+def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
+    out, lse = outputs
+    if args.seq_lens.shape[0] == 0 or out.numel() == 0:
+        return lambda outputs, tensors: None
+    adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None)
+    q = args.q if adjust is None else adjust(args.q, args.q_descale)
+    shape = shape_of(args, q, out)
+    config, splits, streaming = _split(config, args, shape)
+    slots, tiles = splits.slots(shape), config.tiles(shape.rows)
+    groups = groups_of(config.arch, splits.tiles(shape), tiles)
+    copies_q = not shape.q.in_whole_vectors or tensor_maps.pitch(shape.q.shape, shape.q.strides) is None
+    within_span = tensor_maps.within_span(shape.q_len, shape.heads, shape.out.strides)
+    temporary = copies_out(shape) or not within_span
+    queries = shape.q.copied() if copies_q else shape.q
+    results = shape.out.copied() if temporary else shape.out
+    kv_map = None
+    if config.kv_load == "tma":
+        kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
+    q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
+    splits_magic, splits_shift = reciprocal(splits.count)
+    table = args.block_table
+    numbers = pack_numbers(
+        "decode_tma",
+        tensor_maps.LEADING,
+        heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
+        page_ids_stride=0 if table is None else table.stride(0),
+        page_ids_width=0 if table is None else table.shape[1],
+        plan_words=shape.plan_words,
+        splits_magic=splits_magic,
+        splits_shift=splits_shift,
+        workers=groups,
+        awaited=int(streaming is not None),
+        **numbers_of(args, shape, results, splits),
+    )
+    combined = None
+    if slots:
+        chosen: AnyCombineConfig = streaming or combine.config_for(
+            config.arch,
+            args.head_dim_v,
+            out.dtype,
+            shape.rows,
+            shape.batch,
+            -(-slots // shape.batch),
+            splits.size > 0,
+            shape.plan_words > 0,
+        )
+        combined = combine_launch(chosen, args, shape, results, splits.partials)
+    prepared = Prepared(
+        *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, not lse.is_contiguous()),
+        *(slots, shape.rows, combined),
+    )
+    return launch_of(prepared, args, adjust, tensor_maps.decode_packer(kv_map, q_map))

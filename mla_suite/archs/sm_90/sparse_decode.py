@@ -1,0 +1,179 @@
+"""sparse_decode on sm_90: which instance, how many splits, and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common.attention import packer
+from mla_suite.archs.common.sparse_decode import (
+    POINTERS,
+    Prepared,
+    combine_launch,
+    launch_of,
+    missing,
+    numbers_of,
+    record_of,
+    shape_of,
+    slots_and_tiles,
+    splits_by_size,
+    unsupported,
+)
+from mla_suite.archs.sm_90 import combine, tensor_maps
+from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
+from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.launch import tensor_map
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+
+WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
+"""Record -> values of a row."""
+STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
+SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624)}
+"""Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
+LOADER_WARPS = 4
+LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
+_pack_leading = packer(len(LEADING)).pack
+
+# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
+# an H200 (csrc/sm_90/PERF.md), which the sum meets within 7 % on average.
+STAGE_US = {1: 1.23, 2: 1.0}
+"""CTAs that load keys together -> 32 keys on one SM, with every SM busy."""
+TILE_US = 7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
+PARTIAL_BYTES_PER_US = 1.8e6  # written and read
+
+
+@dataclass(frozen=True)
+class Sm90SparseConfig:
+    """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
+
+    record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
+    cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
+    """
+
+    arch: ArchSpec = field(repr=False)
+    record: str
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        if self.arch.name != "sm_90":
+            self._raise(f"{self.arch.name} is not sm_90")
+        if self.record not in WIDTHS:
+            self._raise(f"records are {', '.join(WIDTHS)}")
+        if self.cluster != 1 and (self.cluster != 2 or self.record not in SLOTS):
+            self._raise(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
+        if self.lds > self.arch.lds_bytes:
+            self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
+
+    def _raise(self, why: str) -> None:
+        raise ValueError(f"sparse_decode: no kernel of {self.record} records on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return 512  # four warpgroups: one loads keys, one computes P, two hold the result
+
+    @property
+    def lds(self) -> int:
+        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
+        width, stages = WIDTHS[self.record], STAGES[self.record]
+        slots, slot_bytes = SLOTS.get(self.record, (0, 0))
+        notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
+        present = 16 * self.cluster * stages  # bits of the keys that are there
+        selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
+        block = block_bytes(width, stages, REGISTER_STEPS["selected"])
+        return -(-block // 16) * 16 + selected
+
+    @property
+    def rows(self) -> int:
+        """Query rows (heads of one token) that a block holds."""
+        return BLOCK_M
+
+    @property
+    def instance(self) -> str:
+        return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
+
+    def tiles(self, heads: int) -> int:
+        """Blocks that share the keys of one query token."""
+        return -(-heads // BLOCK_M)
+
+    def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
+        """The launch of sparse_decode."""
+        return _prepare(self, outputs, args)
+
+
+def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
+    """The instance for a problem; it depends on heads and kv_formats alone, so a batch-invariant call may use it."""
+    found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
+    record = "v32" if found == "v32pow2" else found or "none"
+    in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
+    return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
+
+
+def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
+    why = unsupported(problem)
+    if why is not None:
+        return why
+    config = config_for(problem, arch)
+    why = missing(arch, config.instance, problem.head_dim_v)
+    if why is not None:
+        return why
+    return Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
+
+
+@lru_cache(maxsize=4096)
+def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) -> int:
+    """Splits per query token of about `keys` keys: the count that should take the least time."""
+    tiles = config.tiles(heads)
+    stages = max(1, -(-keys // BLOCK_N))
+
+    def microseconds(splits: int) -> float:
+        waves = -(-tokens * splits // groups_of(config.arch, tokens * splits, tiles))
+        spent = waves * -(-stages // splits) * STAGE_US[config.cluster] + (waves - 1) * TILE_US
+        partials = tokens * heads * splits * 2048 if splits > 1 else 0
+        return spent + partials / PARTIAL_BYTES_PER_US
+
+    return min(splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages), key=microseconds)
+
+
+def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
+    if outputs[0].numel() == 0:
+        return lambda outputs, tensors: None
+    q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
+    shape = shape_of(args, q, outputs[0])
+    if tensor_maps.pitch(shape.q.shape, shape.q.strides) is None:
+        shape = shape._replace(q=shape.q.copied(), copies_q=True)
+    if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
+        shape = shape._replace(out=shape.out.copied(), copies_out=True)
+    splits = 1
+    if not shape.plan_words:
+        splits = args.num_splits or (
+            splits_by_size(args) if args.split_size else best_splits(config, shape.tokens, shape.heads, shape.keys)
+        )
+    slots, items = slots_and_tiles(args, shape, splits)
+    tiles = config.tiles(shape.heads)
+    groups = groups_of(config.arch, items, tiles)
+    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, workers=groups)
+    combined = None
+    if slots:
+        chosen = combine.config_for(
+            config.arch,
+            args.head_dim_v,
+            shape.out.dtype,
+            shape.heads,
+            shape.tokens,
+            -(-slots // shape.tokens),
+            args.split_size > 0,
+            shape.plan_words > 0,
+        )
+        combined = combine_launch(chosen, args, shape, splits)
+    q_map = tensor_maps.q_map(shape.q.shape, shape.q.strides, shape.q.dtype, 1)
+    prepared = Prepared(config, (tiles, groups, 1), config.lds, True, numbers, shape, slots, combined)
+    return launch_of(prepared, args, outputs, partial(_pack, q_map))
+
+
+def _pack(q_map: tensor_maps.TensorMapDesc, q_at: int, *addresses: int) -> bytes:
+    """The parameters before the pools."""
+    return _pack_leading(*tensor_map.swizzled(q_at, *q_map), *addresses)

@@ -1,0 +1,88 @@
+"""Tensor maps of decode and sparse_decode: how the copy engine (TMA) sees queries and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from mla_suite.archs.common.attention import packer
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
+from mla_suite.launch import tensor_map
+
+MAX_OUT_SPAN = 2**35  # elements from a sequence's first result to its last: 32 bits count 16-byte vectors
+
+_MAPS = tuple(f"{what}_map_{word}" for what in ("kv", "q") for word in range(tensor_map.WORDS))
+_POINTERS = (
+    *("kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q"),
+    *("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse"),
+)
+LEADING = (*_MAPS, *_POINTERS)
+"""The parameters that are made anew for every call: they hold addresses."""
+_pack_leading = packer(len(LEADING)).pack
+_NO_MAP = (0,) * tensor_map.WORDS
+
+
+class TensorMapDesc(NamedTuple):
+    """The contents of a tensor map beside the address."""
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc) -> Callable[..., bytes]:
+    """(*addresses in decode's order) -> the parameters LEADING; keys is None where none are mapped.
+
+    A cache without pages has no address; nothing of it is read, but a map needs one.
+    """
+
+    def pack_leading(
+        q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, _qd: int, _kd: int, sink: int,
+        _rope: int, plan: int, *outputs: int,
+    ) -> bytes:  # fmt: skip
+        kv_words = _NO_MAP if keys is None else tensor_map.swizzled(kv or q, *keys)
+        q_words = tensor_map.swizzled(q, *queries)
+        return _pack_leading(*kv_words, *q_words, kv, lens, table or indices, indptr, cu_q, sink, plan, *outputs)
+
+    return pack_leading
+
+
+def kv_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box_blocks: int) -> TensorMapDesc:
+    """The cache in boxes of 32 keys of a page, [box_blocks of 64 values][key][64], as a stage holds them."""
+    pages, page, width = shape
+    # A stride along a dimension of one page means nothing.
+    apart = strides[0] if pages > 1 else page * width
+    blocks = width // 64
+    return TensorMapDesc(dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, BLOCK_N, box_blocks, 1))
+
+
+def q_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> TensorMapDesc:
+    """The queries, as one matrix of rows that have a pitch, in boxes of half of a block's rows, [32 values][row][32].
+
+    Rows of a box come in whole turns of the swizzle, which are eight.
+    """
+    apart = pitch(shape, strides)
+    if apart is None:
+        raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
+    heads, width = shape[-2:]
+    rows, blocks = min(BLOCK_M, -(-heads * q_len // 8) * 8), width // 32
+    return TensorMapDesc(dtype, (32, prod(shape[:-1]), blocks), (apart * 2, 64), (32, rows, blocks // 2))
+
+
+def within_span(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:
+    """Whether the kernels find all results of a sequence from its first, by strides of [..., tokens, heads, values]."""
+    return (q_len - 1) * strides[-3] + (heads - 1) * strides[-2] < MAX_OUT_SPAN
+
+
+def pitch(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """Elements from each row of the queries to the next, heads, tokens and sequences alike; None where they vary."""
+    apart, rows = 0, 1
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size > 1 and (stride == 0 or stride != (apart * rows if apart else stride)):
+            return None
+        apart, rows = apart or (stride if size > 1 else 0), rows * size
+    return apart or shape[-1]

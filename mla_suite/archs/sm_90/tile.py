@@ -1,0 +1,23 @@
+"""The tile of a CTA of decode and sparse_decode on sm_90, and its shared memory, as csrc/sm_90/policy.hpp lays it out."""
+
+from __future__ import annotations
+
+from mla_suite.archs import ArchSpec
+
+BLOCK_M = 64  # query rows of a CTA: 64 x 512 results in fp32 are half of an SM's registers
+BLOCK_N = 32  # keys of a stage: one copy, one Q K^T, one P V
+P_BYTES = BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128  # a buffer of P, with the statistics of its rows
+REGISTER_STEPS = {"tma": 28, "gather": 24, "selected": 22}
+"""How keys come -> 16-value steps of Q K^T whose queries lie in registers."""
+
+
+def block_bytes(width: int, stages: int, register_steps: int) -> int:
+    """Shared memory of a CTA with a ring of `stages` for rows of `width` values."""
+    keys = stages * BLOCK_N * width * 2
+    queries = (width // 16 - register_steps) * 2048
+    return keys + queries + 2 * P_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
+
+
+def groups_of(arch: ArchSpec, items: int, tiles: int) -> int:
+    """Groups of `tiles` CTAs that walk the work tiles: one CTA on every SM, as far as there are work tiles."""
+    return max(1, min(items, arch.compute_units // tiles))

@@ -1,0 +1,343 @@
+"""The eager fast path: a call with metadata seen before only allocates, packs addresses and launches.
+
+A `PreparedCall` is what calls with equal metadata share. It is found by torch.compile's own TensorGuards where the call
+is like the last one of its operator, else by a key of all metadata. `call`, which the public functions make, also skips
+torch's dispatcher (4 to 5 us, as much as a launch) when nothing could observe the operator: no mode, tracer, functorch
+transform, profiler or gradient. Calls through `torch.ops` and from Inductor's code reach `find` behind the dispatcher.
+
+Two observers cannot be asked about from Python: C++ observers without a profiler (torch's ExecutionTraceObserver on its
+own), which see the kernel and not the operator, and kernels that others registered over these. `torch.ops.mla_suite`
+serves both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch.autograd import profiler
+from torch.compiler import is_dynamo_compiling
+from torch.utils._device import DeviceContext
+
+from mla_suite.archs import ArchSpec
+from mla_suite.core import debug, dispatch
+from mla_suite.core.op import Op, Output
+
+_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+# Bound C functions: a Python frame costs a tenth of a microsecond and more.
+_grad_enabled = torch._C.is_grad_enabled
+_function_modes = torch._C._len_torch_function_stack
+_function_mode = torch._C._get_function_stack_at
+_profiling = torch._C._autograd._profiler_enabled
+_included = torch._C._dispatch_tls_local_include_set
+_emulated = dispatch.emulated.get
+_checks_enabled = debug.enabled
+bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
+"""Tells autograd that tensors were written, so that a backward that saved them raises."""
+# Keys that every thread dispatches by: without gradients, and in inference mode. Modes, transforms and traces add more.
+_QUIET = frozenset(
+    keys.raw_repr()
+    for keys in (
+        DispatchKeySet(DispatchKey.BackendSelect),
+        DispatchKeySet(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView),
+    )
+)
+
+
+class PreparedCall(NamedTuple):
+    """What calls with the same metadata share."""
+
+    allocate: Callable[[], tuple[torch.Tensor, ...]]
+    launch: dispatch.Launch
+    kinds: tuple[type, ...]  # types of the options: 1, 1.0 and True are one key and three kinds
+    guards: dict[str, _Guarded]  # by the slot of `find` that recognises such a call again
+
+
+class _Guarded(NamedTuple):
+    """A call as `find` recognises it."""
+
+    prepared: PreparedCall
+    lists: bool  # whether an argument is a list; lists are compared flattened
+    kinds: tuple[type, ...]  # types of every argument: 1, 1.0 and True are equal and of three kinds
+    options: tuple[Any, ...]
+    present: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]  # picks the tensors that are not None
+    same: Callable[..., bool]
+    on_gpu: bool
+    emulated: ArchSpec | None  # the arch that CPU tensors stand for; a GPU's follows from its device
+
+
+_prepared: dict[tuple[Any, ...], PreparedCall] = {}
+_last: dict[str, _Guarded] = {}  # by slot: an operator's name, with its overload behind the dispatcher
+dispatch.on_clear(_prepared.clear)
+dispatch.on_clear(_last.clear)
+
+
+def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """`torch.ops.mla_suite.<op>` with all its positional and all its keyword arguments, in the schema's order."""
+    if is_dynamo_compiling():
+        return getattr(torch.ops.mla_suite, op.name).default(*tensors, **dict(zip(op.options, options, strict=True)))
+    modes = _function_modes()
+    if not (
+        # torch.set_default_device leaves a mode that acts on factory functions without a device; none is called here.
+        (modes and (modes > 1 or _function_mode(0).__class__ is not DeviceContext))
+        or _profiling()
+        or profiler._is_profiler_enabled
+        or _included().raw_repr() not in _QUIET
+    ):
+        # `find`, written out: a frame of its own would cost a tenth of the call.
+        prepared, last = None, _last.get(op.name)
+        if last is not None:
+            values, settings = _flat(tensors, options) if last.lists else (tensors, options)
+            if last.kinds == tuple(map(type, values + settings)) and last.options == settings:
+                given = last.present(values)
+                if last.same(*given) and (last.on_gpu or last.emulated is _emulated()):
+                    prepared = last.prepared
+                    for tensor in given:
+                        if tensor.data_ptr() & 15:
+                            prepared = None
+        if prepared is None:
+            prepared = _look_up(op, tensors, options)
+        if prepared is not None:
+            outputs = prepared.allocate()
+            if tensors[0].is_cpu or _checks_enabled():
+                validate(op, tensors, options)
+            prepared.launch(outputs, tensors)
+            if op.mutated:
+                bump_versions([tensors[position] for position in op.mutated])
+            return outputs if len(outputs) > 1 else outputs[0] if outputs else None
+    return _through_dispatcher(op, tensors, options)
+
+
+def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call of the last arguments that `keep` was given for this slot, if these are like them.
+
+    One call of C++ compares types, dtypes, devices, sizes, strides, dispatch keys (a negated or a zero tensor has
+    others) and, while gradients are enabled, requires_grad. No tensor is held.
+    """
+    last = _last.get(slot)
+    if last is None:
+        return None
+    if last.lists:
+        tensors, options = _flat(tensors, options)
+    if last.kinds != tuple(map(type, tensors + options)) or last.options != options:
+        return None
+    given = last.present(tensors)
+    if not last.same(*given):
+        return None
+    for tensor in given:
+        if tensor.data_ptr() & 15:
+            return None
+    return last.prepared if last.on_gpu or last.emulated is _emulated() else None
+
+
+def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+    """Recognise the next call like this one, unless an address is no multiple of 16.
+
+    `find` must be asked in the same state of torch's dispatcher, and no tensor may require a gradient that is enabled.
+    """
+    guarded = prepared.guards.get(slot)
+    if guarded is not None and guarded is not _last.get(slot) and guarded.options == options:
+        _last[slot] = guarded
+        return
+    lists = any(value.__class__ is list for value in tensors)
+    if lists:
+        tensors, options = _flat(tensors, options)
+    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    given = [tensors[place] for place in places]
+    if _Guards is None or any(tensor.data_ptr() & 15 for tensor in given):
+        return
+    leading = places == list(range(len(places)))
+    _last[slot] = prepared.guards[slot] = _Guarded(
+        prepared,
+        lists,
+        tuple(map(type, tensors + options)),
+        options,
+        itemgetter(slice(len(places))) if leading else itemgetter(*places),
+        _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
+        given[0].is_cuda,
+        _emulated(),
+    )
+
+
+def _flat(values: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The values without their lists, whose positions and lengths become one more option."""
+    flat: list[Any] = []
+    lengths = []
+    for value in values:
+        if value.__class__ is list:
+            flat += value
+            lengths.append(len(value))
+        else:
+            flat.append(value)
+            lengths.append(-1)
+    return tuple(flat), (*options, tuple(lengths))
+
+
+def metadata(name: str, tensors: Sequence[Any], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The key of a call: everything that checks, problems and backends may look at.
+
+    tensors  every positional argument in the order of the schema, None where it is left out, then written outputs
+    options  the values of every keyword argument, likewise
+
+    A tensor counts by its sizes, strides, dtype, device and the alignment of its address, up to 16 bytes.
+    """
+    first = tensors[0] if tensors[0] is not None else dispatch.first_tensor(tensors)
+    key: list[Any] = [name, None if first.is_cuda else dispatch.arch_of(first), *options]
+    add = key.append
+    for value in tensors:
+        if value is None:
+            add(None)
+        elif value.__class__ is list:
+            add(tuple(map(_tensor_key, value)))
+        else:
+            add((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
+    return tuple(key)
+
+
+def _tensor_key(value: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if value is None:
+        return None
+    return value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15
+
+
+prepared_call: Callable[[tuple[Any, ...]], PreparedCall | None] = _prepared.get
+
+
+def add_prepared(key: tuple[Any, ...], prepared: PreparedCall) -> PreparedCall:
+    dispatch.bounded(_prepared)[key] = prepared
+    return prepared
+
+
+def _look_up(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call for these arguments, if the dispatcher would pass its tensors on as they are."""
+    if not _plain(tensors):
+        return None
+    converted = tuple([f(value) if f else value for f, value in zip(op.converters, options, strict=True)])
+    try:
+        prepared = prepared_call(metadata(op.name, tensors, converted))
+    except TypeError:  # an option that no key can hold; the dispatcher refuses it in its own words
+        return None
+    if prepared is None or prepared.kinds != tuple(map(type, converted)):
+        return None
+    keep(op.name, tensors, options, prepared)
+    return prepared
+
+
+def _plain(args: tuple[Any, ...]) -> bool:
+    """Whether the dispatcher would pass these tensors and lists of tensors to an implementation as they are."""
+    learning = _grad_enabled()
+    for value in args:
+        for tensor in value if value.__class__ is list else (value,):
+            if tensor is None:
+                continue
+            if tensor.__class__ not in _CLASSES or tensor.is_neg() or tensor._is_zerotensor():
+                return False
+            if learning and tensor.requires_grad:
+                return False
+    return args[0].__class__ in _CLASSES
+
+
+def validate(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    """Check the values inside tensors, which reads device data."""
+    if op.validate is not None:
+        op.validate(op.bind(tensors, options))
+
+
+# Allocation
+
+
+def empty(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Uninitialised outputs; fakes and symbolic sizes too."""
+    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
+
+
+def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`empty` for real tensors, as one function without arguments.
+
+    Inductor's entry points take a third of the time of torch.empty, most of which goes into its arguments (3 us an
+    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty does. They know
+    the current device alone.
+    """
+    if not outputs:
+        return tuple
+    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if make is None:
+        return partial(empty, outputs, device)
+    makers = [partial(make, shape, _contiguous(shape), dtype) for shape, dtype in outputs]
+    on_cpu = device.type == "cpu"
+    current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
+    ordinal = device.index
+    if len(makers) == 2:  # spelled out: a loop takes 0.2 us more
+        first, second = makers
+
+        def allocate() -> tuple[torch.Tensor, ...]:
+            if on_cpu or current() == ordinal:
+                return first(), second()
+            return empty(outputs, device)
+    else:
+
+        def allocate() -> tuple[torch.Tensor, ...]:
+            if on_cpu or current() == ordinal:
+                return tuple(map(_make, makers))
+            return empty(outputs, device)
+
+    return allocate
+
+
+_make = partial.__call__
+
+
+def _contiguous(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
+    """Strides, in elements, as torch gives them to a contiguous tensor."""
+    strides: list[int | torch.SymInt] = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides[: len(shape)]))
+
+
+# The dispatcher's way
+
+
+def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+    """The call through torch.ops, with its refusals of wrong types in one sentence."""
+    given = {
+        name: value if convert is None else convert(value)
+        for name, value, convert in zip(op.options, options, op.converters, strict=True)
+    }
+    for name, value in given.items():
+        if value is None and name not in op.may_be_none:  # torch takes None for False
+            raise TypeError(f"{op.name}: {name} is None; it takes a value")
+    try:
+        return getattr(torch.ops.mla_suite, op.name).default(*tensors, **given)
+    except RuntimeError as error:
+        mismatch = _MISMATCH.match(str(error))
+        if mismatch is None:
+            raise
+        given = dict(zip(op.arguments, (*tensors, *options), strict=True))
+        _raise_mismatch(op, mismatch["argument"], mismatch["kind"], given)
+
+
+_MISMATCH = re.compile(
+    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
+)
+_KINDS = {
+    **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
+    **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
+    **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
+}
+
+
+def _raise_mismatch(op: Op, argument: str, kind: str, given: dict[str, Any]) -> NoReturn:
+    """TypeError in one sentence for what torch says in eight lines."""
+    value = given[argument]
+    if isinstance(value, (list, tuple)):
+        found = f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+    else:
+        found = repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
+    raise TypeError(f"{op.name}: {argument} is {found}; it takes {_KINDS.get(kind, kind)}") from None

@@ -1,0 +1,151 @@
+"""The record of an operator: what torch's registration, dispatch, tests and benchmarks derive everything else from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import index
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_suite.core.dispatch import Backend
+
+NAMESPACE = "mla_suite"
+
+
+class Output(NamedTuple):
+    """An output to allocate: contiguous, on the device of the operator's first tensor."""
+
+    shape: tuple[int | torch.SymInt, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A named problem: `make(device)` returns fresh (args, kwargs); bytes and flops are the least a kernel must do."""
+
+    name: str
+    make: Callable[[torch.device], tuple[tuple[Any, ...], dict[str, Any]]]
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operator.
+
+    name      as in `torch.ops.mla_suite.<name>`
+    schema    arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`
+    Args      frozen dataclass of the arguments, in the schema's order; keyword-only where the schema's are
+    check     (Args) -> the outputs; raises on bad arguments; reads metadata only
+    describe  (Args) -> the hashable facts that a choice of implementation may depend on; reads metadata only
+    backends  in order of preference
+    samples   named problems for tests, benchmarks and the demo
+    validate  (Args) -> raises on bad values inside tensors; runs on CPU and in debug mode, before any write
+    outputs   names of the outputs in the `.out` overload; empty when the operator has no such overload
+    out_only  further keyword arguments of the `.out` overload, as schema text
+    defaults  arguments of the public function -> keyword arguments of the schema, where the two differ
+    """
+
+    name: str
+    schema: str
+    Args: type[Any]
+    check: Callable[[Any], tuple[Output, ...]]
+    describe: Callable[[Any], Hashable]
+    backends: tuple[Backend, ...]
+    samples: Callable[[], Sequence[Sample]]
+    validate: Callable[[Any], None] | None = None
+    outputs: tuple[str, ...] = ()
+    out_only: tuple[str, ...] = ()
+    defaults: Callable[..., dict[str, Any]] | None = None
+
+    def specify(self, *args: Any, **kwargs: Any) -> tuple[Output, ...]:
+        """The outputs of a call with these arguments; raises on bad ones."""
+        return self.check(self.Args(*args, **kwargs))
+
+    def problem(self, *args: Any, **kwargs: Any) -> Hashable:
+        """The facts that the choice of implementation may depend on in a call with these arguments."""
+        return self.describe(self.Args(*args, **kwargs))
+
+    def bind(self, tensors: Sequence[Any], options: Sequence[Any]) -> Any:
+        """`Args` from all positional and all keyword arguments, those of the `.out` overload too, in schema order."""
+        return self.Args(*tensors, **dict(zip(self.out_options, options, strict=False)))
+
+    @property
+    def qualname(self) -> str:
+        return f"{NAMESPACE}::{self.name}"
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """Names of the arguments that the functional schema declares as written."""
+        arguments = self._arguments(self.schema)
+        return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+    @cached_property
+    def mutated(self) -> tuple[int, ...]:
+        """Positions of the arguments that the functional schema declares as written."""
+        return tuple(self.arguments.index(name) for name in self.mutates)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of all arguments, positional ones first."""
+        return tuple(a.name for a in self._arguments(self.schema))
+
+    @cached_property
+    def positional(self) -> tuple[Any, ...]:
+        """The defaults of the positional arguments, None where there is none."""
+        return tuple(a.default_value for a in self._arguments(self.schema) if not a.kwarg_only)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments and their defaults, None where there is none."""
+        return {a.name: a.default_value for a in self._arguments(self.schema) if a.kwarg_only}
+
+    @cached_property
+    def may_be_none(self) -> frozenset[str]:
+        """Names of the arguments that may be left out by giving None."""
+        return frozenset(a.name for a in self._arguments(self.schema) if isinstance(a.type, torch._C.OptionalType))
+
+    @cached_property
+    def out_options(self) -> dict[str, Any]:
+        """The keyword arguments of the `.out` overload and their defaults, without the outputs."""
+        if not self.outputs:
+            return self.options
+        arguments = self._arguments(self.out_schema)
+        return {a.name: a.default_value for a in arguments if a.kwarg_only and a.name not in self.outputs}
+
+    @cached_property
+    def converters(self) -> tuple[Callable[[Any], Any] | None, ...]:
+        """For each keyword argument what torch's dispatcher does to a number: float() or int(), or None."""
+        kinds = {torch._C.FloatType: _as_float, torch._C.IntType: _as_int, torch._C.SymIntType: _as_int}
+        return tuple(kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only)
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether a keyword argument is a list."""
+        return any(isinstance(a.type, torch._C.ListType) for a in self._arguments(self.schema) if a.kwarg_only)
+
+    def _arguments(self, schema: str) -> Any:
+        return torch._C.parse_schema(self.qualname + schema).arguments
+
+    @property
+    def out_schema(self) -> str:
+        """The functional arguments, then `out_only`, then the outputs as keyword-only mutated tensors."""
+        arguments = self.schema.split("->")[0].strip()[1:-1]
+        star = "" if "*," in arguments else ", *"
+        written = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(self.outputs)]
+        return f"({', '.join([arguments + star, *self.out_only, *written])}) -> ()"
+
+
+def _as_float(value: Any) -> Any:
+    """An int or a NumPy number as a float; anything else as it is, for torch to refuse."""
+    return float(value) if isinstance(value, int) or hasattr(value, "__array__") and not value.shape else value
+
+
+def _as_int(value: Any) -> Any:
+    """A NumPy integer as an int; anything else as it is, for torch to refuse."""
+    if type(value) is int or isinstance(value, (float, str, bool)) or not hasattr(value, "__index__"):
+        return value
+    return index(value) if hasattr(value, "__array__") else value

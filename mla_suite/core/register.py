@@ -1,0 +1,289 @@
+"""Registration of operators in `torch.library`.
+
+From one `Op` record come the functional and the `.out` overload, the CPU and CUDA implementations, the fake and the
+Autograd kernel. Fake and real outputs agree because both are made from the same specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mla_suite.core import checks, debug, dispatch, eager
+from mla_suite.core.eager import PreparedCall
+from mla_suite.core.op import NAMESPACE, Op
+
+DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+_grad_enabled = torch._C.is_grad_enabled
+
+
+_registry: dict[str, Op] = {}
+
+
+def registry() -> dict[str, Op]:
+    """All registered operators by name, in order of registration."""
+    return dict(_registry)
+
+
+def get(name: str) -> Op:
+    if name not in _registry:
+        raise ValueError(f"no operator {name!r}; registered are {', '.join(_registry)}")
+    return _registry[name]
+
+
+def register(op: Op) -> Op:
+    """Define the operator in `torch.library` with its implementations, fake and Autograd kernel."""
+    if op.name in _registry:
+        raise ValueError(f"operator {op.name} is already registered")
+    _define(op.name + op.schema)
+    _implement(op.name, _functional(op), _fake(op))
+    if op.mutates:
+        _fall_through(op.name)
+    else:
+        _refuse_gradients(op)
+    if op.outputs:
+        _define(f"{op.name}.out{op.out_schema}")
+        _implement(f"{op.name}.out", _out(op), _check_outputs(op))
+        _fall_through(f"{op.name}.out")
+    _registry[op.name] = op
+    return op
+
+
+def _define(schema: str) -> None:
+    # Exact strides: the byte kv_formats and padded block strides of caches are part of what an operator reads.
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+
+
+def _implement(name: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    for key in DEVICE_KEYS:
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
+    """The outputs as a schema returns them: nothing, one tensor, or a tuple."""
+    return outputs if len(outputs) > 1 else outputs[0] if outputs else None
+
+
+def _functional(op: Op) -> Callable[..., Any]:
+    positional, names, defaults, lists = op.positional, *_split(op.options), op.takes_lists
+    slot, written = f"{op.name}.default", op.mutated
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args += positional[len(args) :]
+        options = tuple(map(kwargs.get, names, defaults))
+        if lists:
+            options = _hashable(options)
+        prepared = eager.find(slot, args, options)
+        if prepared is None:
+            key = eager.metadata(op.name, args, options)
+            prepared = eager.prepared_call(key)
+            if prepared is not None and not _requires_grad(args):
+                eager.keep(slot, args, options, prepared)
+        if prepared is None:
+            record = op.bind(args, options)
+            allocate = eager.allocator(op.check(record), args[0].device)
+            outputs = allocate()
+            _validate(op, args, options)
+            prepared = PreparedCall(allocate, _prepare(op, outputs, record), tuple(map(type, options)), {})
+            eager.add_prepared(key, prepared)
+        else:
+            outputs = prepared.allocate()
+            _validate(op, args, options)
+        _launch(prepared, outputs, args)
+        if written:
+            eager.bump_versions([args[position] for position in written])
+        return _returned(outputs)
+
+    return call
+
+
+def _requires_grad(args: tuple[Any, ...]) -> bool:
+    """Whether gradients are enabled and one of the tensors asks for its own."""
+    return _grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(args))
+
+
+def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
+    """Fill the outputs; they carry no gradient."""
+    if _grad_enabled():
+        with torch._C._AutoDispatchBelowAutograd():
+            prepared.launch(outputs, args)
+    else:
+        prepared.launch(outputs, args)
+
+
+def _split(options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The names and the defaults: a keyword argument that the dispatcher leaves out is at its default."""
+    return tuple(options), tuple(options.values())
+
+
+def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lists as tuples, which a key may hold."""
+    return tuple([tuple(value) if isinstance(value, list) else value for value in options])
+
+
+def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
+    """The launch of the backend that is chosen for a call."""
+    first = outputs[0] if outputs else getattr(record, record.__match_args__[0])
+    choice = dispatch.choose(op.name, op.backends, op.describe(record), dispatch.arch_of(first), first.device.type)
+    launch = choice.backend.prepare(choice.supported.config, outputs, record)
+    on_gpu = first.is_cuda and choice.backend.name == "reference"
+    return _with_a_reason(op.name, choice, launch) if on_gpu else launch
+
+
+def _with_a_reason(name: str, choice: dispatch.Choice, launch: dispatch.Launch) -> dispatch.Launch:
+    """The launch of the reference on a GPU: where a capture fails because it reads lengths on the host, say why."""
+
+    def run(outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        try:
+            launch(outputs, args)
+        except RuntimeError as error:
+            if not capturing:
+                raise
+            reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
+            raise RuntimeError(
+                f"{name}: a CUDA graph cannot hold the fp32 reference, which reads lengths on the host and runs here "
+                f"because nothing else takes the call ({reasons})"
+            ) from error
+
+    return run
+
+
+def _fake(op: Op) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _returned(eager.empty(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
+
+    return call
+
+
+def _out(op: Op) -> Callable[..., None]:
+    check, name = _check_outputs(op), f"{op.name}.out"
+    positional, lists, own = op.positional, op.takes_lists, len(op.out_options)
+    names, defaults = _split(op.out_options | dict.fromkeys(op.outputs))
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        args += positional[len(args) :]
+        found: tuple[Any, ...] = tuple(map(kwargs.get, names, defaults))
+        options, outputs = found[:own], found[own:]
+        if lists:
+            options = _hashable(options)
+        tensors = args + outputs
+        prepared = eager.find(name, tensors, options)
+        if prepared is None:
+            key = eager.metadata(name, tensors, options)
+            prepared = eager.prepared_call(key)
+            if prepared is None:
+                check(*args, **kwargs)
+            elif not _requires_grad(tensors):
+                eager.keep(name, tensors, options, prepared)
+        _validate(op, args, options, outputs)
+        if prepared is None:
+            launch = _prepare(op, outputs, op.bind(args, options))
+            prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
+        _launch(prepared, outputs, args)
+        eager.bump_versions(outputs)
+
+    return call
+
+
+def _check_outputs(op: Op) -> Callable[..., None]:
+    """(*args, **kwargs) of the `.out` overload -> raises where the caller's outputs are not what is specified."""
+
+    def check(*args: Any, **kwargs: Any) -> None:
+        functional = {name: value for name, value in kwargs.items() if name in op.options}
+        device = dispatch.first_tensor(args).device
+        for name, expected in zip(op.outputs, op.specify(*args, **functional), strict=True):
+            given = kwargs[name]
+            same_shape = given.dim() == len(expected.shape) and all(
+                g == e for g, e in zip(given.shape, expected.shape, strict=True)
+            )
+            if not same_shape or given.dtype != expected.dtype or given.device != device:
+                raise ValueError(
+                    f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
+                    f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
+                )
+            if given.dim() > 1 and checks.strided(given):
+                raise ValueError(
+                    f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
+                )
+            if any(
+                checks.certain(s == 0) and checks.certain(n > 1)
+                for n, s in zip(given.shape, given.stride(), strict=True)
+            ):
+                raise ValueError(
+                    f"{op.name}.out: {name} has strides {given.stride()} for {tuple(given.shape)}; rows that share "
+                    "memory cannot be written: give a tensor that was not expanded"
+                )
+
+    return check
+
+
+def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...], outputs: tuple[torch.Tensor, ...] = ()) -> None:
+    if not (args[0].is_cpu or debug.enabled()):
+        return
+    eager.validate(op, args, options)
+    _refuse_shared_memory(op, args, outputs)
+
+
+def _refuse_shared_memory(op: Op, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
+    """ValueError where an output lies in memory of an argument, or of another output."""
+    needed = [(name, leaf) for name, value in zip(op.arguments, args, strict=False) for leaf in tree_leaves(value)]
+    for name, output in zip(op.outputs, outputs, strict=False):
+        for other, value in needed:
+            if isinstance(value, torch.Tensor) and checks.share_memory(output, value):
+                raise ValueError(
+                    f"{op.name}.out: {name} shares memory with {other}, which the call still needs when it writes "
+                    f"{name}; give {name} memory of its own"
+                )
+        needed.append((name, output))
+
+
+def _fall_through(name: str) -> None:
+    """Let autograd pass an operator that writes into its arguments, which has no gradient.
+
+    A Python kernel that does so and dispatches once more takes 5 us, as much as the rest of the call.
+    """
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+
+
+_define("refuse_backward(Tensor grad, SymInt[] size, str op) -> Tensor")
+
+
+def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.Tensor:
+    raise RuntimeError(f"{op} has no backward: it is an inference operator; detach its inputs or use torch.no_grad()")
+
+
+# An operator of its own, so that a compiled forward over tensors that require grad works and only backward() raises.
+_implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
+
+
+def _refuse_gradients(op: Op) -> None:
+    """The forward accepts tensors that require grad; `backward()` raises one sentence, eager and compiled."""
+
+    def size_of(value: Any) -> Any:
+        # torch takes a list for a list of gradients only when all of it are tensors.
+        if isinstance(value, (list, tuple)) and value and all(isinstance(leaf, torch.Tensor) for leaf in value):
+            return [size_of(leaf) for leaf in value]
+        return tuple(value.shape) if isinstance(value, torch.Tensor) and value.is_floating_point() else None
+
+    def setup_context(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        ctx.sizes = [size_of(value) for value in inputs]
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad = next(g for g in grads if g is not None)
+
+        def refused(size: Any) -> Any:
+            if isinstance(size, list):
+                return [refused(inner) for inner in size]
+            return None if size is None else torch.ops.mla_suite.refuse_backward(grad, size, op.name)
+
+        # Trailing arguments left at their defaults have sizes but were not inputs.
+        return tuple(refused(size) for size in ctx.sizes[: len(ctx.needs_input_grad)])
+
+    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=_library)

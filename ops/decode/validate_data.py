@@ -1,0 +1,90 @@
+"""Checks of the values inside decode's tensors: they read device data, so they run on the CPU and in debug mode."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from mla_suite.core import checks
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format as declared
+from mla_suite.ops.plan import check_lengths, check_plan
+
+
+def validate(args: Any) -> None:
+    caches.check_base(declared(args.kv_format), args.kv_cache, op="decode", argument="kv_cache")
+    check_lengths("decode", args.seq_lens, args.max_seqlen_kv)
+    _check_descale("q_descale", args.q_descale)
+    _check_descale("kv_descale", args.kv_descale)
+    if args.cu_seqlens_q is not None:
+        _check_queries(args.cu_seqlens_q, args.q.shape[0], args.max_seqlen_q)
+    pages, page, _ = args.kv_cache.shape
+    used = (args.seq_lens.long() + page - 1) // page if page else args.seq_lens.long()
+    if args.block_table is not None:
+        _check_table(args.block_table, args.seq_lens, used, pages, page)
+    elif args.kv_indptr is not None and args.kv_indices is not None:
+        _check_ragged(args.kv_indptr, args.kv_indices, args.seq_lens, used, pages, page)
+    if args.rope_cos_sin is not None and args.seq_lens.numel() and int(args.seq_lens.max()) > args.rope_cos_sin.shape[0]:
+        given = f"has {args.rope_cos_sin.shape[0]} positions"
+        checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(args.seq_lens.max())} keys")
+    if args.plan is not None:
+        check_plan("decode", args.plan, args.seq_lens.shape[0], "seq_lens has", args.num_splits, args.split_size)
+
+
+def _check_descale(name: str, factor: torch.Tensor | None) -> None:
+    """Kernels look for the largest score before they multiply, and mask scores with -inf."""
+    value = 0.0 if factor is None else float(factor)
+    if not 0.0 <= value < math.inf:
+        checks.fail("decode", name, f"is {value:g}", "it takes a finite number, 0 or more: quantise with such a one")
+
+
+def _check_queries(cu_seqlens_q: torch.Tensor, tokens: int, max_seqlen_q: int) -> None:
+    bounds = cu_seqlens_q.tolist()
+    if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] != tokens:
+        checks.fail("decode", "cu_seqlens_q", f"is {bounds}", f"it must rise from 0 to the {tokens} tokens of q")
+    longest = max((end - first for first, end in itertools.pairwise(bounds)), default=0)
+    if longest > max_seqlen_q:
+        checks.fail("decode", "max_seqlen_q", f"is {max_seqlen_q}", f"a sequence has {longest} query tokens: pass that")
+
+
+def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.Tensor, pages: int, page: int) -> None:
+    width = block_table.shape[1]
+    _check_fit(seq_lens, used, torch.full_like(used, width), f"block_table has {width} pages of {page} each")
+    present = torch.arange(width, device=used.device) < used[:, None]
+    wrong = (present & ((block_table < 0) | (block_table >= pages))).nonzero()
+    if wrong.numel():
+        b, column = wrong[0].tolist()
+        given = f"is page {int(block_table[b, column])}"
+        checks.fail("decode", f"block_table[{b}, {column}]", given, f"kv_cache has {pages} pages")
+
+
+def _check_ragged(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    used: torch.Tensor,
+    pages: int,
+    page: int,
+) -> None:
+    count = kv_indptr.diff()
+    if int(kv_indptr[0]) < 0 or bool((count < 0).any()) or int(kv_indptr[-1]) > kv_indices.shape[0]:
+        possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
+        checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
+    _check_fit(seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
+    place = torch.arange(kv_indices.shape[0], device=used.device)
+    present = torch.zeros_like(place, dtype=torch.bool)
+    for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):
+        present[first : first + pages_used] = True
+    wrong = (present & ((kv_indices < 0) | (kv_indices >= pages))).nonzero()
+    if wrong.numel():
+        at = int(wrong[0])
+        checks.fail("decode", f"kv_indices[{at}]", f"is page {int(kv_indices[at])}", f"kv_cache has {pages} pages")
+
+
+def _check_fit(seq_lens: torch.Tensor, used: torch.Tensor, room: torch.Tensor, possible: str) -> None:
+    wrong = (used > room).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        checks.fail("decode", f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)

@@ -1,0 +1,403 @@
+"""Public functions skip torch's dispatcher only where nobody could notice."""
+
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite.core import dispatch, eager, register
+from mla_suite.core.op import Output
+
+COMBINE = torch.ops.mla_suite.combine.default
+
+
+def call(partial_out, partial_lse, **changes):
+    return mla_suite.combine(partial_out, partial_lse, **{"num_splits": 3, "out_dtype": torch.float32, **changes})
+
+
+@pytest.fixture
+def partials():
+    """Arguments of a call that is known and like the last, so that nothing but a listener keeps it from the short
+    way."""
+    made = torch.randn(6, 4, 128), torch.randn(6, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            call(*made)
+        yield made
+
+
+@pytest.fixture
+def short(monkeypatch, partials):
+    """Names of the operators that were called without the dispatcher."""
+    taken, through = [], []
+    slow, call_of = eager._through_dispatcher, eager.call
+
+    def dispatched(op, *given):
+        through.append(op.name)
+        return slow(op, *given)
+
+    def noted(op, *given):
+        before = len(through)
+        try:
+            return call_of(op, *given)
+        finally:
+            if not eager.is_dynamo_compiling() and len(through) == before:
+                taken.append(op.name)
+
+    monkeypatch.setattr(eager, "_through_dispatcher", dispatched)
+    monkeypatch.setattr(eager, "call", noted)
+    return taken
+
+
+class Ops(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class Marked(torch.Tensor):
+    seen: list = []  # noqa: RUF012  # of the class: a subclass's results come back as itself
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_known_call_without_listeners_takes_the_short_way(short, partials):
+    right = torch.ops.mla_suite.combine(*partials, num_splits=3, out_dtype=torch.float32)
+    dispatch.clear_caches()
+    ways = []
+    for _ in range(3):
+        short.clear()
+        torch.testing.assert_close(call(*partials), right, rtol=0, atol=0)
+        ways.append(bool(short))
+    assert ways == [False, True, True], "the first call with some metadata is the dispatcher's, with all its checks"
+    with torch.inference_mode():
+        out, _ = call(*partials)
+    assert out.is_inference()
+    assert len(short) == 2
+
+
+def test_every_operator_with_a_short_way_takes_it(short):
+    with torch.no_grad():
+        for name, op in register.registry().items():
+            args, kwargs = op.samples()[0].make(torch.device("cpu"))
+            for _ in range(2):
+                getattr(mla_suite, name)(*args, **kwargs)
+    assert set(short) == set(register.registry())
+
+
+def test_a_dispatch_mode_sees_the_operator(short, partials):
+    with Ops() as mode:
+        call(*partials)
+    assert mode.seen == [COMBINE]
+    assert short == []
+
+
+def test_a_function_mode_sees_the_operator(short, partials):
+    with Functions() as mode:
+        call(*partials)
+    assert COMBINE in mode.seen or torch.ops.mla_suite.combine in mode.seen
+    assert short == []
+
+
+def test_a_subclass_sees_the_operator(short, partials):
+    Marked.seen.clear()
+    call(partials[0].as_subclass(Marked), partials[1])
+    assert COMBINE in Marked.seen or torch.ops.mla_suite.combine in Marked.seen
+    assert short == []
+
+
+def test_a_parameter_is_a_plain_tensor(short, partials):
+    call(torch.nn.Parameter(partials[0]), partials[1])
+    assert short == ["combine"]
+
+
+def test_fakes_stay_fakes(short, partials):
+    with FakeTensorMode() as mode:
+        out, _ = call(*map(mode.from_tensor, partials))
+    assert isinstance(out, torch._subclasses.FakeTensor)
+    assert short == []
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_traces_the_operator(short, partials, mode):
+    graph = make_fx(lambda *given: call(*given), tracing_mode=mode)(*partials)
+    assert COMBINE in [node.target for node in graph.graph.nodes]
+    assert short == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_traces_the_operator(short, partials, strict):
+    class Model(torch.nn.Module):
+        def forward(self, *partials):
+            return call(*partials)
+
+    program = torch.export.export(Model(), partials, strict=strict)
+    assert COMBINE in [node.target for node in program.graph.nodes]
+    assert short == []
+
+
+def test_compile_traces_the_operator_without_a_break(short, partials):
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(*partials), call(*partials), rtol=0, atol=0)
+    (graph,) = graphs
+    called = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert COMBINE in called or torch.ops.mla_suite.combine in called
+    assert short == ["combine"] * 2, "of the calls outside"
+
+
+def test_a_jit_trace_records_the_operator(short, partials):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit itself
+        traced = torch.jit.trace(call, partials, check_trace=False)
+    assert "mla_suite::combine" in str(traced.graph)
+    assert short == []
+
+
+def test_functorch_sees_the_operator(short, partials):
+    batched = torch.stack([partials[0]] * 2), torch.stack([partials[1]] * 2)
+    mapped = torch.vmap(call)(*batched)
+    dispatched = torch.vmap(lambda *given: COMBINE(*given, num_splits=3, out_dtype=torch.float32))(*batched)
+    assert all(map(torch.equal, mapped, dispatched))
+    assert short == []
+
+
+def test_a_profiler_sees_the_operator(short, partials):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(*partials)
+    assert "mla_suite::combine" in {event.name for event in profile.events()}
+    assert short == []
+
+
+def test_gradients_are_refused_as_ever(short, partials):
+    needs = partials[0].clone().requires_grad_()
+    with torch.enable_grad():
+        out, _ = call(needs, partials[1])
+        assert out.requires_grad
+        with pytest.raises(RuntimeError, match="combine has no backward"):
+            out.sum().backward()
+        call(*partials)
+    assert short == ["combine"], "of the call whose tensors ask for no gradient"
+    short.clear()
+    assert not call(needs, partials[1])[0].requires_grad
+    assert short == ["combine"]
+
+
+def test_values_that_are_yet_to_be_made_are_made(short, partials):
+    sinks = torch.zeros(1), torch._neg_view(torch.tensor([-2.0])), torch._efficientzerotensor(1)
+    for sink, same in zip(sinks, (sinks[0], torch.tensor([2.0]), sinks[0]), strict=True):
+        want = mla_suite.combine(*partials, attn_sink=same, num_splits=3)
+        short.clear()
+        for _ in range(2):
+            torch.testing.assert_close(mla_suite.combine(*partials, attn_sink=sink, num_splits=3), want, rtol=0, atol=0)
+        assert short == (["combine"] * 2 if sink is sinks[0] else [])
+
+
+def test_tensors_in_lists_are_looked_at(short):
+    args, kwargs = register.registry()["sparse_decode"].samples()[2].make(torch.device("cpu"))
+    q, (cache,), *rest = args
+    with torch.no_grad():
+        for given, taken in ((cache, 1), (torch._neg_view(-cache), 0), (cache.as_subclass(Marked), 0)):
+            want = torch.ops.mla_suite.sparse_decode(q, [cache], *rest, **kwargs)
+            short.clear()
+            found = mla_suite.sparse_decode(q, [given], *rest, **kwargs)
+            assert all(map(torch.equal, found, want))
+            assert len(short) == taken
+        for wrong in ((q, [[cache]]), (q, cache), ([q], [cache])):
+            with pytest.raises((RuntimeError, TypeError)):
+                mla_suite.sparse_decode(*wrong, *rest, **kwargs)
+    assert short == []
+
+
+@pytest.mark.parametrize("wrong", [3.0, "3"])
+def test_what_the_schema_refuses_is_refused_after_a_like_call_too(partials, wrong):
+    with pytest.raises((RuntimeError, TypeError)):
+        call(*partials, num_splits=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"causal": None}, "decode: causal is None; it takes a value"),
+        ({"softmax_scale": None}, "decode: softmax_scale is None; it takes a value"),
+        ({"max_seqlen_q": 1.0}, "decode: max_seqlen_q is 1.0; it takes an int of 64 bits"),
+        ({"kv_format": ["bf16"]}, "decode: kv_format is a list of str; it takes a string"),
+        ({"seq_lens": [3, 5]}, "decode: seq_lens is a list of int; it takes a tensor"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    given = dict(zip(register.get("decode").arguments, args, strict=False), **kwargs)
+    with pytest.raises(TypeError) as refused:
+        mla_suite.decode(**{**given, **wrong})
+    assert str(refused.value) == sentence
+
+
+def test_a_tensor_that_is_none_is_refused(partials):
+    with pytest.raises(TypeError, match="first argument must be a tensor, not NoneType"):
+        call(None, partials[1])
+
+
+def test_values_are_checked_on_the_short_way_too(short):
+    partial_out, partial_lse = torch.randn(6, 4, 128), torch.randn(6, 4)
+    with torch.no_grad():
+        for bounds, right in (([0, 2, 6], True), ([0, 3, 5], True), ([0, 9, 6], False)):
+            given = partial_out, partial_lse, torch.tensor(bounds, dtype=torch.int32)
+            if right:
+                mla_suite.combine(*given)
+            else:
+                with pytest.raises(ValueError, match="split_indptr is"):
+                    mla_suite.combine(*given)
+    assert short == ["combine"] * 2
+
+
+def test_nothing_of_a_call_is_kept():
+    with torch.no_grad():
+        made = torch.randn(6, 4, 128), torch.randn(6, 4)
+        for _ in range(3):
+            results = call(*made)
+        watched = [weakref.ref(tensor) for tensor in (*made, *results)]
+        del made, results
+    gc.collect()
+    assert [watch() for watch in watched] == [None] * 4
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
+def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
+    outputs = [Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
+    device = torch.device("cpu")
+    for made in (eager.allocator(outputs, device)(), eager.empty(outputs, device)):
+        for tensor, (_, dtype) in zip(made, outputs, strict=True):
+            right = torch.empty(shape, dtype=dtype)
+            assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
+            assert tensor.is_contiguous()
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    assert [tensor.shape for tensor in eager.allocator(outputs, device)()] == [shape] * 3
+    assert eager.allocator([], device)() == ()
+
+
+def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
+    made = []
+    entry = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *spec: made.append(spec) or entry(*spec))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(eager, "empty", lambda outputs, device: (device,))
+    outputs = [Output((2, 3), torch.float32)]
+    assert eager.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
+    assert made == []
+    (tensor,) = eager.allocator(outputs, torch.device("cuda", 1))()
+    assert tensor.shape == (2, 3)
+    assert made == [((2, 3), (3, 1), torch.float32)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+def test_the_short_way_on_a_gpu(short, partials):
+    """The same numbers as the dispatcher's way, eagerly and in a graph that was captured the short way."""
+    given = [tensor.cuda() for tensor in partials]
+    right = COMBINE(*given, num_splits=3, out_dtype=torch.float32)
+    assert short == []
+    assert all(map(torch.equal, call(*given), right))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*given)
+    assert short == ["combine"] * 2
+    for tensor in given:
+        tensor.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, COMBINE(*given, num_splits=3, out_dtype=torch.float32)))
+
+
+# Ways of calling that look as if they left the fast path
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(1), np.float64(1), np.int64(1)])
+def test_numbers_of_other_kinds_take_the_short_way(short, scale):
+    """An int for a float and NumPy's numbers are what their value is; the schema's own kind is not needed."""
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    kwargs |= {"softmax_scale": 1.0}
+    with torch.no_grad():
+        want = mla_suite.decode(*args, **kwargs)
+        short.clear()
+        for _ in range(3):
+            found = mla_suite.decode(*args, **kwargs | {"softmax_scale": scale})
+            assert all(map(torch.equal, found, want))
+    assert short == ["decode"] * 3
+
+
+def test_numpys_integers_take_the_short_way(short, partials):
+    want = call(*partials)
+    short.clear()
+    for _ in range(3):
+        assert all(map(torch.equal, call(*partials, num_splits=np.int32(3)), want))
+    assert short == ["combine"] * 3
+
+
+@pytest.mark.parametrize("wrong", [3.0, "3", None])
+def test_numbers_that_torch_refuses_are_refused(partials, wrong):
+    for _ in range(2):
+        with pytest.raises((RuntimeError, TypeError)):
+            call(*partials, num_splits=wrong)
+
+
+def test_a_default_device_takes_the_short_way(short, partials):
+    want = call(*partials)
+    short.clear()
+    torch.set_default_device("cpu")
+    try:
+        for _ in range(2):
+            assert all(map(torch.equal, call(*partials), want))
+        with Functions():
+            call(*partials)
+    finally:
+        torch.set_default_device(None)
+    assert short == ["combine"] * 2, "a mode on top of the default device still sees the operator"
+
+
+def test_gradients_that_nobody_asks_for_take_the_short_way(short, partials):
+    with torch.enable_grad():
+        for _ in range(3):
+            out, _ = call(*partials)
+            assert not out.requires_grad
+    assert short == ["combine"] * 3
+    with torch.enable_grad():
+        assert call(partials[0].clone().requires_grad_(), partials[1])[0].requires_grad
+    assert short == ["combine"] * 3
+
+
+def test_calls_through_torch_ops_are_recognised(partials):
+    """What Inductor's code calls finds the prepared call by the same guards, behind the dispatcher."""
+    for _ in range(3):
+        COMBINE(*partials, num_splits=3, out_dtype=torch.float32)
+    prepared = eager._last["combine.default"].prepared
+    assert prepared is eager._last["combine"].prepared
