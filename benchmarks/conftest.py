@@ -99,6 +99,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Sequence[Any
     for entry in output_json["benchmarks"]:
         if entry["group"] in COUNTED:
             entry["stats"].pop("data", None)
+            entry.pop("options")
 
 
 def pytest_benchmark_compare_machine_info(
