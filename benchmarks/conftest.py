@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +68,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def case(shape: str, request: pytest.FixtureRequest) -> sets.Case:
     return next(case for case in sets.named(request.config.getoption("--set")) if case.id == shape)
+
+
+@pytest.fixture(scope="session")
+def stored(request: pytest.FixtureRequest) -> frozenset[str]:
+    """Benchmarks of the file that the run is compared with: none of them may be skipped."""
+    path = Path(str(request.config.getoption("benchmark_compare") or ""))
+    if not path.is_file():
+        return frozenset()
+    return frozenset(entry["fullname"] for entry in json.loads(path.read_text())["benchmarks"])
 
 
 def pytest_benchmark_scale_unit(
