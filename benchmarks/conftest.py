@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +70,15 @@ def case(shape: str, request: pytest.FixtureRequest) -> sets.Case:
     return next(case for case in sets.named(request.config.getoption("--set")) if case.id == shape)
 
 
+@pytest.fixture(scope="session")
+def stored(request: pytest.FixtureRequest) -> frozenset[str]:
+    """Benchmarks of the file that the run is compared with: none of them may be skipped."""
+    path = Path(str(request.config.getoption("benchmark_compare") or ""))
+    if not path.is_file():
+        return frozenset()
+    return frozenset(entry["fullname"] for entry in json.loads(path.read_text())["benchmarks"])
+
+
 def pytest_benchmark_scale_unit(
     config: pytest.Config, unit: str, benchmarks: Sequence[Mapping[str, Any]], best: str, worst: str, sort: str
 ) -> tuple[str, float] | None:
@@ -99,6 +110,7 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Sequence[Any
     for entry in output_json["benchmarks"]:
         if entry["group"] in COUNTED:
             entry["stats"].pop("data", None)
+            entry.pop("options")
 
 
 def pytest_benchmark_compare_machine_info(

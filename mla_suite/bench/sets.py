@@ -59,10 +59,15 @@ class Case:
 
 @dataclass(frozen=True)
 class NamedSet:
-    """`source` says who published the shapes, or why they are here."""
+    """A set of shapes.
+
+    source  who published them, or why they are here
+    grid    whether `cases` takes other batches, contexts, heads, q_len and pages than the published ones
+    """
 
     source: str
-    cases: Callable[[], Sequence[Case]]
+    cases: Callable[..., Sequence[Case]]
+    grid: bool = False
 
 
 def decode(batch: int, heads: int, kv_len: int, q_len: int = 1, *, planned: bool = False, **options: Any) -> Case:
@@ -103,9 +108,16 @@ def sparse(batch: int, heads: int, q_len: int, pools: Sequence[PoolShape], *, si
     return Case("sparse_decode", made, facts, options={"sink": sink}, of=of)
 
 
-def _aiter_pr_3003(**options: Any) -> list[Case]:
-    batches, contexts = (1, 3, 5, 16, 32, 64, 128, 256), (21, 64, 256, 512, 1200, 3200, 5200, 8192)
-    return [decode(b, 32, kv, 4, page=1, planned=True, **options) for b in batches for kv in contexts]
+def _aiter_pr_3003(
+    batches: Sequence[int] = (1, 3, 5, 16, 32, 64, 128, 256),
+    contexts: Sequence[int] = (21, 64, 256, 512, 1200, 3200, 5200, 8192),
+    heads: int = 32,
+    q_len: int = 4,
+    pages: Sequence[int] = (1,),
+    **options: Any,
+) -> list[Case]:
+    shapes = [(b, kv, page) for page in pages for b in batches for kv in contexts]
+    return [decode(b, heads, kv, q_len, page=page, planned=True, **options) for b, kv, page in shapes]
 
 
 def _gpu_mode_2025() -> list[Case]:
@@ -166,8 +178,8 @@ def _quick() -> list[Case]:
 
 
 def _counted() -> list[Case]:
-    fp8 = dict(kv_format="fp8", dtype=torch.float8_e4m3fn)
-    fnuz = dict(kv_format="fp8_fnuz", dtype=torch.float8_e4m3fnuz)
+    fp8: dict[str, Any] = dict(kv_format="fp8", dtype=torch.float8_e4m3fn)
+    fnuz: dict[str, Any] = dict(kv_format="fp8_fnuz", dtype=torch.float8_e4m3fnuz)
     dense = [
         decode(1, 16, 1024),
         decode(1, 128, 1024),
@@ -192,8 +204,9 @@ SETS: Mapping[str, NamedSet] = {
     "aiter-3003": NamedSet(
         "AITER pull request 3003: fp8 queries and keys, 32 heads, 4 query tokens, pages of 1",
         partial(_aiter_pr_3003, kv_format="fp8", dtype=torch.float8_e4m3fn),
+        grid=True,
     ),
-    "aiter-3003-bf16": NamedSet("the same grid in bf16", _aiter_pr_3003),
+    "aiter-3003-bf16": NamedSet("the same grid in bf16", _aiter_pr_3003, grid=True),
     "aiter-3468": NamedSet(
         "AITER pull request 3468, the reduce alone: tokens x splits at the 16 and 8 heads of Kimi K2.5 per rank; the "
         "pull request names the axes, not the list",
@@ -216,11 +229,17 @@ def matching(cases: Mapping[str, Case], parts: Sequence[str] | None) -> list[Cas
     return wanted
 
 
-def named(name: str, op: str | None = None) -> list[Case]:
-    """The cases of a set, or those of one operator. ValueError, with what there is, for an unknown name or no case."""
+def named(name: str, op: str | None = None, **grid: Any) -> list[Case]:
+    """The cases of a set, or those of one operator. ValueError, with what there is, for an unknown name or no case.
+
+    grid  other batches, contexts, heads, q_len or pages, for a set that is a grid
+    """
     if name not in SETS:
         raise ValueError(f"no set of shapes {name!r}; there are {', '.join(SETS)}")
-    cases = [case for case in SETS[name].cases() if op in (None, case.op)]
+    if grid and not SETS[name].grid:
+        grids = " and ".join(entry for entry in SETS if SETS[entry].grid)
+        raise ValueError(f"set {name!r} has fixed shapes, of which --shapes picks; other sizes are for {grids}")
+    cases = [case for case in SETS[name].cases(**grid) if op in (None, case.op)]
     if not cases:
         ops = sorted({case.op for case in SETS[name].cases()})
         raise ValueError(f"set {name!r} has no case of {op!r}; it has {', '.join(ops)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from mla_suite.bench import published
 from mla_suite.bench.bounds import limiter
 from mla_suite.bench.record import Comparison, Report, Result
 from mla_suite.bench.third_party import THIRD_PARTIES
@@ -59,6 +60,14 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     numeric = frozenset(index for index, name in enumerate(header) if name not in words)
     title = "Device time of a call, cold caches" if gpu else "Time of a call on this CPU"
     return Table(title, tuple(header), rows, marks, numeric)
+
+
+def beside_published(report: Report) -> Table:
+    """Ours beside the times of AITER pull request 3003, for the shapes that have some."""
+    rows = list(published.rows(report))
+    title = "As published for AITER on an MI355X (p50 of decode and reduce), and ours on this device"
+    header = ("batch", "ctx", "ASM us", "HK us", "ours us", "gain %")
+    return Table(title, header, [row.cells for row in rows], [""] * len(rows), frozenset(range(len(header))))
 
 
 def counted(report: Report) -> Table:

@@ -26,3 +26,8 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r}; it is a number, 1 at least")
     return int(text)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers between commas."""
+    return tuple(positive(part.strip()) for part in text.split(","))

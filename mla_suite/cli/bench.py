@@ -4,6 +4,7 @@
   python -m mla_suite bench --list                            the sets of shapes
   python -m mla_suite bench --set flashmla --save new.json    keep the numbers
   python -m mla_suite bench --set flashmla --compare old.json exit 1 if a shape is slower than noise explains
+  python -m mla_suite bench --set aiter-3003 --batch-sizes 1,8 --ctx-lens 512,4096 --csv table.csv
   python -m mla_suite bench --load new.json --html page.html  a page from saved numbers, measuring nothing
 
 On a GPU: device time by CUDA graph replay with cold caches, after a rest and at the end of 0.7 s without one, host time
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mla_suite.cli import INTERRUPTED
-from mla_suite.cli.arguments import torch_device
+from mla_suite.cli.arguments import positive, sizes, torch_device
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,28 @@ if TYPE_CHECKING:
     from mla_suite.bench.table import Table
 
 
+GRID = {
+    "batch_sizes": "batches",
+    "ctx_lens": "contexts",
+    "nhead": "heads",
+    "decode_qlen": "q_len",
+    "page_sizes": "pages",
+}
+"""Options that give a set other sizes, and what the set calls them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", metavar="NAME", help="shapes to measure; may be repeated")
     parser.add_argument("--list", action="store_true", help="list the sets and stop")
     parser.add_argument("--op", help="only this operator's shapes")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
+    grid = parser.add_argument_group("other sizes, for the sets aiter-3003 and aiter-3003-bf16")
+    grid.add_argument("--batch-sizes", type=sizes, metavar="N,N", help="sequences (default as published)")
+    grid.add_argument("--ctx-lens", type=sizes, metavar="N,N", help="cached keys of a sequence")
+    grid.add_argument("--nhead", type=positive, metavar="N", help="heads of the queries (default 32)")
+    grid.add_argument("--decode-qlen", type=positive, metavar="N", help="query tokens of a sequence (default 4)")
+    grid.add_argument("--page-sizes", type=sizes, metavar="N,N", help="tokens of a page (default 1)")
+    parser.add_argument("--csv", metavar="FILE", type=Path, help="write ours beside the published times as CSV")
     parser.add_argument("--backend", action="append", choices=("native", "triton", "reference"), help="repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
@@ -63,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mla_suite.bench import record, sets
+    from mla_suite.bench import published, record, saving, sets
     from mla_suite.bench.clock import Effort
 
     console = Console(width=None if sys.stdout.isatty() else 200)
@@ -75,11 +93,12 @@ def run(args: argparse.Namespace) -> int:
         from mla_suite.bench import page  # says what is missing before minutes are spent on measuring
 
         page.need_matplotlib()
-    for path in filter(None, (args.save, args.html)):
+    for path in filter(None, (args.save, args.html, args.csv)):
         _make_room(path)
-    chosen = [name for name in ("set", "op", "shapes", "backend", "plan") if getattr(args, name)]
+    chosen = [name for name in ("set", "op", "shapes", "backend", "plan", *GRID) if getattr(args, name)]
     if args.load and chosen:
-        raise ValueError(f"--load shows a run as it was saved; leave out --{' --'.join(chosen)}")
+        given = " ".join(f"--{name.replace('_', '-')}" for name in chosen)
+        raise ValueError(f"--load shows a run as it was saved; leave out {given}")
     if args.rounds < 1 or args.passes < 1:
         raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
     old = record.load(args.compare) if args.compare else None
@@ -106,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.load:
             comparisons = _again(old, report, comparisons, args, effort)
             _save(report, args.save)
+    if args.csv is not None:
+        saving.write_whole(args.csv, published.as_csv(report))
     if args.html is not None:
         page.write(args.html, report, comparisons, old)
     lost = list(record.missing(old, report)) if old is not None else []
@@ -158,8 +179,9 @@ def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:
     from mla_suite.bench import sets
 
     found: dict[str, Case] = {}
+    grid = {meant: getattr(args, name) for name, meant in GRID.items() if getattr(args, name)}
     for name in names:
-        for case in sets.named(name, args.op):
+        for case in sets.named(name, args.op, **grid):
             plans = {"with": (True,), "without": (False,), "both": (True, False), None: (case.planned,)}[args.plan]
             for planned in plans if case.op == "decode" else (False,):
                 chosen = replace(case, planned=planned)
@@ -309,7 +331,8 @@ def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) 
         )
     if not report.on_gpu:
         console.print("No GPU: these are times of the reference on the CPU; bounds of AMD kernels come from counters.")
-    for shown in (table.times(report, comparisons), table.counted(report), table.failures(report.results)):
+    tables = (table.times(report, comparisons), table.beside_published(report), table.counted(report))
+    for shown in (*tables, table.failures(report.results)):
         if shown.rows:
             _print_table(console, shown)
 

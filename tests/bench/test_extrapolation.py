@@ -59,6 +59,10 @@ def test_every_counter_is_that_of_the_whole(name: str, arch: str, monkeypatch: p
     if name == "fp8 weights":  # new largest scores are left out of the periods
         assert 0.97 * results[0].instructions < results[1].instructions <= results[0].instructions
         return
+    if case.op == "sparse_decode":  # an index that selects nothing costs a branch, and sequences draw their own
+        assert results[1].instructions == pytest.approx(results[0].instructions, rel=0.01)
+        assert results[1].counted["matrix"] == results[0].counted["matrix"]
+        return
     for mine, theirs in zip(made, whole, strict=True):
         for counter in set(COUNTERS) - {"loaded", "stored"}:
             assert (getattr(mine, counter) == getattr(theirs, counter)).all(), (mine.kernel, counter)

@@ -1,0 +1,101 @@
+"""Is decode as accurate on fp8 queries and keys, 32 heads and 4 query tokens, as AITER's kernel is published to be?
+
+    python benchmarks/check_h32_q4.py [--shapes 1x512,2x2048,4x8192,4x16384] [--csv FILE]
+
+A shape is batch x context. Each runs with and without a plan: on this machine's GPU, else in the emulated gfx950, where
+the four shapes take four minutes of CPU time. What is printed is the cosine distance to fp64, q and keys ~ N(0, 1) in
+e4m3, causal, at the softmax scale of DeepSeek's models, 1/sqrt(192); and the published distance of AITER's kernel to
+its own reference, on values of its own (pull request 3003). The exit status is 1 when a distance, rounded to the six
+decimals that are published, is larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import mla_suite
+from mla_suite import testing
+from mla_suite.bench import inputs, saving, sets
+from mla_suite.bench.inputs import Call
+
+PUBLISHED = {(1, 512): 0.000135, (2, 2048): 0.000089, (4, 8192): 0.000041, (4, 16384): 0.000026}
+SCALE = 192**-0.5
+HEADER = ("batch", "ctx", "total_kv", "plan", "cosine_distance", "published")
+
+
+class Line(NamedTuple):
+    batch: int
+    ctx: int
+    planned: bool
+    distance: float
+
+    @property
+    def published(self) -> float | None:
+        return PUBLISHED.get((self.batch, self.ctx))
+
+    @property
+    def holds(self) -> bool:
+        return self.published is None or round(self.distance, 6) <= self.published
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        published = "" if self.published is None else f"{self.published:.6f}"
+        with_plan = "yes" if self.planned else "no"
+        shape = str(self.batch), str(self.ctx), str(self.batch * self.ctx)
+        return *shape, with_plan, f"{self.distance:.6f}", published
+
+
+def cosine_distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double(), b.double()
+    return float(1 - (a * b).sum() / (a.norm() * b.norm()))
+
+
+def problem(batch: int, ctx: int, device: torch.device, scale: float = SCALE) -> tuple[sets.Case, Call]:
+    """The case, with a plan, and its call without one: every value of q and of the keys ~ N(0, 1)."""
+    case = sets.decode(batch, 32, ctx, 4, page=1, planned=True, kv_format="fp8", dtype=torch.float8_e4m3fn)
+    args, kwargs = case.sample.make(device)
+    keys = torch.randn(args[1].shape, generator=torch.Generator(device).manual_seed(ctx), device=device)
+    cache, one = keys.to(torch.float8_e4m3fn).view(torch.uint8), torch.ones((), device=device)
+    call = Call((args[0], cache, *args[2:8], one, *args[9:]), kwargs | {"softmax_scale": scale})
+    return case, call
+
+
+def lines(batch: int, ctx: int, device: torch.device, scale: float = SCALE) -> Iterator[Line]:
+    """Without a plan, and with one."""
+    case, call = problem(batch, ctx, device, scale)
+    exact = testing.exact_decode(*call.args, **call.kwargs).out
+    with nullcontext() if device.type == "cuda" else mla_suite.emulate("gfx950"):
+        for planned, own in ((False, call), (True, inputs.with_plan(case, call))):
+            out, _ = torch.ops.mla_suite.decode(*own.args, **own.kwargs)
+            yield Line(batch, ctx, planned, cosine_distance(out, exact))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(f"{batch}x{ctx}" for batch, ctx in PUBLISHED))
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines as CSV too")
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print("on", torch.cuda.get_device_name() if device.type == "cuda" else "an emulated gfx950")
+    print(*HEADER)
+    found = []
+    for shape in given.shapes.split(","):
+        batch, ctx = map(int, shape.split("x"))
+        for line in lines(batch, ctx, device):
+            found.append(line)
+            print(*line.cells, "" if line.holds else "<- larger than published", flush=True)
+    if given.csv:
+        text = "\n".join(",".join(cells) for cells in (HEADER, *(line.cells for line in found))) + "\n"
+        saving.write_whole(given.csv, text)
+    return 0 if all(line.holds for line in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
