@@ -9,7 +9,8 @@ heads, query length and page size is taken. Arguments that only tune AITER's own
 read; each function names them.
 
 Sparse attention is spelled in either of AITER's ways: kv_indptr per query token over pages of one token, or metadata
-with topk, where kv_indices has topk entries for every query token.
+with topk, where kv_indices has topk entries for every query token. Metadata says in its own data that it selects, so a
+copy or a slice of it means the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,13 @@ from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
 
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
-_selecting: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # work_info_set -> topk, where it was planned with one
+# The last column of work_info_set, which AITER does not use, holds this plus topk where the metadata selects keys. An
+# int32 that memory nobody wrote is unlikely to hold; topk takes the lower 16 bits.
+TOPK_MARK = 0x4D4C0000
+MAX_TOPK = 0xFFFF
+DENSE = -1
+# work_info_set -> (topk or DENSE, version of the tensor when that was so): saves reading the mark on the host.
+_topk_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mla_decode_fwd(
@@ -79,7 +86,7 @@ def mla_decode_fwd(
     Not read: num_kv_splits_indptr, intra_batch_mode, the reduce_* tensors (splits merge inside), and g_kv_indptr and
     cp_rank, which say something about more than one rank only.
 
-    After metadata with topk, passed on as it is: kv_indices [tokens x topk], of which query token t has
+    After metadata with topk, or a copy or slice of it: kv_indices [tokens x topk], of which query token t has
     kv_indices[t x topk :][: min(keys of its sequence, topk)] and sees all; pages of one token; bf16, fp16 or fp32.
 
     -> (o, lse [tokens, heads] fp32 or None). Where AITER returns its scratch of partial results there is none: the
@@ -110,8 +117,8 @@ def mla_decode_fwd(
         if work_indptr is None or work_info_set is None:
             given = "work_meta_data is given without work_indptr and work_info_set"
             _refuse(name, given, "pass all that get_mla_metadata_v1 filled, or none of it")
-        topk = _selecting.get(work_info_set)
-        if topk is not None:
+        topk = _topk_of(name, work_info_set)
+        if topk != DENSE:
             _decode_selected(q, kv_buffer, o, lse, kv_indptr, kv_indices, topk, scale)
             return o, lse if return_lse else None
         plan = metadata_convert.recall(work_info_set, batch)
@@ -210,7 +217,9 @@ def get_mla_metadata_v1(
     plan is wrong for other lengths, only less even.
 
     With topk each query token is planned for itself: reduce_final_map [batch x query tokens, 2] says how many there
-    are, and the buffers must be passed on to mla_decode_fwd as they are, since the lists cannot say that they select.
+    are. The last column of work_info_set, which AITER leaves unused, then says topk to mla_decode_fwd. That reads it on
+    the host for a tensor that it has not seen, once; a captured or compiled step cannot wait for it, and checks on the
+    device that the metadata is of the kind that it was captured with.
 
     Not read, since they tune AITER's planner: is_causal, kv_granularity, uni_seqlen_qo, fast_mode, max_split_per_batch,
     intra_batch_mode, mla_version and the dtypes.
@@ -237,6 +246,8 @@ def get_mla_metadata_v1(
     if topk >= 0:
         if page_size != 1:
             _refuse(name, f"topk is {topk} and page_size {page_size}", "selections are of tokens: page_size 1")
+        if topk > MAX_TOPK:
+            _refuse(name, f"topk is {topk}", f"it takes 0..{MAX_TOPK}")
         tokens = reduce_final_map.shape[0]
         seq_lens = _selected_lens(name, seqlens_kv_indptr, tokens, topk)
         q_len, queries = 1, torch.arange(tokens + 1, dtype=torch.int32, device=seq_lens.device)
@@ -254,18 +265,51 @@ def get_mla_metadata_v1(
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
         metadata_convert.remember(work_info_set, plan, batch)
-        _selecting.pop(work_info_set, None)
     else:
         made = metadata_convert.aiter_lists(plan, queries, spans, **sizes)
-        _selecting[work_info_set] = topk
     buffers = (work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     for buffer, part in zip(buffers, made, strict=True):
         buffer[: part.shape[0]].copy_(part)
+    # Every row is marked, so that a slice of them still says what they are.
+    work_info_set[:, metadata_convert.AiterColumn.PAD].fill_(0 if spans is None else TOPK_MARK + topk)
+    _remember_topk(work_info_set, DENSE if spans is None else topk)
     reduce_indptr[batch + 1 :] = made.reduce_indptr[-1]  # tiles past the batch merge nothing
     pointers = work_metadata_ptrs.view(torch.int64)
     # Assigned, a number would be copied from host memory, which cannot be captured.
     pointers[0].fill_(work_indptr.data_ptr())
     pointers[1].fill_(work_info_set.data_ptr())
+
+
+def _remember_topk(work_info_set: torch.Tensor, topk: int) -> None:
+    """Keep what the tensor says as long as nobody writes it; traced code has no tensors to keep it for."""
+    if not torch.compiler.is_dynamo_compiling():
+        version = None if work_info_set.is_inference() else work_info_set._version
+        _topk_known[work_info_set] = (topk, version)
+
+
+def _topk_of(name: str, work_info_set: torch.Tensor) -> int:
+    """The topk that metadata was made with, or DENSE, from its own data."""
+    mark = work_info_set[:1, metadata_convert.AiterColumn.PAD]
+    guess = DENSE
+    if not torch.compiler.is_dynamo_compiling():
+        inference = work_info_set.is_inference()  # such tensors do not count their writes
+        guess, version = _topk_known.get(work_info_set, (DENSE, None))
+        if version is not None and not inference and version == work_info_set._version:
+            return guess
+        if not (work_info_set.is_cuda and torch.cuda.is_current_stream_capturing()):
+            word = int(mark) if mark.numel() else 0
+            topk = word - TOPK_MARK if word & ~MAX_TOPK == TOPK_MARK else DENSE
+            if not inference:
+                _remember_topk(work_info_set, topk)
+            return topk
+    # The host cannot wait here, so the metadata is taken for what it was, and the device stops where it is not.
+    same = mark == TOPK_MARK + guess if guess != DENSE else (mark & ~MAX_TOPK) != TOPK_MARK
+    torch._assert_async(
+        same.all(),
+        f"{name}: work_info_set was made with another topk than the captured or compiled step; pass the tensor that "
+        "get_mla_metadata_v1 filled when it was captured, or do not compile this call",
+    )
+    return guess
 
 
 def _decode_selected(

