@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from mla_suite import archs as arch_records
 from mla_suite.bench import environment, sets
 from mla_suite.build import manifest
 from mla_suite.build.errors import ObjectError
-from mla_suite.core import arch as arch_records
 
 COUNTED = {"clocks": "clock", "instructions": "instruction"}
 """Groups whose statistic is no time, and its unit."""

@@ -81,23 +81,23 @@ def limiter(counted: dict[str, float]) -> str:
 
 def _whole(case: Case, op: Op, call: Call, choice: Choice) -> Counted:
     right = inputs.expected(case, call)
-    reports, outputs = extrapolation.launches(op, _runner(choice), call)
+    reports, outputs = extrapolation.launches(op, _runner(op, choice), call)
     written = tuple(call.args[op.arguments.index(name)] for name in op.mutates)
     bound = right.fp8_weights if fp8_weights(choice.supported.config) else None
     return Counted(reports, inputs.error((*outputs, *written), right.outputs, fp8_weights=bound), right.source)
 
 
 def _extrapolated(case: Case, call: Call, choice: Choice, arch: str) -> Counted:
-    config, run = choice.supported.config, _runner(choice)
+    config, run = choice.supported.config, _runner(register.get(case.op), choice)
     if case.op == "decode":
         return extrapolation.planned_decode(case, call, run, (arch, str(config)), fp8_weights(config))
     waves = config.threads // arch_records.get(arch).wavefront
     return extrapolation.sparse(case, run, config.tiles(case.facts["heads"]), waves)
 
 
-def _runner(choice: Choice) -> extrapolation.Run:
+def _runner(op: Op, choice: Choice) -> extrapolation.Run:
     def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        choice.backend.run(choice.supported.config, outputs, *call.args, **call.kwargs)
+        choice.backend.run(choice.supported.config, outputs, op.Args(*call.args, **call.kwargs))
 
     return run
 

@@ -24,8 +24,9 @@ import torch
 from mla_suite.bench import inputs
 from mla_suite.bench.inputs import PLAN, Call
 from mla_suite.bench.sets import Case
-from mla_suite.core import dispatch, library
-from mla_suite.core.dispatch import Offer
+from mla_suite.core import dispatch, register
+from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Op
 from mla_suite.emulator import Report, SanitizerError, configured
 from mla_suite.launch import LaunchError
 from mla_suite.ops.combine.samples import sample as combine_sample
@@ -91,7 +92,7 @@ def total(parts: Sequence[tuple[int, Report]]) -> Report:
     return replace(first, **counts)
 
 
-def launches(op: library.Op, run: Run, call: Call) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
+def launches(op: Op, run: Run, call: Call) -> tuple[list[Report], tuple[torch.Tensor, ...]]:
     """The reports of one call in the emulator that is active, and its outputs. SanitizerError for any finding."""
     with configured(collect=True) as reports:
         outputs = inputs.outputs_for(op, call)
@@ -122,7 +123,7 @@ def period(case: Case, run: Run, key: tuple[object, ...]) -> Report:
     """
     key = (*key, case.facts["heads"], case.facts["q_len"], *sorted(case.options.items()))
     if key not in _periods:
-        op = library.get(case.op)
+        op = register.get(case.op)
         found = []
         for keys in (STEADY, STEADY + PERIOD, STEADY + 2 * PERIOD):
             args, kwargs = case.at([keys]).make(CPU)
@@ -141,7 +142,7 @@ def planned_decode(case: Case, call: Call, run: Run, key: tuple[object, ...], fp
     call, key    those of `one_pool` and of `period`
     fp8_weights  whether the backend rounds softmax weights to fp8
     """
-    op = library.get(case.op)
+    op = register.get(case.op)
     plan = Plan.read(call.args[PLAN])
     sequences = _tiles(plan, case.lens)
     lens = [sum(tile.shortened for tile in tiles) for tiles in sequences]
@@ -236,7 +237,7 @@ def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
     row_tiles, waves  workgroups that share a query token's keys, and waves of one
     ValueError when sequences share workgroups.
     """
-    op = library.get(case.op)
+    op = register.get(case.op)
     batch, tokens = case.facts["batch"], case.facts["batch"] * case.facts["q_len"]
     args, kwargs = case.at([0] * batch).make(CPU)
     nothing = [torch.zeros(batch, dtype=torch.int32) for _ in args[1]]
@@ -249,7 +250,7 @@ def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
     call = Call(args, kwargs | {"num_splits": splits})
     reports, outputs = launches(op, run, call)
     reference = next(backend for backend in op.backends if backend.name == "reference")
-    right = inputs.result(op, lambda into, *a, **k: reference.run(None, into, *a, **k), call)
+    right = inputs.result(op, lambda into, *a, **k: reference.run(None, into, op.Args(*a, **k)), call)
     error = inputs.error(outputs, right)
     counted = [total([(batch, reports[0])])]
     if len(empty) > 1:
@@ -259,14 +260,14 @@ def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
 
 def _merge(case: Case, tokens: int, splits: int) -> Report:
     """Counts of the merge behind a sparse_decode in so many splits."""
-    combine = library.get("combine")
+    combine = register.get("combine")
     args, kwargs = combine_sample(tokens, case.facts["heads"], splits, sink=bool(case.options["sink"])).make(CPU)
     native = next(backend for backend in combine.backends if backend.name == "native")
-    offer = native.offer(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
-    if not isinstance(offer, Offer):
+    offer = native.supports(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
+    if not isinstance(offer, Supported):
         raise ValueError(f"the merge has no kernel: {offer.reason}")
 
     def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        native.run(offer.config, outputs, *call.args, **call.kwargs)
+        native.run(offer.config, outputs, combine.Args(*call.args, **call.kwargs))
 
     return launches(combine, run, Call(args, kwargs))[0][0]

@@ -44,10 +44,13 @@ def with_plan(case: Case, call: Call) -> Call:
     if not case.planned:
         return call
     q, seq_lens, cu_seqlens_q = args[0], args[2], args[6]
-    rows = case.facts["heads"] * case.facts["q_len"]
-    workers = case.parts or mla_suite.workers(seq_lens, rows)
-    made = torch.ops.mla_suite.plan(
-        seq_lens, cu_seqlens_q, rows=rows, workers=workers, max_seqlen_kv=int(seq_lens.max()) if len(q) else 0
+    made = mla_suite.plan(
+        seq_lens,
+        cu_seqlens_q,
+        num_heads=case.facts["heads"],
+        max_seqlen_q=case.facts["q_len"],
+        max_seqlen_kv=int(seq_lens.max()) if len(q) else 0,
+        num_sm_parts=case.parts or None,
     )
     return Call((*args[:PLAN], made, *args[PLAN + 1 :]), kwargs)
 
@@ -118,7 +121,7 @@ def expected(case: Case, call: Call) -> Right:
             )
         return exact(call)
     reference = next(backend for backend in op.backends if backend.name == "reference")
-    return Right(result(op, lambda outputs, *a, **k: reference.run(None, outputs, *a, **k), call), "reference")
+    return Right(result(op, lambda outputs, *a, **k: reference.run(None, outputs, op.Args(*a, **k)), call), "reference")
 
 
 def exact(call: Call) -> Right:

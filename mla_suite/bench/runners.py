@@ -74,10 +74,13 @@ def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:
 
     def run(call: Call) -> Tensors:
         outputs = inputs.outputs_for(op, call)
-        backend.run(config, outputs, *call.args, **call.kwargs)
+        backend.run(config, outputs, op.Args(*call.args, **call.kwargs))
         return outputs
 
-    answer = partial(inputs.result, op, partial(backend.run, config))
+    def run_into(outputs: Tensors, *args: Any, **kwargs: Any) -> None:
+        backend.run(config, outputs, op.Args(*args, **kwargs))
+
+    answer = partial(inputs.result, op, run_into)
     named = "" if config is None else str(config)
     return Runner(backend.name, named, reason, None, run, answer, run, fp8_weights(config))
 

@@ -19,6 +19,7 @@ from mla_suite.bench.runners import Runner
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Op
 from mla_suite.core.tuning import SearchSpace
 
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)

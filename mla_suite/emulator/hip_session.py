@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_suite.archs import ArchSpec
 from mla_suite.build import params as param_structs
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core.arch import Arch
 from mla_suite.emulator.driver import options
 from mla_suite.emulator.hip_runtime import CAPTURE_GLOBAL, Handle, HipRuntime
 from mla_suite.emulator.machine import Memory, Schedule
@@ -120,7 +120,7 @@ class HipSession:
 
     name = "hip"
 
-    def __init__(self, arch: Arch, library: Path) -> None:
+    def __init__(self, arch: ArchSpec, library: Path) -> None:
         self.arch = arch
         self.gpu = VirtualGpu.start(arch.name)
         opened = open_library(str(library))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mla_suite.core.arch import Arch
+from mla_suite.archs import ArchSpec
 
 MEMORY_BYTES = 64 << 30
 """GPU memory that is promised; pages exist once they are written."""
@@ -15,7 +15,7 @@ _GPU = 1 << 31 | 1 << 12  # where the numbers of a GPU's SIMDs begin
 _SDMA_ENGINES = 2  # with none, ROCr copies by kernels of its own, which are not in the manifest
 
 
-def write(arch: Arch, folder: Path) -> Path:
+def write(arch: ArchSpec, folder: Path) -> Path:
     """A machine with one CPU node and one GPU of `arch`, in the kernel's format; returns `folder`."""
     _text(folder / "generation_id", "1\n")
     _table(folder / "system_properties", {"platform_oem": 0, "platform_id": 0, "platform_rev": 0})
@@ -43,7 +43,7 @@ def target_version(arch: str) -> int:
     return int(digits[1]) * 10000 + int(digits[2]) * 100 + int(digits[3], 16)
 
 
-def _gpu(arch: Arch) -> Mapping[str, int]:
+def _gpu(arch: ArchSpec) -> Mapping[str, int]:
     return {
         "simd_count": arch.compute_units * arch.simds,
         "mem_banks_count": 1,

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from mla_suite import archs
 from mla_suite.build import manifest
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.core import arch as archs
 from mla_suite.emulator import core, topology
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.code_objects import ForeignKernel, KernelIndex

@@ -28,6 +28,7 @@ from mla_suite.integrations._common import FP8, KV_FORMATS
 from mla_suite.integrations._common import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
+from mla_suite.ops.plan import sm_parts
 
 mla = sys.modules[__name__]  # AITER's own callers write aiter.mla.mla_decode_fwd
 # The last column of work_info_set, which AITER does not use, holds this plus topk where the metadata selects keys. An
@@ -167,7 +168,7 @@ def get_mla_metadata_info_v1(
     """
     tiles = batch_size * max_seqlen_qo if is_sparse else batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    workers = mla_suite.workers(torch.empty(0, device=device), 1)
+    workers = sm_parts(torch.empty(0, device=device), 1)
     works = tiles + workers
     return (
         (2, torch.uint64),
@@ -260,7 +261,7 @@ def get_mla_metadata_v1(
     if reduce_indptr.shape[0] < batch + 1 or reduce_final_map.shape[0] < batch:
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         _refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
-    plan = mla_suite.plan(seq_lens, queries, rows=num_heads_per_head_k * q_len, workers=workers, max_seqlen_kv=0)
+    plan = mla_suite.plan(seq_lens, queries, num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=workers)
     sizes = dict(workers=workers, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)

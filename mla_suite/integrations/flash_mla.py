@@ -19,6 +19,7 @@ import mla_suite
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations._common import WIDE
 from mla_suite.integrations._common import refuse as _refuse
+from mla_suite.ops.plan import sm_parts
 
 SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
 
@@ -80,8 +81,8 @@ def _older(
     if num_heads_k != 1:
         _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    workers = mla_suite.workers(cache_seqlens, rows)
-    plan = mla_suite.plan(lengths, rows=rows, workers=workers, max_seqlen_kv=0)
+    workers = sm_parts(cache_seqlens, rows)
+    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=workers)
     made = metadata_convert.to_flash_mla(plan, lengths, workers=workers, columns=metadata_convert.OlderFlashMlaColumn)
     metadata_convert.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
@@ -307,8 +308,7 @@ def _plan_of(
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
         if metadata.tile_scheduler_metadata is not None:
             return metadata.tile_scheduler_metadata
-        workers = mla_suite.workers(cache_seqlens, rows)
-        return mla_suite.plan(cache_seqlens, rows=rows, workers=workers, max_seqlen_kv=0)
+        return mla_suite.plan(cache_seqlens, num_heads=rows)
     if not isinstance(metadata, torch.Tensor):
         given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
         _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)

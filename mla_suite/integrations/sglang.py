@@ -212,9 +212,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
         self._plan = None
         if not self._split_size:
-            rows = heads * self._max_seqlen_q
-            workers = mla_suite.workers(self._lens, rows)
-            self._plan = mla_suite.plan(self._lens, rows=rows, workers=workers, max_seqlen_kv=0)
+            self._plan = mla_suite.plan(self._lens, num_heads=heads, max_seqlen_q=self._max_seqlen_q)
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

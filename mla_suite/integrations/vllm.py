@@ -18,6 +18,7 @@ import torch
 
 import mla_suite
 from mla_suite.integrations._common import KV_FORMATS
+from mla_suite.ops.plan import sm_parts
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -150,8 +151,8 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         plan = None
         if not envs.VLLM_BATCH_INVARIANT:
             rows = self.num_heads * max(getattr(self, "dcp_world_size", 1), 1) * max(q_len, 1)
-            workers = mla_suite.workers(seq_lens_device, rows)
-            made = mla_suite.plan(seq_lens_device, rows=rows, workers=workers, max_seqlen_kv=0)
+            workers = sm_parts(seq_lens_device, rows)
+            made = mla_suite.plan(seq_lens_device, num_heads=rows, num_sm_parts=workers)
             plan = self._plans.setdefault((batch, workers), made)
             if plan is not made:
                 plan.copy_(made)

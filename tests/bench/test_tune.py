@@ -29,7 +29,7 @@ CASE = sets.combine(2, 4, 3)
 ARCH = arch.get("sm_90")
 FORM = Format(op="combine", exact=(Integer("rows", 1, 1024),), near=(Integer("batch", 1, 1024),),
               config=(Integer("point", 0, 9),))  # fmt: skip
-SPACE = Space(
+SPACE = SearchSpace(
     candidates=lambda problem, arch: iter(range(7)),
     form=FORM,
     table=str,
@@ -45,16 +45,16 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     op = register.get("combine")
     reference = op.backends[-1]
 
-    def run(point: int, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
+    def run(point: int, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         if point == BROKEN:
             raise RuntimeError("too many registers")
-        reference.run(None, outputs, *args, **kwargs)
+        reference.run(None, outputs, args)
         if point == WRONG:
             outputs[0][0, 0] *= 2
 
     native = Backend("native", lambda problem, arch: Supported(0, "rule"), run)
     triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), run)
-    monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
+    monkeypatch.setattr(register, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
     tuning.clear_cache()
@@ -145,7 +145,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     assert 29 < float(loaded.provenance["microseconds"]) < 31
     match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))
     assert match is not None
-    assert match.row.place == f"{path}:2"
+    assert match.row.position == f"{path}:2"
 
 
 def test_a_row_takes_the_place_of_its_like_and_tables_stay_sorted(tmp_path: Path) -> None:
@@ -313,8 +313,8 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
     from mla_suite.ops.decode import problem as problem_of
-    from mla_suite.ops.decode import tiles
     from mla_suite.ops.decode import triton as triton_kernel
+    from mla_suite.ops.decode import triton_config as tiles
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
     problem = problem_of(*args, **kwargs)
@@ -322,15 +322,15 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
     tile = triton_kernel.Tile(16, 64, 8, 1)
-    assert triton_kernel.offer(problem, ARCH) != tile
+    assert triton_kernel.supports(problem, ARCH) != tile
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
     store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
-    offered = triton_kernel.offer(problem, ARCH)
+    offered = triton_kernel.supports(problem, ARCH)
     assert isinstance(offered, Supported)
     assert offered.config == tile
     assert f"measured row {path}:2" in offered.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
-        changed = triton_kernel.offer(other, ARCH)
+        changed = triton_kernel.supports(other, ARCH)
         assert isinstance(changed, Supported)
         assert "row" not in changed.reason.split("keys")[1]
-    assert triton_kernel.offer(problem._replace(batch=16), ARCH).config == tile
+    assert triton_kernel.supports(problem._replace(batch=16), ARCH).config == tile

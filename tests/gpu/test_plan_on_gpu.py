@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
     """The native kernels' words, or a skip that names what is missing."""
-    offer = native.offer(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
+    offer = native.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
     if not isinstance(offer, dispatch.Supported):
         pytest.skip(str(offer))
     native.run(offer.config, (made,), lens, ends, **kwargs)

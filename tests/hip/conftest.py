@@ -57,7 +57,7 @@ class Chosen:
 @pytest.fixture(scope="session")
 def drivers():
     """The HIP runtime's and the emulator's driver, behind every launch of this process."""
-    from mla_suite.core import arch as archs
+    from mla_suite import archs
     from mla_suite.emulator import EmulatorDriver
     from mla_suite.emulator.hip_session import HipSession
     from mla_suite.emulator.user_space import hip_library

@@ -8,7 +8,7 @@ from conftest import ARCH
 import mla_suite
 from mla_suite import emulator
 from mla_suite.build import params
-from mla_suite.core import library
+from mla_suite.core import register
 from mla_suite.emulator.code_objects import Image
 from mla_suite.emulator.hip_session import Mirror
 from mla_suite.ops.decode.samples import decode_sample
@@ -16,7 +16,7 @@ from mla_suite.ops.decode.samples import decode_sample
 
 def append_kv():
     """A call of append_kv on the CPU's tensors: five new rows in a cache of its own."""
-    op = library.get("append_kv")
+    op = register.get("append_kv")
     args, kwargs = next(iter(op.samples())).make(torch.device("cpu"))
     with mla_suite.emulate(ARCH), emulator.configured(threads=1):
         torch.ops.mla_suite.append_kv(*args, **kwargs)

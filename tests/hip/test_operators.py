@@ -8,9 +8,9 @@ import mla_suite
 from mla_suite import emulator
 from mla_suite.cli.emulate import measure
 from mla_suite.cli.support import serving
-from mla_suite.core import library
+from mla_suite.core import register
 
-SAMPLES = [(op, sample) for op in library.registry().values() for sample in op.samples()]
+SAMPLES = [(op, sample) for op in register.registry().values() for sample in op.samples()]
 
 
 @pytest.mark.parametrize(("op", "sample"), SAMPLES, ids=[f"{op.name}-{sample.name}" for op, sample in SAMPLES])

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mla_suite import archs as arch
 from mla_suite import launch
 from mla_suite.build import ObjectError, manifest, params
-from mla_suite import archs as arch
 from mla_suite.launch import launcher
 from mla_suite.launch.driver import Buffer, DriverError, Kernel, LaunchError
 

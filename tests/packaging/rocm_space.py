@@ -71,8 +71,8 @@ def inside(library: str, stub: str) -> int:
     """In a process of the user space: the library's words and refusals."""
     from contextlib import nullcontext
 
+    from mla_suite import archs
     from mla_suite.build import manifest
-    from mla_suite.core import arch as archs
     from mla_suite.launch.driver import DriverError, TorchDevice
     from mla_suite.launch.hip import HipDriver, open_library
 

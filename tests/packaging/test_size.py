@@ -3,8 +3,8 @@
 import pytest
 
 import mla_suite
+from mla_suite.archs import CSRC
 from mla_suite.build import manifest
-from mla_suite.core.arch import CSRC
 
 PACKAGE = CSRC.parent
 MOST_BYTES = 30_000_000
@@ -14,7 +14,7 @@ def test_the_installed_package_holds_30_mb_at_most():
     if isinstance(manifest.locate(), str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
     built = manifest.installed()
-    if len({arch for arch, _ in built.kernels}) < len(mla_suite.core.arch.names()):
+    if len({arch for arch, _ in built.kernels}) < len(mla_suite.archs.names()):
         pytest.skip("only some archs are built here; the wheel carries all of them")
     objects = sum((built.root / name).stat().st_size for name in built.files())
     skipped = ("objects", "__pycache__")
