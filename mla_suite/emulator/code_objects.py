@@ -100,8 +100,8 @@ class KernelIndex:
         raise ForeignKernel(
             damaged
             or f"the kernel at {descriptor:#x} (code {head[:8].hex()}...) is none of the {self.count} that the "
-            f"manifest has for {self.arch}; the virtual GPU executes only these, so no kernels of HIP's own either, which "
-            "hipMemset and copies within GPU memory are made of"
+            f"manifest has for {self.arch}; the virtual GPU executes only these, so no kernels of HIP's own either, "
+            "which hipMemset and copies within GPU memory are made of"
         )
 
     def _with_damaged_head(self, descriptor: bytes, head: bytes) -> str:

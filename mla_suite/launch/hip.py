@@ -38,8 +38,8 @@ _SDK = (Path("/opt/rocm/lib"), Path("/usr/lib") / (sysconfig.get_config_var("MUL
 _NO_DEVICE, _INVALID_DEVICE, _UNKNOWN = 100, 101, 999  # hipError_t
 _NO_GPU = (
     "no AMD GPU is visible to the HIP runtime: see whether `rocminfo` lists one, whether this user may open /dev/kfd "
-    "and /dev/dri/renderD* (groups render and video) and what HIP_VISIBLE_DEVICES says; without a GPU, run CPU tensors in "
-    'the emulator (`with mla_suite.emulate("gfx942")`)'
+    "and /dev/dri/renderD* (groups render and video) and what HIP_VISIBLE_DEVICES says; without a GPU, run CPU "
+    'tensors in the emulator (`with mla_suite.emulate("gfx942")`)'
 )
 
 

@@ -1,9 +1,9 @@
 """AMD's own HIP runtime with the emulator as its GPU: fetch it, check it, run every operator through it.
 
-usage: python tests/hip/run_hip.py [--quick] [pytest's arguments]
+usage: python tests/hip/run_hip.py [--quick] [--record] [pytest's arguments]
 
 The whole: comgr reads every code object, then tests/hip on gfx942 and on gfx950. --quick: comgr, and one operator per
-arch. The exit status is 77, with a sentence, where the packages cannot be had.
+arch. --record writes the row of docs/rocm.md. The exit status is 77, with a sentence, where the packages cannot be had.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from mla_suite.emulator import user_space
@@ -22,26 +24,42 @@ QUICK = [str(HERE / "test_operators.py"), "-k", "append_kv"]
 
 
 def main(arguments: list[str]) -> int:
-    quick = "--quick" in arguments
-    rest = [argument for argument in arguments if argument != "--quick"]
+    quick, record = "--quick" in arguments, "--record" in arguments
+    rest = [argument for argument in arguments if argument not in ("--quick", "--record")]
     sys.path.insert(0, str(HERE.parent / "packaging"))
     import debian_space
+    import rocm_matrix
 
     try:
         folder = debian_space.fetch(NAME)
     except debian_space.Unavailable as error:
         print(f"SKIPPED: {error}", file=sys.stderr)
         return debian_space.SKIPPED
-    checks = [[sys.executable, str(HERE.parent / "packaging" / "rocm_space.py"), NAME]]
-    tests = [sys.executable, "-m", "pytest", *(QUICK if quick else [str(HERE)]), *rest]
-    for command in checks:
-        if subprocess.run(command).returncode:
-            return 1
-    failed = 0
-    for arch in ARCHS:
-        environment = {**os.environ, "MLA_SUITE_HIP_ARCH": arch, "MLA_SUITE_HIP_SPACE": str(folder)}
-        failed |= subprocess.run(user_space.command(folder, tests), env=environment).returncode
+    space = [sys.executable, str(HERE.parent / "packaging" / "rocm_space.py"), NAME, *(["--record"] if record else [])]
+    if subprocess.run(space).returncode:
+        return 1
+    failed, counts = 0, []
+    with tempfile.TemporaryDirectory() as results:
+        for arch in ARCHS:
+            environment = {**os.environ, "MLA_SUITE_HIP_ARCH": arch, "MLA_SUITE_HIP_SPACE": str(folder)}
+            table = Path(results, f"{arch}.xml")
+            tests = [sys.executable, "-m", "pytest", *(QUICK if quick else [str(HERE)]), f"--junitxml={table}", *rest]
+            failed |= subprocess.run(user_space.command(folder, tests), env=environment).returncode
+            if record and not failed:
+                counts.append(f"{arch}: {_counts(table)}")
+    if record and not failed:
+        versions = debian_space.versions(folder)
+        named = [f"{package} {versions[package]}" for package in debian_space.SPACES[NAME].packages]
+        what = "every operator's samples, random problems, graphs, streams, threads and planted faults on a virtual GPU"
+        rocm_matrix.put("hip", named, f"{what}; {', '.join(counts)}")
     return failed
+
+
+def _counts(table: Path) -> str:
+    """Tests that passed and that were skipped, of pytest's own result file."""
+    (suite,) = ElementTree.parse(table).getroot().iter("testsuite")
+    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    return f"{total - skipped} tests passed, {skipped} skipped (no kernel for that problem)"
 
 
 if __name__ == "__main__":

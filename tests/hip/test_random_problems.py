@@ -7,10 +7,12 @@ import pytest
 from conftest import ARCH
 
 import mla_suite
+from mla_suite.core import arch as archs
 from mla_suite.ops.decode.samples import decode_sample
 
 PROBLEMS = 100  # per arch
 PER_TEST = 10
+FP8 = {"fnuz": "fp8_fnuz", "ocp": "fp8"}[archs.get(ARCH).fp8] if ARCH else "fp8"
 
 
 def problem(seed):
@@ -18,7 +20,7 @@ def problem(seed):
     mode = draw.choice(decode_grid.MODES)
     heads, q_len = draw.choice((1, 8, 12, 16, 24)), draw.choice((1, 1, 2, 3))
     lens = [draw.choice((0, 1, 15, 16, 17, 31, 33, 64, 65, 90)) for _ in range(draw.choice((1, 2, 3)))]
-    kv_format = draw.choice(("bf16", "bf16", "fp8"))
+    kv_format = draw.choice(("bf16", "bf16", FP8))
     return decode_sample(
         lens, heads=heads, q_len=q_len, page=draw.choice((1, 16, 61, 64)), kv_format=kv_format, seed=seed, **mode
     )

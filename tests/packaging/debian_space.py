@@ -3,7 +3,7 @@
 usage: python tests/packaging/debian_space.py NAME     prints the folder of that user space, fetched if it is not there
 
 The mirror is the one that this machine's own apt is configured with, asked for another suite; apt verifies signatures
-as ever. A user space is kept in `$MLA_SUITE_SPACES`, else in this user's cache, under a name that its declaration decides.
+as ever. A user space is kept in `$MLA_SUITE_SPACES`, else in this user's cache, by a name that its declaration gives.
 The exit status is 77 where apt, the suite or a pinned version cannot be had, with one sentence that says which.
 """
 

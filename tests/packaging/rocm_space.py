@@ -3,7 +3,7 @@
 usage: python tests/packaging/rocm_space.py NAME [--record]
 
 comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against its headers;
- our stub's words are the library's; and HipDriver on the real library says what to do without a GPU. --record
+our stub's words are the library's; and HipDriver on the real library says what to do without a GPU. --record
 writes the row of docs/rocm.md. The exit status is 77, with a sentence, where the packages cannot be had.
 """
 
