@@ -55,6 +55,8 @@ class KeySplitWave {
   static constexpr int score_tiles = tile_keys / 16;
   using Registers = KvRegisters<Problem, tile_keys>;
   static constexpr int pieces = Registers::loads;
+  static constexpr bool has_tail = pieces % 2 != 0;
+  static constexpr int freed = has_tail && Qk::pads_tail ? pieces - 3 : pieces;  // before the tail's product
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
   using Lds = KeySplitLds<Problem, Policy, Mma>;
   using Tile = typename Lds::Tile;
@@ -188,14 +190,18 @@ class KeySplitWave {
           lds_write16(key_map_.of(latent_, T, 2 * n + 1), high);
         }
         sum = Qk::multiply(Qk::keys(low, high), query_, n, sum);
-        if (prefetch) {
+        if (prefetch && 2 * n < freed) {
           producer.refill(T, 2 * n);
           producer.refill(T, 2 * n + 1);
         }
       }
-      if constexpr (pieces % 2 != 0) {
+      if constexpr (has_tail) {
         u32x4& last = piece[pieces - 1];
-        sum = Qk::multiply_tail(Qk::tail(last), query_, sum);
+        sum = Qk::multiply_tail(Qk::tail(last, piece[pieces - 3]), query_, sum);
+        if (prefetch && Qk::pads_tail) {
+          producer.refill(T, pieces - 3);
+          producer.refill(T, pieces - 2);
+        }
         if (prefetch) producer.refill(T, pieces - 1);
       }
       s[T] = sum;

@@ -12,11 +12,13 @@
 namespace cdna::mfma_16x16x32 {
 
 // QK^T. `Keys` is the operand that two neighbouring pieces of a key become, once for all row tiles that they meet;
-// where a row has an odd number of pieces, `Tail` is the operand of the last one.
+// where a row has an odd number of pieces, `Tail` is the operand of the last one. It is made with `beside`, another
+// piece of the same key, which it uses where `pads_tail`.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
 struct QkSameType {
+  static constexpr bool pads_tail = false;
   using Element = typename Problem::Element;
   using Query = QueryTile<Problem, 8>;
   struct Keys {
@@ -33,6 +35,7 @@ struct QkSameType {
 // fp8 keys and bf16 queries: the keys become bf16.
 template <class Problem, class Policy>
 struct QkFp8ToBf16 {
+  static constexpr bool pads_tail = false;
   using Query = QueryTile<Problem, 16>;
   struct Tail {
     u32x4 low, high;
@@ -41,10 +44,10 @@ struct QkFp8ToBf16 {
     Tail low, high;
   };
 
-  MLA_DEVICE static Tail tail(u32x4 piece) {
+  MLA_DEVICE static Tail tail(u32x4 piece, u32x4 /*beside*/) {
     return Tail{Policy::fp8_to_bf16(u32x2{piece[0], piece[1]}), Policy::fp8_to_bf16(u32x2{piece[2], piece[3]})};
   }
-  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{tail(low), tail(high)}; }
+  MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) { return Keys{tail(low, low), tail(high, high)}; }
   MLA_DEVICE static f32x4 multiply(const Keys& keys, const Query& query, int n, f32x4 sum) {
     return multiply_piece(keys.high, query, 2 * n + 1, multiply_piece(keys.low, query, 2 * n, sum));
   }
@@ -59,12 +62,17 @@ struct QkFp8ToBf16 {
   }
 };
 
-// fp8 keys and queries: 128 columns at once, and the last 64 of 576 by the instruction of half rate.
+// fp8 keys and queries: 128 columns at once. The last 64 of 576 take a whole product as well, in which the query has
+// zeros. The instruction of 32 columns needs as many clocks for them, but fewer passes: between two instructions of
+// different passes on one accumulator the ISA asks for up to ten others. The key's half that meets zeros is a piece it
+// was multiplied with before, so a NaN there makes no score NaN that is not already.
 template <class Problem>
 struct QkFp8 {
+  static constexpr bool pads_tail = true;
   struct Query {
     static constexpr int pieces = Problem::row_bytes / 64;
     u32x4 piece[pieces];
+    u32x8 tail;  // the last piece, then zeros
 
     MLA_DEVICE static Query load(const mla::DecodeParams& p, const mla::SequenceRows& rows, int first_row,
                                  const Lane& lane) {
@@ -72,23 +80,27 @@ struct QkFp8 {
       Query query;
 #pragma unroll
       for (int m = 0; m < pieces; ++m) query.piece[m] = *reinterpret_cast<const u32x4*>(from + m * 64);
+      query.tail = keys(query.piece[pieces - 1], u32x4{0, 0, 0, 0});
       return query;
     }
   };
   using Keys = u32x8;
-  using Tail = u32x4;
+  using Tail = u32x8;
 
   MLA_DEVICE static Keys keys(u32x4 low, u32x4 high) {
     return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7);
   }
-  MLA_DEVICE static Tail tail(u32x4 piece) { return piece; }
+  MLA_DEVICE static Tail tail(u32x4 piece, u32x4 beside) { return keys(piece, beside); }
   MLA_DEVICE static f32x4 multiply(Keys left, const Query& query, int n, f32x4 sum) {
     return mfma_16x16x128_fp8(left, keys(query.piece[2 * n], query.piece[2 * n + 1]), sum);
   }
   MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
-    const u32x4 right = query.piece[Query::pieces - 1];
-    sum = Mfma16x16x32<mla::fp8>::multiply(left.xy, right.xy, sum);
-    return Mfma16x16x32<mla::fp8>::multiply(left.zw, right.zw, sum);
+#if __clang_major__ < 22
+    const uint32_t zero = rematerialized(0);  // these compilers have no registers left to keep the zeros in
+    return mfma_16x16x128_fp8(left, keys(query.piece[Query::pieces - 1], u32x4{zero, zero, zero, zero}), sum);
+#else
+    return mfma_16x16x128_fp8(left, query.tail, sum);
+#endif
   }
 };
 
