@@ -1,4 +1,4 @@
-// Sparse decode on gfx950. Macros of an instance: LAYOUT (the KV format) as below, ROWS 16 to 128.
+// Sparse decode on gfx950. Macros of an instance: KV_FORMAT as below, ROWS 16 to 128.
 #include "cdna/sparse_decode/traits.hpp"
 #include "gfx950/sparse_policy.hpp"
 
@@ -10,7 +10,7 @@ using v32 = sparse::V32Format<Policy, sparse::ScaleDequant>;
 using v32pow2 = sparse::V32Format<Policy, sparse::Pow2Dequant>;
 using bf16x512 = sparse::Bf16Format<512>;
 using bf16x576 = sparse::Bf16Format<576>;
-using Decode = sparse::Decode<sparse::SparseProblem<LAYOUT, ROWS>, Policy>;
+using Decode = sparse::Decode<sparse::SparseProblem<KV_FORMAT, ROWS>, Policy>;
 }  // namespace
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::SparseDecodeParams) {

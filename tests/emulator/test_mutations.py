@@ -267,7 +267,7 @@ def test_decode(name, rows, kv_format, lengths):
 @pytest.mark.parametrize("rows", [16, 64])
 def test_sparse_decode(rows):
     """Several items for one workgroup, which renew their references in the first tile; 12 of the waits."""
-    instance = f"sparse_decode_layout-dsv4_rows-{rows}"
+    instance = f"sparse_decode_kvformat-dsv4_rows-{rows}"
     if not has_kernel("gfx950", instance):
         pytest.skip(f"{instance} is not built for gfx950; run `python -m mla_suite build`")
     pools = [PoolShape("dsv4", 2, 64, 150), PoolShape("dsv4", 9, 16, 30)]

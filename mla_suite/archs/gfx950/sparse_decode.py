@@ -62,7 +62,7 @@ class SparseConfig:
 
     @property
     def instance(self) -> str:
-        return f"sparse_decode_layout-{self.record}_rows-{self.rows}"
+        return f"sparse_decode_kvformat-{self.record}_rows-{self.rows}"
 
     def tiles(self, heads: int) -> int:
         """Workgroups that share the keys of one query token."""

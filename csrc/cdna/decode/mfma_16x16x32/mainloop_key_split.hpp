@@ -56,7 +56,7 @@ class KeySplitWave {
   using Registers = KvRegisters<Problem, tile_keys>;
   static constexpr int pieces = Registers::loads;
   static constexpr bool has_tail = pieces % 2 != 0;
-  static constexpr int freed = has_tail && Qk::pads_tail ? pieces - 3 : pieces;  // pieces free before the tail's product
+  static constexpr int freed = has_tail && Qk::pads_tail ? pieces - 3 : pieces;  // before the tail's product
   static constexpr int latent_pieces = mla::LATENT * Problem::Format::bytes / 64;
   using Lds = KeySplitLds<Problem, Policy, Mma>;
   using Tile = typename Lds::Tile;
@@ -196,7 +196,8 @@ class KeySplitWave {
         }
       }
       if constexpr (has_tail) {
-        sum = Qk::multiply_tail(Qk::tail(piece[pieces - 1], piece[pieces - 3]), query_, sum);
+        u32x4& last = piece[pieces - 1];
+        sum = Qk::multiply_tail(Qk::tail(last, piece[pieces - 3]), query_, sum);
         if (prefetch && Qk::pads_tail) {
           producer.refill(T, pieces - 3);
           producer.refill(T, pieces - 2);

@@ -261,7 +261,8 @@ class RowSplitWave {
         constexpr int n = step % steps_of_rows;
         const int T = step / steps_of_rows * 2 + half;
         if constexpr (is_tail(step)) {
-          const auto left = Qk::tail(now[0], now[1]);  // now[1] is what these keys left there two steps before
+          const auto left =
+              Qk::tail(now[0], now[1]);  // now[1] still holds a piece of these keys, from two steps before
 #pragma unroll
           for (int r = 0; r < tiles; ++r) s[r][T] = Qk::multiply_tail(left, query_[r], s[r][T]);
         } else {

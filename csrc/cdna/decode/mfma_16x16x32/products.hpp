@@ -13,7 +13,7 @@ namespace cdna::mfma_16x16x32 {
 
 // QK^T. `Keys` is the operand that two neighbouring pieces of a key become, once for all row tiles that they meet;
 // where a row has an odd number of pieces, `Tail` is the operand of the last one. It is made with `beside`, another
-// piece of the same key, which it holds where `pads_tail`.
+// piece of the same key, which it uses where `pads_tail`.
 
 // Keys in the type of the products (bf16, fp16).
 template <class Problem>
@@ -62,10 +62,10 @@ struct QkFp8ToBf16 {
   }
 };
 
-// fp8 keys and queries: 128 columns at once. The last 64 of 576 take a whole product, too, in which the query has zeros.
-// The instruction of 32 columns needs as many clocks for them, but fewer passes: between two instructions of different
-// passes on one accumulator the ISA asks for up to ten others. The key's half that meets zeros is a piece that the query
-// was multiplied with before, so a NaN there makes no score NaN that is not NaN already.
+// fp8 keys and queries: 128 columns at once. The last 64 of 576 take a whole product as well, in which the query has
+// zeros. The instruction of 32 columns needs as many clocks for them, but fewer passes: between two instructions of
+// different passes on one accumulator the ISA asks for up to ten others. The key's half that meets zeros is a piece it
+// was multiplied with before, so a NaN there makes no score NaN that is not already.
 template <class Problem>
 struct QkFp8 {
   static constexpr bool pads_tail = true;
@@ -96,7 +96,7 @@ struct QkFp8 {
   }
   MLA_DEVICE static f32x4 multiply_tail(Tail left, const Query& query, f32x4 sum) {
 #if __clang_major__ < 22
-    const uint32_t zero = static_cast<uint32_t>(rematerialized(0));  // these compilers have no registers left to keep the zeros in
+    const uint32_t zero = rematerialized(0);  // these compilers have no registers left to keep the zeros in
     return mfma_16x16x128_fp8(left, keys(query.piece[Query::pieces - 1], u32x4{zero, zero, zero, zero}), sum);
 #else
     return mfma_16x16x128_fp8(left, query.tail, sum);
