@@ -43,7 +43,7 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("explain foo", "explain: no operator 'foo'; registered are "),
         ("explain decode --on sm_90", "sm_90 is not an AMD arch; the emulator executes gfx942 and gfx950"),
-        ("demo --kv_format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
+        ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
         ("support --write nowhere/README.md", "support: nowhere/README.md cannot be read: No such file or directory"),
     ],
 )

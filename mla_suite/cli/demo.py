@@ -6,7 +6,7 @@ cache. Afterwards every step's logits are compared with an eager fp32 forward of
 cache nor absorption nor any operator of this package.
 
   python -m mla_suite demo                      64 tokens per prompt, on the CPU
-  python -m mla_suite demo --kv_format fp16        another cache kv_format
+  python -m mla_suite demo --kv-format fp16        another cache format
   python -m mla_suite demo --json               the numbers, for a machine
   python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
 
