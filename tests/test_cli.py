@@ -43,7 +43,7 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("explain foo", "explain: no operator 'foo'; registered are "),
         ("explain decode --on sm_90", "sm_90 is not an AMD arch; the emulator executes gfx942 and gfx950"),
-        ("demo --kv_format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
+        ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
         ("support --write nowhere/README.md", "support: nowhere/README.md cannot be read: No such file or directory"),
     ],
 )
@@ -205,7 +205,7 @@ def test_emulate_reports_numbers_counters_and_findings(capsys: pytest.CaptureFix
 
 def test_emulate_fails_where_the_reference_served(capsys: pytest.CaptureFixture[str]) -> None:
     """It differs by nothing from itself."""
-    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--kv_format", "v32"]) == 1
+    assert main(["emulate", "decode", "--on", "gfx942", "--heads", "16", "--kv", "64", "--kv-format", "v32"]) == 1
     printed = capsys.readouterr()
     assert "not native: kv_format v32" in printed.out
     assert printed.err == "emulate: nothing ran on an emulated gfx942: decode chose another backend\n"

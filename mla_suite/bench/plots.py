@@ -223,7 +223,7 @@ def _figure(height: float = 4.4) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     # Figure itself, not pyplot: no window system, no state that outlives the plot
-    figure: Any = Figure(figsize=(8.6, height), kv_format="constrained")
+    figure: Any = Figure(figsize=(8.6, height), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(True, which="major", color="#dee2e6", linewidth=0.6)
     axes.set_axisbelow(True)

@@ -6,7 +6,7 @@ cache. Afterwards every step's logits are compared with an eager fp32 forward of
 cache nor absorption nor any operator of this package.
 
   python -m mla_suite demo                      64 tokens per prompt, on the CPU
-  python -m mla_suite demo --kv_format fp16        another cache kv_format
+  python -m mla_suite demo --kv-format fp16        another cache format
   python -m mla_suite demo --json               the numbers, for a machine
   torchrun --nproc-per-node 2 -m mla_suite demo --tp 2    one layer spread over two ranks (or --cp 2): NCCL or gloo
   python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
@@ -35,7 +35,7 @@ VOCABULARY = 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=positive, default=64, help="tokens to decode per sequence (default 64)")
     parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
-    parser.add_argument("--kv_format", default="bf16", help="KV cache kv_format: bf16, fp16 or fp32 (default bf16)")
+    parser.add_argument("--kv-format", default="bf16", help="KV cache format: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks, under torchrun (default 1)")

@@ -4,7 +4,7 @@
   python -m mla_suite emulate decode                  the first sample of decode, on gfx942
   python -m mla_suite emulate decode NAME --on gfx950
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own
-  python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv_format fp8
+  python -m mla_suite emulate decode --on gfx950 --heads 128 --kv 1024 --num-splits 1 --kv-format fp8
   python -m mla_suite emulate combine --json
   python -m mla_suite emulate --hip DIR decode --on gfx950    the same through AMD's own HIP runtime in DIR
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--heads", type=positive, help="heads of the queries")
     own.add_argument("--kv", type=int, help="cached keys")
     own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
-    own.add_argument("--kv_format", help="the cache's kv_format (default bf16)")
+    own.add_argument("--kv-format", help="the cache's kv_format (default bf16)")
     own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
     own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
     parser.add_argument(

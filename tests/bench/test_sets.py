@@ -31,7 +31,7 @@ def test_every_set_has_distinct_ids_and_honest_sizes(name: str) -> None:
     for case in cases:
         assert case.op in register.registry()
         assert case.sample.bytes > 0
-        assert case.sample.flops > 0
+        assert case.sample.flops > 0 or case.op == "plan"
 
 
 def test_heads_and_queries_of_the_aiter_grid() -> None:
