@@ -148,6 +148,11 @@ def mla_decode_fwd(
     return o, lse if return_lse else None
 
 
+def mla_reduce_decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Decode and reduce, with the arguments of `mla_decode_fwd`, which does both here and is what this always calls."""
+    return mla_decode_fwd(*args, **kwargs)
+
+
 def get_mla_metadata_info_v1(
     batch_size: int,
     max_seqlen_qo: int,
@@ -297,7 +302,7 @@ def _topk_of(name: str, work_info_set: torch.Tensor) -> int:
         guess, version = _topk_known.get(work_info_set, (DENSE, None))
         if version is not None and not inference and version == work_info_set._version:
             return guess
-        if not (work_info_set.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not work_info_set.is_meta and not (work_info_set.is_cuda and torch.cuda.is_current_stream_capturing()):
             word = int(mark) if mark.numel() else 0
             topk = word - TOPK_MARK if word & ~MAX_TOPK == TOPK_MARK else DENSE
             if not inference:

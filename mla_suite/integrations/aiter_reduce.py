@@ -9,7 +9,7 @@ import torch
 import mla_suite
 from mla_suite.integrations._common import refuse
 
-REDUCE_BATCHES = (0, 2, 4, 8)
+REDUCE_BATCHES = (0, 1, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)
 
 
@@ -23,6 +23,8 @@ def mla_reduce_v1(
     num_kv_splits: int,
     final_output: torch.Tensor,
     final_lse: torch.Tensor | None = None,
+    *,
+    base2: bool = False,
 ) -> None:
     """Merge the partial results of each tile into final_output (and final_lse), in place.
 
@@ -35,7 +37,8 @@ def mla_reduce_v1(
 
     A tile of 0 or 1 entries is left untouched: whoever made it wrote the final rows. num_kv_splits sizes AITER's
     scratch and is not read. The maps are general, so partials are gathered first; where splits are uniform
-    `mla_decode_reduce` moves nothing.
+    `mla_decode_reduce` moves nothing. base2, which AITER does not have: partial_lse is a binary logarithm, as FlashMLA
+    keeps it; final_lse is natural all the same.
     """
     name, (heads, head_dim_v) = "mla_reduce_v1", final_output.shape[-2:]
     tiles, tokens, device = reduce_indptr.shape[0] - 1, final_output.shape[0], final_output.device
@@ -53,7 +56,7 @@ def mla_reduce_v1(
         refuse(name, given, f"reduce_indptr has {tiles} tiles: it takes [{tiles}, 2]")
     if tiles == 0 or tokens == 0 or parts.shape[0] == 0:
         return
-    rows, lse_rows = parts, partial_lse.reshape(-1, heads)
+    rows, lse_rows = parts, _natural(partial_lse, base2).reshape(-1, heads)
     step = torch.arange(max_seqlen_q, device=device)
     # Entries past reduce_indptr[-1] hold anything; clamped, they are read and never used.
     source = (reduce_partial_map.long()[:, None] + step).clamp(0, rows.shape[0] - 1)
@@ -88,14 +91,20 @@ def mla_decode_reduce(
     batch: int = 0,
     vec: int = 0,
     num_splits: int = 0,
+    *,
+    base2: bool = False,
 ) -> None:
     """Merge num_splits equal splits of each of T query tokens into `reduced`, in place and without a copy.
 
     partial_output [T, num_splits, heads, head_dim_v] fp32, normalised; partial_lse [T, num_splits, heads] or with a
-    last dimension of 1, fp32 natural log, -inf for a split without keys; reduced [T, heads, head_dim_v] bf16, fp16 or
-    fp32; kv_indptr [T + 1] int32 is checked and not read, since splits without keys say so themselves.
+    last dimension of 1, fp32 natural log, or binary with base2, which AITER does not have; reduced [T, heads,
+    head_dim_v] bf16, fp16 or fp32.
 
-    batch (2, 4, 8) and vec (1, 2, 4) are launch shapes of the kernel this call is written for. Ours are chosen by
+    kv_indptr [T + 1] int32: query token t has kv_indptr[t + 1] - kv_indptr[t] pages. With n of them only its first
+    min(n, num_splits) splits exist; the others count for nothing, whatever is in their memory. A split that exists
+    without keys has an lse of -inf.
+
+    batch (1, 2, 4, 8) and vec (1, 2, 4) are launch shapes of the kernel this call is written for. Ours are chosen by
     `combine`, from its tuned tables; 0 or a legal value changes nothing. num_splits 0 takes partial_output's.
     """
     name = "mla_decode_reduce"
@@ -115,11 +124,17 @@ def mla_decode_reduce(
         refuse(name, f"partial_output has strides {partial_output.stride()}", "partials lie side by side, as written")
     if tuple(kv_indptr.shape) != (T + 1,):
         refuse(name, f"kv_indptr has shape {tuple(kv_indptr.shape)}", f"it takes [T + 1] = ({T + 1},)")
+    exists = torch.arange(splits, device=kv_indptr.device) < kv_indptr.diff()[:, None]
+    lse = _natural(partial_lse, base2).view(T, splits, heads).masked_fill(~exists[..., None], -torch.inf)
     torch.ops.mla_suite.combine.out(
         partial_output.view(T * splits, heads, head_dim_v),
-        partial_lse.view(T * splits, heads),
+        lse.view(T * splits, heads),
         num_splits=splits,
         out_dtype=reduced.dtype,
         out=reduced,
         lse=torch.empty((T, heads), dtype=torch.float32, device=reduced.device),
     )
+
+
+def _natural(lse: torch.Tensor, base2: bool) -> torch.Tensor:
+    return lse * math.log(2) if base2 else lse

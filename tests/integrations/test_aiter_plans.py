@@ -1,6 +1,7 @@
 """AITER's metadata and its reductions, one stage at a time, against the formula."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_reduce_of_a_general_map(out_dtype, final_map):
     assert bool((final[untouched] == 5).all() & (final_lse[untouched] == 5).all())
 
 
-@pytest.mark.parametrize("batch", [0, 2, 4, 8])
+@pytest.mark.parametrize("batch", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("num_splits", [1, 5, 16])
 def test_decode_reduce(num_splits, batch):
     """The standalone reduce of equal splits; a split without keys has lse -inf and may hold anything."""
@@ -216,3 +217,34 @@ def test_a_reduction_of_no_partials_leaves_everything():
     empty, places = torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     aiter.mla_reduce_v1(torch.zeros(0, 4, 512), torch.zeros(0, 4), empty, None, places, 1, 0, final)
     assert bool((final == 7.0).all())
+
+
+def test_splits_that_a_token_does_not_have_are_not_read():
+    """Tokens of fewer pages than splits: what nobody wrote, or wrote for another step, changes nothing."""
+    pages, num_splits, heads = [3, 0, 100, 8], 8, 16
+    outs, lses = torch.randn(4, num_splits, heads, 512), torch.randn(4, num_splits, heads)
+    wanted = []
+    for token, count in enumerate(pages):
+        used = min(count, num_splits)
+        wanted.append(merge(outs[token, :used], lses[token, :used])[0] if used else torch.zeros(heads, 512))
+        outs[token, used:] = torch.nan if token == 0 else 9.0
+        lses[token, used:] = torch.nan if token == 0 else 20.0
+    kv_indptr = torch.tensor([0, *pages]).cumsum(0).int()
+    reduced = torch.full((4, heads, 512), torch.nan)
+    aiter.mla_decode_reduce(outs, lses, reduced, kv_indptr, 4)
+    torch.testing.assert_close(reduced, torch.stack(wanted), rtol=1e-5, atol=1e-5)
+    binary = torch.full((4, heads, 512), torch.nan)
+    aiter.mla_decode_reduce(outs, lses / math.log(2), binary, kv_indptr, 4, base2=True)
+    torch.testing.assert_close(binary, reduced, rtol=1e-5, atol=1e-5)
+
+
+def test_general_reduce_of_binary_logarithms():
+    outs, lses = torch.randn(6, 4, 512), torch.randn(6, 4) * 3
+    lists = torch.tensor([0, 3, 6]).int(), None, torch.arange(6).int(), 1, 3
+    results = []
+    for given, base2 in ((lses, False), (lses / math.log(2), True)):
+        final, final_lse = torch.empty(2, 4, 512), torch.empty(2, 4)
+        aiter.mla_reduce_v1(outs, given, *lists, final, final_lse, base2=base2)
+        results.append((final, final_lse))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][1], lses.view(2, 3, 4).logsumexp(1))
