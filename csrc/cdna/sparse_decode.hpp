@@ -138,6 +138,8 @@ class SparseDecode {
       __builtin_amdgcn_sched_barrier(0);
       mla::block_sync();
       add_values(n, lds_ + stage, valid, sum);
+      // The turn's counters come behind its last product: an operand of that may be overwritten first thing in the next.
+      __builtin_amdgcn_sched_barrier(0);
       stage = next;
       bits = next_bits;
     }
