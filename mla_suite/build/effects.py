@@ -152,12 +152,14 @@ def _matrix(opcode: str, text: str, operands: Sequence[str], modifiers: dict[str
     return Operation(shape, text, tuple(does), tuple(needs), passes, waits)
 
 
-def _vector(opcode: str, operands: Sequence[str], modifiers: dict[str, str], dpp: bool) -> tuple[list, list]:
+def _vector(
+    opcode: str, operands: Sequence[str], modifiers: dict[str, str], dpp: bool
+) -> tuple[list[Effect], list[Effect]]:
     results = 0 if opcode in ("v_nop", "v_clrexcp") else 2 if _TWO_RESULTS.match(opcode) else 1
     written = [r for part in operands[:results] for r in registers(part)]
     sources = [registers(part) for part in operands[results:]]
     shifted = modifiers.get("dst_sel", "DWORD") != "DWORD" or _selects_part(opcode, modifiers, len(sources))
-    keeps = shifted or _PARTIAL.match(opcode) or _ACCUMULATES.match(opcode)
+    keeps = shifted or bool(_PARTIAL.match(opcode) or _ACCUMULATES.match(opcode))
     keeps = keeps or (dpp and "bound_ctrl" not in modifiers) or modifiers.get("dst_unused") == "UNUSED_PRESERVE"
     if opcode.startswith(("v_swap_", "v_permlane16_swap", "v_permlane32_swap")):
         written += sources[0]
@@ -167,7 +169,8 @@ def _vector(opcode: str, operands: Sequence[str], modifiers: dict[str, str], dpp
     if opcode.startswith("v_cmpx"):
         written.append(EXEC)
     dot, trans = opcode.startswith("v_dot"), bool(_TRANS.fullmatch(opcode))
-    does, needs = [], []
+    does: list[Effect] = []
+    needs: list[Effect] = []
     for r in written:
         if r[0] in "va":
             does.append(Effect("dot" if dot else "valu_vgpr", r))
@@ -214,7 +217,7 @@ def _selects_part(opcode: str, modifiers: dict[str, str], sources: int) -> bool:
     return any(chosen[first:]) or (opcode.startswith("v_cvt_scalef32_sr_pk") and "fp4" in opcode)
 
 
-def _lds(opcode: str, operands: Sequence[str]) -> tuple[list, list]:
+def _lds(opcode: str, operands: Sequence[str]) -> tuple[list[Effect], list[Effect]]:
     results = 0 if _READS_ONLY.match(opcode) or opcode == "ds_nop" else 1
     written = [r for part in operands[:results] for r in registers(part)]
     read = [r for part in operands[results:] for r in registers(part)]
@@ -225,7 +228,7 @@ def _lds(opcode: str, operands: Sequence[str]) -> tuple[list, list]:
     return [], needs
 
 
-def _memory(opcode: str, operands: Sequence[str], words: set[str]) -> tuple[list, list]:
+def _memory(opcode: str, operands: Sequence[str], words: set[str]) -> tuple[list[Effect], list[Effect]]:
     to_lds = "_lds_" in opcode or "lds" in words
     buffer = opcode.startswith(("buffer_", "tbuffer_"))
     atomic, store = "_atomic_" in opcode, "_store_" in opcode
@@ -245,12 +248,13 @@ def _memory(opcode: str, operands: Sequence[str], words: set[str]) -> tuple[list
     needs += [Effect("any_write", r) for r in written]
     needs += [Effect("vmem_sgpr", r) for r in read if r[0] == "s"]
     if to_lds:
-        needs += [Effect("m0_read", M0), Effect("vmem_sgpr", M0)]
+        needs += [Effect("m0_read_by_buffer" if buffer and not store else "m0_read", M0), Effect("vmem_sgpr", M0)]
     return does, needs
 
 
-def _scalar(opcode: str, operands: Sequence[str]) -> tuple[list, list]:
-    does, needs = [], []
+def _scalar(opcode: str, operands: Sequence[str]) -> tuple[list[Effect], list[Effect]]:
+    does: list[Effect] = []
+    needs: list[Effect] = []
     if opcode.startswith(("s_setreg", "s_getreg")):
         operand = operands[0 if opcode.startswith("s_setreg") else 1]
         match = re.search(r"hwreg\(\s*(\w+)", operand)

@@ -51,7 +51,7 @@ def _both(waits: Waits) -> dict[str, Waits]:
     return dict.fromkeys(ARCHS, waits)
 
 
-def _matrix(producer: str, consumer: str, gfx942: Waits, gfx950: Waits, what: str) -> Rule:
+def _matrix(producer: str, consumer: str, gfx942: Waits, gfx950: Waits, *, what: str) -> Rule:
     return Rule(producer, consumer, {"gfx942": gfx942, "gfx950": gfx950}, _MATRIX, what)
 
 
@@ -59,46 +59,49 @@ def _software(producer: str, consumer: str, waits: int, what: str) -> Rule:
     return Rule(producer, consumer, _both(waits), _SOFTWARE, what)
 
 
+_CHAINED = (_passes(2, 0, 0, 0), _passes(2, 0, 0, 0))
+_READ_BY_C = (_passes(1, 3, 7, 15), _passes(1, 3, 7, 15))
+_SGEMM_C = (_passes(2, 4, 8, 16), _passes(2, 4, 8, 16))
 _XDL_DONE = (_passes(5, 7, 11, 19), _passes(5, 8, 12, 20))
 _SGEMM_DONE = (_passes(4, 6, 10, 18), _passes(4, 6, 10, 18))
 
 RULES = (
     # The manuals grant forwarding of an accumulator to "the same number of passes"; LLVM's pull 218363 to the same
     # instruction only, which is what `_same` means here.
-    _matrix("valu_vgpr", "matrix_read", 2, 2, "VALU write, then a matrix instruction reads it"),
-    _matrix("valu_exec", "matrix_exec", 4, 4, "VALU write of EXEC, then a matrix instruction"),
-    _matrix("dot", "dot_ab_same", 3, 3, "dot product, then the same opcode reads it as A or B"),
-    _matrix("dot", "any_read", 3, 3, "dot product, then another opcode reads it"),
-    _matrix("dot", "any_write", 3, 3, "dot product, then another opcode writes it"),
-    _matrix("xdl", "xdl_c_same", *[_passes(2, 0, 0, 0)] * 2, "matrix write, then the same instruction's C"),
-    _matrix("xdl", "xdl_c", _passes(3, 5, 9, 17), _passes(4, 6, 10, 18), "matrix write, then C of an unlike one"),
-    _matrix("xdl", "sgemm_c", _passes(3, 5, 9, 17), _passes(3, 6, 10, 18), "matrix write, then C of an fp32 one"),
-    _matrix("xdl", "dgemm_c", _passes(3, 5, 9, 17), _passes(3, 6, 10, 18), "matrix write, then C of an fp64 one"),
-    _matrix("xdl", "matrix_ab", *_XDL_DONE, "matrix write, then A or B of another"),
-    _matrix("xdl", "memory_read", *_XDL_DONE, "matrix write, then memory or LDS reads it"),
-    _matrix("xdl", "valu_read", *_XDL_DONE, "matrix write, then VALU reads it"),
-    _matrix("xdl", "valu_write", *_XDL_DONE, "matrix write, then VALU writes it"),
-    _matrix("xdl_c", "valu_write", *[_passes(1, 3, 7, 15)] * 2, "C of a matrix instruction, then VALU writes it"),
-    _matrix("sgemm", "sgemm_c_same", *[_passes(2, 0, 0, 0)] * 2, "fp32 matrix write, then the same instruction's C"),
-    _matrix("sgemm", "sgemm_c", *[_passes(2, 4, 8, 16)] * 2, "fp32 matrix write, then C of an unlike one"),
-    _matrix("sgemm", "dgemm_c", *[_passes(2, 4, 8, 16)] * 2, "fp32 matrix write, then C of an fp64 one"),
-    _matrix("sgemm", "matrix_ab", *_SGEMM_DONE, "fp32 matrix write, then A or B of another"),
-    _matrix("sgemm", "memory_read", *_SGEMM_DONE, "fp32 matrix write, then memory or LDS reads it"),
-    _matrix("sgemm", "valu_read", *_SGEMM_DONE, "fp32 matrix write, then VALU reads it"),
-    _matrix("sgemm", "valu_write", *_SGEMM_DONE, "fp32 matrix write, then VALU writes it"),
-    _matrix("dgemm16", "sgemm_c", 9, 17, "fp64 16x16 write, then C of an fp32 one"),
-    _matrix("dgemm16", "dgemm_c", 9, 17, "fp64 16x16 write, then C of an unlike fp64 one"),
-    _matrix("dgemm16", "matrix_ab", 11, 19, "fp64 16x16 write, then A or B of another"),
-    _matrix("dgemm16", "memory_read", 18, 18, "fp64 16x16 write, then memory or LDS reads it"),
-    _matrix("dgemm16", "valu_read", 11, 19, "fp64 16x16 write, then VALU reads it"),
-    _matrix("dgemm16", "valu_write", 11, 19, "fp64 16x16 write, then VALU writes it"),
-    _matrix("dgemm4", "dgemm_c_same", 4, 4, "fp64 4x4 write, then the same instruction's C"),
-    _matrix("dgemm4", "sgemm_c", 4, 4, "fp64 4x4 write, then C of an fp32 one"),
-    _matrix("dgemm4", "dgemm_c", 4, 4, "fp64 4x4 write, then C of an unlike fp64 one"),
-    _matrix("dgemm4", "matrix_ab", 6, 6, "fp64 4x4 write, then A or B of another"),
-    _matrix("dgemm4", "memory_read", 9, 9, "fp64 4x4 write, then memory or LDS reads it"),
-    _matrix("dgemm4", "valu_read", 6, 6, "fp64 4x4 write, then VALU reads it"),
-    _matrix("dgemm4", "valu_write", 6, 6, "fp64 4x4 write, then VALU writes it"),
+    _matrix("valu_vgpr", "matrix_read", 2, 2, what="VALU write, then a matrix instruction reads it"),
+    _matrix("valu_exec", "matrix_exec", 4, 4, what="VALU write of EXEC, then a matrix instruction"),
+    _matrix("dot", "dot_ab_same", 3, 3, what="dot product, then the same opcode reads it as A or B"),
+    _matrix("dot", "any_read", 3, 3, what="dot product, then another opcode reads it"),
+    _matrix("dot", "any_write", 3, 3, what="dot product, then another opcode writes it"),
+    _matrix("xdl", "xdl_c_same", *_CHAINED, what="matrix write, then the same instruction's C"),
+    _matrix("xdl", "xdl_c", _passes(3, 5, 9, 17), _passes(4, 6, 10, 18), what="matrix write, then C of an unlike one"),
+    _matrix("xdl", "sgemm_c", _passes(3, 5, 9, 17), _passes(3, 6, 10, 18), what="matrix write, then C of an fp32 one"),
+    _matrix("xdl", "dgemm_c", _passes(3, 5, 9, 17), _passes(3, 6, 10, 18), what="matrix write, then C of an fp64 one"),
+    _matrix("xdl", "matrix_ab", *_XDL_DONE, what="matrix write, then A or B of another"),
+    _matrix("xdl", "memory_read", *_XDL_DONE, what="matrix write, then memory or LDS reads it"),
+    _matrix("xdl", "valu_read", *_XDL_DONE, what="matrix write, then VALU reads it"),
+    _matrix("xdl", "valu_write", *_XDL_DONE, what="matrix write, then VALU writes it"),
+    _matrix("xdl_c", "valu_write", *_READ_BY_C, what="C of a matrix instruction, then VALU writes it"),
+    _matrix("sgemm", "sgemm_c_same", *_CHAINED, what="fp32 matrix write, then the same instruction's C"),
+    _matrix("sgemm", "sgemm_c", *_SGEMM_C, what="fp32 matrix write, then C of an unlike one"),
+    _matrix("sgemm", "dgemm_c", *_SGEMM_C, what="fp32 matrix write, then C of an fp64 one"),
+    _matrix("sgemm", "matrix_ab", *_SGEMM_DONE, what="fp32 matrix write, then A or B of another"),
+    _matrix("sgemm", "memory_read", *_SGEMM_DONE, what="fp32 matrix write, then memory or LDS reads it"),
+    _matrix("sgemm", "valu_read", *_SGEMM_DONE, what="fp32 matrix write, then VALU reads it"),
+    _matrix("sgemm", "valu_write", *_SGEMM_DONE, what="fp32 matrix write, then VALU writes it"),
+    _matrix("dgemm16", "sgemm_c", 9, 17, what="fp64 16x16 write, then C of an fp32 one"),
+    _matrix("dgemm16", "dgemm_c", 9, 17, what="fp64 16x16 write, then C of an unlike fp64 one"),
+    _matrix("dgemm16", "matrix_ab", 11, 19, what="fp64 16x16 write, then A or B of another"),
+    _matrix("dgemm16", "memory_read", 18, 18, what="fp64 16x16 write, then memory or LDS reads it"),
+    _matrix("dgemm16", "valu_read", 11, 19, what="fp64 16x16 write, then VALU reads it"),
+    _matrix("dgemm16", "valu_write", 11, 19, what="fp64 16x16 write, then VALU writes it"),
+    _matrix("dgemm4", "dgemm_c_same", 4, 4, what="fp64 4x4 write, then the same instruction's C"),
+    _matrix("dgemm4", "sgemm_c", 4, 4, what="fp64 4x4 write, then C of an fp32 one"),
+    _matrix("dgemm4", "dgemm_c", 4, 4, what="fp64 4x4 write, then C of an unlike fp64 one"),
+    _matrix("dgemm4", "matrix_ab", 6, 6, what="fp64 4x4 write, then A or B of another"),
+    _matrix("dgemm4", "memory_read", 9, 9, what="fp64 4x4 write, then memory or LDS reads it"),
+    _matrix("dgemm4", "valu_read", 6, 6, what="fp64 4x4 write, then VALU reads it"),
+    _matrix("dgemm4", "valu_write", 6, 6, what="fp64 4x4 write, then VALU writes it"),
     _software("valu_sgpr", "vmem_sgpr", 5, "VALU write of an SGPR, then vector memory reads it"),
     _software("valu_sgpr", "valu_sgpr", 2, "VALU write of an SGPR, then VALU reads it as a constant"),
     _software("valu_exec", "valu_sgpr", 2, "VALU write of EXEC, then VALU reads it as a constant"),
@@ -116,6 +119,13 @@ RULES = (
     _software("wide_store", "valu_write", 2, "store of more than 64 bits per lane, then VALU overwrites its data"),
     _software("salu_m0", "m0_read", 1, "SALU write of M0, then LDS-DMA, s_sendmsg, s_movrel or an add-TID access"),
     _software("setreg", "getreg", 2, "s_setreg, then s_getreg or s_setreg of the same register"),
+    Rule(
+        "salu_m0",
+        "m0_read_by_buffer",
+        _both(1),
+        dict.fromkeys(ARCHS, "LLVM's rule for every LDS-DMA; section 4.5 names global, scratch and buffer_store_lds"),
+        what="SALU write of M0, then a buffer load into LDS",
+    ),
     Rule(
         "wide_buffer_store",
         "valu_write",
