@@ -20,6 +20,7 @@ FLOORS = {
     "emulator": 2,
     "ops": 3,
     "models": 4,
+    "distributed": 5,
     "integrations": 5,
     "bench": 5,
     "cli": 5,
@@ -36,6 +37,7 @@ SIBLINGS = {
     ("core", "kv_formats"),
     ("cli", "integrations"),
     ("cli", "bench"),
+    ("cli", "distributed"),
 }
 OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
 OPERATORS |= {("sparse_decode", "combine")}
