@@ -1,5 +1,10 @@
-"""Metadata is in pyproject.toml; this builds the code objects while the package is built, without torch."""
+"""Builds the code objects while the package is built, without torch. Metadata is in pyproject.toml.
 
+MLA_SUITE_ARCHS=gfx942,sm_90 in the environment of `pip install .` limits the objects to these archs; the default is all
+of them.
+"""
+
+import os
 import shutil
 import sys
 import sysconfig
@@ -18,6 +23,11 @@ for link in ("ops", "csrc"):
             f"get the repository with git clone, or run: rm -f mla_suite/{link}; ln -s ../{link} mla_suite/{link}"
         )
 
+KNOWN = sorted(path.parent.name for path in (ROOT / "csrc").glob("*/arch.toml"))
+ARCHS = sorted({name.strip() for name in os.environ.get("MLA_SUITE_ARCHS", "").split(",")} - {""})
+if not set(ARCHS) <= set(KNOWN):
+    sys.exit(f"MLA_SUITE_ARCHS names {', '.join(sorted(set(ARCHS) - set(KNOWN)))}; the archs are {', '.join(KNOWN)}")
+
 
 class BuildWithObjects(build_py):
     """Copies the Python files, then compiles the kernels into the package that is being built."""
@@ -27,28 +37,35 @@ class BuildWithObjects(build_py):
         sys.path.insert(0, str(ROOT))
         from mla_suite import build
 
+        # An editable install keeps what the source tree holds of other archs; a wheel holds the named ones alone.
+        package = ROOT / "mla_suite" / "objects"
+        staged = Path(self.get_finalized_command("build").build_temp).absolute() / "-".join(["objects", *ARCHS])
+        try:
+            out = package if self.editable_mode else staged
+            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=out)
+        except (build.BuildError, build.ObjectError) as error:
+            sys.exit(str(error))
         if self.editable_mode:
-            build.build(csrc=ROOT / "csrc", out=ROOT / "mla_suite" / "objects")
             return
-        staged = Path(self.get_finalized_command("build").build_temp).absolute() / "objects"
-        manifest = build.build(csrc=ROOT / "csrc", out=staged)
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
-        shutil.rmtree(target, ignore_errors=True)  # objects of the source tree's own builds
+        shutil.rmtree(target, ignore_errors=True)  # the objects that the source tree's own builds left there
         for name in manifest.files():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(staged / name, target / name)
 
 
 class PlatformDistribution(Distribution):
-    """Says that the package is bound to a platform, though setuptools compiles nothing for it."""
+    """Marks the package as bound to a platform, though setuptools compiles nothing for it."""
 
     def has_ext_modules(self) -> bool:
         return True
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python: nothing in it is linked to one. The emulator's library, where it is in it, is of
-    x86-64 Linux with glibc 2.28; elsewhere the wheel is of the machine that made it."""
+    """Makes one wheel for every Python version, since nothing in it is linked to Python.
+
+    The emulator's library in it needs x86-64 Linux with glibc 2.28; on another machine the wheel is for that machine.
+    """
 
     def get_tag(self) -> tuple[str, str, str]:
         if sysconfig.get_platform() == "linux-x86_64":

@@ -1,4 +1,4 @@
-// Types, a growable array and bit casts: all that the core takes from a language without its standard library.
+// Types, a growable array and bit casts, since the core uses no C++ standard library.
 // The core links libc, libm and libpthread only, so that one compiler wheel builds it in a second.
 #pragma once
 #include <math.h>

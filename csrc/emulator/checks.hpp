@@ -1,4 +1,4 @@
-// What a sanitizer finding is, and where it is written down.
+// A sanitizer finding, and the list that collects findings.
 #pragma once
 #include "base.hpp"
 

@@ -11,12 +11,12 @@ enum Ordering { PLAIN, COHERENT, ATOMIC_UPDATE };  // COHERENT: a device-scope (
 u8* global_access(Wave& wave, const Inst& in, int lane, u64 address, u32 bytes, u32 alignment, int access,
                   Ordering ordering);
 
-// Publishes at `address` what the workgroup has released (a device-scope store or atomic), or learns what was published
+// Publishes the workgroup's released stores at `address` (a device-scope store or atomic), or learns those published
 // there. Both are called with the launch's lock held.
 void publish(Wave& wave, u64 address);
 void learn(Wave& wave, u64 address, Clock& into);
 
-// The same value read again and again at one place: yields, and in the end reports a spin.
+// Counts reads of the same value by one instruction: yields, and in the end reports a spin.
 void watch_spin(Wave& wave, const Inst& in, u64 address, u32 value);
 
 void require_address(Wave& wave, const Inst& in, const Operand& op);

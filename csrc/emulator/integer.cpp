@@ -39,7 +39,7 @@ static u32 dot4_unsigned(u32 a, u32 b, u32 c) {
 }
 static i32 clamp16(i32 x) { return x < -32768 ? -32768 : x > 32767 ? 32767 : x; }
 
-// Unsigned sums and differences with clamp: aux says which.
+// Unsigned sums and differences with clamp; aux selects one.
 enum { SUM, DIFFERENCE, REVERSED };
 static void saturating(Wave& wave, const Inst& in) {
   u32 ra[LANES], rb[LANES], out[LANES];

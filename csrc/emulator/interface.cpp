@@ -1,4 +1,4 @@
-// The plain C interface: what mla_suite/runtime/emulator/core.py declares with ctypes.
+// The plain C interface, which mla_suite/emulator/core.py declares with ctypes.
 #include "decode.hpp"
 #include "machine.hpp"
 

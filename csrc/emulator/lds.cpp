@@ -104,7 +104,7 @@ bool lds_in_bounds(Wave& wave, int lane, u32 address, u32 bytes, u32 alignment) 
   return true;
 }
 
-// The other waves in a "who did it in this interval" tag of any of these bytes.
+// The other waves in the tags of any of these bytes in this interval.
 static u32 others_in(const Wave& wave, const u32* tags, u32 bytes) {
   u32 stamp = wave.worker->lds.interval << 16, others = 0;
   for (u32 i = 0; i < bytes; i++) others |= (tags[i] ^ stamp) < 0x10000u ? tags[i] : 0;

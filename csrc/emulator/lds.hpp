@@ -1,12 +1,11 @@
-// The local data share of one workgroup: its bytes, and per byte who wrote and read it in the current barrier interval.
+// The local data share of one workgroup: its bytes, and per byte the waves that wrote and read it in this interval.
 #pragma once
 #include "base.hpp"
 
 namespace emulator {
 
-// A direct-to-LDS load is in flight until its vmcnt wait, for everyone. An ordinary access is marked when its wave
-// passes a barrier without having waited for it: waves do not see each other's accesses in order then, though the wave
-// itself does.
+// A direct-to-LDS load is in flight until its vmcnt wait, for every wave. An ordinary access is marked when its wave
+// passes a barrier without having waited for it: other waves may then see it late, though the wave itself does not.
 enum Flight { DIRECT = 0x80, UNWAITED_WRITE = 0x40, UNWAITED_READ = 0x20, FLIGHT_WAVE = 0x1f };
 struct LdsAccess {
   u32 sequence, bytes;
@@ -24,7 +23,7 @@ struct Lds {
   u32* written;   // interval << 4 | wave of the last write; 0 = never written
   u32* read;      // interval << 16 | mask of the waves that read
   u32* updated;   // as `read`, for atomics; looked at once the workgroup has used one
-  u8* in_flight;  // who has an access to the byte that is not known to be complete: a Flight kind and wave + 1
+  u8* in_flight;  // the incomplete access to the byte: its Flight kind and wave + 1
   u32 size, capacity, interval;
   bool atomics;
 
@@ -50,8 +49,8 @@ bool lds_in_bounds(Wave& wave, int lane, u32 address, u32 bytes, u32 alignment);
 void lds_check_read(Wave& wave, int lane, u32 address, u32 bytes);
 void lds_check_write(Wave& wave, int lane, u32 address, u32 bytes);
 void lds_check_atomic(Wave& wave, int lane, u32 address, u32 bytes);
-// Remembers an access until its wait; `lds_pass_barrier` marks those still there, `lds_retire` forgets up to a sequence
-// number.
+// Records an access until its wait; `lds_pass_barrier` marks those still there, `lds_retire` removes them up to a
+// sequence number.
 void lds_remember(Wave& wave, const u32* address, u64 lanes, u32 bytes, bool writes);
 void lds_pass_barrier(Wave& wave);
 void lds_retire(Wave& wave, u32 sequence);

@@ -69,7 +69,7 @@ static void write(Wave& wave, const Inst& in) {
   issue(wave, LGKM, nullptr);
 }
 
-// Sixteen lanes read a tile of 16 columns whose rows lie in the lanes' pieces one after another; lane i receives column
+// Sixteen lanes read a tile of 16 columns whose rows lie in the lanes' data one after another; lane i receives column
 // i.
 static void read_transposed(Wave& wave, const Inst& in) {
   i64 aux = in.opcode->aux;

@@ -1,7 +1,7 @@
 // Matrix instructions: D[M, N] = A[M, K] B[K, N] + C.
 //
 // Lane l holds row (A) or column (B) l % M and the K elements of group l / M, consecutive in its registers; but the
-// 8-bit formats of f8f6f4 hold them in two pieces of 16, the second from the upper half of K. Block b of 32 elements
+// 8-bit formats of f8f6f4 hold them in two groups of 16, the second from the upper half of K. Block b of 32 elements
 // along K is scaled by the lane of group b. Result element i of lane l is column l % N and row 4 (l / N) + i for N =
 // 16, 4 (l / N) + i % 4 + 8 (i / 4) for N = 32. Products and sums are made in double and rounded to f32 once: the real
 // unit's internal width and order are not public.

@@ -37,7 +37,7 @@ inline u32 component(u32 workgroup, u32 wave) { return workgroup * WAVES_PER_GRO
 
 // A tag packs (component + 1, epoch, written by a device-scope access); the split of the bits depends on the grid.
 struct TagLayout {
-  u32 bits;  // of the component
+  u32 bits;  // width of the component
   void open(u64 workgroups) {
     for (bits = 1; (1ull << bits) <= workgroups * WAVES_PER_GROUP; bits++) {
     }

@@ -46,7 +46,7 @@ struct Record {
 
 enum Class { SALU, SMEM, VALU, TRANSCENDENTAL, MATRIX, LDS, GLOBAL, ATOMIC, CONTROL };
 
-// One line per instruction. `aux` is what a handler shared by several instructions needs to know; `prepare` runs once
+// One line per instruction. `aux` is an argument for a handler that several instructions share; `prepare` runs once
 // at decoding and returns a sentence when the operands make no sense.
 struct Opcode {
   const char* name;

@@ -24,7 +24,7 @@ static void bit_function(Wave& wave, const Inst& in) {
   for (int l = 0; l < LANES; l++) out[l] = combine_bits(in.mod[mod_bitop3], a[l], b[l], c[l]);
   commit_row(wave, in, 0, out, false);
 }
-// Of the halves that op_sel picks.
+// Works on the halves that op_sel picks.
 static void bit_function_16(Wave& wave, const Inst& in) {
   u32 ra[LANES], rb[LANES], rc[LANES];
   u16 out[LANES];

@@ -1,5 +1,4 @@
-// How an instruction of the vector unit is written: a lambda over one lane, and typed operands read from its parameter
-// types.
+// An instruction of the vector unit is a lambda over one lane; its parameter types say how the operands are read.
 //   u32, i32, float: one register; u64, i64, double: a pair; Half: 16 bits of a register as a float.
 #pragma once
 #include "numbers.hpp"
@@ -23,7 +22,7 @@ inline F& stateless() {
 // when it can.
 const u32* source_row(Wave& wave, const Inst& in, int k, u32* room);
 void source_pair(Wave& wave, const Inst& in, int k, u64* out);
-// Where a 32-bit result may be computed in place, or null.
+// The row in which a 32-bit result may be computed in place, or null.
 u32* direct_row(Wave& wave, const Inst& in);
 void commit_row(Wave& wave, const Inst& in, int offset, const u32* result, bool real_result);
 void commit_pair(Wave& wave, const Inst& in, const u64* result);

@@ -12,13 +12,13 @@ enum Counter { VM, LGKM };                  // vmcnt, lgkmcnt
 constexpr u32 COUNTER_LIMIT[2] = {63, 15};  // a counter that is full stalls the issue, and compilers rely on it
 constexpr int LANDINGS = 64;                // as many as vmcnt can count
 
-// What happens when a memory operation is waited for, beyond its registers becoming readable.
+// The effect of waiting for a memory operation, beyond its registers becoming readable.
 struct Landing {
   enum Kind { NOTHING, LDS_WRITE, WRITE_BACK, ACQUIRE } kind;
   u32 sequence;
   u64 lanes;
   u32 bytes;
-  u32 epoch, others_epoch;  // what a write-back releases of its own wave and of the others
+  u32 epoch, others_epoch;  // a write-back releases these epochs of its own wave and of the others
   u32 address[LANES];
   u8 data[LANES][16];
   Clock learned;
@@ -29,11 +29,11 @@ struct Worker;
 
 struct Workgroup {
   u32 index, id[3];               // position in the grid's linear order; coordinates
-  u32 position;                   // place in the order of execution
-  u32 epoch, interval_epoch;      // of stores now; the first of this barrier interval
-  bool stored;                    // since the epoch began
+  u32 position;                   // index in the order of execution
+  u32 epoch, interval_epoch;      // the current one of stores; the first of this barrier interval
+  bool stored;                    // a store was made since the epoch began
   u32 released[WAVES_PER_GROUP];  // per wave: stores of earlier epochs are written back
-  Clock known, safe;              // of the whole workgroup: learned from atomics; learned and invalidated
+  Clock known, safe;              // the whole workgroup's: learned from atomics; learned and invalidated
   int waves;
 };
 
@@ -100,7 +100,7 @@ struct Worker {
   u64* loaded;  // bytes per view
   u64* stored;
   u8* scratch;     // private memory of the waves' lanes
-  Region* region;  // of the last access
+  Region* region;  // the last access's
   FindingList findings;
   u32 running;   // position in the order of the workgroup now running, or ~0
   bool abandon;  // the workgroup cannot go on

@@ -1,4 +1,4 @@
-"""Floor 2: instances wanted -> build.ninja -> code objects with budgets and a manifest. Needs no torch, no numpy."""
+"""The build layer: declared instances -> ninja -> code objects, budgets, manifest. It needs no torch and no numpy."""
 
 from mla_suite.build.builder import build
 from mla_suite.build.errors import BuildError, ObjectError

@@ -1,4 +1,4 @@
-"""ISA budgets: the numbers in `arch.toml` that a kernel must keep, checked when it is built."""
+"""ISA budgets: limits in `arch.toml` on a kernel's machine code, checked when it is built."""
 
 from __future__ import annotations
 

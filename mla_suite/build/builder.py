@@ -1,4 +1,4 @@
-"""The build: instances wanted -> ninja -> objects checked against their budgets -> object folder with its manifest."""
+"""The build: declared instances -> ninja -> objects checked against budgets -> object folder with a manifest."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ def build(
     csrc: Path = CSRC,
     out: Path | None = None,
     rocm: Path | None = None,
+    nvcc: Path | None = None,
     jobs: int | None = None,
     kernels: Sequence[str] | None = None,
     emulator: bool = True,
@@ -31,11 +33,11 @@ def build(
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
 
-    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` names
-    the AMD compiler; `kernels` limits the build to these; objects of other archs and kernels stay, those of an arch
-    without a compiler while they are up to date. `emulator` builds the host library too where its sources are present.
-    Compilers' warnings, and what is left out, go to stderr. `progress` is told of each step of the compilers: its
-    number, and how many there are. Two processes may build at once.
+    `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` and
+    `nvcc` name the AMD and the NVIDIA compiler (see `compilers`). `kernels` limits the build to these; objects of other
+    archs and kernels stay, those of an arch without a compiler while they are up to date. `emulator` builds the host
+    library too where its sources are present. Compilers' warnings, and what is left out, go to stderr. `progress` is
+    called with the number of each finished compiler step and their total. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, a source edited
     meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an unknown arch or a
@@ -55,12 +57,14 @@ def build(
         if missing:
             raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
         wanted = [item for item in wanted if item.kernel in kernels]
-    nvidia = compilers.find_nvidia() if any(item.arch.vendor == "nvidia" for item in wanted) else None
-    if nvidia is None and any(item.arch.vendor == "nvidia" for item in wanted):
-        missing_compiler = "no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"
+    for_nvidia = sorted({item.arch.name for item in wanted if item.arch.vendor == "nvidia"})
+    nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
+    if for_nvidia and nvidia is None:
+        left_out, need = ", ".join(for_nvidia), "no nvcc of CUDA 12 or newer serves here"
+        remedy = "`pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
         if archs is not None:
-            raise BuildError(f"{missing_compiler}; install one or leave sm_90 out")
-        print(f"sm_90 is left out: {missing_compiler}; everything else works without it", file=sys.stderr)
+            raise BuildError(f"{need}; {remedy}, or leave {left_out} out")
+        print(f"{left_out} is left out: {need}; {remedy}; everything else works without it", file=sys.stderr)
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
     for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
     amd = compilers.find_amd(rocm, for_amd) if for_amd else None
@@ -87,7 +91,7 @@ def build(
 
 
 def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
-    """BuildError when a source was edited while it was compiled: its object would pass for one of the new text."""
+    """BuildError when a source was edited while it was compiled: the object would be taken for one of the new text."""
     now = locations.file_hashes(csrc)
     edited = sorted({name for entry in made for name in entry.sources if now.get(name) != compiled.get(name)})
     if edited:
@@ -96,7 +100,7 @@ def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[Kern
 
 @contextmanager
 def _written(out: Path) -> Iterator[None]:
-    """Says which folder it was that could not be written."""
+    """Turns an OSError about the object folder into a BuildError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -110,7 +114,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 def _without_emulator() -> str | None:
-    """Why this machine cannot compile the emulator's library, or None."""
+    """The reason why this machine cannot compile the emulator's library, or None."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return f"it runs on x86-64, this machine is {platform.machine()}"
     if find_spec("ziglang") is None:
@@ -126,7 +130,7 @@ def _entry(
     amd: compilers.AmdCompiler | None,
     nvidia: compilers.NvidiaCompiler | None,
 ) -> tuple[KernelEntry, list[str]]:
-    """The manifest entry of one built instance and the sentences of the budgets it breaks."""
+    """The manifest entry of one built instance, and one sentence per broken budget."""
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
     object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
@@ -158,7 +162,7 @@ def _entry(
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),
-        text=f"{item.arch.name}/{item.id}.s" if is_amd else "",
+        text=f"{item.arch.name}/{item.id}.s.gz" if is_amd else "",
         text_sha256=locations.sha256(text) if is_amd else "",
         params=item.params,
         params_size=mirror.size,
@@ -191,21 +195,27 @@ def _publish(
     complete: bool,
     built: Sequence[Instance],
 ) -> Manifest:
-    """Copies the objects, then the manifest, then removes what the manifest no longer names."""
+    """Copies the objects, writes the manifest, then removes files that the manifest no longer names."""
     broken = [sentence for _, sentences in made for sentence in sentences]
     if broken:
         raise BuildError("\n".join(broken))
     before = _before(out, csrc, complete)
     replaced = {(item.arch.name, item.kernel) for item in built}
     kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
-    if complete:  # what remains has no compiler here, or is declared no more
+    if complete:  # an entry that remains has no compiler here, or is no longer declared
         archs = set(arch_records.names(csrc)) - {item.arch.name for item in built}
         kept = {key: old for key, old in kept.items() if old.arch in archs and not old.stale}
     entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
     named = dict(before.libraries)
     for entry, _ in made:
-        for name in filter(None, (entry.object, entry.text)):
-            locations.write_atomically(out / name, (work / name).read_bytes())
+        locations.write_atomically(out / entry.object, (work / entry.object).read_bytes())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # zlib compresses without Python's lock
+        texts = [entry.text for entry, _ in made if entry.text]
+        list(
+            pool.map(
+                lambda name: locations.write_text(out / name, (work / name.removesuffix(".gz")).read_bytes()), texts
+            )
+        )
     for name, path in libraries.items():
         data = path.read_bytes()
         file = f"{name}/{path.name}"
@@ -223,7 +233,7 @@ def _publish(
 
 
 def _before(out: Path, csrc: Path, complete: bool) -> Manifest:
-    """What the folder held. A complete build makes all of it again and need not be able to read it."""
+    """The folder's manifest before this build. A complete build replaces all of it and accepts a damaged one."""
     try:
         return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
     except ObjectError:

@@ -1,7 +1,7 @@
-"""Which compiler makes code objects here, and the commands it is given.
+"""The compilers that make code objects on this machine, and the commands they are given.
 
 An AMD object is made in the same three steps by every compiler: source -> assembly -> relocatable -> code object. The
-assembly ships beside the object, so what is read, budgeted and emulated is what runs.
+assembly ships beside the object: the text that is read, budgeted and emulated is the one that runs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ from mla_suite.build.errors import BuildError
 
 _SDK = Path("/opt/rocm")
 
-# -mcode-object-version=5: what ROCm 6 and 7 load alike; the compiler's default is 6.
+# -mcode-object-version=5: ROCm 6 and 7 both load it; the compiler's default is 6.
 # -fuse-cuid=none, -fdebug-compilation-dir: the same bytes from any directory.
-# -mno-amdgpu-ieee with -fno-honor-nans: else every fmax costs a canonicalising v_max per operand. The compiler then
-#   assumes that no operand is NaN; a kernel that promises something about NaN says `honor_nans = true`.
+# -mno-amdgpu-ieee with -fno-honor-nans: without them every fmax costs a canonicalising v_max per operand. With them the
+#   compiler assumes that no operand is NaN; a kernel with a contract about NaN declares `honor_nans = true`.
 _HIP_FLAGS = [
     *("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++17", "-O3"),
     *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-tables-only", "-fdebug-compilation-dir=."),
@@ -51,7 +52,7 @@ class AmdCompiler:
         return [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", "-mcode-object-version=5", "-c"]
 
     def unknown(self, archs: Sequence[str]) -> list[str]:
-        """Those of `archs` that this compiler was made before."""
+        """The names in `archs` that this compiler is too old for."""
         probe = ["-nogpulib", "-x", "c", "-fsyntax-only", os.devnull]
         commands = {arch: [*self.clang, "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}", *probe] for arch in archs}
         return [arch for arch, command in commands.items() if subprocess.run(command, capture_output=True).returncode]
@@ -87,7 +88,7 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
     """The AMD compiler: `rocm` when named, else an installed ROCm, else the ziglang wheel.
 
     `rocm` is a ROCm root, or the path of one clang program. An installed ROCm that is too old for one of `archs`, or
-    cannot be run, is passed over, and stderr is told. BuildError says what is missing.
+    cannot be run, is passed over with a sentence on stderr. BuildError says what is missing.
     """
     if rocm is not None:
         try:
@@ -114,7 +115,7 @@ def find_amd(rocm: Path | None = None, archs: Sequence[str] = ()) -> AmdCompiler
 
 
 def _instead(why: str) -> AmdCompiler:
-    """The packaged compiler in place of an installed ROCm that cannot serve, which `why` explains."""
+    """The packaged compiler in place of an installed ROCm; `why` explains what that one lacks."""
     try:
         found = packaged()
     except BuildError:
@@ -184,25 +185,61 @@ def _clang_of_hipcc(hipcc: Path) -> AmdCompiler:
     return AmdCompiler((str(clang),), (str(lld),), _first_line([str(clang)]))
 
 
-def find_nvidia() -> NvidiaCompiler | None:
-    """nvcc from PATH, else from /usr/local/cuda, or None if neither is of CUDA 12, which sm_90a begins with.
+def find_nvidia(nvcc: Path | None = None) -> NvidiaCompiler | None:
+    """The nvcc for sm_90: the one named, else of CUDA_HOME, of the PyPI wheels, on PATH, in /usr/local/cuda.
 
-    One that cannot be run is passed over, and stderr is told.
+    `nvcc` is a CUDA root or the path of one nvcc. The wheels come before the machine's own, so every machine makes the
+    same objects. A candidate that is older than CUDA 12, with which sm_90a begins, or that cannot compile here is
+    passed over with a sentence on stderr; None when no candidate is left. BuildError when the named one cannot serve.
     """
-    found = (shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"))
-    for program in filter(None, found):
+    if nvcc is not None:
+        program = next((path for path in (nvcc / "bin/nvcc", nvcc) if path.is_file()), None)
+        if program is None:
+            raise BuildError(f"--nvcc {nvcc}: there is no nvcc; name a CUDA root or the path of an nvcc")
+        return _checked_nvcc(program)
+    home = os.environ.get("CUDA_HOME")
+    on_path, in_cuda = shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin")
+    candidates = [Path(home, "bin/nvcc")] if home else []
+    candidates += [path for path in (_nvcc_of_wheel(), on_path and Path(on_path), in_cuda and Path(in_cuda)) if path]
+    for program in candidates:
         try:
-            release = re.search(r"V((\d+)[\d.]*)", _version([program]))
+            return _checked_nvcc(program)
         except BuildError as error:
-            print(f"{error}; it is passed over", file=sys.stderr)
-            continue
-        if release is not None and int(release.group(2)) >= 12:
-            return NvidiaCompiler(program, f"nvcc {release.group(1)}")
+            print(f"{error}; this nvcc is passed over", file=sys.stderr)
     return None
 
 
+def _nvcc_of_wheel() -> Path | None:
+    """The nvcc of the `nvidia-cuda-nvcc` wheel, or None when it is not installed.
+
+    The wheels of one CUDA version share a folder without a module of its own, which imports cannot find.
+    """
+    folders = (Path(entry or ".", "nvidia/cu13/bin/nvcc") for entry in sys.path)
+    return next((path.absolute() for path in folders if path.is_file()), None)
+
+
+def _checked_nvcc(program: Path) -> NvidiaCompiler:
+    """The compiler at `program`, tried on an empty source. BuildError says why it cannot build sm_90."""
+    release = re.search(r"V((\d+)[\d.]*)", _version([str(program)]))
+    if release is None:
+        raise BuildError(f"{program} does not say which CUDA release it is of")
+    if int(release.group(2)) < 12:
+        raise BuildError(f"{program} is of CUDA {release.group(1)}; sm_90 needs CUDA 12 or newer")
+    compiler = NvidiaCompiler(str(program), f"nvcc {release.group(1)}")
+    with tempfile.TemporaryDirectory() as folder:
+        probe = [*compiler.to_object("sm_90"), "-x", "cu", os.devnull, "-o", f"{folder}/probe.cubin"]
+        done = subprocess.run(probe, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[0]
+        raise BuildError(
+            f"{program} cannot compile here ({said}); it needs a gcc that it accepts, with C++, and the wheels "
+            "nvidia-nvvm, nvidia-cuda-crt and nvidia-cuda-runtime beside it if it came as a wheel"
+        )
+    return compiler
+
+
 def _first_line(command: list[str]) -> str:
-    """What the compiler calls itself. BuildError when it cannot be run."""
+    """The name that the compiler prints for itself. BuildError when it cannot be run."""
     return _version(command).splitlines()[0]
 
 

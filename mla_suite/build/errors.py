@@ -1,10 +1,10 @@
-"""The two ways in which this floor refuses."""
+"""The exceptions of the build."""
 
 from __future__ import annotations
 
 
 class BuildError(RuntimeError):
-    """A code object could not be made; the text begins with the compiler's own words when it had any."""
+    """A code object could not be made; the text begins with the compiler's own message, if there is one."""
 
 
 class ObjectError(RuntimeError):

@@ -1,12 +1,14 @@
-"""Where code objects live, who may write there, and how a file is put there."""
+"""The places of code objects: where they are, who may write there, and how a file is written."""
 
 from __future__ import annotations
 
 import fcntl
+import gzip
 import hashlib
 import os
 import stat
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from mla_suite.core.arch import CSRC
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"
+_MAX_TEXT_BYTES = 64 << 20  # no more is unpacked from one file; a kernel's longest text has 3 MB
 
 
 def sha256(data: bytes) -> str:
@@ -123,16 +126,46 @@ def read_trusted(path: Path, expected_sha256: str | None = None) -> bytes:
         if problem:
             raise ObjectError(f"{path} {problem}; make it private, then run `python -m mla_suite build`")
         data = file.read()
-    if expected_sha256 is not None and sha256(data) != expected_sha256:
-        raise ObjectError(
-            f"{path} has sha256 {sha256(data)[:12]}..., its manifest says {expected_sha256[:12]}...; "
-            "it was altered or half replaced: run `python -m mla_suite build`"
-        )
+    if expected_sha256 is not None:
+        _need_hash(path, data, expected_sha256)
     return data
 
 
+def read_trusted_text(path: Path, expected_sha256: str) -> str:
+    """The text that `write_text` put at `path`, by its own hash. ObjectError as for `read_trusted`."""
+    packed = read_trusted(path)
+    try:
+        unpacker = zlib.decompressobj(wbits=31)
+        data = unpacker.decompress(packed, _MAX_TEXT_BYTES)
+        whole = unpacker.eof
+    except zlib.error:
+        whole = False
+    if not whole:
+        raise ObjectError(
+            f"{path} is not a whole gzip file; it was altered or truncated: run `python -m mla_suite build`"
+        )
+    _need_hash(path, data, expected_sha256)
+    return data.decode()
+
+
+def _need_hash(path: Path, data: bytes, expected: str) -> None:
+    if sha256(data) != expected:
+        raise ObjectError(
+            f"{path} has sha256 {sha256(data)[:12]}..., its manifest says {expected[:12]}...; "
+            "it was altered or half replaced: run `python -m mla_suite build`"
+        )
+
+
+def write_text(path: Path, data: bytes) -> None:
+    """Writes `data` to `path`, compressed by gzip to a sixteenth of its size, unless the file already holds it."""
+    try:
+        read_trusted_text(path, sha256(data))
+    except ObjectError:
+        write_atomically(path, gzip.compress(data, 9, mtime=0))
+
+
 def write_atomically(path: Path, data: bytes) -> None:
-    """Puts `data` at `path` so that a reader or a crash sees the old file or the whole new one."""
+    """Writes `data` to `path` so that a reader or a crash sees the old file or the whole new one."""
     if path.is_file() and not path.is_symlink() and path.read_bytes() == data:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The manifest: what was built, by what, from which sources, at what cost; and the guard of every load."""
+"""The manifest: each kernel's compiler, sources and cost, and the hashes that guard every load."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from mla_suite.build.locations import MANIFEST, read_trusted, sha256
 from mla_suite.build.report import Loop
 from mla_suite.core.arch import CSRC
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class KernelEntry:
     """One kernel in the manifest.
 
-    File names are relative to the object folder `root`; `text` is the assembly of an AMD object, empty for a cubin.
-    `lds` is static and `dynamic_lds` the most dynamic LDS, in bytes; `threads` the launch bound; `occupancy` waves per
-    SIMD; `sources` the files under csrc it was made from and `source_hash` the sha256 over them.
+    File names are relative to the object folder `root`; `text` is the assembly of an AMD object, compressed by gzip and
+    empty for a cubin, and `text_sha256` the hash of what it unpacks to. `lds` is static and `dynamic_lds` the most
+    dynamic LDS, in bytes; `threads` the launch bound; `occupancy` waves per SIMD; `sources` the files under csrc it was
+    made from and `source_hash` the sha256 over them.
     """
 
     id: str
@@ -64,11 +65,11 @@ class KernelEntry:
         return read_trusted(self.root / self.object, self.object_sha256)
 
     def read_text(self) -> str:
-        """The assembly the object was made from, checked likewise. ObjectError for a kernel that has none."""
+        """The assembly the object was made from, checked likewise. ObjectError for a kernel without one."""
         if not self.text:
             raise ObjectError(f"{self.arch} {self.id} has no assembly text; only AMD kernels ship theirs")
         self._check_sources()
-        return read_trusted(self.root / self.text, self.text_sha256).decode()
+        return locations.read_trusted_text(self.root / self.text, self.text_sha256)
 
     @property
     def stale(self) -> bool:

@@ -1,4 +1,4 @@
-"""build.ninja: the commands that turn instances into objects, and its run."""
+"""build.ninja: writes the commands that make objects from instances, and runs them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mla_suite.build.instances import Instance
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves the file and its time stamp alone when it already says this, so nothing is rebuilt for it."""
+    """Leaves a file with this text and its time stamp alone, so that nothing is rebuilt for it."""
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -85,7 +85,7 @@ def _edge(
 ) -> list[str]:
     """A rule of its own and the one build line that uses it. With `log`, output is kept there and shown on failure.
 
-    The log is an output, too: whoever loses it builds anew.
+    The log is an output too: ninja builds again when it is missing.
     """
     rule = re.sub(r"\W", "_", output)
     text = shlex.join(command)
@@ -119,7 +119,7 @@ def ninja_program() -> str:
 
 
 def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | None = None) -> str:
-    """Runs ninja in `folder`; returns the compilers' warnings. `progress` is told of each step: its number, how many.
+    """Runs ninja in `folder`; returns the compilers' warnings. `progress` gets each step's number and their total.
 
     BuildError begins with the compiler's own message when a step fails.
     """
@@ -127,7 +127,7 @@ def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | N
     message: list[str] = []
     failed: list[str] = []
     try:
-        # A compiler may quote bytes that are no text.
+        # A compiler may quote bytes that are not text.
         started = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -148,7 +148,7 @@ def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | N
                 elif not re.match(r"ninja: (Entering|build stopped|no work)", line):
                     message.append(line)
         except BaseException:
-            # It would go on writing after the folder's lock is given up; asked to end, it removes half-made outputs.
+            # ninja would go on writing after the folder's lock is released; on SIGTERM it removes half-made outputs.
             ninja.terminate()
             ninja.wait()
             raise

@@ -1,7 +1,7 @@
-"""What a compiled kernel costs, read from the compiler's own output.
+"""The cost of a compiled kernel, read from the compiler's own output.
 
 AMD: the comment block and metadata of the assembly text, and its instructions. NVIDIA: ptxas's resource lines and the
-launch bounds in the cubin. Counts of the main loop are static: both sides of a branch inside it count.
+launch bounds in the cubin. Counts of the main loop are static: both sides of a branch inside it are counted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Resources:
 
     `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `spills` counts spilled registers on AMD
     (`scalar_spills` of them scalar) and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
-    `serialized` says why ptxas makes every wgmma wait for the one before, which takes half as long again, or is "".
+    `serialized` is ptxas's reason for making every wgmma wait for the one before, at 1.5 times the time, or "".
     """
 
     threads: int
@@ -212,7 +212,7 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
 
 
 def serialization(log: str, symbol: str) -> str:
-    """Why kernel `symbol` has every wgmma wait for the one before, by ptxas's report; "" where it does not."""
+    """ptxas's reason for making every wgmma of kernel `symbol` wait for the one before; "" where they overlap."""
     symbol = re.escape(symbol)
     why = re.search(rf"wgmma\.mma_async instructions are serialized due to (.*) in the function '{symbol}'", log)
     return why.group(1) if why else ""

@@ -1,9 +1,10 @@
-"""Build the code objects: gfx942 and gfx950 with ROCm's clang or the ziglang wheel, sm_90 with nvcc where present.
+"""Build the code objects: gfx942 and gfx950 with ROCm's clang or the ziglang wheel, sm_90 with nvcc.
 
   python -m mla_suite build                                   every arch that has a compiler here
   python -m mla_suite build --arch gfx942 --kernel decode     one kernel of one arch, after a change to it
   python -m mla_suite build --arch gfx942 --rocm /opt/rocm    with ROCm's clang instead of the wheel's
-  python -m mla_suite build --arch sm_90                      needs nvcc on the PATH or in /usr/local/cuda/bin
+  python -m mla_suite build --arch sm_90                      with the nvcc of CUDA_HOME, the PyPI wheels or the machine
+  python -m mla_suite build --nvcc /usr/local/cuda-12.9       with that nvcc: drivers from 525 on load what it makes
 
 What is up to date is not compiled again. A kernel that spills, uses scratch memory or exceeds its budget of registers
 or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers. `python -m mla_suite kernels` shows what came out.
@@ -23,6 +24,7 @@ from mla_suite.cli.arguments import positive
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="comma-separated, e.g. gfx942,gfx950,sm_90; default: all with a compiler")
     parser.add_argument("--rocm", type=Path, help="ROCm root, or one clang program, instead of the one found")
+    parser.add_argument("--nvcc", type=Path, help="CUDA root, or the path of one nvcc, instead of the one found")
     parser.add_argument("--kernel", help="comma-separated kernel names; objects of the others stay as they are")
     parser.add_argument("--out", type=Path, help="object folder; default: the package's, else the user's cache")
     parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.arch.split(",") if arguments.arch else None,
                 out=arguments.out,
                 rocm=arguments.rocm,
+                nvcc=arguments.nvcc,
                 jobs=arguments.jobs,
                 kernels=arguments.kernel.split(",") if arguments.kernel else None,
                 progress=step,

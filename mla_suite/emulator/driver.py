@@ -18,7 +18,7 @@ _log = logging.getLogger("mla_suite.emulator")
 
 
 class Options:
-    """How launches run in this context, and what they leave.
+    """The options of launches in this context, and the place for their reports.
 
     checks, threads, order: as in Emulator.launch. reports: filled with each launch's Report when a list is given;
     findings then stay in the reports and do not raise.
@@ -78,7 +78,7 @@ class EmulatorDriver:
         buffers: Buffers | None,
         overlap: bool = False,
     ) -> None:
-        """Executes the kernel to its end, so that `overlap` means nothing here.
+        """Executes the kernel to its end, so `overlap` has no effect here.
 
         LaunchError when the launch does not fit the kernel or no buffers were declared; SanitizerError (one of them)
         with every finding.

@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
 
 def _view(memory: Memory) -> core.View | None:
-    """What the core sees of it; None if it has no bytes."""
+    """The core's description of a memory; None if it has no bytes."""
     if memory.access not in _ACCESS:
         raise LaunchError(f"buffer {memory.name}: access {memory.access!r}; possible are 'r', 'w', 'rw' and 'all'")
     if 0 in memory.shape:
@@ -59,7 +59,7 @@ def _view(memory: Memory) -> core.View | None:
         raise LaunchError(f"buffer {memory.name}: negative strides {memory.strides}; pass a tensor without them")
     span = (1 + sum(step * (size - 1) for step, size in steps)) * memory.itemsize
     view = core.View(memory.address, span, memory.shift, _ACCESS[memory.access], 0)
-    # Dimensions that follow each other without a gap are one; without any gap, every byte of the span belongs to it.
+    # Dimensions without a gap between them count as one; a memory without gaps owns every byte of its span.
     merged: list[list[int]] = []
     for step, size in [*((step * memory.itemsize, size) for step, size in steps), (1, memory.itemsize)]:
         if merged and merged[-1][0] == step * size:
@@ -72,7 +72,7 @@ def _view(memory: Memory) -> core.View | None:
         for i, (step, size) in enumerate(merged):
             view.size[i], view.stride[i] = size, step
     elif len(merged) > 1:
-        view.access &= ~_COMPLETE  # elements that overlap, or too many dimensions: the span has holes nobody owns
+        view.access &= ~_COMPLETE  # elements that overlap, or too many dimensions: the span has holes
     return view
 
 
@@ -118,7 +118,7 @@ class Emulator:
         spin_limit: int = SPIN_LIMIT,
         instruction_limit: int = INSTRUCTION_LIMIT,
     ) -> Report:
-        """Runs the whole grid and returns what happened; findings do not raise here.
+        """Runs the whole grid and returns its report; findings do not raise here.
 
         params       the explicit kernel arguments as packed bytes; pointers are host addresses inside `buffers`
         dynamic_lds  bytes beside the static LDS

@@ -168,7 +168,7 @@ def _read_modifier(token: str, out: dict[str, int]) -> bool:
 
 
 def _split(text: str) -> list[list[str]]:
-    """Comma-separated pieces, each split at blanks; brackets hold both together."""
+    """Comma-separated operands, each split at blanks; brackets protect both separators."""
     pieces: list[list[str]] = [[]]
     token, depth = "", 0
     for letter in text:

@@ -79,7 +79,7 @@ class Program:
         return rows
 
     def loop(self, label: str) -> range:
-        """Instructions from `label` to the last branch back to it: what a caller may restrict counters to."""
+        """The instructions from `label` to the last branch back to it, to which a caller may restrict counters."""
         start = self.kernel.labels[label]
         back = [pc for pc, line in enumerate(self.lines) if "branch" in line.text and line.text.split()[-1] == label]
         if not back or max(back) < start:

@@ -1,4 +1,4 @@
-"""What a launch in the emulator leaves: findings of the sanitizer and counters."""
+"""The result of a launch in the emulator: findings of the sanitizer and counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPLANATIONS = {
     "global_out_of_bounds": "{detail} bytes at {address} lie in no buffer",
     "global_misaligned": "address {address} is not a multiple of {detail}",
     "global_uninitialised": "{address} holds nothing yet",
-    "global_unwritten": "{detail} bytes of the output, the first at {address}, were written by nobody",
+    "global_unwritten": "{detail} bytes of the output, the first at {address}, were never written",
     "global_read_only": "{address} may not be written",
     "global_unordered": "workgroup {detail} wrote {address} in this launch, and nothing orders this access after it",
     "divergent_barrier": "waits at a barrier that {detail} waves of its workgroup will never reach",
@@ -181,7 +181,7 @@ class Report:
         return int(self.global_bytes[self._pcs(where)].sum())
 
     def bound(self, arch: Arch, where: Iterable[int] | None = None) -> Bound:
-        """What one compute unit of `arch`, with its share of memory, would need at least for all this work."""
+        """The least clocks that one compute unit of `arch`, with its share of memory, needs for all this work."""
         memory_bytes_per_clock = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6) / arch.compute_units
         pcs = self._pcs(where)
         return Bound(

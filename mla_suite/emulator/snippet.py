@@ -1,4 +1,4 @@
-"""A few lines of assembly on one wave with given registers: what tests of single instructions use."""
+"""Runs a few lines of assembly on one wave with given registers, for tests of single instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 2: code objects -> launches on torch's streams. Importing it opens no driver, no GPU and no manifest."""
+"""The launch layer: code objects -> launches on torch's streams. Importing it opens no driver, no GPU, no manifest."""
 
 from mla_suite.launch.driver import Buffer, Driver, DriverError, Kernel, LaunchError
 from mla_suite.launch.launcher import bind, current_arch, emulate, has_kernel, launch

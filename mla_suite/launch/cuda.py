@@ -1,8 +1,13 @@
-"""NVIDIA: libcuda through ctypes."""
+"""The CUDA driver: libcuda through ctypes.
+
+Objects of nvcc 13, which the PyPI wheels bring, need the NVIDIA driver 580 (CUDA 13.0) or newer; objects of an nvcc 12,
+named when they were built, need 525 (CUDA 12.0). An older driver is refused in a sentence.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +21,7 @@ from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
     INVALID_CONTEXT,
-    MOST_LAUNCHES,
+    MAX_BOUND_LAUNCHES,
     WARM_UP,
     Bounded,
     Buffers,
@@ -32,10 +37,13 @@ from mla_suite.launch.driver import (
 # CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
 CONFIG = struct.Struct("<7I4xQQI4x")
 # CUlaunchAttribute: id, padding to 8, a 64-byte union. 6 is programmatic stream serialization: the kernel may begin
-# while the one before it on the stream still runs, and waits for it where it says griddepcontrol.wait.
+# while the one before it on the stream still runs, and waits for that one at its griddepcontrol.wait.
 _OVERLAP = struct.pack("<I4xi60x", 6, 1)
-_MOST_STREAMS = 64  # whose launch configurations a bound launch keeps; torch's pools have 32 each
+_MAX_STREAMS = 64  # a prepared launch keeps a configuration for each; torch's stream pools have 32 each
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+# The first driver of each CUDA release. A driver loads the objects of every nvcc of its own release and of older ones
+# (NVIDIA's minor version compatibility); CUDA 13 gave cubins a new ELF ABI, 8, which older drivers do not read.
+_FIRST_DRIVERS = {12: 525, 13: 580}
 
 
 @cache
@@ -46,7 +54,7 @@ def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
     except OSError as error:
         raise DriverError(f"the NVIDIA driver library cannot be opened ({error}); install the NVIDIA driver") from error
     if not hasattr(library, "cuLaunchKernelEx"):
-        raise DriverError(f"{name} has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 11.8 or newer")
+        raise DriverError(f"{name} has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 12 (525) or newer")
     return library
 
 
@@ -54,7 +62,7 @@ class CudaDriver:
     """One NVIDIA GPU, in torch's primary context."""
 
     __slots__ = ("_bound", "_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
-                 "arch", "name", "ordinal")  # fmt: skip
+                 "_version", "arch", "name", "ordinal")  # fmt: skip
 
     def __init__(
         self, arch: Arch, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
@@ -69,25 +77,42 @@ class CudaDriver:
         self._stream = self._torch.raw_stream
         self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
         self._cache = KernelCache(self._load)
-        self._bound = Bounded[Start](MOST_LAUNCHES)
-        device, context = c_int(), c_void_p()
+        self._bound = Bounded[Start](MAX_BOUND_LAUNCHES)
+        device, context, version = c_int(), c_void_p(), c_int()
+        self._call("cuDriverGetVersion", byref(version))
+        self._version = version.value  # 13000 is CUDA 13.0
         self._call("cuInit", 0)
         self._call("cuDeviceGet", byref(device), ordinal)
-        # Held for the life of the process, as torch holds it.
+        # The context is held for the life of the process, as torch holds it.
         self._call("cuDevicePrimaryCtxRetain", byref(context), device)
         self._context = context
 
     def load(self, entry: KernelEntry) -> Kernel:
         return self._cache.get(entry)
 
+    def _need_driver_for(self, entry: KernelEntry) -> None:
+        """DriverError when this machine's driver is of an older CUDA release than the object's compiler."""
+        made_by = re.match(r"nvcc (\d+)", entry.compiler)
+        if made_by is None:
+            raise DriverError(f"{entry.id} was made by {entry.compiler}; build it with nvcc")
+        release = int(made_by.group(1))
+        if self._version < 1000 * release:
+            first = f" (driver {_FIRST_DRIVERS[release]})" if release in _FIRST_DRIVERS else ""
+            raise DriverError(
+                f"the NVIDIA driver is of CUDA {self._version // 1000}.{self._version % 1000 // 10}, objects of "
+                f"{entry.compiler} need one of CUDA {release}.0{first} or newer; update the driver, or name an nvcc of "
+                f"an older CUDA: `python -m mla_suite build --arch {entry.arch} --nvcc PATH`"
+            )
+
     def _load(self, entry: KernelEntry) -> Kernel:
+        self._need_driver_for(entry)
         image = entry.read_object()
         module, function = c_void_p(), c_void_p()
         with self._relaxed_capture(), self._in_context():
             self._call("cuModuleLoadData", byref(module), image)
             self._call("cuModuleGetFunction", byref(function), module, entry.symbol.encode())
             kernel = Kernel(entry, function, self.arch)
-            # Beyond 48 KiB a kernel must opt in; once, so no launch has to.
+            # More than 48 KiB need an opt-in, which is set once here and not at every launch.
             self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel.max_dynamic_lds)
         return kernel
 
@@ -115,7 +140,7 @@ class CudaDriver:
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
         attributes = ctypes.addressof(self._overlap) if overlap else 0
-        configs = Bounded[bytes](_MOST_STREAMS)
+        configs = Bounded[bytes](_MAX_STREAMS)
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
@@ -128,8 +153,8 @@ class CudaDriver:
             if config is None:
                 config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
                 configs.keep(stream, config)
-            # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
-            # which is what kernelParams wants. Both live for the call only, so threads share nothing.
+            # ctypes passes bytes as the address of their contents; byref of a c_char_p is a one-entry array of such
+            # addresses, as kernelParams wants. Both live for this call only, so threads share nothing.
             code = launch(config, handle, byref(c_char_p(params)), None)
             if code == INVALID_CONTEXT:
                 # A thread that has not yet used this GPU has no current context.
@@ -142,13 +167,13 @@ class CudaDriver:
         return start
 
     def explain(self, code: int) -> str:
-        """The driver's words for one of its error codes."""
+        """The driver's name and text for one of its error codes."""
         text = c_char_p()
         self._library.cuGetErrorString(code, byref(text))
         name = c_char_p()
         self._library.cuGetErrorName(code, byref(name))
-        known = text.value is not None and name.value is not None
-        return f"{name.value.decode()}: {text.value.decode()}" if known else f"CUDA error {code}"  # type: ignore[union-attr]  # both were just tested
+        explained = text.value is not None and name.value is not None
+        return f"{name.value.decode()}: {text.value.decode()}" if explained else f"CUDA error {code}"  # type: ignore[union-attr]  # both were just tested
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._library, function)(*arguments)
@@ -159,7 +184,7 @@ class CudaDriver:
 
     @contextmanager
     def _relaxed_capture(self) -> Iterator[None]:
-        """While a stream captures in torch's default mode, only a thread that says so may load modules."""
+        """Allows this thread to load modules while a stream captures in torch's default mode."""
         mode = c_int(CAPTURE_MODE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-CPU_UNITS = 8  # a CPU shares nothing out; this many show how work would be dealt
+CPU_UNITS = 8  # a CPU has no compute units; with this many a plan on the CPU still splits its work
 
 
 @cache  # asking torch takes 2 us of every call

@@ -1,4 +1,4 @@
-"""What every driver offers: load a code object, launch it. CUDA, HIP and the emulator are the three."""
+"""The interface of the CUDA, HIP and emulator drivers: load a code object, launch it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ class LaunchError(RuntimeError):
 
 
 class Buffer(NamedTuple):
-    """A tensor that a kernel touches: access is 'r', 'w' (starts uninitialised), 'rw', or 'all' ('w', and every
-    element must be written)."""
+    """A tensor that a kernel touches.
+
+    access is 'r', 'w' (it starts uninitialised), 'rw', or 'all' (as 'w', and every element must be written).
+    """
 
     name: str
     tensor: torch.Tensor
@@ -51,7 +53,7 @@ class Kernel:
         self.max_dynamic_lds = arch.lds_bytes - entry.lds
 
     def check(self, block: int, dynamic_lds: int, params: bytes) -> None:
-        """LaunchError when the launch does not fit the kernel. Called where one of the three comparisons failed."""
+        """LaunchError when the launch does not fit the kernel. Drivers call it when one of three comparisons failed."""
         if len(params) != self.params_size:
             raise LaunchError(f"{len(params)} bytes of parameters, the kernel takes {self.params_size}")
         if block != self.threads:
@@ -106,12 +108,12 @@ class Driver(Protocol):
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
-        """The same launch for as many calls as there will be: start(params, given), with buffers naming(*given)."""
+        """Prepares a launch for repeated calls: start(params, given), whose buffers are naming(*given)."""
         ...
 
 
 class TorchDevice(NamedTuple):
-    """What a driver asks torch for; tests bring their own."""
+    """The functions of torch that a driver calls; tests bring their own."""
 
     current_device: Callable[[], int]
     raw_stream: Callable[[int], int]
@@ -119,7 +121,7 @@ class TorchDevice(NamedTuple):
 
     @classmethod
     def from_torch(cls) -> TorchDevice:
-        """torch's own. Its public stream objects cost a microsecond a launch; the raw calls are what Inductor uses."""
+        """torch's own functions. Its public stream objects cost 1 us per launch; Inductor uses the same raw calls."""
         import torch
 
         torch.cuda.init()
@@ -130,20 +132,20 @@ _Kept = TypeVar("_Kept")
 
 
 class Bounded(dict[Any, _Kept]):
-    """Remembers no more than a number of things; it forgets all of them at once, which threads may do together."""
+    """A dict that is cleared when it is full. Threads may share it."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_entries: int) -> None:
+        self.max_entries = max_entries
 
     def keep(self, key: Hashable, value: _Kept) -> _Kept:
-        if len(self) >= self.most:
+        if len(self) >= self.max_entries:
             self.clear()
         self[key] = value
         return value
 
 
 class KernelCache:
-    """Kernels by id: loaded once each, by whichever thread comes first, while the others wait."""
+    """Kernels by id. The first thread that asks loads a kernel, and others wait for it."""
 
     def __init__(self, make: Callable[[KernelEntry], Kernel]) -> None:
         self._make = make
@@ -160,7 +162,7 @@ class KernelCache:
         return kernel
 
 
-MOST_LAUNCHES = 1024  # that a driver remembers as bound; grids come back
+MAX_BOUND_LAUNCHES = 1024  # a driver keeps this many prepared launches, since grids recur
 
 # Numbers shared by cuda.h and hip_runtime_api.h.
 CAPTURE_MODE_RELAXED = 2

@@ -17,7 +17,7 @@ from mla_suite.core.arch import Arch
 from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,
-    MOST_LAUNCHES,
+    MAX_BOUND_LAUNCHES,
     WARM_UP,
     Bounded,
     Buffers,
@@ -109,7 +109,7 @@ class HipDriver:
         self._current = self._torch.current_device
         self._stream = self._torch.raw_stream
         self._cache = KernelCache(self._load)
-        self._bound = Bounded[Start](MOST_LAUNCHES)
+        self._bound = Bounded[Start](MAX_BOUND_LAUNCHES)
 
     def load(self, entry: KernelEntry) -> Kernel:
         return self._cache.get(entry)

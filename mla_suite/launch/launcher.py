@@ -58,7 +58,7 @@ def _environment() -> Arch | None:
 def current_arch(tensor: torch.Tensor) -> Arch | None:
     """The arch whose kernels would run on this tensor's device: the GPU's, or the emulated one for a CPU tensor.
 
-    None when we have no kernels of our own for it.
+    None when there are no native kernels for it.
     """
     if tensor.is_cuda:
         return _gpu_arch(tensor.get_device())
@@ -128,9 +128,9 @@ def bind(
     naming: Naming | None = None,
     overlap: bool = False,
 ) -> Start:
-    """A launch with its driver and kernel found, as `enqueue(params, given)`, for as many calls as there will be.
+    """Prepares a launch for repeated calls: returns `enqueue(params, given)`, with driver and kernel found.
 
-    Arguments as of `launch`, but `naming(*given)` gives the buffers of one call; nothing of a call is kept.
+    The arguments are those of `launch`, but `naming(*given)` gives the buffers of one call; no tensor is kept.
     """
     driver, kernel = _find(op, instance_id, place)
     start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)

@@ -1,6 +1,6 @@
 """Scratch for split partials: one buffer per thread, device and stream, grown outside capture, never shared.
 
-Between two threads that use one stream a call's merge may come behind the other's partials, so each has its own.
+Two threads that share a stream could interleave one's decode with the other's combine, so each has its own buffer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class _Kept(threading.local):
-    """A thread's buffers: of GPUs by (device, stream), and of the CPU."""
+    """A thread's buffers: one per (device, stream) of GPUs, and one for the CPU."""
 
     def __init__(self) -> None:
         self.gpu: dict[tuple[int, int], torch.Tensor] = {}
@@ -20,7 +20,7 @@ class _Kept(threading.local):
 
 
 _kept = _Kept()
-_GRANULE = 1 << 20  # growth in whole MiB, so that slowly rising lengths do not reallocate at every call
+_GROWTH_BYTES = 1 << 20  # buffers grow in whole MiB, so that slowly rising lengths do not reallocate at every call
 
 
 def take(device: torch.device, elements: int) -> torch.Tensor:
@@ -51,26 +51,26 @@ def partials(device: torch.device, splits: int, rows: int, dim_v: int) -> tuple[
 
 
 def shaped(buffer: torch.Tensor, splits: int, rows: int, dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `partials` gives, in a buffer that was taken for splits x rows x (dim_v + 1) values: lse lies behind out."""
+    """The views of `partials` in a buffer of splits x rows x (dim_v + 1) values: lse lies behind out."""
     outs, lses = splits * rows * dim_v, splits * rows
     return buffer[:outs].view(splits, rows, dim_v), buffer[outs : outs + lses].view(splits, rows)
 
 
 def release() -> None:
-    """Gives this thread's buffers back to torch."""
+    """Returns this thread's buffers to torch's allocator."""
     _kept.gpu.clear()
     _kept.cpu = None
 
 
 def _grown(device: torch.device, elements: int) -> torch.Tensor:
-    bytes_wanted = -(-elements * 4 // _GRANULE) * _GRANULE
+    bytes_wanted = -(-elements * 4 // _GROWTH_BYTES) * _GROWTH_BYTES
     return torch.empty(bytes_wanted // 4, dtype=torch.float32, device=device)
 
 
 def _grown_aside(device: torch.device, elements: int) -> torch.Tensor:
     """Allocates on another thread, for the same stream.
 
-    A thread may have its allocations sent to the pool of a graph that it is about to capture (Inductor does so while it
+    A thread's allocations may go to the pool of a graph that it is about to capture (Inductor arranges this while it
     warms up). A buffer that outlives the call must not lie there: the graph would reuse its memory.
     """
     stream = torch.cuda.current_stream(device)

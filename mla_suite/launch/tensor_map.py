@@ -1,4 +1,4 @@
-"""Maps of the Hopper copy engine (TMA): what a tensor looks like in memory, in the driver's 128 opaque bytes."""
+"""Tensor maps of sm_90's copy engine (TMA): the driver's 128 opaque bytes that describe a tensor in memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from mla_suite.launch.cuda import open_library
 from mla_suite.launch.driver import DriverError
 
-WORDS = 16  # of 8 bytes
-ALIGNMENT = 16  # bytes, of an address and of strides
+WORDS = 16  # 8 bytes each
+ALIGNMENT = 16  # bytes; it holds for addresses and for strides
 _ELEMENTS = {torch.float16: 6, torch.bfloat16: 9}  # CUtensorMapDataType
 _SWIZZLES = {64: 2, 128: 3}  # CUtensorMapSwizzle, by the bytes of a box's innermost dimension
 _NO_INTERLEAVE, _PROMOTE_TO_128, _ZEROS_OUTSIDE = 0, 2, 0
@@ -29,7 +29,7 @@ def swizzled(
     strides  bytes between neighbours along each dimension but the innermost, multiples of 16
     box      elements along each dimension that one copy brings; the innermost takes 128 or 64 bytes
 
-    It follows from its arguments alone, so equal calls share one. DriverError when the driver refuses it or is too old.
+    The map depends on the arguments alone, so equal calls share one. DriverError when the driver refuses or is too old.
     """
     return _encode(open_library(), address, dtype, sizes, strides, box)
 

@@ -28,10 +28,13 @@ def workers(tensor: torch.Tensor, rows: int) -> int:
     return max(1, units // -(-rows // tile))
 
 
-@torch.compiler.assume_constant_result
 def _units_and_tile(device: torch.device) -> tuple[int, int]:
     """Compute units of a device, and the query rows that a workgroup holds there."""
     arch = launch.current_arch(torch.empty(0, device=device))
     tile = TILE_ROWS.get(arch.name, MOST_ROWS) if arch is not None else MOST_ROWS
     emulated = None if device.type == "cuda" else arch
     return emulated.compute_units if emulated is not None else compute_units(device), tile
+
+
+# torch.compiler.assume_constant_result sets this mark, but imports torch._dynamo to do so: 2 s and 130 MB.
+_units_and_tile._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute

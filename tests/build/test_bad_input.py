@@ -1,5 +1,6 @@
 """Every damaged, stale, foreign or absent file is refused in one sentence that says what to do."""
 
+import gzip
 import json
 import os
 import shutil
@@ -40,10 +41,24 @@ def test_a_corrupted_object(objects, built):
     entry.read_text()
 
 
-def test_a_corrupted_text(objects):
-    path = objects / "gfx950" / f"{NAME}.s"
-    path.write_text(path.read_text().replace("v_mul_f32", "v_add_f32", 1))
-    with pytest.raises(ObjectError, match="altered") as caught:
+def altered(packed: bytes) -> bytes:
+    return gzip.compress(gzip.decompress(packed).replace(b"v_mul_f32", b"v_add_f32", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (altered, "has sha256 .*its manifest says .*altered or half replaced"),
+        (lambda packed: gzip.compress(bytes(65 << 20)), "is not a whole gzip file; it was altered or truncated"),
+        (lambda packed: packed[:-9], "is not a whole gzip file"),
+        (lambda packed: packed[:20] + bytes(40) + packed[60:], "is not a whole gzip file"),
+        (gzip.decompress, "is not a whole gzip file"),
+    ],
+)
+def test_a_corrupted_text(objects, damage, sentence):
+    path = objects / "gfx950" / f"{NAME}.s.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ObjectError, match=sentence) as caught:
         manifest.read(objects, objects / "no csrc").find("gfx950", NAME).read_text()
     one_sentence(caught)
 
@@ -79,7 +94,7 @@ def test_edited_sources(csrc, tmp_path):
     [
         (lambda text: text[: len(text) // 2], "manifest.json is damaged"),
         (lambda text: "[]", "manifest.json is damaged"),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "has schema 99, this version reads 1"),
+        (lambda text: text.replace('"schema": 2', '"schema": 1'), "has schema 1, this version reads 2"),
         (lambda text: text.replace('"symbol"', '"name"', 1), r"fields \['name', 'symbol'\] are missing or unknown"),
         (lambda text: text.replace('"threads": 64', '"threads": "64"', 1), "threads is '64'"),
         (lambda text: text.replace('"object": "gfx942', '"object": "../gfx942', 1), "outside its folder"),

@@ -36,7 +36,7 @@ def test_a_kernel_within_its_budget(item):
         ({"registers": 600}, {"min_occupancy": 2}, "min_occupancy is 0, at least 2 is required"),
     ],
 )
-def test_what_is_never_allowed(item, cost, declared, sentence):
+def test_a_broken_rule_is_one_sentence_with_both_numbers(item, cost, declared, sentence):
     broken = budget.broken(replace(item, budget=declared), replace(COST, **cost))
     assert f"gfx942 scale_threads-256: {sentence}" in broken
 

@@ -1,4 +1,5 @@
 import ctypes
+import gzip
 import os
 import re
 import subprocess
@@ -16,10 +17,10 @@ ARCHS = ["gfx942", "gfx950"]
 
 
 def stamps(out):
-    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco")}
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}
 
 
-def test_what_a_build_leaves(built):
+def test_a_build_leaves_objects_texts_and_a_manifest(built):
     assert sorted(built.kernels) == sorted((arch, name) for arch in ARCHS for name in IDS)
     assert manifest.read(built.root) == built
     entry = built.find("gfx950", "scale_threads-256")
@@ -123,7 +124,8 @@ def test_a_broken_budget_names_both_numbers_and_publishes_nothing(csrc, tmp_path
     assert "gfx942 scale_threads-256: min_load_bytes is 4, at least 16 is required" in str(caught.value)
     assert "gfx950" not in str(caught.value)
     assert (out / "manifest.json").read_text() == before
-    assert locations.sha256((out / "gfx942/scale_threads-64.s").read_bytes()) in before
+    kept = gzip.decompress((out / "gfx942/scale_threads-64.s.gz").read_bytes())
+    assert locations.sha256(kept) in before
 
 
 def test_spills_are_never_within_budget(csrc, tmp_path):
@@ -141,7 +143,7 @@ def test_a_part_of_a_build_keeps_the_rest(csrc, tmp_path):
     made = build(["gfx942"], csrc=csrc, out=out)
     assert [name for arch, name in made.kernels if arch == "gfx942"] == ["scale_threads-128"]
     assert {name for arch, name in made.kernels if arch == "gfx950"} == set(IDS)
-    assert {path.name for path in (out / "gfx942").iterdir()} == {"scale_threads-128.s", "scale_threads-128.hsaco"}
+    assert {path.name for path in (out / "gfx942").iterdir()} == {"scale_threads-128.s.gz", "scale_threads-128.hsaco"}
     assert len(list((out / "gfx950").iterdir())) == 4
     with pytest.raises(ValueError, match=r"unknown kernels \['scald'\]: possible are \['scale'\]"):
         build(ARCHS, csrc=csrc, out=out, kernels=["scald"])
@@ -278,8 +280,8 @@ def test_no_amd_compiler(csrc, tmp_path, monkeypatch):
 
 
 def test_no_nvidia_compiler(csrc, tmp_path, monkeypatch):
-    monkeypatch.setattr(compilers.shutil, "which", lambda *a, **k: None)
-    with pytest.raises(BuildError, match="no nvcc of CUDA 12 or newer on PATH or in /usr/local/cuda"):
+    monkeypatch.setattr(compilers, "find_nvidia", lambda nvcc: None)
+    with pytest.raises(BuildError, match="no nvcc of CUDA 12 or newer serves here; .* or leave sm_90 out"):
         build(["sm_90"], csrc=csrc, out=tmp_path / "objects")
     made = build(csrc=csrc, out=tmp_path / "objects")
     assert {arch for arch, _ in made.kernels} == {"gfx942", "gfx950"}, "unasked, sm_90 is left out"

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -73,29 +74,90 @@ def test_a_rocm_that_cannot_be_run(rocm, capsys, script, why):
     assert said == f"{caught.value}: {compilers.packaged().version} of the ziglang wheel is used\n"
 
 
-def test_nvcc(tmp_path, monkeypatch, capsys):
-    old = shell(tmp_path / "bin/nvcc", "echo 'Cuda compilation tools, release 11.8, V11.8.89'")
-    new = shell(tmp_path / "cuda/nvcc", "echo 'Cuda compilation tools, release 12.4, V12.4.131'")
+def fake_nvcc(path: Path, release: str = "12.4.131", compiles: str = "exit 0") -> Path:
+    """An nvcc that says this release; `compiles` is what it does with a source."""
+    return shell(path, f'case "$*" in *--version*) echo "release, V{release}";; *) {compiles};; esac')
 
-    def which(on_path: Path | None, in_cuda: Path | None):
-        place = {None: on_path, "/usr/local/cuda/bin": in_cuda}
-        monkeypatch.setattr(compilers.shutil, "which", lambda name, path=None: place[path] and str(place[path]))
 
-    which(old, new)
-    assert compilers.find_nvidia() == compilers.NvidiaCompiler(str(new), "nvcc 12.4.131"), "an older one is in the way"
-    for places in ((old, None), (None, old), (None, None)):
-        which(*places)
-        assert compilers.find_nvidia() is None
-    broken = shell(tmp_path / "broken/nvcc", "exit 1")
-    for in_cuda, found in ((new, str(new)), (None, None)):
-        which(broken, in_cuda)
+@pytest.fixture
+def nvccs(tmp_path, monkeypatch):
+    """Hides this machine's nvccs; returns a function that installs the ones of a test, by place."""
+
+    def install(**places: Path):
+        which = {None: places.get("on_path"), "/usr/local/cuda/bin": places.get("in_cuda")}
+        monkeypatch.setattr(compilers.shutil, "which", lambda name, path=None: which[path] and str(which[path]))
+        monkeypatch.setattr(compilers, "_nvcc_of_wheel", lambda: places.get("wheel"))
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        if "home" in places:
+            monkeypatch.setenv("CUDA_HOME", str(places["home"]))
+
+    install()
+    return install
+
+
+def test_the_order_in_which_nvccs_are_tried(nvccs, tmp_path):
+    made = {name: fake_nvcc(tmp_path / name / "bin/nvcc") for name in ("home", "wheel", "on_path", "in_cuda")}
+    places = made | {"home": tmp_path / "home"}
+    while made:
+        nvccs(**places)
+        assert compilers.find_nvidia() == compilers.NvidiaCompiler(str(made.pop(next(iter(made)))), "nvcc 12.4.131")
+        places.pop(next(iter(places)))
+    nvccs()
+    assert compilers.find_nvidia() is None
+
+
+@pytest.mark.parametrize(
+    ("nvcc", "why"),
+    [
+        (dict(release="11.8.89"), "is of CUDA 11.8.89; sm_90 needs CUDA 12 or newer"),
+        (dict(release="of nothing"), "does not say which CUDA release it is of"),
+        (
+            dict(compiles='echo "gcc: No such file or directory" >&2; echo "nvcc fatal" >&2; exit 1'),
+            r"cannot compile here \(gcc: No such file or directory\); it needs a gcc that it accepts, with C\+\+",
+        ),
+        (None, "cannot be run: "),
+    ],
+)
+def test_an_nvcc_that_cannot_serve(nvccs, tmp_path, capsys, nvcc, why):
+    broken = tmp_path / "broken/bin/nvcc"
+    good = fake_nvcc(tmp_path / "good/bin/nvcc")
+    if nvcc is None:
+        shell(broken, "exit 1")
+    else:
+        fake_nvcc(broken, **nvcc)
+    for others, found in (({"in_cuda": good}, str(good)), ({}, None)):
+        nvccs(wheel=broken, **others)
         nvidia = compilers.find_nvidia()
         assert (nvidia and nvidia.nvcc) == found
-        assert f"the compiler {broken} cannot be run: " in (said := capsys.readouterr().err)
-        assert said.endswith("it is passed over\n")
+        said = capsys.readouterr().err
+        assert re.search(f"{broken} {why}", said)
+        assert said.endswith("; this nvcc is passed over\n")
+    for name in (broken, broken.parent.parent):
+        with pytest.raises(BuildError, match=why):
+            compilers.find_nvidia(name)
 
 
-def test_what_no_compiler_makes_stays_while_it_is_up_to_date(csrc, tmp_path, monkeypatch, capsys):
+def test_a_named_nvcc_comes_first(nvccs, tmp_path):
+    named = fake_nvcc(tmp_path / "cuda-12.9/bin/nvcc", "12.9.86")
+    nvccs(home=fake_nvcc(tmp_path / "home/bin/nvcc").parent.parent, wheel=fake_nvcc(tmp_path / "wheel/bin/nvcc"))
+    for name in (named, named.parent.parent):
+        assert compilers.find_nvidia(name) == compilers.NvidiaCompiler(str(named), "nvcc 12.9.86")
+    with pytest.raises(BuildError, match="^--nvcc .*: there is no nvcc; name a CUDA root or the path of an nvcc$"):
+        compilers.find_nvidia(tmp_path)
+
+
+def test_the_wheels_nvcc_is_found_without_a_module(tmp_path, monkeypatch):
+    for folder in ("first", "second"):
+        fake_nvcc(tmp_path / folder / "nvidia/cu13/bin/nvcc")
+    monkeypatch.setattr(
+        compilers.sys, "path", [str(tmp_path / "none"), str(tmp_path / "second"), str(tmp_path / "first")]
+    )
+    assert compilers._nvcc_of_wheel() == tmp_path / "second/nvidia/cu13/bin/nvcc"
+    monkeypatch.setattr(compilers.sys, "path", [str(tmp_path / "none")])
+    assert compilers._nvcc_of_wheel() is None
+
+
+def test_an_object_without_a_compiler_stays_while_it_is_up_to_date(csrc, tmp_path, monkeypatch, capsys):
     out = tmp_path / "objects"
     build(["gfx942", "gfx950"], csrc=csrc, out=out)
     table = json.loads((out / "manifest.json").read_text())
@@ -107,9 +169,12 @@ def test_what_no_compiler_makes_stays_while_it_is_up_to_date(csrc, tmp_path, mon
     (out / "manifest.json").write_text(json.dumps(table))
     (out / "sm_90").mkdir()
     (out / cubin["object"]).write_bytes((out / row["object"]).read_bytes())
-    monkeypatch.setattr(compilers, "find_nvidia", lambda: None)
+    monkeypatch.setattr(compilers, "find_nvidia", lambda nvcc: None)
     made = build(csrc=csrc, out=out)
-    assert "sm_90 is left out: no nvcc of CUDA 12 or newer" in capsys.readouterr().err
+    assert (
+        "sm_90 is left out: no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc`"
+        in capsys.readouterr().err
+    )
     assert made.find("sm_90", row["id"]).read_object()
     assert made == manifest.read(out, csrc)
     edit(csrc / "sm_90" / "scale.cu", "p.scale \\*", "2 * p.scale *")
@@ -119,7 +184,7 @@ def test_what_no_compiler_makes_stays_while_it_is_up_to_date(csrc, tmp_path, mon
 
 
 def test_a_damaged_manifest_is_made_again(csrc, tmp_path, monkeypatch):
-    monkeypatch.setattr(compilers, "find_nvidia", lambda: None)
+    monkeypatch.setattr(compilers, "find_nvidia", lambda nvcc: None)
     before = build(csrc=csrc, out=tmp_path / "objects")
     (tmp_path / "objects/manifest.json").write_text("{")
     assert build(csrc=csrc, out=tmp_path / "objects") == before
@@ -147,7 +212,7 @@ def test_a_disk_that_is_full(csrc, tmp_path, monkeypatch):
         with pytest.raises(BuildError, match=f"^{out} cannot be written .No space left on device.; make room there"):
             build(["gfx942"], csrc=csrc, out=out)
     assert (out / "manifest.json").read_text() == before
-    assert {path.suffix for path in (out / "gfx942").iterdir()} == {".s", ".hsaco"}
+    assert {path.suffix for path in (out / "gfx942").iterdir()} == {".gz", ".hsaco"}
     build(["gfx942"], csrc=csrc, out=out).find("gfx942", IDS[0]).read_object()
 
 

@@ -24,7 +24,7 @@ def test_a_struct_ends_on_its_widest_field():
     assert (mirror.name, mirror.size, len(mirror.pack(a=1, b=2))) == ("P", 16, 16)
 
 
-def test_packing_names_what_is_wrong():
+def test_packing_names_unknown_and_missing_fields():
     mirror = params.parse(PARAMS, "common/params/scale.hpp")
     with pytest.raises(TypeError, match=r"unknown fields \['ins'\], missing fields \['in'\]"):
         mirror.pack(ins=0, out=0, scale=1.0, count=1, stride=1)
@@ -46,7 +46,7 @@ def test_packing_names_what_is_wrong():
         ("  int64_t count;", "field count is declared twice"),
     ],
 )
-def test_what_the_grammar_refuses_is_named_with_its_line(line, sentence):
+def test_a_line_outside_the_grammar_is_named(line, sentence):
     text = PARAMS.replace("  float scale;", line)
     with pytest.raises(ValueError, match=r"scale\.hpp:\d+: ") as caught:
         params.parse(text, "common/params/scale.hpp")

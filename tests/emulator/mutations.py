@@ -73,7 +73,7 @@ class Mutation:
     kind: str
     line: int
     removed: str
-    kinds: frozenset[str]  # of the findings
+    kinds: frozenset[str]  # kinds of the findings
     changed: bool
 
     @property

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bits import from_bf16, to_bf16
+from bf16 import from_bf16, to_bf16
 
 from mla_suite.emulator import AssemblyError
 

@@ -127,7 +127,7 @@ def test_global_misaligned(arch, line, offset, expected):
     ],
 )
 def test_buffers_that_lie_between_each_other(arch, lines, expected, loaded, stored):
-    """The left columns may be read, the right ones hold nothing yet; the row below the last is nobody's."""
+    """The left columns may be read, the right ones hold nothing yet; no buffer owns the row below the last."""
     rows = np.zeros((65, 4), np.uint32)[:64]
     buffers = [Memory.of("left", rows[:, :2], "r"), Memory.of("right", rows[:, 2:], "w")]
     state = run_snippet(
@@ -160,7 +160,7 @@ def test_a_writable_part_of_a_buffer_that_may_be_read(arch):
         "ds_write_b32 v51, v0",
         "ds_add_u32 v51, v0",
         "scratch_load_dword v50, v51, off",
-        # What is loaded is written, its neighbour is not.
+        # The loaded element was written, its neighbour was not.
         "global_load_dword v50, v0, s[0:1]\n\tds_write_b32 v51, v0",
         "global_load_dword v50, v0, s[0:1] sc1\n\tds_write_b32 v51, v0",
         "buffer_load_dword v50, v0, s[0:3], 0 offen\n\tds_write_b32 v51, v0",
@@ -168,7 +168,7 @@ def test_a_writable_part_of_a_buffer_that_may_be_read(arch):
         "global_atomic_add v50, v0, v0, s[0:1] sc0\n\tds_write_b32 v51, v0",
     ],
 )
-def test_an_address_that_nobody_wrote(launch, line):
+def test_an_address_that_was_never_written(launch, line):
     """A kernel may count on v0 alone."""
     arrays = {"a": (np.zeros(256, np.float32), "r"), "b": (np.zeros(256, np.float32), "r")}
     arrays["out"] = (np.zeros(256, np.float32), "rw")

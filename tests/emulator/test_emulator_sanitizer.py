@@ -67,7 +67,7 @@ def test_holes_of_a_strided_buffer(launch):
     ("strided", "missing"), [(False, "40 bytes of the output, the first at out + 0xf78"), (True, "2016 bytes")]
 )
 def test_an_output_that_is_not_written_whole(launch, strided, missing):
-    """990 of 1000 values; into [500, 2] with rows 16 bytes apart they fill 248 rows, and the holes are nobody's."""
+    """990 of 1000 values; into [500, 2] with rows 16 bytes apart they fill 248 rows, and no buffer owns the holes."""
     arrays = add_arrays()
     wide = np.zeros((500, 4), np.float32)
     arrays["out"] = (wide[:, :2] if strided else wide.reshape(-1)[:1000], "all")

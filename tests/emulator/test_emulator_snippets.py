@@ -124,7 +124,7 @@ def test_sdwa(arch):
 
 
 def test_sdwa_keeps_the_rest_of_the_destination_unless_told_otherwise(arch):
-    """What the assembler encodes where `dst_unused` is not written."""
+    """The assembler's encoding where `dst_unused` is not written."""
     lines = [
         "v_add_u32_sdwa v1, v0, v0 dst_sel:WORD_1",
         "v_add_u32_sdwa v2, v0, v0 dst_sel:BYTE_0 dst_unused:UNUSED_PAD",

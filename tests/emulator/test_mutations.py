@@ -99,7 +99,7 @@ def judge(launch: Launch, kinds: tuple[str, ...], most: int) -> dict[str, int]:
     return {kind: sum(m.kind == kind and m.outcome == "reported" for m in done) for kind in kinds}
 
 
-# What each kernel has, so that a compiler that leaves nothing to delete is noticed; of waits, how many at least.
+# Instructions of each kernel, so that a compiler that leaves nothing to delete is noticed; for waits, the least number.
 HAS = {
     "pipeline": {"barrier": 1, "write-back": 0, "invalidate": 0, "atomic": 0, "wait": 5},
     "split": {"barrier": 2, "write-back": 1, "invalidate": 1, "atomic": 1, "wait": 6},
@@ -115,7 +115,7 @@ def test_each_instruction_of_synchronisation(launch):
 
 
 def test_each_store(launch):
-    """Outputs that nobody writes, or memory that is read and was never written."""
+    """Finds outputs that are never written, and memory that is read and was never written."""
     done = mutate(launch, ("store",))
     assert len(done) >= {"pipeline": 3, "split": 3, "stream": 1}[launch.kernel]
     for mutation in done:
@@ -191,7 +191,7 @@ def test_combine(arch):
     assert reported["store"] >= 2
 
 
-# Lengths and workers: few sequences that are cut, or more than a workgroup has threads.
+# Lengths and sm parts: few sequences that are split, or more sequences than a workgroup has threads.
 LONG_ONES = [5000, 3, 0, 900, 7000], 64, {}
 MANY = [17 * i % 700 for i in range(600)], 100, {}
 IN_THREE = [17 * i % 700 for i in range(300)], 100, {"num_splits": 3}

@@ -34,7 +34,7 @@ from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
 
 CPU = torch.device("cpu")
-# What bf16 weights may add to the error: each is rounded by half an ulp, 2^-9 of itself, and their sum is not.
+# The error that bf16 weights may add: each is rounded by half an ulp, 2^-9 of itself, and their sum is not.
 WEIGHTS = 2.0**-8
 
 

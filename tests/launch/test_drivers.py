@@ -1,6 +1,7 @@
 """The CUDA and HIP drivers against libraries that record every call they get."""
 
 import ctypes
+import dataclasses
 import threading
 
 import pytest
@@ -26,7 +27,7 @@ class Rig:
         self.launch_call = "cuLaunchKernelEx" if kind == "cuda" else "hipModuleLaunchKernel"
 
     def use_the_gpu(self):
-        """What torch does on a thread's first CUDA call: its context becomes current."""
+        """Makes the context current, as torch does on a thread's first CUDA call."""
         if self.kind == "cuda":
             self.stub.library.cuCtxSetCurrent(ctypes.c_void_p(1))
 
@@ -42,6 +43,8 @@ class Rig:
 def rig(request, stub_folder, amd_objects):
     # The stubs do not look into an image, so one kernel's object serves for both vendors.
     entry = amd_objects.find("gfx942", NAME)
+    if request.param == "cuda":
+        entry = dataclasses.replace(entry, arch="sm_90", compiler="nvcc 13.0.88")
     from mla_suite.build import params
 
     packed = params.load("scale", entry.csrc).pack(**VALUES)
@@ -180,7 +183,7 @@ def test_two_threads(rig):
         ({"dynamic_lds": 1 << 20}, "1048576 bytes of dynamic LDS, .* leaves"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_driver_sees_it(rig, changes, sentence):
+def test_a_launch_that_does_not_fit_is_refused_before_the_driver_sees_it(rig, changes, sentence):
     with pytest.raises(LaunchError, match=sentence):
         rig.launch(**changes)
     assert rig.launches() == []
@@ -248,8 +251,8 @@ def test_cuda_pops_the_context_it_pushed(rig):
 
 def test_more_grids_and_streams_than_are_remembered(rig, monkeypatch):
     """Each launch has the grid and the stream of its own call, before and after what is kept was dropped."""
-    monkeypatch.setattr(rig.driver._bound, "most", 3)
-    monkeypatch.setattr(cuda, "_MOST_STREAMS", 2)
+    monkeypatch.setattr(rig.driver._bound, "max_entries", 3)
+    monkeypatch.setattr(cuda, "_MAX_STREAMS", 2)
     calls = [(1 + turn % 5, 0x7F00_0000_0000 + 0x100 * (turn % 3)) for turn in range(30)]
     for blocks, stream in calls:
         rig.torch.stream = lambda ordinal, stream=stream: stream
@@ -257,3 +260,52 @@ def test_more_grids_and_streams_than_are_remembered(rig, monkeypatch):
     words = [call.text.split() for call in rig.launches()]
     assert [(int(word[1].split(",")[0]), int(word[4], 16)) for word in words] == calls
     assert len(rig.driver._bound) <= 3
+
+
+@pytest.fixture
+def old_driver(stub_folder):
+    """old_driver(version): a CUDA driver that says it is of this version, as cuDriverGetVersion counts."""
+    stub = Stub(stub_folder / "libcuda.so.1")
+    stub.reset(0)
+
+    def make(version):
+        stub.library.stub_driver_version(version)
+        stub.library.cuCtxSetCurrent(ctypes.c_void_p(1))
+        return CudaDriver(arch.get("sm_90"), 0, stub.library, FakeTorch().device())
+
+    yield make
+    stub.library.stub_driver_version(13000)
+
+
+@pytest.mark.parametrize(
+    ("version", "compiler", "needed"),
+    [
+        (12080, "nvcc 13.0.88", "13.0 (driver 580)"),
+        (12090, "nvcc 13.5.37", "13.0 (driver 580)"),
+        (11080, "nvcc 12.4.131", "12.0 (driver 525)"),
+        (13020, "nvcc 14.0.1", "14.0"),
+    ],
+)
+def test_a_driver_that_is_too_old_is_refused_in_one_sentence(old_driver, amd_objects, version, compiler, needed):
+    entry = dataclasses.replace(amd_objects.find("gfx942", NAME), arch="sm_90", compiler=compiler)
+    driver = old_driver(version)
+    with pytest.raises(DriverError) as caught:
+        driver.load(entry)
+    assert str(caught.value) == (
+        f"the NVIDIA driver is of CUDA {version // 1000}.{version % 100 // 10}, objects of {compiler} need one of CUDA "
+        f"{needed} or newer; update the driver, or name an nvcc of an older CUDA: "
+        "`python -m mla_suite build --arch sm_90 --nvcc PATH`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "compiler"), [(12000, "nvcc 12.9.86"), (13000, "nvcc 13.5.37"), (13020, "nvcc 12.4.131")]
+)
+def test_a_driver_loads_objects_of_its_own_and_of_older_releases(old_driver, amd_objects, version, compiler):
+    entry = dataclasses.replace(amd_objects.find("gfx942", NAME), arch="sm_90", compiler=compiler)
+    assert old_driver(version).load(entry).entry is entry
+
+
+def test_an_object_that_nvcc_did_not_make(old_driver, amd_objects):
+    with pytest.raises(DriverError, match="was made by clang version .*; build it with nvcc"):
+        old_driver(13000).load(amd_objects.find("gfx942", NAME))

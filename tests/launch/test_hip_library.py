@@ -62,7 +62,9 @@ def test_a_real_mapping_is_seen(stub_folder):
 def test_absent_and_old_libraries(tmp_path, stub_folder):
     with pytest.raises(DriverError, match=r"NVIDIA driver library cannot be opened .*; install the NVIDIA driver"):
         cuda.open_library(str(tmp_path / "libcuda.so.1"))
-    with pytest.raises(DriverError, match=r"has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 11\.8 or newer"):
+    with pytest.raises(
+        DriverError, match=r"has no cuLaunchKernelEx; the NVIDIA driver must be of CUDA 12 .525. or newer"
+    ):
         cuda.open_library(str(stub_folder / "libamdhip64.so"))
     with pytest.raises(DriverError, match=r"HIP runtime cannot be opened .*; install ROCm"):
         hip.open_library(str(tmp_path / "libamdhip64.so"))

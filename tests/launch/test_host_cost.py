@@ -1,4 +1,4 @@
-"""What an eager operator call costs the host: Python frames over a recording driver, and time beside torch.mul."""
+"""The host cost of an eager operator call: Python frames over a recording driver, and time beside torch.mul."""
 
 import gc
 import statistics
@@ -11,6 +11,7 @@ import torch
 from stub_drivers import FakeTorch, Stub
 
 import mla_suite
+from mla_suite.build import manifest
 from mla_suite.build.params import load
 from mla_suite.core import arch, dispatch, library
 from mla_suite.kv_formats import cache as caches
@@ -35,18 +36,18 @@ def around_attention(device):
     seq_lens = torch.full((4,), 1000, **INT32, device=device)
     kv_c, k_pe = torch.zeros(4, 576, dtype=torch.bfloat16, device=device).split([512, 64], dim=1)
     cache, slots = torch.zeros(8, 64, 576, dtype=torch.bfloat16, device=device), torch.arange(4, device=device)
-    merge = torch.ops.mla_suite.combine.out
+    combine_out = torch.ops.mla_suite.combine.out
     options = {"num_splits": 66, "out_dtype": torch.bfloat16, "out": out[0], "lse": out[1]}
     return {
         "combine": lambda: mla_suite.combine(partial_out, partial_lse, num_splits=66),
-        "combine.out": lambda: merge(partial_out, partial_lse, **options),
+        "combine.out": lambda: combine_out(partial_out, partial_lse, **options),
         "plan": lambda: mla_suite.plan(seq_lens, rows=16, workers=128, max_seqlen_kv=4096),
         "append_kv": lambda: mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16"),
     }
 
 
 def attention(device):
-    """Small calls of decode by name: nothing split, cut by number, by a plan."""
+    """Small calls of decode by name: one split, a number of splits, a plan."""
     q = torch.randn(4, 1, 16, 576, device=device).bfloat16()
     cache, lens = torch.zeros(16, 64, 576, device=device).bfloat16(), torch.full((4,), 256, **INT32, device=device)
     table = torch.arange(16, **INT32, device=device).view(4, 4)
@@ -60,7 +61,7 @@ def attention(device):
 
 
 def selection(device):
-    """Small calls of sparse_decode by name: one pool, whole and cut; two under a sink, cut by number and by a plan."""
+    """Small calls of sparse_decode by name: one pool, whole and split; two with a sink, split and by plan."""
     v32 = caches.empty(declared("v32"), 8, 64, device=device)
     dsv4 = [caches.empty(declared("dsv4"), 8, page, device=device) for page in (64, 2)]
     narrow, wide = (torch.randn(4, 1, heads, d, device=device).bfloat16() for heads, d in ((16, 576), (64, 512)))
@@ -81,11 +82,11 @@ def selection(device):
 
 @pytest.fixture
 def hip(stub_folder, monkeypatch, request):
-    """CPU tensors count as a gfx942's, or of the arch asked for, whose driver is the recording one; the values inside
-    them are not looked at."""
+    """Routes CPU tensors to the recording driver of gfx942, or of the arch asked for; nothing is computed."""
     name = getattr(request, "param", "gfx942")
-    if not all(has_kernel(name, needed) for needed in NEEDED[name]):
+    if isinstance(manifest.locate(), str) or name not in {built for built, _ in manifest.installed().kernels}:
         pytest.skip(f"no kernels for {name}; run `python -m mla_suite build`")
+    assert [needed for needed in NEEDED[name] if not has_kernel(name, needed)] == []
     record, stub = arch.get(name), Stub(stub_folder / "libamdhip64.so")
     stub.reset(0)
     monkeypatch.setattr(
@@ -141,7 +142,7 @@ def test_python_frames_of_a_call(hip, name, launches, frames, mode):
     assert len(entered) <= frames, " ".join(entered)
 
 
-def test_calls_share_what_metadata_says_and_nothing_else(hip, monkeypatch):
+def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
     """Another address goes into the next launch; rows that 16-byte loads cannot reach are copied."""
     given = []
 
@@ -166,15 +167,15 @@ def test_calls_share_what_metadata_says_and_nothing_else(hip, monkeypatch):
         assert {name for name in numbers if word[name] != words[0][name]} == set()
 
 
-def test_what_is_kept_is_forgotten_with_the_choices(hip, monkeypatch):
-    """A merge whose tuned table has changed is chosen anew after `dispatch.forget()`, not before."""
+def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
+    """A combine whose tuned table has changed is chosen anew after `dispatch.forget()`, not before."""
     call = attention("cpu")["decode in splits"]
-    merges = []
+    combines = []
     bind = combine_native.bind
 
     def noting(*args, **kwargs):
         bound = bind(*args, **kwargs)
-        return lambda *given: merges.append(args[1]) or bound(*given)
+        return lambda *given: combines.append(args[1]) or bound(*given)
 
     monkeypatch.setattr(combine_native, "bind", noting)
     dispatch.forget()
@@ -185,14 +186,14 @@ def test_what_is_kept_is_forgotten_with_the_choices(hip, monkeypatch):
     dispatch.forget()
     call()
     dispatch.forget()
-    assert merges[0] == merges[1] != merges[2] == other.instance
+    assert combines[0] == combines[1] != combines[2] == other.instance
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 @torch.inference_mode()
 def test_time_beside_a_multiplication(record_property):
     """A whole eager call of an operator around attention takes at most 2.5 times the host time of torch.mul on a small
-    tensor, in the same run; decode and sparse_decode, with their many arguments and a merge, are reported."""
+    tensor, in the same run; decode and sparse_decode, with their many arguments and a combine, are reported."""
     x = torch.randn(64, device="cuda")
     small = around_attention("cuda")
     timed = {**small, **attention("cuda"), **selection("cuda")}

@@ -158,7 +158,7 @@ def per_call(function, calls=200, rounds=30):
 
 
 @torch.inference_mode()
-def test_what_a_launch_costs_the_host(scale, objects, record_property):
+def test_host_time_of_a_launch(scale, objects, record_property):
     x, y = torch.randn(64, device="cuda"), torch.randn(64, device="cuda")
     out = torch.empty_like(x)
     scale(x, 1.0, out)

@@ -1,4 +1,4 @@
-"""What to run first on a machine with an AMD GPU, or the sentence that says what it lacks.
+"""The first run on a machine with an AMD GPU; any other machine gets a sentence and exit status 77.
 
 usage: python tests/packaging/amd_gpu.py gfx942|gfx950
 
@@ -16,6 +16,8 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from skip import skip
 
 KERNEL_DRIVER = Path("/dev/kfd")
 PROBE = """
@@ -41,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is expected of one arch alone. Counts are the emulator's: 128 rows, for each of 2^20 keys."""
+    """Expectations of one arch alone. Counts are the emulator's: 128 rows, for each of 2^20 keys."""
 
     bandwidth: str
     vector: str
@@ -87,7 +89,7 @@ def steps(arch: str) -> list[Step]:
 
 
 def lacking(arch: str) -> str | None:
-    """What this machine lacks, as one sentence; None when it is a machine with that GPU and a torch that sees it."""
+    """One sentence on what this machine lacks; None when it has that GPU and a torch that sees it."""
     if not KERNEL_DRIVER.exists():
         return f"this machine has no AMD GPU ({KERNEL_DRIVER} is missing); run it on one with a {arch}"
     wanted = os.environ.get("MLA_SUITE_TORCH")
@@ -107,8 +109,7 @@ def lacking(arch: str) -> str | None:
 def main(arch: str) -> int:
     missing = lacking(arch)
     if missing is not None:
-        print(f"skipped: {missing}")
-        return 0
+        return skip(missing)
     results = []
     for step in steps(arch):
         print(f"\n$ {step.shown}\nexpected: {step.expected}", flush=True)

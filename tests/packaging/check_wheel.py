@@ -3,11 +3,15 @@
 usage: python tests/packaging/check_wheel.py WORK_DIRECTORY
 """
 
+import json
 import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
 from pathlib import Path
+
+ARCHS = {"gfx942", "gfx950", "sm_90"}
 
 PROGRAM = """
 import torch, mla_suite
@@ -22,6 +26,11 @@ def main(work: Path) -> None:
     dist = work / "dist"
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", str(dist), "."], check=True)
     (wheel,) = dist.glob("mla_suite-*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        unpacked = sum(item.file_size for item in packed.infolist())
+        built = json.loads(packed.read("mla_suite/objects/manifest.json"))["kernels"]
+    assert {row["arch"] for row in built} == ARCHS, "a wheel carries the objects of every arch"
+    assert unpacked <= 30_000_000, f"the wheel unpacks to {unpacked} bytes"
     environment = work / "environment"
     venv.create(environment, clear=True, with_pip=True)
     python = environment / "bin" / "python"
@@ -30,7 +39,8 @@ def main(work: Path) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         subprocess.run([python, "-c", PROGRAM], cwd=elsewhere, check=True)
         subprocess.run([python, "-m", "mla_suite", "kernels"], cwd=elsewhere, check=True)
-    print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, installed and run")
+    size = wheel.stat().st_size / 1e6
+    print(f"{wheel.name}: {size:.1f} MB, {unpacked / 1e6:.1f} MB unpacked, {len(built)} kernels; installed and run")
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 usage: python tests/packaging/compile_strictly.py ARCH[,ARCH] OBJECT_FOLDER [COMPILER]
 
-COMPILER is a clang to take instead of the ziglang wheel, by its path; where it is not installed that is said, no more.
+COMPILER is the path of a clang to use instead of the ziglang wheel's; the exit status is 77 where it is not installed.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
+from skip import skip
+
 
 def main(archs: str, out: str, compiler: str = "") -> int:
     if compiler and not Path(compiler).exists():
-        print(f"skipped: {compiler} is not installed")
-        return 0
+        return skip(f"{compiler} is not installed")
     build = [sys.executable, "-m", "mla_suite", "build", "--arch", archs, "--out", out]
     done = subprocess.run([*build, *(["--rocm", compiler] if compiler else [])], stderr=subprocess.PIPE, text=True)
     print(done.stderr, end="", file=sys.stderr)

@@ -11,6 +11,14 @@ _Static_assert(CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION == 6, "laun
 _Static_assert(sizeof(CUlaunchConfig) == 56 && sizeof(CUlaunchAttribute) == 72, "launch structs");
 
 static _Thread_local CUcontext current, previous;
+static int driver_version = 13000;
+
+void stub_driver_version(int version) { driver_version = version; }
+
+CUresult cuDriverGetVersion(int *version) {
+  *version = driver_version;
+  return record("cuDriverGetVersion", "");
+}
 
 CUresult cuInit(unsigned int flags) { return record("cuInit", "%u", flags); }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) {

@@ -1,4 +1,4 @@
-// What both stub driver libraries share: a log of calls, injected errors, a switch that says "a stream is captured".
+// Shared by both stub driver libraries: a log of calls, injected errors, and a switch for "a stream is captured".
 // Every call is one line "thread function text"; a test reads the log, resets it, and asks for failures by name.
 #include <pthread.h>
 #include <stdarg.h>

@@ -1,4 +1,4 @@
-"""A small csrc tree of its own: one kernel, two sizes, every arch. Toolchain and runtime tests build and break it."""
+"""A small csrc tree of its own: one kernel, two sizes, every arch. Tests of build and launch build and break it."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def division_operands(rng) -> tuple[np.ndarray, np.ndarray]:
     return both[0].view(np.float32), both[1].view(np.float32)
 
 
-# What a compiler emits for n / d: the scaled operands, refinement, and the repair of what it cannot represent.
+# A compiler emits these for n / d: scaled operands, refinement, and the repair of results that it cannot represent.
 DIVISION = [
     "v_div_scale_f32 v10, s[6:7], v1, v1, v0",
     "v_div_scale_f32 v11, vcc, v0, v1, v0",

@@ -15,7 +15,7 @@ U = np.uint32
 
 
 class Part(NamedTuple):
-    """What a load or store moves: bytes, and what becomes of the register."""
+    """The bytes that a load or store moves, and their place in the register."""
 
     bytes: int
     extend: str = ""  # "", "zero", "sign"

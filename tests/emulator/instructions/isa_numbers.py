@@ -92,6 +92,6 @@ def encode(name: str, x: np.ndarray) -> np.ndarray:
 
 
 def fp8_name(arch: str, kind: str) -> str:
-    """What an arch means by fp8 and bf8: FNUZ on CDNA3, OCP on CDNA4 ("Matrix Arithmetic Instructions")."""
+    """The formats that an arch calls fp8 and bf8: FNUZ on CDNA3, OCP on CDNA4 ("Matrix Arithmetic Instructions")."""
     base = {"fp8": "e4m3", "bf8": "e5m2"}[kind]
     return base + ("fnuz" if arch == "gfx942" else "")

@@ -1,0 +1,69 @@
+"""MLA_SUITE_ARCHS limits what `pip install .` compiles."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mla_suite import build
+
+setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools is too old to build a wheel")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("named", "wrong"), [("sm_91", "sm_91"), ("gfx942,hopper", "hopper"), ("gfx942;sm_90", "gfx942;sm_90")]
+)
+def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
+    command = [sys.executable, "setup.py", "--quiet", "egg_info"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"MLA_SUITE_ARCHS": named}, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert done.stderr == f"MLA_SUITE_ARCHS names {wrong}; the archs are gfx942, gfx950, sm_90\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "archs"),
+    [(None, None), ("", None), ("sm_90", ["sm_90"]), (" sm_90, gfx942,", ["gfx942", "sm_90"])],
+)
+@pytest.mark.parametrize("editable", [False, True])
+def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable):
+    """The build is replaced by one that notes what it is asked for and leaves a file for each arch."""
+    if named is None:
+        monkeypatch.delenv("MLA_SUITE_ARCHS", raising=False)
+    else:
+        monkeypatch.setenv("MLA_SUITE_ARCHS", named)
+    asked = []
+
+    def fake(archs, csrc, out):
+        asked.append((archs, out))
+        if not editable:
+            (out / "made").mkdir(parents=True)
+            (out / "made" / "kernel").write_text("built")
+        return SimpleNamespace(files=lambda: ["made/kernel"])
+
+    monkeypatch.setattr(build, "build", fake)
+    told = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: told.update(given))
+    runpy.run_path(str(ROOT / "setup.py"))
+    command_class = told["cmdclass"]["build_py"]
+    monkeypatch.setattr(command_class.__base__, "run", lambda self: None)
+    distribution = told["distclass"]({"name": "mla_suite"})
+    distribution.get_command_obj("build").build_temp = str(tmp_path / "temporary")
+    command = command_class(distribution)
+    command.build_lib = str(tmp_path / "lib")
+    command.editable_mode = editable
+    command.run()
+    ((given, out),) = asked
+    assert given == archs
+    if editable:
+        assert out == ROOT / "mla_suite" / "objects"
+        assert not (tmp_path / "lib").exists()
+    else:
+        assert out.name == "-".join(["objects", *(archs or [])]), "a selection is not mixed with another one's objects"
+        assert (tmp_path / "lib/mla_suite/objects/made/kernel").read_text() == "built"

@@ -1,0 +1,30 @@
+"""The installed package is small: Python, sources, the objects of every arch and their assembly texts."""
+
+import pytest
+
+import mla_suite
+from mla_suite.build import manifest
+from mla_suite.core.arch import CSRC
+
+PACKAGE = CSRC.parent
+MOST_BYTES = 30_000_000
+
+
+def test_the_installed_package_holds_30_mb_at_most():
+    if isinstance(manifest.locate(), str):
+        pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
+    built = manifest.installed()
+    if len({arch for arch, _ in built.kernels}) < len(mla_suite.core.arch.names()):
+        pytest.skip("only some archs are built here; the wheel carries all of them")
+    objects = sum((built.root / name).stat().st_size for name in built.files())
+    skipped = ("objects", "__pycache__")
+    files = [
+        path
+        for folder in (PACKAGE, PACKAGE / "ops", PACKAGE / "csrc")  # rglob does not follow links
+        for path in folder.resolve().rglob("*")
+        if path.is_file() and not any(part in skipped for part in path.parts)
+    ]
+    code = sum(path.stat().st_size for path in files)
+    compiled = sum(path.stat().st_size for path in files if path.suffix == ".py")  # pip's .pyc files, about as large
+    assert objects + code + compiled <= MOST_BYTES, (objects, code, compiled)
+    assert not [name for name in built.files() if name.endswith(".s")]

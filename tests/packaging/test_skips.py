@@ -1,0 +1,45 @@
+"""A check that cannot run here does not end like one that passed, and one that ran ends as it did."""
+
+import subprocess
+
+import compile_strictly
+import pytest
+import rocm_env
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Replaces subprocess.run by one that notes each command and answers with the statuses that a test gives."""
+
+    def answer(*statuses):
+        ran, left = [], list(statuses)
+
+        def run(command, **given):
+            ran.append(command)
+            return subprocess.CompletedProcess(command, left.pop(0), stderr="")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return ran
+
+    return answer
+
+
+def test_a_torch_for_rocm_that_no_index_has(commands, capsys):
+    ran = commands(1)
+    assert rocm_env.main("6.4", "2.9.1") == 77
+    assert ran[0][-1] == "torch==2.9.1+rocm6.4"
+    assert capsys.readouterr().out.startswith("skipped: torch==2.9.1+rocm6.4 is on none of this machine's")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_suites_own_status_is_kept(commands, status):
+    ran = commands(0, 0, status)
+    assert rocm_env.main("6.4", "2.9.1") == status
+    assert ran[-1][-2:] == ["pytest", "tests"]
+
+
+def test_a_compiler_that_is_not_installed(commands, tmp_path, capsys):
+    ran = commands()
+    assert compile_strictly.main("gfx942", str(tmp_path), "/nowhere/clang-19") == 77
+    assert not ran
+    assert capsys.readouterr().out == "skipped: /nowhere/clang-19 is not installed\n"

@@ -1,0 +1,44 @@
+"""`import mla_suite` adds little to `import torch`: no tracer, 0.3 s and 40 MB at most."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = """
+import sys, time, torch
+from pathlib import Path
+def resident():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
+    return int(line.split()[1]) * 1024
+modules, memory, seconds = set(sys.modules), resident(), time.process_time()
+import mla_suite
+print(time.process_time() - seconds, resident() - memory, *sorted(set(sys.modules) - modules))
+"""
+HEAVY = ("torch._dynamo", "torch._inductor", "torch.fx", "sympy", "triton", "matplotlib", "rich", "transformers")
+
+
+@pytest.fixture(scope="module")
+def imports():
+    """(processor seconds, bytes, modules) that the import added, in several fresh processes; the first compiles."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MLA_SUITE")}
+    found = []
+    for _ in range(4):
+        command = [sys.executable, "-c", PROGRAM]
+        printed = subprocess.run(command, env=clean, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        seconds, memory, *modules = printed.split()
+        found.append((float(seconds), int(memory), modules))
+    return found
+
+
+def test_importing_it_imports_nothing_heavy(imports):
+    for _, _, modules in imports:
+        assert not [name for name in modules if name.startswith(HEAVY)]
+
+
+def test_importing_it_takes_little_time_and_memory(imports):
+    assert min(seconds for seconds, _, _ in imports) <= 0.3
+    assert max(memory for _, memory, _ in imports) <= 40_000_000
