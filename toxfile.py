@@ -11,7 +11,7 @@ from tox.tox_env.api import ToxEnv
 from tox.tox_env.errors import Fail, Skip
 
 SKIPPED = 77
-"""Exit status by which the program in `needs` says that something cannot be had; its last line says what."""
+"""The status of tests/packaging/skip.py, whose last line of output says what cannot be had."""
 
 
 @impl
@@ -29,7 +29,7 @@ def tox_before_run_commands(tox_env: ToxEnv) -> None:
     for command in tox_env.conf["needs"]:
         outcome = tox_env.execute(command.args, StdinSource.user_only(), show=True, cwd=tox_env.core["tox_root"])
         if outcome.exit_code == SKIPPED:
-            said = (outcome.err or outcome.out).strip().splitlines()
-            raise Skip(said[-1].removeprefix("SKIPPED: ") if said else f"{command.shell} could not begin")
+            said = outcome.out.strip().splitlines()
+            raise Skip(said[-1].removeprefix("skipped: ") if said else f"{command.shell} could not begin")
         if outcome.exit_code:
             raise Fail(f"{command.shell} ended with {outcome.exit_code}")

@@ -29,12 +29,12 @@ def main(arguments: list[str]) -> int:
     sys.path.insert(0, str(HERE.parent / "packaging"))
     import debian_space
     import rocm_matrix
+    from skip import skip
 
     try:
         folder = debian_space.fetch(NAME)
     except debian_space.Unavailable as error:
-        print(f"SKIPPED: {error}", file=sys.stderr)
-        return debian_space.SKIPPED
+        return skip(str(error))
     space = [sys.executable, str(HERE.parent / "packaging" / "rocm_space.py"), NAME, *(["--record"] if record else [])]
     if subprocess.run(space).returncode:
         return 1

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mla_suite.build.locations import cache_root, locked
+from skip import skip
 
-SKIPPED = 77
-"""Exit status of a program that could not begin; automake's and git's convention."""
+from mla_suite.build.locations import cache_root, locked
 
 RECORD = "packages.json"
 
@@ -185,5 +184,4 @@ if __name__ == "__main__":
     except (KeyError, IndexError):
         sys.exit(f"usage: debian_space.py {'|'.join(SPACES)}")
     except Unavailable as error:
-        print(f"SKIPPED: {error}", file=sys.stderr)
-        sys.exit(SKIPPED)
+        sys.exit(skip(str(error)))

@@ -9,18 +9,14 @@ PIP_EXTRA_INDEX_URL. The exit status is 77 where none does, which tox shows as S
 import subprocess
 import sys
 
-SKIPPED = 77
+from skip import skip
 
 
 def main(rocm: str, torch: str) -> int:
     build = f"torch=={torch}+rocm{rocm}"
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]
     if subprocess.run([*pip, build]).returncode:
-        print(
-            f"SKIPPED: {build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one with it",
-            file=sys.stderr,
-        )
-        return SKIPPED
+        return skip(f"{build} is on none of this machine's package indexes; set PIP_EXTRA_INDEX_URL to one that has it")
     subprocess.run([*pip, "-e", ".[test,bench,hf]"], check=True)
     return 0
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import debian_space
 import rocm_matrix
+from skip import skip
 
 from mla_suite.emulator import user_space
 
@@ -32,8 +33,7 @@ def main(arguments: list[str]) -> int:
     try:
         folder = debian_space.fetch(name)
     except debian_space.Unavailable as error:
-        print(f"SKIPPED: {error}", file=sys.stderr)
-        return debian_space.SKIPPED
+        return skip(str(error))
     library = user_space.hip_library(folder)
     comgr = next(library.parent.glob("libamd_comgr.so.[0-9]"))
     done = _inside(folder, str(HERE / "comgr_check.py"), str(comgr), ARCHS[name])
