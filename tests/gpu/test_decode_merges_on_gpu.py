@@ -19,7 +19,7 @@ from decode_calls import (
 )
 
 from mla_suite.core import dispatch
-from mla_suite.ops.decode import hopper
+from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -31,19 +31,19 @@ def gpu():
     require_kernels()
 
 
-EXCHANGES = ("results", "probabilities")
+EXCHANGES = ("reduce_o", "exchange_p")
 
 
 @pytest.fixture
 def merging(monkeypatch):
-    """Makes the blocks of clusters send each other "results" or "probabilities" wherever they can, whether or not it
+    """Makes the blocks of clusters send each other "reduce_o" or "exchange_p" wherever they can, whether or not it
     pays, or "none"."""
 
     def merge(exchange):
         def rule(self, splits):
             return exchange if self.in_pairs(splits) else "none"
 
-        monkeypatch.setattr(hopper.Estimate, "exchange", rule)
+        monkeypatch.setattr(Estimate, "cluster_mode", rule)
         dispatch.clear_caches()
 
     yield merge
@@ -79,7 +79,7 @@ def test_hard_scores_of_exchanged_probabilities(merging, kind):
     args, kwargs = decode_sample((700,), heads=40, q_len=2, num_splits=4).make(torch.device("cpu"))
     decode_grid.hard_scores(kind, args)
     moved = [None if tensor is None else tensor.cuda() for tensor in args]
-    merging("probabilities")
+    merging("exchange_p")
     assert_right(*decode(moved, kwargs), exact_decode(*args, **kwargs))
 
 
@@ -87,7 +87,7 @@ def test_hard_scores_of_exchanged_probabilities(merging, kind):
 def test_values_past_the_end_do_no_harm_in_either_block(merging, bits):
     """NaN and infinity where a page goes on behind the last key: both blocks read that page."""
     args, kwargs = decode_sample((333,), heads=64, num_splits=2).make(torch.device("cuda"))
-    merging("probabilities")
+    merging("exchange_p")
     right = decode(args, kwargs)
     last_page, used = args[TABLE][0, 333 // 64], 333 % 64
     args[CACHE][last_page, used:] = torch.tensor(bits, dtype=torch.int16, device="cuda").view(torch.bfloat16)
@@ -118,7 +118,7 @@ def test_a_graph_of_pairs_repeats_its_bits(merging, splits, exchange):
     assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
 
 
-@pytest.mark.parametrize("exchange", ["none", "probabilities"])
+@pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
 def test_nan_of_any_kind_comes_through_an_awaited_merge(merging, bits, exchange):
     """Which waits as long as it sees one certain NaN: results must never be that one."""
@@ -137,7 +137,7 @@ def test_nan_of_any_kind_comes_through_an_awaited_merge(merging, bits, exchange)
     assert decode(args, kwargs)[0][0, 0, others, 40].isnan().all()
 
 
-@pytest.mark.parametrize("exchange", ["none", "probabilities"])
+@pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize(("heads", "least"), [(16, 5), (64, 2), (128, 3), (128, 32)])
 def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, least, exchange):
     """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
@@ -145,7 +145,7 @@ def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, leas
     merging(exchange)
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     with monkeypatch.context() as changed:
-        changed.setattr(hopper.Estimate, "awaiting", lambda self, splits, exchange="none": None)
+        changed.setattr(Estimate, "streams", lambda self, splits, cluster_mode="none": False)
         dispatch.clear_caches()
         expected = [decode(*problem) for problem in problems]
     dispatch.clear_caches()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from decode_launches import launched
 
-from mla_suite.ops.combine import native as combine
+from mla_suite.archs.common import combine
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.archs.sm_90.decode import EXCHANGE
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from mla_suite.ops.decode.samples import decode_sample
 )
 def test_which_partials_are_awaited(monkeypatch, options, awaited):
     merges = []
-    monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
+    monkeypatch.setattr(combine, "bind_launch", lambda merge, *_: merges.append(merge.instance) or (lambda *call: None))
     (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
     assert fields["awaited"] == int(awaited)
     assert ("awaiting" in merges[0]) is awaited
@@ -38,9 +39,9 @@ def test_which_partials_are_awaited(monkeypatch, options, awaited):
 @pytest.mark.parametrize(
     ("options", "exchange"),
     [
-        (dict(heads=33), "probabilities"),
-        (dict(heads=16, q_len=4, varlen=True, sink=True), "probabilities"),
-        (dict(lens=(4000, 700, 5), heads=33), "results"),
+        (dict(heads=33), "exchange_p"),
+        (dict(heads=16, q_len=4, varlen=True, sink=True), "exchange_p"),
+        (dict(lens=(4000, 700, 5), heads=33), "reduce_o"),
         (dict(heads=33, num_splits=3), "none"),
         (dict(heads=33, page=24), "none"),  # gathered
         (dict(heads=33, split_size=256), "none"),  # the order of the merge may not depend on the batch
@@ -52,18 +53,18 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
     merged = exchange != "none"
     launches = []
-    monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
+    monkeypatch.setattr(combine, "bind_launch", lambda *given: launches.append(given) or (lambda *call: None))
     cut = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | cut | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
-    assert instance.endswith(f"_exchange-{exchange}")
+    assert instance.endswith(f"_exchange-{EXCHANGE[exchange]}")
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
         assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
-        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "results" else 219328)
+        assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
 
 
-@pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "results", 9), (1000, "probabilities", 1)])
+@pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
     """Which combine merges: each two cuts are one partial."""
     merges = []
@@ -73,7 +74,7 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     boxes = []
     sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
     (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes)
-    assert instance.endswith(f"_exchange-{exchange}")
+    assert instance.endswith(f"_exchange-{EXCHANGE[exchange]}")
     assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
     assert [merge[6] for merge in merges] == [2], "partials of each sequence"
