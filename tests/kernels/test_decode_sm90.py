@@ -27,7 +27,7 @@ from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(DECODE, "native")
 
-SOURCES = (("tma", "none"), ("tma", "results"), ("tma", "probabilities"), ("gather", "none"))
+SOURCES = (("tma", "none"), ("tma", "reduce_o"), ("tma", "exchange_p"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 
@@ -46,18 +46,18 @@ def test_every_point_is_declared():
         ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
-        ({"source": "hope"}, "source is one of tma, gather"),
-        ({"exchange": "keys"}, "exchange is one of none, results, probabilities"),
-        ({"source": "gather", "exchange": "results"}, "exchange is one of none"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, gather"),
+        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, exchange_p"),
+        ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"decode: no kernel at .*: {sentence}"):
-        Sm90Config(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
+        Sm90Config(**{"arch": H200, "dtype": "bf16", "width": 576, "kv_load": "tma"} | changed)
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, source='tma', exchange='none')"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none')"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -69,7 +69,8 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     lines = ['#include "sm_90/policy.hpp"', "using namespace mla::sm90;"]
     for point in POINTS:
         config = Sm90Config(H200, *point)
-        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.source}, Exchange::{config.exchange}>"
+        policy = f"DecodePolicy<{config.dtype}, {config.width}, Source::{config.kv_load}, "
+        policy += f"Exchange::{sm_90.EXCHANGE[config.cluster_mode]}>"
         lines += [
             f'static_assert({policy}::SHARED_BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert({policy}::KEYS == {BLOCK_N} && ROWS == {BLOCK_M}, "tile of {config.instance}");',
@@ -333,7 +334,7 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
     queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
-        hopper.leading(boxes[0], queries, 32, (cache_at, *[0] * 10))
+        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 14)
     assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 
