@@ -22,6 +22,8 @@ KNOW_HARDWARE = (
 # Whole files that name hardware for a reason that is no choice of a kernel.
 NAMED = {
     "mla_suite/cli/": "choices and help of the command line",
+    "mla_suite/bench/page.py": "prose of the report",
+    "mla_suite/bench/plots.py": "prose of the report",
     "mla_suite/bench/environment.py": "the vendors' driver files in /proc and /sys",
     "mla_suite/bench/sets.py": "names of other projects' tasks",
     "mla_suite/models/": "the layer's Triton kernels, which are no operator of the suite",
