@@ -22,6 +22,7 @@ FLOORS = {
     "ops": 3,
     "native": 4,
     "models": 4,
+    "distributed": 5,
     "integrations": 5,
     "bench": 5,
     "cli": 5,
@@ -40,6 +41,7 @@ SIBLINGS = {
     ("core", "kv_formats"),
     ("cli", "integrations"),
     ("cli", "bench"),
+    ("cli", "distributed"),
 }
 OPERATORS = {("decode", "plan"), ("decode", "combine"), ("sparse_decode", "decode"), ("sparse_decode", "plan")}
 OPERATORS |= {("sparse_decode", "combine")}

@@ -8,6 +8,7 @@ cache nor absorption nor any operator of this package.
   python -m mla_suite demo                      64 tokens per prompt, on the CPU
   python -m mla_suite demo --kv_format fp16        another cache kv_format
   python -m mla_suite demo --json               the numbers, for a machine
+  torchrun --nproc-per-node 2 -m mla_suite demo --tp 2    one layer spread over two ranks (or --cp 2): NCCL or gloo
   python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
 
 With --emulate, single layers at their published sizes run one decode step twice: on the reference, and with `plan`,
@@ -37,12 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv_format", default="bf16", help="KV cache kv_format: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks, under torchrun (default 1)")
+    parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks, under torchrun (default 1)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.emulate:
         return _emulated(args.emulate, as_json=args.json)
+    if args.tp * args.cp > 1:
+        from mla_suite.cli import demo_distributed
+
+        return demo_distributed.run(args.tp, args.cp, tokens=args.tokens, seed=args.seed, as_json=args.json)
     report = decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
     if args.json:
         print(json.dumps(report, indent=2))

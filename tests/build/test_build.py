@@ -25,7 +25,7 @@ def test_what_a_build_leaves(built):
     entry = built.find("gfx950", "scale_threads-256")
     assert entry.symbol == "scale_threads_256"
     assert entry.constants == {"THREADS": 256}
-    assert entry.sources == ("gfx950/scale.hip", "common/device.hpp", "common/params/scale.hpp")
+    assert entry.sources == ("common/device.hpp", "common/params/scale.hpp", "gfx950/scale.hip")
     assert (entry.threads, entry.lds, entry.spills, entry.scratch, entry.params_size) == (256, 1024, 0, 0, 40)
     assert 0 < entry.registers <= 64
     assert entry.occupancy == 8

@@ -1,0 +1,380 @@
+"""decode and sparse_decode beside FlashMLA's last Hopper kernels, all columns of a row timed in one run.
+
+    pip install --no-deps sgl-flash-mla==1.0.0        FlashMLA as SGLang ships it: the peer
+    python benchmarks/bench_flashmla.py --save benchmarks/results/flashmla/h200.json
+    python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json --plot docs/flashmla.svg
+
+Columns: `op` is the operator without a plan; `plan` has a plan made beforehand, as serving engines do; `drop_in` is
+`mla_suite.integrations.flash_mla` called with the very arguments of the peer; `peer` is FlashMLA with its metadata made
+beforehand. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after 0.15 s
+of rest, divided by the calls. Every output is compared with fp32 before it is timed, and a column that is wrong
+ends the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import mla_suite
+from mla_suite.bench.clock import REST_S, Replay
+from mla_suite.integrations import flash_mla as drop_in
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+
+PAGE, COLD_BYTES, MIN_CALLS = 64, 160_000_000, 6
+MAX_ERROR = 6e-3  # relative, of bf16 results against fp32
+SCALE = 576**-0.5
+
+
+class Dense(NamedTuple):
+    """A row of the dense grid; lengths are all `kv`, or uniform in [q_len, 2 kv) when ragged."""
+
+    batch: int
+    heads: int
+    q_len: int
+    kv: int
+    ragged: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} H{self.heads} q{self.q_len} kv{'~' if self.ragged else ''}{self.kv}"
+
+    def lens(self) -> list[int]:
+        if not self.ragged:
+            return [self.kv] * self.batch
+        return random.Random(self.kv).choices(range(self.q_len, 2 * self.kv), k=self.batch)
+
+
+class Sparse(NamedTuple):
+    """A row of the sparse grid: DeepSeek V3.2's record, or V4's two pools with a sink."""
+
+    record: str
+    batch: int
+    heads: int
+    q_len: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.record} B{self.batch} H{self.heads} q{self.q_len}"
+
+    @property
+    def pools(self) -> tuple[tuple[int, int, int], ...]:
+        """(page size, tokens per request, selected) of each pool."""
+        if self.record == "v32":
+            return ((64, 32768, 2048),)
+        return ((256, 16384, 128), (64, 16384, 512 if self.heads == 64 else 1024))
+
+
+DENSE = (
+    *(Dense(128, 128, 1, kv) for kv in (512, 2048, 4096, 6144)),
+    *(Dense(batch, 32, 4, kv) for batch in (1, 8, 32, 128) for kv in (256, 512, 1200, 3200, 8192)),
+    *(Dense(batch, 16, 1, kv) for batch in (1, 32, 128) for kv in (1024, 4096, 8192)),
+    *(Dense(1, 128, 1, kv) for kv in (1024, 8192)),
+    *(Dense(8, heads, 1, 4096) for heads in (128, 64)),
+    Dense(32, 64, 1, 4096),
+    *(Dense(64, heads, 1, 16384) for heads in (128, 16)),
+    Dense(64, 64, 1, 8192),
+    Dense(128, 64, 1, 4096),
+    *(Dense(*shape, ragged=True) for shape in ((128, 128, 1, 4096), (128, 16, 1, 4096))),
+    *(Dense(*shape, ragged=True) for shape in ((32, 32, 4, 3200), (8, 16, 1, 8192))),
+    *(Dense(batch, 128, 2, 4096) for batch in (32, 128)),
+    *(Dense(128, 16, q_len, 4096) for q_len in (2, 4)),
+)
+SPARSE = tuple(
+    Sparse(record, batch, heads, q_len)
+    for record in ("v32", "dsv4")
+    for heads in (64, 128)
+    for batch in (1, 8, 32, 128)
+    for q_len in (1, 2)
+)
+
+
+class Case(NamedTuple):
+    """Calls of one row by column, over the same inputs, and what they must give."""
+
+    columns: dict[str, Callable[[Any], Any]]
+    turns: list[Any]
+    exact: Callable[[Any], tuple[list[int], torch.Tensor]]  # of a turn: sequences, and their outputs in fp32
+    bytes: int
+    flops: int
+
+
+def peer_module() -> Any:
+    try:
+        import flash_mla
+    except ImportError as error:
+        raise SystemExit(f"bench_flashmla: {error}; pip install --no-deps sgl-flash-mla==1.0.0") from error
+    return flash_mla
+
+
+def sets_for(size: int) -> int:
+    return max(1, -(-COLD_BYTES // size))
+
+
+class DenseTurn(NamedTuple):
+    q: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    lens: torch.Tensor
+    plan: torch.Tensor
+
+
+def dense_case(row: Dense, peer: Any) -> Case:
+    """bf16 caches in pages of 64, in random order."""
+    lens, longest = row.lens(), max(row.lens())
+    width = -(-longest // PAGE)
+    size = sum(lens) * 1152 + row.batch * row.q_len * row.heads * (576 + 512) * 2
+    turns = []
+    for _ in range(sets_for(size)):
+        pages = row.batch * width
+        table = torch.randperm(pages, device="cuda").int().view(row.batch, width)
+        seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        q = torch.randn(row.batch, row.q_len, row.heads, 576, device="cuda").bfloat16()
+        cache = torch.randn(pages, PAGE, 576, device="cuda", dtype=torch.bfloat16)
+        plan = mla_suite.plan(seq_lens, num_heads=row.heads, max_seqlen_q=row.q_len, max_seqlen_kv=longest)
+        turns.append(DenseTurn(q, cache, table, seq_lens, plan))
+    options = {"softmax_scale": SCALE, "max_seqlen_q": row.q_len, "max_seqlen_kv": longest}
+    held = {}
+
+    def paged(module: Any, turn: DenseTurn, **extra: Any) -> torch.Tensor:
+        if module not in held:
+            held[module] = module.get_mla_metadata()[0]
+        arguments = (
+            turn.q,
+            turn.cache.unsqueeze(2),
+            turn.table,
+            turn.lens,
+            512,
+            held[module],
+            None,
+            SCALE,
+            True,
+            False,
+        )
+        return module.flash_mla_with_kvcache(*arguments, **extra)[0]
+
+    columns = {
+        "op": lambda turn: mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, **options)[0],
+        "plan": lambda turn: mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, plan=turn.plan, **options)[0],
+        "drop_in": lambda turn: paged(drop_in, turn),
+        "peer": lambda turn: paged(peer, turn, use_legacy=True),
+    }
+
+    def exact(turn: DenseTurn) -> tuple[list[int], torch.Tensor]:
+        some = sorted({0, row.batch - 1})
+        outputs = []
+        for b in some:
+            keys = turn.cache[turn.table[b].long()].flatten(0, 1)[: lens[b]].float()
+            scores = torch.einsum("qhd,kd->qhk", turn.q[b].float(), keys) * SCALE
+            limit = lens[b] - row.q_len + torch.arange(row.q_len, device="cuda")
+            hidden = torch.arange(lens[b], device="cuda") > limit[:, None]
+            weights = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("qhk,kd->qhd", weights, keys[:, :512]))
+        return some, torch.stack(outputs)
+
+    return Case(columns, turns, exact, size, 2 * sum(lens) * row.q_len * row.heads * (576 + 512))
+
+
+class SparseTurn(NamedTuple):
+    q: torch.Tensor
+    pools: list[torch.Tensor]
+    indices: list[torch.Tensor]
+    sink: torch.Tensor | None
+
+
+def sparse_case(row: Sparse, peer: Any) -> Case:
+    """fp8 records; each request selects from tokens of its own, every query token anew."""
+    kind = kv_format(row.record)
+    width = kind.head_dim
+    scale = width**-0.5
+    pools = []
+    for page, tokens, _ in row.pools:
+        made = caches.pack(kind, torch.randn(64, page, width, device="cuda"))
+        repeats, stride = -(-row.batch * tokens // (64 * page)), made.stride(0)
+        blocks = made.as_strided((64, stride), (stride, 1)).repeat(repeats, 1)
+        pools.append(blocks.as_strided((64 * repeats, page, made.shape[2]), (stride, made.shape[2], 1)))
+    selected = sum(topk for *_, topk in row.pools)
+    size = row.batch * row.q_len * (selected * (kind.token_bytes + 4) + row.heads * (width + 512) * 2)
+    turns = []
+    for _ in range(min(sets_for(size), 64)):
+        indices = []
+        for _, tokens, topk in row.pools:
+            chosen = torch.rand(row.batch, row.q_len, tokens, device="cuda").topk(topk, dim=-1).indices
+            first = torch.arange(row.batch, device="cuda")[:, None, None] * tokens
+            indices.append((chosen + first).int())
+        q = torch.randn(row.batch, row.q_len, row.heads, width, device="cuda").bfloat16()
+        sink = torch.randn(row.heads, device="cuda") if row.record == "dsv4" else None
+        turns.append(SparseTurn(q, pools, indices, sink))
+    formats = [row.record] * len(pools)
+    none: list[Any] = [None] * len(pools)
+    held = {}
+
+    def paged(module: Any, turn: SparseTurn, **extra: Any) -> torch.Tensor:
+        if module not in held:
+            held[module] = module.get_mla_metadata()[0]
+        if len(turn.pools) > 1:
+            extra |= {"extra_k_cache": turn.pools[1].unsqueeze(2), "extra_indices_in_kvcache": turn.indices[1]}
+        arguments = (turn.q, turn.pools[0].unsqueeze(2), None, None, 512, held[module], None, scale, False, True)
+        return module.flash_mla_with_kvcache(*arguments, turn.indices[0], attn_sink=turn.sink, **extra)[0]
+
+    def op(turn: SparseTurn) -> torch.Tensor:
+        arguments = (turn.q, turn.pools, turn.indices, none, none, turn.sink)
+        return mla_suite.sparse_decode(*arguments, kv_formats=formats, softmax_scale=scale)[0]
+
+    columns = {"op": op, "drop_in": lambda turn: paged(drop_in, turn)}
+    columns["peer"] = lambda turn: paged(peer, turn, use_legacy=True)
+
+    def exact(turn: SparseTurn) -> tuple[list[int], torch.Tensor]:
+        some = sorted({0, row.batch - 1})
+        outputs = []
+        for b in some:
+            for i in range(row.q_len):
+                rows = [
+                    caches.gather(kind, pool, own[b, i].long()) for pool, own in zip(pools, turn.indices, strict=True)
+                ]
+                keys = torch.cat(rows).float()
+                scores = turn.q[b, i].float() @ keys.T * scale
+                if turn.sink is not None:
+                    scores = torch.cat((scores, turn.sink[:, None]), -1)
+                outputs.append(scores.softmax(-1)[:, : len(keys)] @ keys[:, :512])
+        return some, torch.stack(outputs).view(len(some), row.q_len, row.heads, 512)
+
+    return Case(columns, turns, exact, size, 2 * row.batch * row.q_len * selected * row.heads * (width + 512))
+
+
+def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
+    """Checks and times every column of a row."""
+    some, wanted = case.exact(case.turns[0])
+    found: dict[str, Any] = {"name": name, "bytes": case.bytes, "flops": case.flops}
+    cycles = -(-MIN_CALLS // len(case.turns))
+    for column, call in case.columns.items():
+        got = call(case.turns[0])[some].float().view_as(wanted)
+        error = float((got - wanted).norm() / wanted.norm())
+        if not error <= MAX_ERROR:
+            raise SystemExit(f"bench_flashmla: {name}: {column} is off by {error:.2g}, more than {MAX_ERROR}")
+        replay = Replay(call, case.turns * cycles)
+        found[column] = round(min(replay.round(REST_S) for _ in range(2)), 3)
+        found[f"{column}_error"] = error
+        if sustained_s:
+            found[f"{column}_sustained"] = round(replay.sustained(sustained_s), 3)
+        del replay
+    return found
+
+
+def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
+    for kind, rows in (("dense", DENSE), ("sparse", SPARSE)):
+        if kind in kinds:
+            yield from ((kind, row) for row in rows if names in row.name)
+
+
+def run(kinds: Sequence[str], names: str, save: Path | None, seconds: float, sustained: str) -> list[dict[str, Any]]:
+    peer, began = peer_module(), time.monotonic()
+    make = {"dense": dense_case, "sparse": sparse_case}
+    done: list[dict[str, Any]] = []
+    for kind, row in rows_of(kinds, names):
+        if time.monotonic() - began > seconds:
+            print(f"stopped after {seconds:.0f} s, before {row.name}", flush=True)
+            break
+        after_load = 0.7 if sustained and row.name.startswith(sustained) else 0.0
+        with torch.inference_mode():
+            found = {"kind": kind, **measure(row.name, make[kind](row, peer), after_load)}
+        done.append(found)
+        columns = [column for column in ("op", "plan", "drop_in", "peer") if column in found]
+        times = "  ".join(f"{column} {found[column]:8.2f} ({found[column] / found['peer']:.2f})" for column in columns)
+        print(f"{row.name:26}{times}", flush=True)
+        if save:
+            save.parent.mkdir(parents=True, exist_ok=True)
+            save.write_text(json.dumps({"environment": environment(), "rows": done}, indent=1) + "\n")
+    return done
+
+
+def environment() -> dict[str, str]:
+    from importlib.metadata import version
+
+    from mla_suite.bench import environment as known
+
+    facts = {key: str(value) for key, value in known.describe(torch.device("cuda")).items()}
+    return facts | {"peer": f"sgl-flash-mla {version('sgl-flash-mla')}", "command": " ".join(sys.argv)}
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Markdown: the geometric mean of every column's share of the peer's time, and how many rows are slower."""
+    lines = ["| | rows | column | of FlashMLA's time | rows above 1.01x | worst |", "|---|---:|---|---:|---:|---:|"]
+    for kind in ("dense", "sparse"):
+        own = [row for row in rows if row["kind"] == kind]
+        for column in ("op", "plan", "drop_in"):
+            shares = [row[column] / row["peer"] for row in own if column in row]
+            if shares:
+                slower = sum(share > 1.01 for share in shares)
+                mean = geometric_mean(shares)
+                lines.append(f"| {kind} | {len(shares)} | {column} | {mean:.3f} | {slower} | {max(shares):.2f} |")
+    return lines
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """A bar per row of the dense grid: the share of the peer's time, with a plan and without."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    own = [row for row in rows if row["kind"] == "dense"]
+    figure, axes = plt.subplots(figsize=(11, 4.6))
+    places = range(len(own))
+    for column, shift, colour in (("op", -0.2, "#2a7fb8"), ("plan", 0.2, "#7fcdbb")):
+        label = "without a plan" if column == "op" else "with a plan"
+        axes.bar(
+            [x + shift for x in places], [row[column] / row["peer"] for row in own], 0.4, color=colour, label=label
+        )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(list(places), [row["name"] for row in own], rotation=90, fontsize=6)
+    axes.set_ylabel("time / FlashMLA's time")
+    axes.set_title("decode on an H200, dense bf16 caches: below 1 is faster than FlashMLA", fontsize=10)
+    axes.legend(frameon=False)
+    axes.margins(x=0.01)
+    figure.tight_layout()
+    matplotlib.rcParams["svg.hashsalt"] = "mla_suite"  # the same file from the same rows
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", action="append", choices=("dense", "sparse"), help="repeatable (default: both)")
+    parser.add_argument("--rows", default="", help="only rows whose name holds this")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no row after so long")
+    parser.add_argument("--sustained", default="", metavar="PREFIX", help="rows to time after 0.7 s of load as well")
+    parser.add_argument("--save", type=Path, help="write the rows to this file as they come")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="print the summary of a saved run and measure nothing"
+    )
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the dense grid")
+    options = parser.parse_args()
+    if options.report:
+        rows = json.loads(options.report.read_text())["rows"]
+        if options.plot:
+            plot(rows, options.plot)
+    elif not torch.cuda.is_available():
+        raise SystemExit("bench_flashmla: needs an H100 or H200; --report reads a saved run anywhere")
+    else:
+        kinds = options.kind or ["dense", "sparse"]
+        rows = run(kinds, options.rows, options.save, options.seconds, options.sustained)
+    print("\n".join(summary(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

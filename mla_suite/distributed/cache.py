@@ -1,0 +1,110 @@
+"""A rank's share of the latents of all sequences, with the bookkeeping of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mla_suite.distributed.context import local_slots
+from mla_suite.distributed.keys import KeyShard
+from mla_suite.models.cache import PagedLatentCache, Step
+
+
+class ContextParallelCache:
+    """The paged latent cache of one rank: as `PagedLatentCache`, holding only the keys that the rank owns.
+
+    Sequences and their lengths are the same on every rank. `append` returns the rank's index tensors: seq_lens and
+    positions are global, block_table lists the rank's pages, and slot_mapping is -1 for tokens of other ranks, which
+    `append_kv` skips. Running out of pages raises RuntimeError before a page changes.
+
+    >>> cache = ContextParallelCache(1, num_pages=4, page_size=16, shard=KeyShard(world=2, rank=1))
+    >>> step = cache.append([cache.allocate()], [5])
+    >>> step.seq_lens.tolist(), step.slot_mapping.tolist()
+    ([5], [-1, 48, -1, 49, -1])
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        *,
+        shard: KeyShard,
+        kv_format: str = "bf16",
+        device: torch.device | str | None = None,
+    ) -> None:
+        shard.check()
+        self.shard = shard
+        self._own = PagedLatentCache(num_layers, num_pages, page_size, kv_format=kv_format, device=device)
+        self._lengths: dict[int, int] = {}
+
+    @property
+    def layers(self) -> tuple[torch.Tensor, ...]:
+        return self._own.layers
+
+    @property
+    def page_size(self) -> int:
+        return self._own.page_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._own.device
+
+    @property
+    def free_pages(self) -> int:
+        return self._own.free_pages
+
+    def length(self, sequence: int) -> int:
+        """Tokens of the sequence on all ranks."""
+        self._own.length(sequence)
+        return self._lengths[sequence]
+
+    def allocate(self, tokens: int = 0) -> int:
+        """A new empty sequence with pages reserved for this rank's share of `tokens` tokens."""
+        sequence = self._own.allocate(self._local(tokens))
+        self._lengths[sequence] = 0
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        self._own.free(sequence)
+        del self._lengths[sequence]
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens from global position `length` on, as after a rejected speculation."""
+        if not 0 <= length <= self.length(sequence):
+            raise ValueError(
+                f"truncate: length {length} of a sequence of {self.length(sequence)}; give 0 to {self.length(sequence)}"
+            )
+        self._own.truncate(sequence, self._local(length))
+        self._lengths[sequence] = length
+
+    def append(self, sequences: Sequence[int], counts: Sequence[int], *, width: int | None = None) -> Step:
+        """Make room for `counts[b]` new tokens of `sequences[b]`, of which this rank stores its own.
+
+        `width` fixes the block table's width in this rank's pages; None takes the longest sequence.
+        """
+        starts = [self.length(sequence) for sequence in sequences]
+        local = [
+            self._local(start + max(count, 0)) - self._local(start) for start, count in zip(starts, counts, strict=True)
+        ]
+        if any(count < 0 for count in counts):
+            raise ValueError(f"append: counts {list(counts)}; a count is 0 or more (use truncate to drop tokens)")
+        step = self._own.append(sequences, local, width=width)
+        slots, positions = [], []
+        for sequence, start, count in zip(sequences, starts, counts, strict=True):
+            self._lengths[sequence] = start + count
+            where = range(start, start + count)
+            slots.append(local_slots(where, self._own.pool.pages(sequence), self.page_size, self.shard))
+            positions.append(torch.arange(start, start + count))
+        lengths = torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32)
+        empty = [torch.empty(0, dtype=torch.int64)]
+        return Step(
+            step.block_table,
+            lengths.to(self.device),
+            torch.cat(slots or empty).to(self.device),
+            torch.cat(positions or empty).to(self.device),
+        )
+
+    def _local(self, tokens: int) -> int:
+        return int(self.shard.local_lens(torch.tensor(tokens)))

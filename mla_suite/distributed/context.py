@@ -1,0 +1,163 @@
+"""Attention over keys that are dealt to the ranks of a group: local partial results, one exchange, one combine.
+
+Each rank attends to its own keys with all heads, which gives a normalised partial result and its lse. Both travel in
+one collective, and `combine` merges them. With `all_to_all` a rank receives every partial result of heads / ranks of
+the heads, which are those that it multiplies by its share of W_UV and o_proj next; with `all_gather` every rank
+receives all heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import mla_suite
+from mla_suite.distributed.keys import KeyShard
+from mla_suite.distributed.parallel import all_to_all, gather
+
+EXCHANGES = ("all_to_all", "all_gather")
+
+
+def cp_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    shard: KeyShard,
+    group: str,
+    exchange: str = "all_to_all",
+    causal: bool = True,
+    attn_sink: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_suite.decode` over keys that are spread over the ranks of `group`.
+
+    q            [batch, q_len, heads, head_dim], the same on every rank of the group
+    kv_cache     [pages, page, width], this rank's keys of every sequence
+    seq_lens     [batch] int32, keys of each sequence on all ranks together, those of the query tokens included
+    block_table  [batch, width] int32, this rank's pages
+    shard        this rank's share of the keys
+    group        name of the context-parallel process group
+    exchange     "all_to_all" leaves each rank its share of the heads, "all_gather" all of them
+    causal       query token i of n sees the keys at global positions below seq_lens - n + i + 1; otherwise all keys
+    attn_sink    [heads] fp32 logits, added to the denominator of the merged result
+    options      the rest of decode's keyword arguments: softmax_scale, kv_format, kv_descale, head_dim_v, split_size;
+                 max_seqlen_kv is of the whole sequence
+
+    -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
+
+    Several query tokens of a causal sequence see different numbers of a rank's keys, which no single offset describes,
+    so each becomes a sequence of its own; its keys are read once more per query token. A plan is therefore not taken.
+    """
+    _check(q, shard, exchange)
+    if options.get("plan") is not None or options.get("rope_cos_sin") is not None:
+        raise ValueError(
+            "cp_decode: plan and rope_cos_sin are not taken: local positions are not the sequence's; leave them out"
+        )
+    if options.get("max_seqlen_kv"):
+        options["max_seqlen_kv"] = -(-options["max_seqlen_kv"] // shard.world) + shard.interleave
+    batch, q_len, heads, head_dim = q.shape
+    if q_len == 1 or not causal:
+        out, lse = mla_suite.decode(
+            q, kv_cache, shard.local_lens(seq_lens), block_table, causal=False, max_seqlen_q=q_len, **options
+        )
+    else:
+        offsets = torch.arange(1 - q_len, 1, device=q.device, dtype=torch.int32)
+        visible = (seq_lens[:, None] + offsets).clamp(min=0).flatten()
+        out, lse = mla_suite.decode(
+            q.reshape(batch * q_len, 1, heads, head_dim),
+            kv_cache,
+            shard.local_lens(visible),
+            block_table.repeat_interleave(q_len, 0),
+            causal=False,
+            **options,
+        )
+        out, lse = out.view(batch, q_len, heads, -1), lse.view(batch, q_len, heads)
+    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink)
+
+
+def cp_sparse_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    shard: KeyShard,
+    group: str,
+    kv_format: str,
+    exchange: str = "all_to_all",
+    attn_sink: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`mla_suite.sparse_decode` over keys that are spread over the ranks of `group`: each attends to those it owns.
+
+    q            [batch, q_len, heads, head_dim], the same on every rank of the group
+    positions    [batch, q_len, topk] int32, selected keys as global positions in the sequence; -1 selects nothing
+    block_table  [batch, width] int32, this rank's pages
+    options      the rest of sparse_decode's keyword arguments: softmax_scale, head_dim_v, split_size
+
+    The other arguments and the result are those of `cp_decode`.
+    """
+    _check(q, shard, exchange)
+    own = (positions >= 0) & shard.owns(positions)
+    local = torch.where(own, shard.local_positions(positions), 0)
+    page_size = kv_cache.shape[1]
+    pages = block_table.gather(1, (local // page_size).flatten(1).long()).view_as(local)
+    slots = torch.where(own, pages * page_size + local % page_size, -1).to(torch.int32)
+    out, lse = mla_suite.sparse_decode(q, [kv_cache], [slots], kv_formats=[kv_format], **options)
+    return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink)
+
+
+def merge_ranks(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    shard: KeyShard,
+    group: str,
+    *,
+    exchange: str = "all_to_all",
+    attn_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges the ranks' partial results, out [..., heads, dim] and lse [..., heads], as `cp_decode` returns them."""
+    world, heads, dim = shard.world, out.shape[-2], out.shape[-1]
+    if world == 1 and attn_sink is None:
+        return out, lse
+    # One collective carries both: the fp32 lse lies behind each row as that row's last bytes.
+    rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, dim + 4 // out.element_size())
+    if exchange == "all_to_all" and world > 1:
+        own_heads = heads // world
+        rows = all_to_all(rows.view(rows.shape[0], world, own_heads, -1).transpose(0, 1), group)
+        sink = None if attn_sink is None else attn_sink.narrow(0, shard.rank * own_heads, own_heads).contiguous()
+    else:
+        own_heads, sink = heads, attn_sink
+        rows = gather(rows, group, world) if world > 1 else rows[None]
+    partial_out = rows[..., :dim].float().reshape(world, -1, dim)
+    partial_lse = rows[..., dim:].contiguous().view(torch.float32).reshape(world, -1)
+    merged, merged_lse = mla_suite.combine(
+        partial_out, partial_lse, attn_sink=sink, num_splits=world, out_dtype=out.dtype
+    )
+    shape = (*out.shape[:-2], own_heads)
+    return merged.view(*shape, dim), merged_lse.view(shape)
+
+
+def _check(q: torch.Tensor, shard: KeyShard, chosen: str) -> None:
+    shard.check()
+    if chosen not in EXCHANGES:
+        raise ValueError(f"exchange is {chosen!r}; it takes {' or '.join(EXCHANGES)}")
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)}; context parallelism takes [batch, q_len, heads, head_dim]")
+    if chosen == "all_to_all" and q.shape[-2] % shard.world:
+        raise ValueError(
+            f"q has {q.shape[-2]} heads, which do not split over {shard.world} ranks; use exchange='all_gather'"
+        )
+
+
+def local_slots(positions: Sequence[int], pages: Sequence[int], page_size: int, shard: KeyShard) -> torch.Tensor:
+    """int64 [len(positions)]: where this rank stores the keys at these global positions, -1 for keys of other ranks."""
+    where = torch.tensor(list(positions), dtype=torch.int64)
+    own = shard.owns(where)
+    local = torch.where(own, shard.local_positions(where), 0)
+    table = torch.tensor(list(pages) or [0], dtype=torch.int64)
+    return torch.where(own, table[local // page_size] * page_size + local % page_size, -1)

@@ -1,0 +1,161 @@
+"""The process groups of a layer, and the collectives that it needs, as functions that torch.compile traces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed.device_mesh import init_device_mesh
+
+from mla_suite.distributed.keys import KeyShard
+
+# A sum in which every rank reads the others' summands over NVLink takes less than NCCL's ring up to about so many bytes
+# read by a rank; 128 tokens of DeepSeek V3's hidden size on two GPUs are 1.8 MB.
+ONE_SHOT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How one layer is spread over tp_size x cp_size ranks.
+
+    Rank r is tensor-parallel rank r // cp_size and context-parallel rank r % cp_size. Every rank holds the weights of
+    heads / (tp_size x cp_size) heads; the ranks of one context-parallel group share out the keys of all their heads.
+
+    tp_group, cp_group, all_group  names of the process groups, which functional collectives take; a type of its own in
+                                   newer torch, a str in older
+    buffer                         bf16 memory that the GPUs of one host read from each other, None elsewhere
+    """
+
+    tp_size: int
+    cp_size: int
+    rank: int
+    tp_group: Any
+    cp_group: Any
+    all_group: Any
+    buffer: torch.Tensor | None = None
+
+    @classmethod
+    def create(cls, *, tp_size: int = 1, cp_size: int = 1, device_type: str | None = None) -> Parallel:
+        """Makes the groups from the initialised default process group, whose size must be tp_size x cp_size.
+
+        device_type  "cuda" or "cpu"; by default "cuda" where a GPU is present
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "Parallel.create: torch.distributed is not initialised; call torch.distributed.init_process_group "
+                "first, or start the program with torchrun"
+            )
+        world = dist.get_world_size()
+        if tp_size < 1 or cp_size < 1 or tp_size * cp_size != world:
+            raise ValueError(
+                f"Parallel.create: tp_size {tp_size} x cp_size {cp_size} is {tp_size * cp_size}, and the process "
+                f"group has {world} ranks: give factors of {world}"
+            )
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        mesh = init_device_mesh(device_type, (tp_size, cp_size), mesh_dim_names=("tp", "cp"))
+        world_mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("ranks",))
+        tp_group, cp_group = (mesh.get_group(name).group_name for name in ("tp", "cp"))
+        all_group = world_mesh.get_group("ranks").group_name
+        buffer = _shared_buffer(world, all_group) if device_type == "cuda" and world > 1 else None
+        return cls(tp_size, cp_size, dist.get_rank(), tp_group, cp_group, all_group, buffer)
+
+    @property
+    def world(self) -> int:
+        return self.tp_size * self.cp_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank % self.cp_size
+
+    def shard(self, interleave: int = 1) -> KeyShard:
+        """This rank's share of the keys; `interleave` keys in a row lie on one rank."""
+        return KeyShard(self.cp_size, self.cp_rank, interleave)
+
+    def sum_over_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over all ranks of the layer."""
+        if self.world == 1:
+            return x
+        if self.buffer is not None and x.dtype == self.buffer.dtype and x.numel() <= self.buffer.numel():
+            summed = torch.ops.symm_mem.one_shot_all_reduce_copy
+            return summed(self.buffer[: x.numel()].view(x.shape), x.contiguous(), "sum", str(self.all_group))
+        return _waited(functional.all_reduce(x, "sum", self.all_group))
+
+    def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., heads, dim] of every rank of the context-parallel group, joined over heads."""
+        if self.cp_size == 1:
+            return x
+        everyone = gather(x, self.cp_group, self.cp_size)  # over dimension 0: torch 2.11 traces no other
+        return everyone.movedim(0, -3).flatten(-3, -2)
+
+
+def _shared_buffer(world: int, group: Any) -> torch.Tensor | None:
+    """Room for one-shot sums, where all ranks are on one host and its GPUs reach each other's memory."""
+    others = [device for device in range(world) if device != torch.cuda.current_device()]
+    one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
+    if not one_host or not all(torch.cuda.can_device_access_peer(torch.cuda.current_device(), o) for o in others):
+        return None
+    elements = ONE_SHOT_BYTES // (world - 1) // torch.bfloat16.itemsize
+    buffer = symmetric_memory.empty(
+        elements, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device())
+    )
+    symmetric_memory.rendezvous(buffer, group)
+    torch._dynamo.mark_static_address(buffer)  # a captured graph must read this memory, never a copy of it
+    return buffer
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    return functional.wait_tensor(x)
+
+
+def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-to-all: slice s of x [ranks, ...] goes to rank s; slice s of the result comes from rank s."""
+    return _waited(functional.all_to_all_single(x.contiguous(), None, None, group))
+
+
+def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
+    """x of every rank, [ranks, *x.shape]."""
+    return _waited(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
+
+
+def initialise(timeout_s: float = 60.0) -> torch.device:
+    """Joins the process group that torchrun describes and returns this rank's device: a GPU with NCCL, else gloo.
+
+    timeout_s  seconds after which a collective that another rank does not join is an error
+    """
+    if not dist.is_torchelastic_launched():
+        raise RuntimeError(
+            "this process was not started by torchrun: run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`"
+        )
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    if not on_gpu:
+        return torch.device("cpu")
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_agreement(facts: Mapping[str, Any]) -> None:
+    """Raises ValueError on every rank, naming the facts in dispute, when the ranks were given different ones.
+
+    facts  picklable values by name, such as shapes and options; call it once when a model is set up, since it meets
+           all ranks on the host
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(facts))
+    names = sorted({name for own in everyone for name in own})
+    disputes = []
+    for name in names:
+        values = [own.get(name, "missing") for own in everyone]
+        if any(value != values[0] for value in values):
+            disputes.append(f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}")
+    if disputes:
+        raise ValueError(f"the ranks disagree: {'; '.join(disputes)}; start them with the same arguments")

@@ -1,0 +1,126 @@
+"""Context-parallel attention on gloo ranks gives what one process gives, for any share, length and exchange."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.distributed import KeyShard, Parallel, cp_decode, cp_sparse_decode
+from mla_suite.distributed.context import local_slots
+from tests.distributed.ranks import on_ranks
+
+CASES = 100  # on two ranks and as many on four
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of values of about 1; bf16 rounds a partial and the result
+
+
+def one_case(draw: random.Random, parallel: Parallel) -> None:
+    page_size = draw.choice([1, 4, 16])
+    shard = parallel.shard(draw.choice([1, page_size, 8]))
+    q_len, heads = draw.choice([1, 1, 2, 4]), parallel.cp_size * draw.choice([1, 2, 3])
+    lens = [draw.choice([0, 1, q_len, draw.randrange(1, 90)]) for _ in range(draw.randrange(1, 4))]
+    lens = [0 if length < q_len else length for length in lens]
+    dtype = draw.choice([torch.float32, torch.float32, torch.bfloat16])
+    kv_format = "fp32" if dtype == torch.float32 else "bf16"
+    generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    batch = len(lens)
+    pages = -(-90 // page_size) + 1
+    q = normal(batch, q_len, heads, 576).to(dtype)
+    whole = normal(batch, 90, 576).to(dtype)
+    sink = normal(heads) if draw.random() < 0.5 else None
+    cache = torch.full((batch * pages, page_size, 576), float("nan"), dtype=dtype)
+    order = torch.randperm(batch * pages, generator=generator).to(torch.int32).view(batch, pages)
+    for b, length in enumerate(lens):
+        slots = local_slots(range(length), order[b].tolist(), page_size, shard)
+        cache.view(-1, 576)[slots[slots >= 0]] = whole[b, :length][slots >= 0]
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    options = {"softmax_scale": 0.05, "kv_format": kv_format}
+    everything = torch.arange(batch, dtype=torch.int32)[:, None]
+    exact, exact_lse = mla_suite.decode(q, whole, seq_lens, everything, attn_sink=sink, max_seqlen_q=q_len, **options)
+    chosen = draw.choice(["all_to_all", "all_gather"])
+    out, lse = cp_decode(
+        q, cache, seq_lens, order, shard=shard, group=parallel.cp_group, exchange=chosen, attn_sink=sink, **options
+    )
+    own = heads // parallel.cp_size if chosen == "all_to_all" else heads
+    first = parallel.cp_rank * own if chosen == "all_to_all" else 0
+    where = f"lens {lens} q_len {q_len} heads {heads} {shard} page {page_size} {dtype} {chosen}"
+    compare(out, exact[:, :, first : first + own], BOUND[dtype], where)
+    compare(lse, exact_lse[:, :, first : first + own], 1e-5, where)
+
+    topk = 12
+    positions = torch.stack(
+        [
+            torch.stack([torch.randperm(max(n, 1), generator=generator)[:topk] for _ in range(q_len)])
+            if n >= topk
+            else torch.full((q_len, topk), -1)
+            for n in lens
+        ]
+    ).to(torch.int32)
+    base = torch.arange(batch, dtype=torch.int32)[:, None, None] * 90
+    slots = torch.where(positions >= 0, positions + base, -1)
+    exact, exact_lse = mla_suite.sparse_decode(q, [whole], [slots], kv_formats=[kv_format], softmax_scale=0.05)
+    out, lse = cp_sparse_decode(
+        q,
+        cache,
+        positions,
+        order,
+        shard=shard,
+        group=parallel.cp_group,
+        kv_format=kv_format,
+        softmax_scale=0.05,
+        exchange="all_gather",
+    )
+    compare(out, exact, BOUND[dtype], where)
+    compare(lse, exact_lse, 1e-5, where)
+
+
+def compare(found: torch.Tensor, exact: torch.Tensor, bound: float, where: str) -> None:
+    assert torch.equal(found.isinf(), exact.isinf()), where
+    difference = (found.float() - exact.float()).nan_to_num(0.0 if found.isinf().any() else float("nan")).abs().max()
+    assert difference <= bound * max(1.0, exact.nan_to_num(0, 0, 0).abs().max()), f"{where}: {difference}"
+
+
+def random_cases(rank: int, seed: int, world: int) -> None:
+    draw = random.Random(seed)  # the same on every rank
+    parallel = Parallel.create(cp_size=world, device_type="cpu")
+    for _ in range(CASES):
+        one_case(draw, parallel)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_random_cases_equal_one_process(world):
+    on_ranks(world, random_cases, 20 + world, world)
+
+
+def refusals(rank: int) -> None:
+    parallel = Parallel.create(cp_size=2, device_type="cpu")
+    q, cache = torch.zeros(1, 1, 3, 576), torch.zeros(2, 4, 576)
+    lens, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    common = {"shard": parallel.shard(), "group": parallel.cp_group, "softmax_scale": 1.0, "kv_format": "fp32"}
+    with pytest.raises(ValueError, match=r"3 heads, which do not split over 2 ranks; use exchange='all_gather'"):
+        cp_decode(q, cache, lens, table, **common)
+    with pytest.raises(ValueError, match="it takes all_to_all or all_gather"):
+        cp_decode(q, cache, lens, table, exchange="ring", **common)
+    with pytest.raises(ValueError, match="plan and rope_cos_sin are not taken"):
+        cp_decode(q, cache, lens, table, exchange="all_gather", plan=lens, **common)
+    with pytest.raises(ValueError, match=r"tp_size 2 x cp_size 2 is 4, and the process group has 2 ranks"):
+        Parallel.create(tp_size=2, cp_size=2, device_type="cpu")
+
+
+def test_what_is_refused():
+    on_ranks(2, refusals)
+
+
+def test_one_rank_needs_no_group():
+    q, cache = torch.randn(1, 1, 2, 576), torch.randn(2, 4, 576)
+    lens, table = torch.tensor([5], dtype=torch.int32), torch.tensor([[1, 0]], dtype=torch.int32)
+    out, lse = cp_decode(q, cache, lens, table, shard=KeyShard(), group="", softmax_scale=0.1, kv_format="fp32")
+    exact, exact_lse = mla_suite.decode(q, cache, lens, table, softmax_scale=0.1, kv_format="fp32")
+    assert torch.equal(out, exact)
+    assert torch.equal(lse, exact_lse)

@@ -1,0 +1,56 @@
+"""Keys are dealt to ranks without gaps and without overlap, and a rank's cache stores just its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_suite.distributed import ContextParallelCache, KeyShard
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_every_key_has_one_owner_and_local_positions_have_no_gaps(world, interleave):
+    positions = torch.arange(201)
+    owners = torch.stack([KeyShard(world, rank, interleave).owns(positions) for rank in range(world)])
+    assert (owners.sum(0) == 1).all()
+    for rank in range(world):
+        shard = KeyShard(world, rank, interleave)
+        own = positions[shard.owns(positions)]
+        assert shard.local_positions(own).tolist() == list(range(len(own)))
+        counted = torch.tensor([int((own < length).sum()) for length in positions])
+        assert torch.equal(shard.local_lens(positions), counted)
+
+
+@pytest.mark.parametrize("wrong", [KeyShard(2, 2), KeyShard(0, 0), KeyShard(2, -1), KeyShard(2, 0, 0)])
+def test_a_share_that_cannot_exist_is_refused(wrong):
+    with pytest.raises(ValueError, match="ranks are 0 to world - 1"):
+        wrong.check()
+
+
+@pytest.mark.parametrize("interleave", [1, 8])
+def test_the_ranks_caches_hold_every_token_once(interleave):
+    caches = [
+        ContextParallelCache(1, num_pages=12, page_size=8, shard=KeyShard(3, rank, interleave)) for rank in range(3)
+    ]
+    for cache in caches:
+        first, second = cache.allocate(40), cache.allocate()
+        cache.append([first, second], [30, 0])
+        cache.truncate(first, 17)
+        step = cache.append([first, second], [5, 7])
+        assert step.seq_lens.tolist() == [22, 7]
+        assert step.positions.tolist() == [*range(17, 22), *range(7)]
+    steps = [cache.append([0, 1], [2, 1]) for cache in caches]
+    assert (torch.stack([step.slot_mapping >= 0 for step in steps]).sum(0) == 1).all()
+    assert sum(cache._own.length(0) for cache in caches) == 24
+    with pytest.raises(ValueError, match="length 25 of a sequence of 24"):
+        caches[0].truncate(0, 25)
+
+
+def test_running_out_of_pages_changes_nothing():
+    cache = ContextParallelCache(1, num_pages=1, page_size=4, shard=KeyShard(2, 0))
+    sequence = cache.allocate()
+    with pytest.raises(RuntimeError, match="needs 2 pages of 4 tokens"):
+        cache.append([sequence], [10])
+    assert cache.length(sequence) == 0
+    assert cache.append([sequence], [8]).slot_mapping.tolist() == [0, -1, 1, -1, 2, -1, 3, -1]

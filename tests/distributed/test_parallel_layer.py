@@ -1,0 +1,110 @@
+"""A layer spread over gloo ranks equals the layer of one process: tensor parallel, context parallel and both."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
+from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
+from tests.distributed.ranks import on_ranks
+
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PROMPTS = [11, 2, 20]
+
+
+def weights_of(config: MLAConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    torch.manual_seed(7)
+    layer = MLA(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / max(parameter.shape[-1], 1) ** 0.5)
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+
+def run_layer(layer, cache, config, dtype, q_lens, compiled) -> list[torch.Tensor]:
+    """Prefill of ragged prompts, then steps of several query tokens; -> every output."""
+    torch.manual_seed(3)
+    table = cos_sin_table(config, 64)
+    sequences = [cache.allocate(40) for _ in PROMPTS]
+    x = torch.randn(sum(PROMPTS), config.hidden_size).to(dtype)
+    outputs = [layer.prefill(x, table, cache.layers[0], cache.append(sequences, PROMPTS), q_lens=PROMPTS)]
+    decode = torch.compile(layer.decode, fullgraph=True) if compiled else layer.decode
+    for q_len in q_lens:
+        x = torch.randn(len(PROMPTS), q_len, config.hidden_size).to(dtype)
+        step = cache.append(sequences, [q_len] * len(PROMPTS), width=10)
+        outputs.append(decode(x, cache.layers[0], step, table))
+    return outputs
+
+
+def spread(rank: int, tp_size: int, cp_size: int, dtype: torch.dtype, interleave: int, compiled: bool) -> None:
+    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1)
+    weights = weights_of(config, dtype)
+    kv_format = "fp32" if dtype == torch.float32 else "bf16"
+    parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type="cpu")
+    with torch.no_grad():
+        whole = MLA(config, kv_format=kv_format, dtype=dtype)
+        whole.load_weights(weights)
+        exact = run_layer(whole, PagedLatentCache(1, 30, 4, kv_format=kv_format), config, dtype, (1, 4, 1), False)
+        layer = ParallelMLA(config, parallel, interleave=interleave, kv_format=kv_format, dtype=dtype)
+        layer.load_full_weights(weights)
+        cache = ContextParallelCache(1, 30, 4, shard=layer.shard, kv_format=kv_format)
+        mine = run_layer(layer, cache, config, dtype, (1, 4, 1), compiled)
+    for found, wanted in zip(mine, exact, strict=True):
+        difference = (found.float() - wanted.float()).abs().max() / wanted.float().abs().max()
+        assert difference <= BOUND[dtype], difference
+
+
+def several(rank: int, cases: list[tuple[int, int, torch.dtype, int, bool]]) -> None:
+    for tp_size, cp_size, dtype, interleave, compiled in cases:
+        spread(rank, tp_size, cp_size, dtype, interleave, compiled)
+
+
+# Starting a rank costs more than a case, so the cases of one number of ranks share their processes.
+CASES = {
+    2: [(2, 1, torch.float32, 1, False), (1, 2, torch.float32, 1, False), (1, 2, torch.bfloat16, 4, False)],
+    4: [(2, 2, torch.float32, 4, False), (4, 1, torch.bfloat16, 1, False), (1, 4, torch.float32, 1, False)],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_a_spread_layer_equals_one_process(world):
+    on_ranks(world, several, CASES[world])
+
+
+def test_a_spread_layer_compiles_without_a_break():
+    on_ranks(2, several, [(2, 1, torch.float32, 1, True), (1, 2, torch.float32, 1, True)])
+
+
+def disagree(rank: int) -> None:
+    check_agreement({"batch": 4, "hidden_size": 128})
+    with pytest.raises(ValueError, match=r"the ranks disagree: batch is 4 on rank 0, 5 on rank 1; start them"):
+        check_agreement({"batch": 4 + rank})
+
+
+def test_ranks_that_disagree_are_told_on_all_ranks():
+    on_ranks(2, disagree)
+
+
+def one_dies(rank: int, seconds: float) -> None:
+    Parallel.create(tp_size=2, device_type="cpu")
+    if rank == 1:
+        return  # its process ends here
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    assert time.monotonic() - began < seconds
+
+
+def test_a_rank_that_dies_ends_the_others_within_the_timeout():
+    on_ranks(2, one_dies, 30.0, timeout_s=10.0)
+
+
+def test_an_unrotated_cache_with_context_parallelism_is_refused():
+    config = dataclasses.replace(MLAConfig.tiny(), cache_rotated=False, rope_interleaved=False)
+    with pytest.raises(ValueError, match="an un-rotated cache with context parallelism"):
+        ParallelMLA(config, Parallel(1, 2, 0, "", "", ""))

@@ -1,0 +1,33 @@
+"""Every example runs as a program and ends with the line that it promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LAST_LINE = {
+    "layer.py": "decoded to lengths [74, 7, 133] with outputs of shape (3, 1, 128)",
+    "paged_decode_graph.py": "lengths after ten steps: [15, 74, 75, 210]",
+    "huggingface.py": "16 greedy tokens per prompt, equal to the unpatched model's: [",
+    "speculative_step.py": "four drafts verified at once, equal to one by one; lengths now [44, 13]",
+}
+
+
+def test_every_example_is_run():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(LAST_LINE)
+
+
+@pytest.mark.parametrize("name", LAST_LINE)
+def test_an_example_runs(name, tmp_path):
+    if name == "huggingface.py":
+        pytest.importorskip("transformers")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith(LAST_LINE[name])

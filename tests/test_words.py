@@ -1,0 +1,87 @@
+"""Retired words stay out of the tree, and comments begin like sentences.
+
+A retired word is a private name for something that the field has a name for. The right side says which. A line of the
+allow-list names a file, a word and the reason why the word stands there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SUFFIXES = (".py", ".md", ".hpp", ".cu", ".hip", ".cpp", ".h", ".toml", ".ini", ".csv")
+# The changelog says what was renamed, and this file what is retired.
+NOT_READ = ("CHANGELOG.md", "tests/test_words.py")
+
+RETIRED = {
+    r"max_q_len": "max_seqlen_q",
+    r"max_kv_len": "max_seqlen_kv",
+    r"core[./]layouts": "kv_formats",
+    r"mla_suite[./]toolchain": "mla_suite.build",
+    r"mla_suite[./]runtime": "mla_suite.launch",
+    r"csrc/mla\b": "csrc/common",
+    r"\bportable\b": "triton",
+    r"\bcrumbs?\b": "min_split",
+    r"\breadied\b": "prepared",
+    r"\bfading\b": "alpha",
+    r"\brivals?\b": "baseline",
+    r"\bcontenders?\b": "runners",
+    r"\b[Hh]opper(?:Config)?(?=[._(])": "sm_90",
+    r"\bcdna4_config\b|\bCdna4Config\b": "gfx950",
+    r"\bhand_over\b": "publish_p",
+    r"\btwo_cuts\b|\bTWO_CUTS\b": "pair_lse_merge",
+    r"\bTOGETHER\w*\b": "cluster_reduce_o",
+    r"\bSIDES\w*\b": "cluster_exchange_p",
+    r"\bNOT_YET\b": "SENTINEL",
+    r"\bawaiting_combine\b|\bAwaitingCombine\b": "streaming_combine",
+    r"\bplanned_combine\b|\bPlannedCombine\b": "persistent_combine",
+    r"\bslotted_tile\b|\bSlottedTile\b": "swizzled_lds_tile",
+    r"\bhead_products\b": "absorb",
+    r"\bof so many\b": "n, or the number itself",
+    r"\b[Ww]hoever\b": "the caller, the thread",
+}
+ALLOWED = {
+    ("mla_suite/kv_formats/encode.py", "portable"): "a cast that differs between versions of torch, in plain English",
+}
+FRAGMENT = re.compile(r"^\s*(?:#|//|\"\"\"|///)\s*(?:Of|That|Whoever|What|As \w+ as)\b(?! (?:is|are|was|said)\b.*\?)")
+
+
+def tracked() -> list[Path]:
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [ROOT / name for name in names if name.endswith(SUFFIXES) and name not in NOT_READ]
+
+
+FILES = tracked()
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_a_retired_word_is_gone(word):
+    pattern = re.compile(word)
+    found = []
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            for match in pattern.finditer(line):
+                if (name, match[0]) not in ALLOWED:
+                    found.append(f"{name}:{number}: {match[0]!r}")
+    assert not found, f"use {RETIRED[word]}:\n" + "\n".join(found[:20])
+
+
+def test_no_comment_begins_with_a_fragment():
+    found = []
+    for path in FILES:
+        if path.suffix in (".md", ".csv"):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if FRAGMENT.match(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found[:40])
+
+
+@pytest.mark.parametrize("line", ["# Of a workgroup of one token", "// That what waits", '    """What a call needs'])
+def test_a_fragment_is_recognised(line):
+    assert FRAGMENT.match(line)
