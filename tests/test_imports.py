@@ -15,10 +15,12 @@ PACKAGE = ROOT / "mla_suite"
 FLOORS = {
     "kv_formats": 1,
     "core": 1,
+    "archs": 1,  # the records of archs; their kernels are the part "native"
     "build": 2,
     "launch": 2,
     "emulator": 2,
     "ops": 3,
+    "native": 4,
     "models": 4,
     "distributed": 5,
     "integrations": 5,
@@ -34,6 +36,8 @@ SIBLINGS = {
     ("emulator", "launch"),
     ("emulator", "build"),
     ("kv_formats", "core"),
+    ("core", "archs"),
+    ("archs", "core"),
     ("core", "kv_formats"),
     ("cli", "integrations"),
     ("cli", "bench"),
@@ -83,6 +87,8 @@ def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
 
 def part(name: str) -> str:
     pieces = name.split(".")
+    if pieces[1:2] == ["archs"] and len(pieces) > 2 and pieces[2] != "spec":
+        return "native"
     return pieces[1] if len(pieces) > 1 else "__init__"
 
 

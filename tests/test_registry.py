@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -161,6 +162,35 @@ def test_backward_is_refused_in_one_sentence(op, sample, compiled):
     loss = sum(result.float().sum() for result in results if result.is_floating_point())
     with pytest.raises(RuntimeError, match=op.name + " " + BACKWARD.replace("(", r"\(").replace(")", r"\)")):
         loss.backward()
+
+
+@pytest.mark.parametrize("arch", [None, "gfx942", "gfx950"])
+@each([pair for pair in SAMPLES if pair[0].mutates or pair[0].outputs])
+def test_a_write_counts_as_a_new_version(op, sample, arch):
+    """On every backend, the first time and on the fast path: autograd raises where it saved what was overwritten."""
+    args, kwargs = sample.make(CPU)
+    outputs = outputs_for(op, args, kwargs)
+    written = [*outputs.values(), *(args[position] for position in op.mutated)]
+    with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
+        for _ in range(3):
+            before = [tensor._version for tensor in written]
+            if op.outputs:
+                packet(op).out(*args, **kwargs, **outputs)
+            else:
+                getattr(mla_suite, op.name)(*args, **kwargs)
+            assert all(tensor._version > old for tensor, old in zip(written, before, strict=True))
+
+
+@pytest.mark.parametrize("arch", [None, "gfx942"])
+def test_a_cache_that_autograd_saved_may_not_be_overwritten(arch):
+    op = register.get("append_kv")
+    (kv_c, k_pe, kv_cache, *rest), kwargs = op.samples()[0].make(CPU)
+    weight = torch.ones(kv_cache.shape[-1], dtype=kv_cache.dtype, requires_grad=True)
+    product = (weight * kv_cache).sum()
+    with mla_suite.emulate(arch) if arch else contextlib.nullcontext():
+        mla_suite.append_kv(kv_c, k_pe, kv_cache, *rest, **kwargs)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
 
 
 @each(SAMPLES)

@@ -12,15 +12,15 @@ from mla_suite.core import debug, register
 def test_a_device_pays_for_value_checks_in_debug_mode_alone():
     """Meta stands for a device: what is asked is its type."""
     calls: list[str] = []
-    op = dataclasses.replace(register.get("plan"), validate=lambda tensor: calls.append(tensor.device.type))
-    library._validate(op, (torch.empty(1, device="meta"),), {})
+    op = dataclasses.replace(register.get("plan"), validate=lambda args: calls.append(args.seq_lens.device.type))
+    register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
     assert calls == []
-    library._validate(op, (torch.empty(1),), {})
+    register._validate(op, (torch.empty(1), None), (1, 1, 1, 0, 0, 0))
     assert calls == ["cpu"]
     with mla_suite.debug():
-        library._validate(op, (torch.empty(1, device="meta"),), {})
+        register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
         with mla_suite.debug(False):
-            library._validate(op, (torch.empty(1, device="meta"),), {})
+            register._validate(op, (torch.empty(1, device="meta"), None), (1, 1, 1, 0, 0, 0))
     assert calls == ["cpu", "meta"]
     assert not debug.enabled()
 

@@ -19,7 +19,7 @@ from decode_calls import (
 )
 
 from mla_suite.core import dispatch
-from mla_suite.ops.decode import hopper
+from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -43,7 +43,7 @@ def merging(monkeypatch):
         def rule(self, splits):
             return exchange if self.in_pairs(splits) else "none"
 
-        monkeypatch.setattr(hopper.Estimate, "exchange", rule)
+        monkeypatch.setattr(Estimate, "cluster_mode", rule)
         dispatch.clear_caches()
 
     yield merge
@@ -145,7 +145,7 @@ def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, leas
     merging(exchange)
     problems = [sample.make(torch.device("cuda")) for sample in samples]
     with monkeypatch.context() as changed:
-        changed.setattr(hopper.Estimate, "awaiting", lambda self, splits, exchange="none": None)
+        changed.setattr(Estimate, "streams", lambda self, splits, cluster_mode="none": False)
         dispatch.clear_caches()
         expected = [decode(*problem) for problem in problems]
     dispatch.clear_caches()

@@ -6,27 +6,32 @@ import pytest
 import torch
 
 from mla_suite.core import dispatch
-from mla_suite.ops.plan import PLAN, cost, native
+from mla_suite.archs.common.plan import FEW, MAX_SEQUENCES
+from mla_suite.ops.plan import PLAN, scheduler
 from mla_suite.testing import poison
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(PLAN, "native")
+REFERENCE = BackendCalls(PLAN, "reference")
 
 DEVICE = torch.device("cuda")
 WORKERS = (1, 2, 7, 31, 62, 66, 132, 160, 161, 321, 1024)  # of a round of warps, and one more
-BATCHES = (1, 2, 31, 32, 33, 128, native.FEW, native.FEW + 1, 600, native.MOST_SEQUENCES)
+BATCHES = (1, 2, 31, 32, 33, 128, FEW, FEW + 1, 600, MAX_SEQUENCES)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
 
 def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
     """The native kernels' words, or a skip that names what is missing."""
-    offer = native.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
+    offer = NATIVE.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
     if not isinstance(offer, dispatch.Supported):
         pytest.skip(str(offer))
-    native.run(offer.config, (made,), lens, ends, **kwargs)
+    NATIVE.run(offer.config, (made,), lens, ends, **kwargs)
 
 
 def definition(lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> torch.Tensor:
     words = poison(torch.empty(PLAN.specify(lens, ends, **kwargs)[0].shape, dtype=torch.int32, device=DEVICE))
-    PLAN.backends[-1].run(None, (words,), lens, ends, **kwargs)
+    REFERENCE.run(None, (words,), lens, ends, **kwargs)
     return words
 
 
@@ -34,7 +39,7 @@ def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given
     """The words are those of the definition, whatever was in memory before."""
     lens = torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE)
     ends = None if cu_seqlens_q is None else torch.tensor(cu_seqlens_q, dtype=torch.int32, device=DEVICE)
-    kwargs = dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
+    kwargs = dict(num_heads=16, max_seqlen_q=1, num_sm_parts=132, max_seqlen_kv=0, num_splits=0, split_size=0) | given
     right = definition(lens, ends, kwargs)
     for _ in range(2):
         made = poison(torch.empty_like(right))
@@ -47,20 +52,20 @@ def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given
 @pytest.mark.parametrize("batch", BATCHES)
 def test_random_lengths(batch: int, workers: int) -> None:
     for longest in (1, 5000, 200_000):
-        check(torch.randint(0, longest + 1, (batch,)).tolist(), rows=(16, 128, 300)[longest % 3], workers=workers)
+        check(torch.randint(0, longest + 1, (batch,)).tolist(), num_heads=(16, 128, 300)[longest % 3], num_sm_parts=workers)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128, 4096, 10**9])
 def test_lines_of_any_length(rows: int) -> None:
     """Empty, equal, one long among short ones; around what 32 bits hold, and beyond."""
     for lens in ([0], [1], [0] * 40, [63, 64, 65, 0, 128], [512] * 128, [6144] * 128, [100_000] + [64] * 300):
-        check(lens, rows=rows)
-    most = (2**31 - 1) // (cost.FIXED + 1) - cost.FIXED
-    whole = most // cost.GRANULE * cost.GRANULE
-    for keys in (whole, whole + cost.GRANULE, 2 * most, 100 * most, 2**31 - 1):
-        check([keys], rows=rows)
-        check([keys - 70_000, 64, 69_000, 0], rows=rows, workers=66)
-    check([2**31 - 1] * 2048, rows=rows, workers=1024)
+        check(lens, num_heads=rows)
+    most = (2**31 - 1) // (scheduler.TILE_COST + 1) - scheduler.TILE_COST
+    whole = most // scheduler.SPLIT_ALIGNMENT * scheduler.SPLIT_ALIGNMENT
+    for keys in (whole, whole + scheduler.SPLIT_ALIGNMENT, 2 * most, 100 * most, 2**31 - 1):
+        check([keys], num_heads=rows)
+        check([keys - 70_000, 64, 69_000, 0], num_heads=rows, num_sm_parts=66)
+    check([2**31 - 1] * 2048, num_heads=rows, num_sm_parts=1024)
 
 
 def test_sequences_without_a_query_token() -> None:
@@ -68,18 +73,18 @@ def test_sequences_without_a_query_token() -> None:
     check([3000] * 300, cu_seqlens_q=torch.arange(301).div(2, rounding_mode="floor").tolist())
 
 
-@pytest.mark.parametrize("batch", [1, 33, native.FEW + 1, native.MOST_SEQUENCES])
+@pytest.mark.parametrize("batch", [1, 33, FEW + 1, MAX_SEQUENCES])
 def test_equal_splits(batch: int) -> None:
     lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,)).tolist()
     for splits in (dict(num_splits=1), dict(num_splits=33), dict(split_size=64), dict(split_size=4096)):
         for workers in (1, 132, 304):
-            check(lens, workers=workers, max_seqlen_kv=9000 if batch < 100 else 500, **splits)
+            check(lens, num_sm_parts=workers, max_seqlen_kv=9000 if batch < 100 else 500, **splits)
 
 
 def test_many_plans_behind_each_other() -> None:
     """Each begins while the one before it runs, in the same memory; the last lengths are what counts."""
     lens = torch.zeros(40, dtype=torch.int32, device=DEVICE)
-    kwargs = dict(rows=16, workers=132, max_seqlen_kv=0, num_splits=0, split_size=0)
+    kwargs = dict(num_heads=16, max_seqlen_q=1, num_sm_parts=132, max_seqlen_kv=0, num_splits=0, split_size=0)
     made = torch.empty_like(definition(lens, None, kwargs))
     steps = [torch.randint(0, 9000, (40,), dtype=torch.int32, device=DEVICE) for _ in range(200)]
     kept = []

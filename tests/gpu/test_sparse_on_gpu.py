@@ -17,6 +17,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
+from mla_suite.archs.sm_90.sparse_decode import SLOTS, WIDTHS
 from mla_suite.testing import poison
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))

@@ -53,7 +53,7 @@ def test_an_illegal_point_is_one_sentence(change, why):
 
 def cells(**change):
     row = dict(head_dim_v=512, out_dtype="bf16", device_units=304, rows=16, batch=1, splits=64, rows_per_group=2)
-    row |= dict(vec=8, waves=8, slices=1, num_splits=24, kind="counted", date="2026-11-21", commit="0123456")
+    row |= dict(vec=8, waves=8, slices=1, kind="counted", date="2026-11-21", commit="0123456")
     return row | change
 
 
@@ -77,7 +77,7 @@ def test_a_row_of_a_table_decides(table):
     gfx942 = archs.get("gfx942")
     ruled, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
     assert reason.startswith("rule")
-    table(cells(), cells(batch=64, num_splits=2))
+    table(cells(), cells(batch=64))
     chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
     assert (chosen.rows, chosen.vec) == (2, 8)
     assert "gfx942.csv:2" in reason
@@ -88,8 +88,6 @@ def test_a_row_of_a_table_decides(table):
         ruled, waves=16
     )  # too far: the rule
     assert config.choose(gfx942, 512, "fp16", 16, 1, 64)[0] == ruled  # another dtype
-    assert config.split_count(gfx942, 512, "bf16", 16, 1) == 24
-    assert config.split_count(gfx942, 512, "bf16", 16, 64) == 2
 
 
 @pytest.mark.parametrize(
@@ -115,10 +113,6 @@ def test_shipped_tables(name):
         found = tuning.load(config.FORMAT, name, path)
         for row in found:
             assert config.config_of_row(archs.get(name), row.values).instance in built_instances(name)
-        for a, b in itertools.product(found, found):
-            same = all(a.values[key] == b.values[key] for key in ("head_dim_v", "device_units", "rows"))
-            if same and a.values["batch"] <= b.values["batch"]:
-                assert a.values["num_splits"] >= b.values["num_splits"], f"{a.place} and {b.place}"
 
 
 def built_instances(name):
@@ -139,20 +133,22 @@ def test_the_rule_only_picks_points_that_are_built(name):
 
 def test_few_workgroups_merge_what_a_plan_split():
     """Where the arch has a kernel for it; a merge that may not depend on the batch stays what it is."""
-    sm_90, most = archs.get("sm_90"), config.PLANNED_GROUPS * 132
+    sm_90, most = archs.get("sm_90"), sm_90_combine.PLANNED_GROUPS * 132
     for rows, batch in ((1, 4225), (16, 300), (128, 34), (512, 2000)):
         facts = 512, torch.bfloat16, rows, batch, 2
-        point = native.config_for(sm_90, *facts, fixed=False, planned=True)
-        assert isinstance(point, config.PlannedConfig)
+        point = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True)
+        assert isinstance(point, sm_90_combine.PersistentCombineConfig)
         assert point.instance in built_instances("sm_90")
         assert point.grid(rows * batch) == min(2 * rows * batch, most)
-        assert native.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(sm_90, 512)
+        assert sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(sm_90, 512)
         fits = 4224 // rows
-        few = native.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
+        few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
         assert few == config.choose(sm_90, 512, "bf16", rows, fits, 2)[0]
-        for arch, planned in ((sm_90, False), (archs.get("gfx942"), True), (archs.get("gfx950"), True)):
+        unplanned = config.choose(sm_90, 512, "bf16", rows, batch, 2)[0]
+        assert sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=False) == unplanned
+        for arch in (archs.get("gfx942"), archs.get("gfx950")):
             unplanned = config.choose(arch, 512, "bf16", rows, batch, 2)[0]
-            assert native.config_for(arch, *facts, fixed=False, planned=planned) == unplanned
+            assert kernels.config_for(arch, *facts, fixed=False) == unplanned
 
 
 @pytest.mark.parametrize("runs", [2, 4])
@@ -163,7 +159,7 @@ def test_few_workgroups_merge_what_a_plan_split():
 def test_rows_are_merged_while_decode_runs(rows, slices, waves, runs):
     """On sm_90, by as many workgroups for each as find room beside it."""
     sm_90 = archs.get("sm_90")
-    point = config.awaiting(sm_90, 512, rows=rows, batch=1, splits=64, busy=64, runs=runs)
+    point = sm_90_combine.streaming(sm_90, 512, rows=rows, batch=1, splits=64, busy=64, runs=runs)
     assert point is not None
     assert point.instance in built_instances("sm_90")
     assert (point.slices, point.threads, point.grid(rows)) == (slices, 32 * waves, slices * rows)
@@ -185,12 +181,11 @@ def test_rows_are_merged_while_decode_runs(rows, slices, waves, runs):
         (dict(batch=16, busy=66), True),
         (dict(batch=17, busy=66), False),
         (dict(head_dim_v=128), False),
-        (dict(arch=archs.get("gfx950")), False),
     ],
 )
 def test_which_rows_are_merged_while_decode_runs(changed, taken):
     facts = dict(arch=archs.get("sm_90"), head_dim_v=512, rows=16, batch=1, splits=64, busy=64, runs=2) | changed
-    assert (config.awaiting(**facts) is not None) is taken
+    assert (sm_90_combine.streaming(**facts) is not None) is taken
 
 
 def test_without_its_kernel_the_refusal_says_what_to_do(monkeypatch):

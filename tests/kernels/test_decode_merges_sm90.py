@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from decode_launches import launched
 
-from mla_suite.ops.combine import native as combine
+from mla_suite.archs.common import combine
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.archs.sm_90.decode import EXCHANGE
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ from mla_suite.ops.decode.samples import decode_sample
 )
 def test_which_partials_are_awaited(monkeypatch, options, awaited):
     merges = []
-    monkeypatch.setattr(combine, "launcher", lambda merge, *_: merges.append(merge.instance))
+    monkeypatch.setattr(combine, "bind_launch", lambda merge, *_: merges.append(merge.instance) or (lambda *call: None))
     (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
     assert fields["awaited"] == int(awaited)
     assert ("streaming" in merges[0]) is awaited
@@ -52,7 +53,7 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     """Two take no scratch, and nothing is launched behind them."""
     merged = exchange != "none"
     launches = []
-    monkeypatch.setattr(combine, "launcher", lambda *given: launches.append(given) or (lambda *call: None))
+    monkeypatch.setattr(combine, "bind_launch", lambda *given: launches.append(given) or (lambda *call: None))
     cut = {} if "split_size" in options else dict(num_splits=2)
     sample = decode_sample(**dict(lens=(700, 90, 5)) | cut | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)

@@ -46,18 +46,18 @@ def test_every_point_is_declared():
         ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
-        ({"source": "hope"}, "source is one of tma, gather"),
-        ({"exchange": "keys"}, "exchange is one of none, reduce_o, exchange_p"),
-        ({"source": "gather", "exchange": "reduce_o"}, "exchange is one of none"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, gather"),
+        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, exchange_p"),
+        ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
     with pytest.raises(ValueError, match=f"decode: no kernel at .*: {sentence}"):
-        Sm90Config(**{"arch": H200, "dtype": "bf16", "width": 576, "source": "tma"} | changed)
+        Sm90Config(**{"arch": H200, "dtype": "bf16", "width": 576, "kv_load": "tma"} | changed)
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, source='tma', exchange='none')"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none')"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -71,7 +71,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "exchange_p": "ClusterExchangeP"}
     for point in POINTS:
         config = Sm90Config(H200, *point)
-        policy = f"DecodePolicy<KvSource::{config.source}, {clusters[config.exchange]}>"
+        policy = f"DecodePolicy<KvSource::{config.kv_load}, {clusters[config.cluster_mode]}>"
         traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}>, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
@@ -336,7 +336,7 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
     queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
-        hopper.leading(boxes[0], queries, 32, (cache_at, *[0] * 10))
+        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 14)
     assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 

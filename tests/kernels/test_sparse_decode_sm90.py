@@ -221,7 +221,7 @@ def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
         if started is None:
             config = sm_90.config_for(SPARSE_DECODE.problem(*args, **kwargs), H200)
             started = NATIVE.prepare(config, outputs, *args, **kwargs)
-        started(outputs, *args)
+        started(outputs, (*args, *[None] * (7 - len(args))))
         packed, named = launches[turn]
         read, merged = params.load("sparse_decode_tma").unpack(packed), params.load("combine").unpack(merges[turn][0])
         expected = {"q": -args[0] if copied == "negative scale" else args[0]}

@@ -15,7 +15,9 @@ from mla_suite.build.instances import instances
 from mla_suite import archs
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.ops.append_kv import native
+from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
+from mla_suite.core.register import get
+from mla_suite.ops.append_kv.samples import sample
 
 NAMES = tuple(KV_FORMATS)
 few = settings(max_examples=40, deadline=None, derandomize=True)
@@ -310,6 +312,7 @@ def test_bad_input_is_refused_before_a_byte_is_written(case):
 
 def test_rows_under_way_have_the_memory_that_the_kernel_lays_out():
     declared = {entry.constants["TOKENS"]: entry for entry in instances("sm_90") if entry.kernel == "append_kv"}
-    assert declared[native.MOST_TOKENS].dynamic_lds == native.Config(archs.get("sm_90"), native.MOST_TOKENS).shared
-    assert native.Config(archs.get("sm_90"), 1).shared == 0
-    assert native.Config(archs.get("gfx950"), native.MOST_TOKENS).shared == 0
+    many = sample(5000, "bf16").make(torch.device("cpu"))
+    found = Kernels(archs.get("sm_90")).append_kv(get("append_kv").problem(*many[0], **many[1])).config
+    assert found.tokens > 1
+    assert found.shared == declared[512].dynamic_lds == APPEND_BULK_BYTES

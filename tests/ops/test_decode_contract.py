@@ -17,10 +17,14 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite import archs as arch
 from mla_suite.core.dispatch import Unsupported
-from mla_suite.ops.decode import DECODE, native, reference
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, exact_decode
+from backend_calls import BackendCalls
+
+NATIVE = BackendCalls(DECODE, "native")
+REFERENCE = BackendCalls(DECODE, "reference")
 
 CPU = torch.device("cpu")
 Q, CACHE, LENS, TABLE, INDPTR, INDICES, CU_SEQLENS, Q_DESCALE, KV_DESCALE, SINK, ROPE, PLAN = range(12)
@@ -239,9 +243,9 @@ def test_a_plan_for_something_else_is_refused(made, given, words):
 def test_a_kernel_that_turns_the_rope_part_alone_refuses_another_width(turned):
     args, kwargs = decode_sample((70, 33)).make(CPU)
     facts = DECODE.problem(*args[:ROPE], torch.zeros(70, turned), **kwargs)
-    for answer in (native.offer(facts, arch.get("gfx942")), DECODE.backends[1].supports(facts, None)):
+    for answer in (NATIVE.supports(facts, arch.get("gfx942")), DECODE.backends[1].supports(facts, None)):
         assert isinstance(answer, Unsupported)
-        assert re.search(f"rope_cos_sin (of|turns) {turned} values", answer.reason)
+        assert re.search(f"rope_cos_sin (of|rotates) {turned} values", answer.reason)
 
 
 def test_an_unaligned_cache_is_refused():
@@ -322,6 +326,6 @@ def test_memory_is_bounded_by_the_keys_of_one_sequence(heads, planned):
     args, kwargs = decode_sample((4096, 4000, 100), heads=heads, planned=planned).make(CPU)
     outputs = torch.empty(3, 1, heads, 512).bfloat16(), torch.empty(3, 1, heads)
     with Allocations() as allocations:
-        reference.run(None, outputs, *args, **kwargs)
+        REFERENCE.run(None, outputs, *args, **kwargs)
     partials = heads * 512 * 4 * max(len(cuts) for cuts in Plan.read(args[PLAN]).cuts()) if planned else 0
     assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 2 + 2 * partials

@@ -1,4 +1,4 @@
-"""Into how many pieces decode cuts sequences: by combine's table where it says so, else by a rule."""
+"""Split counts of decode: never more for a larger batch, and those of a tuned table where it has the shape."""
 
 from __future__ import annotations
 
@@ -7,47 +7,52 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_suite import archs as arch
+from mla_suite import archs
+from mla_suite.archs.cdna.decode_config import CdnaConfig
+from mla_suite.archs.common import decode_table
+from mla_suite.archs.common.decode import MIN_SPLIT, default_splits, shape_of
+from mla_suite.archs.sm_90.decode import Sm90Config, split_count
 from mla_suite.core import tuning
-from mla_suite.ops.combine import config as combine
-from mla_suite.ops.decode.config import CdnaConfig
-from mla_suite.ops.decode.hopper import HopperConfig
-from mla_suite.ops.decode.prepare import SHORTEST_CUT, split_count
+from mla_suite.ops.decode import DecodeArgs
 
 LONG = 1 << 20  # keys: enough for any count
 
 
 def count(name: str, batch: int, rows: int, bound: int = LONG) -> int:
-    record = arch.get(name)
-    config: CdnaConfig | HopperConfig
+    record, meta = archs.get(name), torch.device("meta")
+    q = torch.empty(batch, 1, rows, 576, dtype=torch.bfloat16, device=meta)
+    cache = torch.empty(4, 64, 576, dtype=torch.bfloat16, device=meta)
+    lens, table = (torch.empty(*shape, dtype=torch.int32, device=meta) for shape in ((batch,), (batch, 4)))
+    args = DecodeArgs(q, cache, lens, table, softmax_scale=1.0, max_seqlen_kv=bound)
+    shape = shape_of(args, q, torch.empty(batch, 1, rows, 512, dtype=torch.bfloat16, device=meta))
     if name == "sm_90":
-        config = HopperConfig(record, "bf16", 576, "tma")
-    else:
-        config = CdnaConfig(record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
-    return split_count(config, 512, torch.bfloat16, batch, rows, bound)
+        return split_count(Sm90Config(record, "bf16", 576, "tma"), args, shape)
+    config = CdnaConfig(record, "bf16", "bf16", min(128, -(-rows // 16) * 16), 576, False)
+    return default_splits(config, args, shape)
 
 
 @pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("rows", [1, 16, 128, 512])
-def test_a_larger_batch_is_never_cut_into_more(name: str, rows: int) -> None:
+def test_a_larger_batch_is_never_split_more(name: str, rows: int) -> None:
     counts = [count(name, batch, rows) for batch in (1, 2, 3, 8, 64, 128, 500)]
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] >= 1
 
 
-def test_a_table_decides_at_its_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ruled = count("gfx942", 8, 16)
-    row = dict(head_dim_v=512, out_dtype="bf16", device_units=304, rows=16, batch=8, splits=8, rows_per_group=1, vec=4)
-    row |= dict(waves=4, slices=2, num_splits=5, kind="counted", date="2026-11-21", commit="0123456")
-    table = tmp_path / "combine" / "gfx942.csv"
+@pytest.mark.parametrize("name", ["gfx942", "sm_90"])
+def test_a_table_decides_up_to_its_limits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ruled, beyond = count(name, 8, 16), count(name, 9, 16)
+    row = dict(policy="default", shape="any", query="16bit", cache="16bit", rows=16, batch=8, context=LONG, use="any")
+    row |= dict(num_splits=5, kind="counted", date="2026-11-21", commit="0123456")
+    table = tmp_path / "decode" / f"{name}.csv"
     table.parent.mkdir()
-    table.write_text(f"{','.join(combine.FORMAT.header)}\n{combine.FORMAT.line(row)}\n")
+    table.write_text(f"{','.join(decode_table.FORMAT.header)}\n{decode_table.FORMAT.line(row)}\n")
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
     tuning.clear_cache()
     try:
         assert ruled != 5
-        assert count("gfx942", 8, 16) == 5
-        assert count("gfx942", 8, 16, bound=3 * SHORTEST_CUT) == 3
-        assert count("gfx942", 9, 16) == 304 // 9
+        assert count(name, 8, 16) == 5
+        assert count(name, 8, 16, bound=3 * MIN_SPLIT) == 3
+        assert count(name, 9, 16) == beyond
     finally:
         tuning.clear_cache()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import mla_suite
 from mla_suite import archs as arch
-from mla_suite.ops.decode import hopper
-from mla_suite.ops.plan import reference
-from mla_suite.ops.plan.scheduler import FIXED, GRANULE, SHARED_ROWS_PER_KEY, figures, item_cost
+from mla_suite.archs.sm_90 import costs, tile
+from mla_suite.ops.plan import PlanArgs, reference
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 from mla_suite.ops.plan.metadata import (
     COUNTERS,
     HEADER_WORDS,
@@ -41,7 +41,9 @@ def on_sm_90(monkeypatch):
 
 def make(lens, *, rows=16, workers=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max_seqlen_kv, **split)
+    return mla_suite.plan(
+        seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max_seqlen_kv, **split
+    )
 
 
 def check(plan, batch, workers, *, most):
@@ -79,31 +81,31 @@ def cost_of(read, lens, rows):
     splits = [0] * len(lens)
     for sequence, *_ in read.items:
         splits[sequence] += 1
-    padded = [-(-length // GRANULE) * GRANULE for length in lens]
+    padded = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT for length in lens]
     loads = []
     for first, end in itertools.pairwise(read.work_indptr):
         load = 0
         for sequence, key, end_key, _ in read.items[first:end]:
-            load += min(end_key, padded[sequence]) - key + item_cost(rows) + (2 * tile if splits[sequence] > 1 else 0)
+            load += min(end_key, padded[sequence]) - key + tile_cost(rows) + (2 * tile if splits[sequence] > 1 else 0)
         loads.append(load)
     return max(loads), tile * max((n for n in splits if n > 1), default=0)
 
 
-def by_hand(lens, costs, workers):
-    """(sequence, first_key) of the items and work_indptr, by the steps of `cost.py` in scalar integers.
+def by_hand(lens, sums, workers):
+    """(sequence, first_key) of the items and work_indptr, by the steps of `scheduler.py` in scalar integers.
 
     As a device kernel would: one prefix sum, then every candidate and cut by itself.
     """
-    fixed, tile, shared = costs
-    keys = [-(-length // GRANULE) * GRANULE for length in lens]
+    fixed, tile, shared = sums
+    keys = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT for length in lens]
     line = [0, *itertools.accumulate(length + fixed for length in keys)]
-    crumb = -(-(fixed // 2) // GRANULE) * GRANULE
+    crumb = -(-(fixed // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
 
     def cut_at(place, split):
         b = bisect.bisect_right(line, place) - 1
         if b == len(lens):
             return b, 0
-        near = (((place - line[b]) * keys[b] // (keys[b] + fixed)) + GRANULE // 2) // GRANULE * GRANULE
+        near = (((place - line[b]) * keys[b] // (keys[b] + fixed)) + SPLIT_ALIGNMENT // 2) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
         if not split:
             return b + (2 * (place - line[b]) > keys[b] + fixed), 0
         if near < crumb or keys[b] - near < crumb:
@@ -138,13 +140,13 @@ lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_si
 @few
 def test_balanced_plans_keep_every_promise(lens, workers, rows):
     read = check(make(lens, rows=rows, workers=workers), len(lens), workers, most=len(lens) + workers)
-    crumb = -(-(item_cost(rows) // 2) // GRANULE) * GRANULE
+    crumb = -(-(tile_cost(rows) // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
     for b, cuts in enumerate(read.cuts()):
         if len(cuts) > 1:
-            sizes = [min(end, -(-lens[b] // GRANULE) * GRANULE) - first for first, end in cuts]
-            assert all(first % GRANULE == 0 for first, _ in cuts)
+            sizes = [min(end, -(-lens[b] // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT) - first for first, end in cuts]
+            assert all(first % SPLIT_ALIGNMENT == 0 for first, _ in cuts)
             assert min(sizes[0], sizes[-1]) >= crumb  # no crumbs at the ends of a sequence
-            assert min(sizes) >= GRANULE
+            assert min(sizes) >= SPLIT_ALIGNMENT
 
 
 @given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, SM_90]))
@@ -153,7 +155,7 @@ def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows, plann
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "current_arch", lambda tensor: planned_for)
         read = Plan.read(make(lens, rows=rows, workers=workers))
-    items, work_indptr = by_hand(lens, figures(planned_for, rows), workers)
+    items, work_indptr = by_hand(lens, scheduler_costs(planned_for, rows), workers)
     assert [(sequence, first) for sequence, first, _, _ in read.items] == items
     assert read.work_indptr == work_indptr
 
@@ -163,10 +165,10 @@ def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows, plann
 def test_balanced_plans_are_never_worse_than_simple_ones(lens, workers, rows):
     """Not than one sequence after another to the next worker, and within an item of the bound no plan can beat."""
     slowest, merge = cost_of(Plan.read(make(lens, rows=rows, workers=workers)), lens, rows)
-    alone = [-(-length // GRANULE) * GRANULE + item_cost(rows) for length in lens]
+    alone = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) for length in lens]
     per_worker = -(-len(lens) // workers)
     grouped = max(sum(alone[i : i + per_worker]) for i in range(0, len(lens), per_worker))
-    assert slowest <= -(-sum(alone) // workers) + max(alone) + GRANULE
+    assert slowest <= -(-sum(alone) // workers) + max(alone) + SPLIT_ALIGNMENT
     if len(lens) <= workers:
         assert slowest + merge <= max(alone)
     elif len(set(lens)) == 1:
@@ -184,7 +186,7 @@ def test_forced_plans(lens, workers, num_splits):
         sizes = [max(min(end, length) - first, 0) for first, end in cuts]
         assert sum(sizes) == length
         assert sizes == sorted(sizes, reverse=True)
-        assert max(sizes) <= -(-length // num_splits) + GRANULE
+        assert max(sizes) <= -(-length // num_splits) + SPLIT_ALIGNMENT
 
 
 @given(lengths, st.integers(1, 64), st.sampled_from([64, 100, 1024]))
@@ -245,7 +247,7 @@ def test_long_sequences_are_split_in_near_equal_pieces(batch, length, rows, work
     for cuts in read.cuts():
         sizes = [min(end, length) - first for first, end in cuts]
         assert low <= len(cuts) <= high
-        assert max(sizes) - min(sizes) <= 2 * GRANULE
+        assert max(sizes) - min(sizes) <= 2 * SPLIT_ALIGNMENT
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
@@ -253,23 +255,23 @@ def test_long_sequences_are_split_in_near_equal_pieces(batch, length, rows, work
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_equal_sequences_are_cut_as_well_as_any_equal_cut(batch, length, rows):
     """The best number of equal pieces by trying all; a granule of rounding and one more partial are allowed."""
-    workers, tile = 132, min(rows, 128)
+    workers, tile_rows = 132, min(rows, 128)
     slowest, merge = cost_of(Plan.read(make([length] * batch, rows=rows, workers=workers)), [length] * batch, rows)
     pieces = range(2, workers // batch + 1)
-    tried = [-(-length // n // GRANULE) * GRANULE + item_cost(rows) + (2 + n) * tile for n in pieces]
-    assert slowest + merge <= min([*tried, -(-length // GRANULE) * GRANULE + item_cost(rows)]) + GRANULE + tile
+    tried = [-(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows for n in pieces]
+    assert slowest + merge <= min([*tried, -(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows)]) + SPLIT_ALIGNMENT + tile_rows
 
 
 def test_the_figures_of_an_arch():
     """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages."""
     for name in ("gfx942", "gfx950"):
-        assert figures(arch.get(name), 48) == figures(None, 48) == (FIXED + 48, 48, 0)
-    assert figures(None, 500) == (FIXED + 128, 128, 0)
-    assert figures(SM_90, 16) == figures(SM_90, 24) == (FIXED, 0, 1)
-    assert figures(SM_90, 128) == (FIXED, 0, 6)
-    assert figures(SM_90, 10**12) == figures(SM_90, 2**16)
-    partial_us = 2 * SHARED_ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
-    assert hopper.STAGE_US <= partial_us * hopper.KEYS <= hopper.STAGE_US + hopper.BUSY_STAGE_US
+        assert scheduler_costs(arch.get(name), 48) == scheduler_costs(None, 48) == (TILE_COST + 48, 48, 0)
+    assert scheduler_costs(None, 500) == (TILE_COST + 128, 128, 0)
+    assert scheduler_costs(SM_90, 16) == scheduler_costs(SM_90, 24) == (TILE_COST, 0, 1)
+    assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6)
+    assert scheduler_costs(SM_90, 10**12) == scheduler_costs(SM_90, 2**16)
+    partial_us = 2 * costs.ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
+    assert costs.FITTED.stage <= partial_us * tile.BLOCK_N <= costs.FITTED.stage + costs.FITTED.busy_stage
 
 
 @pytest.mark.parametrize(
@@ -295,7 +297,7 @@ def test_ragged_batch_is_within_a_few_percent_of_the_bound():
     lens = torch.randint(1, 8192, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     for rows, slack in ((16, 1.12), (128, 1.25)):
         slowest, _ = cost_of(Plan.read(make(lens, rows=rows, workers=132)), lens, rows)
-        assert slowest <= slack * (sum(lens) + len(lens) * item_cost(rows)) / 132
+        assert slowest <= slack * (sum(lens) + len(lens) * tile_cost(rows)) / 132
 
 
 def test_sequences_without_query_tokens_cost_nothing():
@@ -323,7 +325,7 @@ def test_sizes_follow_from_arguments():
     for workers in (1, 2, 7, 132):
         assert make([5, 6], workers=workers).numel() >= smallest_words(2)
         assert most_items(make([5, 6], workers=workers).numel(), 2) >= 2 + workers
-    assert FIXED % GRANULE == 0
+    assert TILE_COST % SPLIT_ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("batch", range(6))
@@ -361,19 +363,20 @@ def test_where_kernels_find_the_words(batch, workers):
             r"cu_seqlens_q has shape \(2,\); it takes \[batch \+ 1\]",
         ),
         ({"cu_seqlens_q": torch.tensor([0, 2, 1], dtype=torch.int32)}, "it must rise from 0"),
-        ({"rows": 0}, "rows is 0; it is q_len x heads"),
-        ({"workers": 0}, "workers is 0; it takes 1..1024"),
-        ({"workers": 1025}, "workers is 1025"),
+        ({"num_heads": 0}, "num_heads is 0; it takes 1 or more"),
+        ({"max_seqlen_q": 0}, "max_seqlen_q is 0; it takes 1 or more"),
+        ({"num_sm_parts": 0}, "num_sm_parts is 0; it takes 1..1024"),
+        ({"num_sm_parts": 1025}, "num_sm_parts is 1025"),
         ({"max_seqlen_kv": -1}, "max_seqlen_kv is -1"),
         ({"num_splits": -1}, "num_splits is -1"),
         ({"split_size": -64}, "split_size is -64"),
         ({"num_splits": 2, "split_size": 64}, "num_splits is 2 with split_size=64; pass one of the two"),
         ({"max_seqlen_kv": 0, "split_size": 64}, "max_seqlen_kv is 0 with split_size=64"),
-        ({"num_splits": 5_000_000}, r"would have 10000000 items in 160000\d\d\d bytes; at most 67108864 bytes"),
+        ({"num_splits": 5_000_000}, r"would have 10000000 work tiles in 160000\d\d\d bytes; at most 67108864 bytes"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, words):
-    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "rows": 1, "workers": 2, "max_seqlen_kv": 100}
+    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "num_heads": 1, "num_sm_parts": 2, "max_seqlen_kv": 100}
     with pytest.raises((ValueError, TypeError), match=words):
         mla_suite.plan(**(arguments | change))
 
@@ -392,7 +395,7 @@ def test_no_host_read_while_planning():
     """The definition is tensor code: meta tensors, which have no data, pass through it."""
     lens = torch.zeros(5, dtype=torch.int32, device="meta")
     for split in ({}, {"num_splits": 2}, {"split_size": 64}):
-        arguments = {"rows": 16, "workers": 4, "max_seqlen_kv": 128, "num_splits": 0, "split_size": 0} | split
-        sizes = {key: arguments[key] for key in ("max_seqlen_kv", "num_splits", "split_size")}
+        arguments = {"num_heads": 16, "max_seqlen_q": 1, "num_sm_parts": 4, "max_seqlen_kv": 128} | split
+        sizes = {key: arguments.get(key, 0) for key in ("max_seqlen_kv", "num_splits", "split_size")}
         into = torch.empty(layout_for(5, 4, **sizes).words, dtype=torch.int32, device="meta")
-        reference.run(None, (into,), lens, **arguments)
+        reference.run(None, (into,), PlanArgs(lens, **arguments))

@@ -7,7 +7,8 @@ from typing import ClassVar
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode_config import MAX_ROWS
-from mla_suite.archs.common import append_kv, combine, plan
+from mla_suite.archs.common import append_kv, plan
+from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common.plan import PlanConfig
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.append_kv import Problem as AppendKvProblem
@@ -36,7 +37,7 @@ class CdnaKernels:
         return Unsupported(f"sparse_decode has no kernel for {self.arch.name}")
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
-        return combine.supports(problem, self.arch)
+        return combine_kernels.supports(problem, self.arch)
 
     def plan(self, problem: PlanProblem) -> Supported | Unsupported:
         return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import append_kv, combine, plan
+from mla_suite.archs.common import append_kv, plan
+from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common.plan import PlanConfig
 from mla_suite.archs.sm_90 import costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
@@ -33,7 +34,7 @@ class Kernels:
         return sparse_decode.supports(problem, self.arch)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
-        return combine.supports(problem, self.arch)
+        return combine_kernels.supports(problem, self.arch)
 
     def plan(self, problem: PlanProblem) -> Supported | Unsupported:
         return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))

@@ -117,6 +117,10 @@ class Estimate:
         """Whether every CTA has one work tile, whose keys come by TMA."""
         return self.tma and self.batch * splits <= self.max_groups
 
+    def in_pairs(self, splits: int) -> bool:
+        """Whether the two CTAs of a cluster can combine each two splits."""
+        return splits % 2 == 0 and self.one_tile(splits)
+
     def combines(self, splits: int, decode: float | None = None) -> dict[str, float]:
         """Time to combine the splits of each sequence, by cluster_mode; `decode` is the time of decode if known."""
         if splits == 1:
@@ -128,7 +132,7 @@ class Estimate:
         room = self._room_to_stream(splits)
         streams = room and splits <= MAX_STREAMED_SPLITS and not (crowded and 2 * self.rows > MAX_STREAMED_ROWS)
         times = {"none": self.combine(free, splits) + port - (FITTED.streaming_gain if streams else 0.0)}
-        if splits % 2 or not self.one_tile(splits):
+        if not self.in_pairs(splits):
             return times
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
         own = self.decode(splits) if decode is None else decode

@@ -13,12 +13,13 @@ from mla_suite.build import compilers, manifest
 from mla_suite import archs
 from mla_suite.core import dispatch, tuning
 from mla_suite.launch import has_kernel
-from mla_suite.ops.decode import DECODE, crossover
+from mla_suite.archs.common import decode_table
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
 ARCH = archs.get("gfx950")
-TABLE = crossover.SHIPPED / "gfx950.csv"
+TABLE = tuning.SHIPPED / "decode" / "tuned" / "gfx950.csv"
 CPU = torch.device("cpu")
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 KINDS = {("16bit", "16bit"): {}, ("16bit", "fp8"): {"kv_format": "fp8"}, ("fp8", "fp8"): FP8}
@@ -42,11 +43,11 @@ def choose(batch, context, device="cuda", heads=32, q_len=4, **options):
 
 
 def test_the_table_is_sound():
-    assert tuning.lint(crossover.FORMAT, "gfx950", TABLE) == ()
-    kinds = {(row.values["policy"], row.provenance["kind"]) for row in crossover.rows("gfx950")}
+    assert tuning.lint(decode_table.FORMAT, "gfx950", TABLE) == ()
+    kinds = {(row.values["policy"], row.provenance["kind"]) for row in tuning.rows(decode_table.FORMAT, "gfx950")}
     assert kinds == {("aiter-pr3003", "published"), ("default", "counted")}
-    published = [row.values for row in crossover.rows("gfx950") if row.values["policy"] == "aiter-pr3003"]
-    native = [(row["batch"], row["context"]) for row in published if row["use"] != crossover.TRITON]
+    published = [row.values for row in tuning.rows(decode_table.FORMAT, "gfx950") if row.values["policy"] == "aiter-pr3003"]
+    native = [(row["batch"], row["context"]) for row in published if row["use"] != decode_table.TRITON]
     assert native == PUBLISHED
 
 
@@ -55,7 +56,7 @@ def test_the_table_is_sound():
     [(8, 4096, "native"), (8, 8192, "triton"), (32, 1024, "native"), (64, 512, "triton")],
 )
 def test_smoke_cases_of_the_published_policy(batch, context, backend):
-    with crossover.policy("aiter-pr3003"):
+    with decode_table.policy("aiter-pr3003"):
         choice = choose(batch, context)
     assert choice.backend.name == backend
     assert "published row" in str(choice)
@@ -65,7 +66,7 @@ def test_smoke_cases_of_the_published_policy(batch, context, backend):
 
 @pytest.mark.parametrize(("batch", "context"), PUBLISHED)
 def test_both_sides_of_each_published_limit(batch, context):
-    with crossover.policy("aiter-pr3003"):
+    with decode_table.policy("aiter-pr3003"):
         assert choose(batch, context).backend.name == "native"
         assert choose(batch, context + 1).backend.name == "triton"
         assert choose(batch + 1, context).backend.name == ("triton" if context != 64 or batch >= 256 else "native")
@@ -77,9 +78,9 @@ def test_both_sides_of_each_published_limit(batch, context):
 def test_explain_names_the_row():
     args, kwargs = decode_sample([300] * 2, heads=32, q_len=4, **FP8).make(CPU)
     kwargs["max_seqlen_kv"] = 8192
-    with crossover.policy("aiter-pr3003"):
+    with decode_table.policy("aiter-pr3003"):
         text = str(mla_suite.explain("decode", *args, **kwargs))
-        assert f"published row {TABLE}:3 of crossover policy aiter-pr3003" in text
+        assert f"published row {TABLE}:3 of policy aiter-pr3003" in text
         assert "leaves it to the triton kernel" in text
         assert "context 8192 keys per sequence, from max_seqlen_kv" in text
     text = str(mla_suite.explain("decode", *args, **kwargs))
@@ -91,22 +92,22 @@ def test_explain_names_the_row():
 
 
 def test_counted_limits_pick_the_tile():
-    for row in crossover.rows("gfx950"):
+    for row in tuning.rows(decode_table.FORMAT, "gfx950"):
         if row.values["policy"] == "default":
             rows, batch, context = (int(row.values[name]) for name in ("rows", "batch", "context"))
             kind = {"kv_format": "bf16", "dtype": torch.bfloat16} | KINDS[row.values["query"], row.values["cache"]]
             choice = choose(batch, context, heads=rows, q_len=1, **kind)
             assert choice.backend.name == "native"
-            assert choice.supported.config.rows == crossover.TILES[row.values["use"]]
-            assert row.place in choice.supported.reason
+            assert choice.supported.config.rows == decode_table.TILES[row.values["use"]]
+            assert row.position in choice.supported.reason
             beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
-            assert beyond.offer.config.rows > choice.supported.config.rows
+            assert beyond.supported.config.rows > choice.supported.config.rows
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
 def test_counted_limits_are_about_our_own_cuts(options):
-    assert choose(1, 64).offer.config.rows == 16
-    assert choose(0 if "split_size" in options else 1, 64, **options).offer.config.rows == 128
+    assert choose(1, 64).supported.config.rows == 16
+    assert choose(0 if "split_size" in options else 1, 64, **options).supported.config.rows == 128
 
 
 # What dispatch was promised does not hold, in either direction, as when a captured graph is replayed.
@@ -123,7 +124,9 @@ def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
         sizes.add(choice.supported.config.rows)
         out = torch.full((*args[0].shape[:-1], 512), torch.nan, dtype=torch.bfloat16)
         lse = torch.full(args[0].shape[:-1], torch.nan)
-        choice.backend.run(choice.supported.config, (out, lse), *args, **{**kwargs, "max_seqlen_kv": promised})
+        choice.backend.run(
+            choice.supported.config, (out, lse), DECODE.Args(*args, **{**kwargs, "max_seqlen_kv": promised})
+        )
         coarse = 0.14 if getattr(choice.supported.config, "fp8_weights", False) else 2.0**-7
         assert bool(((out.double() - exact.out).abs() <= coarse * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
         torch.testing.assert_close(lse.double(), exact.lse, rtol=1e-4, atol=1e-4)
@@ -133,7 +136,7 @@ def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):
 def test_the_published_policy_is_right_on_both_sides():
     args, kwargs = decode_sample([300, 65], heads=32, q_len=4, **FP8).make(CPU)
     exact = exact_decode(*args, **kwargs)
-    with crossover.policy("aiter-pr3003"):
+    with decode_table.policy("aiter-pr3003"):
         for promised in (4096, 8192):  # beyond the limit and without a GPU, the reference stands in for Triton
             out, lse = mla_suite.decode(*args, **kwargs, max_seqlen_kv=promised)
             assert bool(((out.double() - exact.out).abs() <= 0.14 * exact.magnitude + 2.0**-8 * exact.out.abs()).all())
@@ -141,12 +144,12 @@ def test_the_published_policy_is_right_on_both_sides():
 
 
 def test_a_policy_ends_with_its_block_and_has_a_known_name():
-    with crossover.policy("aiter-pr3003"):
+    with decode_table.policy("aiter-pr3003"):
         pass
     assert choose(8, 8192).backend.name == "native"
     with (
-        pytest.raises(ValueError, match="no crossover policy 'fastest'; there are default, aiter-pr3003"),
-        crossover.policy("fastest"),
+        pytest.raises(ValueError, match="no policy 'fastest'; there are default, aiter-pr3003"),
+        decode_table.policy("fastest"),
     ):
         pass
 

@@ -1,0 +1,119 @@
+"""Archs as data: what a device says about itself, records without kernels, and a record that is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mla_suite import archs, launch
+from mla_suite.archs import spec as specs
+from mla_suite.core import dispatch, explain, register
+from mla_suite.core.dispatch import Unsupported
+from mla_suite.launch import launcher
+from mla_suite.ops.decode.samples import decode_sample
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """A copy of the records, which a test may change."""
+    for name in archs.names():
+        (tmp_path / name).mkdir()
+        shutil.copy(archs.CSRC / name / "arch.toml", tmp_path / name / "arch.toml")
+    names, get = archs.names, archs.get
+    monkeypatch.setattr(archs, "names", lambda csrc=tmp_path: names(csrc))
+    monkeypatch.setattr(archs, "get", lambda name, csrc=tmp_path: get(name, csrc))
+    archs.registered.cache_clear()
+    dispatch.clear_caches()
+    yield tmp_path
+    monkeypatch.undo()
+    archs.registered.cache_clear()
+    dispatch.clear_caches()
+
+
+def copied(root: Path, old: str, new: str, *changes: tuple[str, str]) -> None:
+    """A folder of another arch, as somebody who begins one would make it."""
+    (root / new).mkdir()
+    text = (root / old / "arch.toml").read_text().replace(f'name = "{old}"', f'name = "{new}"')
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    (root / new / "arch.toml").write_text(text)
+
+
+@pytest.mark.parametrize("units", [78, 114, 228])
+def test_the_device_says_how_many_units_it_has(units, monkeypatch):
+    """An H20 has 78, an H100 PCIe 114; the record's figures are an H200's."""
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=units, L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    launcher._gpu_arch.cache_clear()
+    try:
+        found = launch.current_arch(SimpleNamespace(is_cuda=True, get_device=lambda: 3))
+        assert (found.name, found.compute_units, found.l2_bytes) == ("sm_90", units, 60 << 20)
+    finally:
+        launcher._gpu_arch.cache_clear()
+    with launch.declared_kernels():
+        for op in register.registry().values():
+            for sample in op.samples():
+                args, kwargs = sample.make(CPU)
+                answer = getattr(archs.kernels(found), op.name)(op.problem(*args, **kwargs))
+                if not isinstance(answer, Unsupported):
+                    assert answer.config.arch.compute_units == units
+
+
+def test_another_device_of_an_arch_has_choices_of_its_own():
+    asked = []
+    backends = (
+        dispatch.Backend("native", lambda problem, arch: asked.append(arch) or Unsupported("no"), lambda *_: None),
+        dispatch.reference_backend(lambda *_: None),
+    )
+    h200 = archs.get("sm_90")
+    for arch in (h200, h200.on_device(78), h200, h200.on_device(78)):
+        dispatch.choose("a test", backends, 1, arch, "cuda")
+    dispatch.clear_caches()
+    assert [arch.compute_units for arch in asked] == [132, 78]
+
+
+def test_a_copied_arch_without_kernels_is_refused_in_a_sentence(scratch):
+    copied(scratch, "sm_90", "sm_100")
+    record = archs.get("sm_100")
+    for op in register.registry().values():
+        args, kwargs = op.samples()[0].make(CPU)
+        answer = op.backends[0].supports(op.problem(*args, **kwargs), record)
+        assert isinstance(answer, Unsupported)
+        assert answer.reason == (
+            'native kernels need a gfx942, gfx950 or sm_90 GPU (or `mla_suite.emulate("gfx942")` on a CPU), not sm_100'
+        )
+    table, bad = explain.support_table(launch.declared_kernels)
+    assert not bad
+    assert set(table["sm_100"].values()) <= {"triton", "reference"}
+    assert table["sm_90"]["decode"] == "native"
+
+
+def test_a_wavefront_of_32_is_a_record_without_kernels(scratch):
+    copied(scratch, "gfx950", "gfx1250", ("wavefront = 64", "wavefront = 32"))
+    table, bad = explain.support_table(launch.declared_kernels)
+    assert not bad
+    assert set(table["gfx1250"].values()) <= {"triton", "reference"}
+    with pytest.raises(ValueError, match="emulate: gfx1250 is not emulated; the emulator executes gfx942 and gfx950"):
+        launcher._emulable("gfx1250")
+
+
+def test_one_bad_record_is_a_sentence_for_that_arch_alone(scratch):
+    copied(scratch, "sm_90", "sm_100", ("wavefront = 32", "wavefront = 48"))
+    table, bad = explain.support_table(launch.declared_kernels)
+    assert set(table) == {"gfx942", "gfx950", "sm_90"}
+    assert bad == {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}
+
+
+def test_on_a_cpu_the_reason_names_what_would_do():
+    args, kwargs = decode_sample((5,)).make(CPU)
+    reasons = dict(explain.explain("decode", *args, **kwargs).refused)
+    assert reasons["native"] == archs.needed_gpu()
+    assert specs.get("gfx942").emulable
