@@ -274,12 +274,18 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     (plan,) = outputs
     batch = args.seq_lens.shape[0]
     place = metadata.layout_for(
-        batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size
+        batch,
+        args.num_sm_parts,
+        max_seqlen_kv=args.max_seqlen_kv,
+        num_splits=args.num_splits,
+        split_size=args.split_size,
     )
     capacity, work_at, counters_at, items_at = (
         int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
     )
-    header = tuple(place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv))
+    header = tuple(
+        place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
+    )
     fixed, tile_rows, shared = scheduler.scheduler_costs(
         current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
     )
@@ -290,7 +296,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         splits = args.num_splits or int(metadata.splits_of(args.max_seqlen_kv, args.split_size))
         starts, total_price = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
-            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size, fixed, splits, SIZE=BLOCK
+            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size, fixed,
+            splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
             starts, total_price, plan, header, batch, args.num_sm_parts, splits, work_at, counters_at, items_at,
@@ -298,7 +305,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         )  # fmt: skip
         return
     line, keys, longest, prices, *cuts = _words(
-        plan.device, batch + 1, batch + 1, 1, 2 * args.num_sm_parts, args.num_sm_parts + 1, args.num_sm_parts + 1, args.num_sm_parts + 1
+        plan.device,
+        batch + 1,
+        batch + 1,
+        1,
+        2 * args.num_sm_parts,
+        args.num_sm_parts + 1,
+        args.num_sm_parts + 1,
+        args.num_sm_parts + 1,
     )
     steps = batch.bit_length()
     line_kernel[(1,)](args.seq_lens, args.cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
@@ -311,7 +325,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         CANDIDATES=triton.next_power_of_2(2 * args.num_sm_parts), WIDTH=triton.next_power_of_2(args.num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
-        *cuts, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at, (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
+        *cuts, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at,
+        (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
     )  # fmt: skip
 
 

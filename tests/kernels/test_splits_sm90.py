@@ -10,7 +10,7 @@ import pytest
 from mla_suite import archs
 from mla_suite.archs.sm_90 import costs
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, max_splits
-from mla_suite.archs.sm_90.decode import EXCHANGE
+from mla_suite.archs.sm_90.decode import CLUSTER_MODES
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, groups_of
 
 H200 = archs.get("sm_90")
@@ -30,7 +30,7 @@ def test_a_launch_fills_the_device_once(rows):
 # exchange_p); all of one run. csrc/sm_90/PERF.md says how they were measured.
 MEASURED: dict[tuple[int, int, int], dict[str, dict[int, float]]] = {
     (row["batch"], row["rows"], row["keys"]): {
-        mode: {int(splits): us for splits, us in row[mode].items()} for mode in EXCHANGE
+        mode: {int(splits): us for splits, us in row[mode].items()} for mode in CLUSTER_MODES
     }
     for row in json.loads(Path(__file__).with_name("decode_times_sm90.json").read_text())
 }
@@ -105,7 +105,9 @@ def test_split_counts():
     assert best_splits(H200, "tma", 128, 16, 8192 // BLOCK_N) == 1
     assert best_splits(H200, "tma", 64, 128, 256 // BLOCK_N) == 1, "its CTAs fill the device"
     assert best_splits(H200, "tma", 32, 128, 256 // BLOCK_N) == 2
-    assert best_splits(H200, "tma", 32, 128, 8192 // BLOCK_N) == 2, "two row tiles of 32 sequences leave half of it idle"
+    assert best_splits(H200, "tma", 32, 128, 8192 // BLOCK_N) == 2, (
+        "two row tiles of 32 sequences leave half of it idle"
+    )
     assert best_splits(H200, "tma", 1, 16, 8192 // BLOCK_N) >= 64
     assert best_splits(H200, "tma", 1, 16, 1) == 1
     assert best_splits(H200, "tma", 1, 16, 0) == 1

@@ -12,14 +12,16 @@ from stub_drivers import FakeTorch, Stub
 
 import mla_suite
 from mla_suite import archs as arch
+from mla_suite.archs.common import combine as combine_launches
+from mla_suite.archs.common import combine_config as configs
+from mla_suite.archs.common import decode as decode_launches
+from mla_suite.build import manifest
+from mla_suite.build.params import load
 from mla_suite.core import dispatch, eager, register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
 from mla_suite.launch.hip import HipDriver
-from mla_suite.archs.common import combine as combine_launches
-from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common import decode as decode_launches
 
 INT32 = {"dtype": torch.int32}
 NEEDED = {
@@ -172,7 +174,7 @@ def test_calls_share_metadata_and_nothing_else(hip, monkeypatch):
 def test_prepared_calls_are_cleared_with_the_choices(hip, monkeypatch):
     """A combine whose tuned table has changed is chosen anew after `dispatch.clear_caches()`, not before."""
     call = attention("cpu")["decode in splits"]
-    merges = []
+    combines = []
     bind = combine_launches.bind
 
     def noting(*args, **kwargs):

@@ -47,7 +47,9 @@ def test_random_lengths(kind: str, mode: str) -> None:
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
         most = max(max(lens), 1)
         assert_same_words(
-            sample(lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split)
+            sample(
+                lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split
+            )
         )
 
 

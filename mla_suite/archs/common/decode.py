@@ -1,4 +1,4 @@
-"""Launching decode: what every arch's kernels share. An arch says which kernel, how many splits and how it is called."""
+"""Launching decode: what all archs share. An arch says which kernel, how many splits and how it is called."""
 
 from __future__ import annotations
 
@@ -132,9 +132,7 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
     )
 
 
-def combine_launch(
-    config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, partials: int
-) -> CombineLaunch:
+def combine_launch(config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, partials: int) -> CombineLaunch:
     """The launch that combines the partials of decode into rows of `out`."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     return combine.prepare(
@@ -150,7 +148,7 @@ def combine_launch(
 
 
 def copies_out(shape: Shape) -> bool:
-    """Whether results need a temporary: 16-byte stores must reach every row, and one stride lead from token to token."""
+    """Whether results need a temporary: 16-byte stores must reach every row, and one stride every next token."""
     out = shape.out
     return not out.in_whole_vectors or (not shape.ragged and out.strides[0] != shape.q_len * out.strides[1])
 
@@ -254,9 +252,7 @@ def launch_of(
             leading = pack_leading(*inputs_at, out_at, lse_at, partial_at, partial_lse_at)
             enqueue(leading + numbers, (tensors, (out, lse), scratch))
             indptr_at = inputs_at[11] and inputs_at[11] + 4 * HEADER_WORDS
-            leading = pack_combine(
-                partial_at, partial_lse_at, indptr_at, inputs_at[6], inputs_at[9], out_at, lse_at
-            )
+            leading = pack_combine(partial_at, partial_lse_at, indptr_at, inputs_at[6], inputs_at[9], out_at, lse_at)
             enqueue_combine(leading + combine_numbers, (batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch))
         if copied:
             copy_back(outputs, (out, lse))

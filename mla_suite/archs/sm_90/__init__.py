@@ -18,7 +18,7 @@ from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 # On an H200 five warps, a split a lane for 132 SM parts, are the fastest as long as each sequence has a thread, too.
 PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
-APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_rows.hpp has it
+APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_kv/append_bulk.hpp has it
 
 
 class Kernels:

@@ -48,7 +48,7 @@ MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results
 
 @dataclass(frozen=True)
 class Sm90Config:
-    """One instance of csrc/sm_90/decode.cu. Construction raises ValueError, in one sentence, for an illegal point.
+    """One instance of csrc/sm_90/decode/decode.cu. Construction raises ValueError, in a sentence, for an illegal point.
 
     dtype     type of queries, cache and result
     width     values of a cached row
@@ -88,7 +88,7 @@ class Sm90Config:
 
     @property
     def lds(self) -> int:
-        """Dynamic shared memory in bytes, as csrc/sm_90/policy.hpp lays it out."""
+        """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         beside = {"none": SENTINEL_BYTES, "reduce_o": REDUCE_BYTES, "exchange_p": EXCHANGE_BYTES}[self.cluster_mode]
         return alone + (beside if self.kv_load == "tma" else 0)
@@ -201,9 +201,7 @@ def _split(
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
-        streaming = combine.streaming(
-            config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs
-        )
+        streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
     return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
 
 

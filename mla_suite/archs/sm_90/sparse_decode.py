@@ -42,13 +42,15 @@ _pack_leading = packer(len(LEADING)).pack
 # an H200 (csrc/sm_90/PERF.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """CTAs that load keys together -> 32 keys on one SM, with every SM busy."""
-TILE_US = 7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
+TILE_US = (
+    7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
+)
 PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 
 
 @dataclass(frozen=True)
 class Sm90SparseConfig:
-    """One instance of csrc/sm_90/sparse_decode.cu. Construction raises ValueError, in a sentence, if it is illegal.
+    """One instance of csrc/sm_90/sparse_decode. Construction raises ValueError, in a sentence, if it is illegal.
 
     record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
@@ -77,7 +79,7 @@ class Sm90SparseConfig:
 
     @property
     def lds(self) -> int:
-        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_policy.hpp lays it out."""
+        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_decode/traits.hpp lays it out."""
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
