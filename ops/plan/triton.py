@@ -296,8 +296,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         splits = args.num_splits or int(metadata.splits_of(args.max_seqlen_kv, args.split_size))
         starts, total_price = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
-            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size, fixed,
-            splits, SIZE=BLOCK
+            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size,
+            fixed, splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
             starts, total_price, plan, header, batch, args.num_sm_parts, splits, work_at, counters_at, items_at,
