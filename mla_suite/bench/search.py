@@ -43,7 +43,7 @@ class Outcome:
 
     present, best   configurations; `best` is the fastest finalist other than the present one
     verdict         of best against present; worth storing only when it is `faster`
-    rival           the fastest other backend and its microseconds; None when there is none
+    baseline           the fastest other backend and its microseconds; None when there is none
     tried, refused  how many configurations were timed; and why others were not
     """
 
@@ -55,7 +55,7 @@ class Outcome:
     best: Any
     best_rounds: list[float]
     verdict: Verdict | None
-    rival: tuple[str, float] | None = None
+    baseline: tuple[str, float] | None = None
     tried: int = 0
     refused: list[str] = field(default_factory=list)
 
@@ -66,8 +66,8 @@ class Outcome:
             return "no other configuration could be run and was right"
         if self.verdict.word != "faster":
             return f"within the noise of the present configuration: {self.verdict}"
-        if self.rival is not None and noise.median(self.best_rounds) > self.rival[1]:
-            return f"{self.rival[0]} takes {self.rival[1]:.2f} us, less than the best of these"
+        if self.baseline is not None and noise.median(self.best_rounds) > self.baseline[1]:
+            return f"{self.baseline[0]} takes {self.baseline[1]:.2f} us, less than the best of these"
         return None
 
 
@@ -126,7 +126,7 @@ def search(
         best = min(range(len(finalists)), key=lambda index: noise.median(rounds[index]))
         found.best, found.best_rounds = finalists[best][1], rounds[best]
         found.verdict = noise.judge(found.present_rounds, found.best_rounds)
-    found.rival = _rival(op, backend_name, problem, arch, call, turns, right, device, timer)
+    found.baseline = _rival(op, backend_name, problem, arch, call, turns, right, device, timer)
     return found
 
 
@@ -146,7 +146,7 @@ def _rival(
     device: torch.device,
     timer: Timer,
 ) -> tuple[str, float] | None:
-    """The fastest other backend that users could be given; the reference is nobody's rival."""
+    """The fastest other backend that users could be given; the reference is nobody's baseline."""
     times = []
     for backend in op.backends:
         if backend.name in (tuned, "reference") or device.type not in backend.devices:
@@ -164,7 +164,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     if not environment["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     us = noise.median(outcome.best_rounds)
-    rival = dict(rival=outcome.rival[0], rival_microseconds=f"{outcome.rival[1]:.3f}") if outcome.rival else {}
+    baseline = dict(baseline=outcome.baseline[0], baseline_microseconds=f"{outcome.baseline[1]:.3f}") if outcome.baseline else {}
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {
@@ -173,7 +173,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
         "kind": "measured",
         "microseconds": f"{us:.3f}",
         "spread_percent": f"{100 * noise.spread(outcome.best_rounds) / us:.1f}",
-        **rival,
+        **baseline,
         "device": environment["device"],
         "compute_units": environment["compute_units"],
         "driver": environment["driver"] or "unknown",

@@ -113,8 +113,8 @@ def test_the_rival_is_the_fastest_of_the_other_backends() -> None:
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
     register._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
     found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, rival_us=20.0)
-    assert found.rival is not None
-    assert found.rival[0] == "faster"
+    assert found.baseline is not None
+    assert found.baseline[0] == "faster"
     assert found.kept is not None
     assert found.kept.startswith("faster takes ")
 
@@ -141,7 +141,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     (loaded,) = tuning.load(FORM, "sm_90", path)
     assert loaded.values == dict(rows=4, batch=2, point=2)
     assert loaded.provenance["device"] == "NVIDIA  H200   141 GB"
-    assert loaded.provenance["rival"] == "triton"
+    assert loaded.provenance["baseline"] == "triton"
     assert loaded.provenance["software"] == "cuda 13.0 torch 2.11.0 triton 3.6.0"
     assert 29 < float(loaded.provenance["microseconds"]) < 31
     match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))

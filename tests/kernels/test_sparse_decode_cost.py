@@ -18,7 +18,7 @@ from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.ops.sparse_decode.config import RECORDS, ROWS, SparseConfig, record_of, tile_rows
+from mla_suite.archs.gfx950.sparse_decode import RECORDS, ROWS, SparseConfig, record_of, tile_rows
 from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")

@@ -25,7 +25,7 @@ from mla_suite.archs.common import decode as decode_launches
 INT32 = {"dtype": torch.int32}
 NEEDED = {
     "gfx942": ("append_kv_tokens-1", "decode_dtype-bf16_rows-16_width-576_rotate-0"),
-    "gfx950": ("sparse_decode_layout-v32_rows-16", "sparse_decode_kv_format-dsv4_rows-64"),
+    "gfx950": ("sparse_decode_layout-v32_rows-16", "sparse_decode_layout-dsv4_rows-64"),
 }
 
 
