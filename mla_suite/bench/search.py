@@ -161,7 +161,9 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     us = noise.median(outcome.best_rounds)
     baseline = (
-        dict(rival=outcome.baseline[0], rival_microseconds=f"{outcome.baseline[1]:.3f}") if outcome.baseline else {}
+        dict(baseline=outcome.baseline[0], baseline_microseconds=f"{outcome.baseline[1]:.3f}")
+        if outcome.baseline
+        else {}
     )
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])

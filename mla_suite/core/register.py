@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_leaves
 
 from mla_suite.core import checks, debug, dispatch, eager
@@ -41,11 +42,12 @@ def register(op: Op) -> Op:
     if op.name in _registry:
         raise ValueError(f"operator {op.name} is already registered")
     _define(op.name + op.schema)
-    _implement(op.name, _functional(op), _fake(op))
+    implementation = _functional(op)
+    _implement(op.name, implementation, _fake(op))
     if op.mutates:
         _fall_through(op.name)
     else:
-        _refuse_gradients(op)
+        _refuse_gradients(op, implementation)
     if op.outputs:
         _define(f"{op.name}.out{op.out_schema}")
         _implement(f"{op.name}.out", _out(op), _check_outputs(op))
@@ -263,7 +265,7 @@ def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.
 _implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
 
 
-def _refuse_gradients(op: Op) -> None:
+def _refuse_gradients(op: Op, implementation: Callable[..., Any]) -> None:
     """The forward accepts tensors that require grad; `backward()` raises one sentence, eager and compiled."""
 
     def size_of(value: Any) -> Any:
@@ -286,4 +288,36 @@ def _refuse_gradients(op: Op) -> None:
         # Trailing arguments left at their defaults have sizes but were not inputs.
         return tuple(refused(size) for size in ctx.sizes[: len(ctx.needs_input_grad)])
 
-    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=_library)
+    library: Any = _BypassingLibrary(implementation)
+    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=library)
+
+
+_any_requires_grad = torch._C._any_requires_grad
+_after_autograd = torch._C._after_autograd_keyset
+_BACKENDS_ALONE = frozenset(
+    keys.raw_repr()
+    for backend in (DispatchKey.CPU, DispatchKey.CUDA)
+    for keys in (DispatchKeySet(backend), DispatchKeySet(backend).add(DispatchKey.ADInplaceOrView))
+)
+"""Keys below autograd when no mode, tracer or lazy tensor would see the operator on its way to the backend."""
+
+
+class _BypassingLibrary:
+    """Registers autograd's kernel behind a check that skips it, and the second dispatch in it, where nothing needs it.
+
+    Code that Inductor generates calls operators through the dispatcher, so it pays for that kernel in every call.
+    """
+
+    def __init__(self, implementation: Callable[..., Any]) -> None:
+        self._implementation = implementation
+
+    def impl(self, name: str, kernel: Callable[..., Any], key: str, **options: Any) -> None:
+        implementation = self._implementation
+
+        def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            below = (keyset & _after_autograd).raw_repr()
+            if below in _BACKENDS_ALONE and not (_grad_enabled() and _any_requires_grad(*args)):
+                return implementation(*args, **kwargs)
+            return kernel(keyset, *args, **kwargs)
+
+        _library.impl(name, call, key, **options)

@@ -40,8 +40,8 @@ _PROVENANCE_COLUMNS = (
     "kind",
     "microseconds",
     "spread_percent",
-    "rival",  # the fastest other backend measured beside it, and its time
-    "rival_microseconds",
+    "baseline",  # the fastest other backend measured beside it, and its time
+    "baseline_microseconds",
     "device",
     "compute_units",
     "driver",
@@ -215,7 +215,7 @@ def lint(form: Format, arch: str, path: Path) -> tuple[str, ...]:
     """Everything wrong with a table, each as `file:line: sentence`; empty when it is sound.
 
     Checked: size, header, number of cells, characters, ranges, legality of the configuration, provenance, no row slower
-    than its rival, rows sorted by key and unique.
+    than its baseline, rows sorted by key and unique.
     """
     return tuple(finding for finding in _check(form, arch, path) if isinstance(finding, str))
 
@@ -281,18 +281,18 @@ def _check_provenance(cells: Mapping[str, str], timed: bool) -> None:
     missing = [name for name in PROVENANCE[kind] if not cells[name] and (timed or name != "microseconds")]
     if missing:
         raise ValueError(f"a {kind} row needs {', '.join(missing)}")
-    if kind == "counted" and (cells["microseconds"] or cells["rival_microseconds"]):
+    if kind == "counted" and (cells["microseconds"] or cells["baseline_microseconds"]):
         raise ValueError("a counted row has a time; counters give bounds, never microseconds")
     patterns = {"date": _DATE, "commit": _COMMIT, "microseconds": _DECIMAL, "spread_percent": _DECIMAL}
-    patterns |= {"rival_microseconds": _DECIMAL, "compute_units": re.compile(r"[1-9][0-9]{0,4}")}
+    patterns |= {"baseline_microseconds": _DECIMAL, "compute_units": re.compile(r"[1-9][0-9]{0,4}")}
     for name, pattern in patterns.items():
         if cells[name] and not pattern.fullmatch(cells[name]):
             raise ValueError(f"{name} is {cells[name]!r}; it must look like {pattern.pattern}")
-    if bool(cells["rival"]) != bool(cells["rival_microseconds"]):
-        raise ValueError("rival and rival_microseconds come together or not at all")
-    if cells["rival"] and float(cells["microseconds"]) > float(cells["rival_microseconds"]):
-        times = f"{cells['microseconds']} us against {cells['rival_microseconds']} us"
-        raise ValueError(f"the row loses to {cells['rival']} ({times}); leave the shape to it")
+    if bool(cells["baseline"]) != bool(cells["baseline_microseconds"]):
+        raise ValueError("baseline and baseline_microseconds come together or not at all")
+    if cells["baseline"] and float(cells["microseconds"]) > float(cells["baseline_microseconds"]):
+        times = f"{cells['microseconds']} us against {cells['baseline_microseconds']} us"
+        raise ValueError(f"the row loses to {cells['baseline']} ({times}); leave the shape to it")
 
 
 @dataclass(frozen=True)

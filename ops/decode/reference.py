@@ -79,23 +79,23 @@ def attend(
     -> out [rows, head_dim_v], 0 where nothing is seen; lse [rows], there -inf.
     """
     rows = queries.shape[0]
-    highest = queries.new_full((rows,), -torch.inf)
-    total = queries.new_zeros(rows)
+    m_i = queries.new_full((rows,), -torch.inf)
+    l_i = queries.new_zeros(rows)
     out = queries.new_zeros((rows, head_dim_v))
     for first, keys in blocks:
         scores = queries @ keys.T
         positions = torch.arange(first, first + keys.shape[0], device=keys.device)
         scores.masked_fill_(positions >= visible[:, None], -torch.inf)
-        before, highest = highest, torch.maximum(highest, scores.amax(dim=1))
-        shift = highest.masked_fill(highest == -torch.inf, 0.0)  # of a row that has seen nothing
-        weights = scores.sub_(shift[:, None]).exp_()
-        fading = torch.exp(before - shift)
-        total = total * fading + weights.sum(dim=1)
-        out = torch.addmm(out.mul_(fading[:, None]), weights, keys[:, :head_dim_v])
-        del keys, scores, weights  # before the next block is gathered
-    seen = highest != -torch.inf
-    out = torch.where(seen[:, None], out / total[:, None], 0.0)
-    return out, torch.where(seen, highest + total.log(), -torch.inf)
+        m_before, m_i = m_i, torch.maximum(m_i, scores.amax(dim=1))
+        shift = m_i.masked_fill(m_i == -torch.inf, 0.0)  # of a row that has seen nothing
+        p = scores.sub_(shift[:, None]).exp_()
+        alpha = torch.exp(m_before - shift)
+        l_i = l_i * alpha + p.sum(dim=1)
+        out = torch.addmm(out.mul_(alpha[:, None]), p, keys[:, :head_dim_v])
+        del keys, scores, p  # before the next block is gathered
+    seen = m_i != -torch.inf
+    out = torch.where(seen[:, None], out / l_i[:, None], 0.0)
+    return out, torch.where(seen, m_i + l_i.log(), -torch.inf)
 
 
 def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

@@ -72,13 +72,13 @@ def decode_kernel(
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
     """Grid: (row tiles, blocks); block i takes workers i, i + blocks, ... of a plan, or cut i of batch x num_splits."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     if plan is None:
         workers = batch * num_splits
@@ -114,7 +114,7 @@ def decode_kernel(
                 q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
-                lse_stride_token, row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, KEYS, CAUSAL,
+                lse_stride_token, row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL,
                 DOT,
             )  # fmt: skip
 
@@ -124,7 +124,7 @@ def attend_item(
     q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
     kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, row, b, kv_len, first_key,
-    end_key, partial_row, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
+    end_key, partial_row, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
@@ -155,17 +155,17 @@ def attend_item(
     else:
         pages = block_table + b.to(tl.int64) * table_stride
 
-    highest = tl.full([row.shape[0]], -float("inf"), tl.float32)
-    total = tl.zeros([row.shape[0]], tl.float32)
+    m_i = tl.full([row.shape[0]], -float("inf"), tl.float32)
+    l_i = tl.zeros([row.shape[0]], tl.float32)
     accumulator = tl.zeros([row.shape[0], LATENT], tl.float32)
-    # Blocks begin at multiples of KEYS, so that one lies within a page wherever pages are multiples too.
-    for start in range(first_key // KEYS * KEYS, end_key, KEYS):
-        key = start + tl.arange(0, KEYS)
+    # Blocks begin at multiples of BLOCK_N, so that one lies within a page wherever pages are multiples too.
+    for start in range(first_key // BLOCK_N * BLOCK_N, end_key, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
         inside = (key >= first_key) & (key < end_key)
-        if PAGE % KEYS == 0:
+        if PAGE % BLOCK_N == 0:
             page = tl.load(pages + start // PAGE).to(tl.int64)
             block = kv_cache + page * kv_stride_page + (start % PAGE) * kv_stride_token
-            kv_row = block + tl.arange(0, KEYS) * kv_stride_token
+            kv_row = block + tl.arange(0, BLOCK_N) * kv_stride_token
         else:
             page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
             kv_row = kv_cache + page * kv_stride_page + (key % PAGE) * kv_stride_token
@@ -175,30 +175,30 @@ def attend_item(
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
         scores = tl.where(seen, scores * scale, -float("inf"))
-        before = highest
-        highest = tl.maximum(before, tl.max(scores, 1))
-        shift = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen nothing
-        weights = tl.exp2(scores - shift[:, None])
-        fading = tl.exp2(before - shift)
-        total = total * fading + tl.sum(weights, 1)
-        accumulator = accumulator * fading[:, None]
-        accumulator = tl.dot(weights.to(DOT), latent, accumulator, input_precision="ieee")
+        before = m_i
+        m_i = tl.maximum(before, tl.max(scores, 1))
+        shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
+        p = tl.exp2(scores - shift[:, None])
+        alpha = tl.exp2(before - shift)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        accumulator = accumulator * alpha[:, None]
+        accumulator = tl.dot(p.to(DOT), latent, accumulator, input_precision="ieee")
 
-    seen = total > 0.0
-    result_lse = tl.where(seen, highest / LOG2E + tl.log(total), -float("inf"))
-    result_lse = tl.where(total != total, total, result_lse)  # NaN stays NaN
+    seen = l_i > 0.0
+    result_lse = tl.where(seen, m_i / LOG2E + tl.log(l_i), -float("inf"))
+    result_lse = tl.where(l_i != l_i, l_i, result_lse)  # NaN stays NaN
     if partial_row < 0:
-        denominator = total
+        denominator = l_i
         if attn_sink is not None:
             sink = tl.load(attn_sink + head) * LOG2E
-            denominator += tl.exp2(sink - tl.where(highest == -float("inf"), 0.0, highest))
-        factor = tl.where(total == 0.0, 0.0, value_scale / denominator)
+            denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
+        factor = tl.where(l_i == 0.0, 0.0, value_scale / denominator)
         place = (first_token + token) * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
         tl.store(lse + (first_token + token) * lse_stride_token + head, result_lse, mask=live)
     elif partial_out is not None:
-        factor = tl.where(total == 0.0, 0.0, value_scale / total)
+        factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
         place = partial_row * q_len * heads + row
         tl.store(
             partial_out + place[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
@@ -310,8 +310,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         PAGE=page,
         LATENT=args.head_dim_v,
         ROPE=args.q.shape[-1] - args.head_dim_v,
-        ROWS=config.rows,
-        KEYS=config.keys,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
         CAUSAL=args.causal,
         DOT=DOT_TYPES.get(args.q.dtype, tl.bfloat16),
         num_warps=config.warps,

@@ -67,15 +67,15 @@ def sparse_decode_kernel(
     POOLS: tl.constexpr,
     VALUES: tl.constexpr,
     REST: tl.constexpr,  # values of a row after those that are V too
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
     """Grid: tokens x num_splits x head tiles in one dimension, since the others end at 65535; tiles of the same keys
     are neighbours. The last split is open, so no key is lost."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    tiles = tl.cdiv(heads, ROWS)
-    head = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    tiles = tl.cdiv(heads, BLOCK_M)
+    head = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     live = head < heads
     part = (tl.program_id(0) // tiles).to(tl.int64)
     token, split = part // num_splits, part % num_splits
@@ -90,35 +90,35 @@ def sparse_decode_kernel(
     end = tl.where(split == num_splits - 1, selected, tl.minimum(first + chunk, selected))
 
     q_row = q + token * q_stride_token + head * q_stride_head
-    highest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, VALUES], tl.float32)
+    m_i = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    accumulator = tl.zeros([BLOCK_M, VALUES], tl.float32)
     before = tl.zeros([], tl.int64)  # keys of earlier pools
     for i in tl.static_range(POOLS):
         count = count_of(pools[i], token)
         low, high = tl.maximum(first - before, 0), tl.minimum(end - before, count)
-        highest, total, accumulator = attend_pool(
-            pools[i], token, low, high, q_row, live, softmax_scale * LOG2E, highest, total, accumulator,
-            VALUES, REST, KEYS, DOT,
+        m_i, l_i, accumulator = attend_pool(
+            pools[i], token, low, high, q_row, live, softmax_scale * LOG2E, m_i, l_i, accumulator,
+            VALUES, REST, BLOCK_N, DOT,
         )  # fmt: skip
         before += count
 
-    seen = total > 0.0
-    result_lse = tl.where(seen, highest / LOG2E + tl.log(total), -float("inf"))
-    result_lse = tl.where(total != total, total, result_lse)  # NaN stays NaN
+    seen = l_i > 0.0
+    result_lse = tl.where(seen, m_i / LOG2E + tl.log(l_i), -float("inf"))
+    result_lse = tl.where(l_i != l_i, l_i, result_lse)  # NaN stays NaN
     column = tl.arange(0, VALUES)
     if partial_out is None:
-        denominator = total
+        denominator = l_i
         if attn_sink is not None:
             sink = tl.load(attn_sink + head, mask=live, other=0.0) * LOG2E
-            denominator += tl.exp2(sink - tl.where(highest == -float("inf"), 0.0, highest))
-        factor = tl.where(total == 0.0, 0.0, 1.0 / denominator)
+            denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
+        factor = tl.where(l_i == 0.0, 0.0, 1.0 / denominator)
         place = out + token * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(place[:, None] + column[None, :], value, mask=live[:, None])
         tl.store(lse + token * lse_stride_token + head, result_lse, mask=live)
     else:
-        factor = tl.where(total == 0.0, 0.0, 1.0 / total)
+        factor = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
         place = part * heads + head
         value = accumulator * factor[:, None]
         tl.store(partial_out + place[:, None] * VALUES + column[None, :], value, mask=live[:, None])
@@ -139,8 +139,8 @@ def count_of(pool, token):
 
 @triton.jit
 def attend_pool(
-    pool, token, low, high, q_row, live, scale, highest, total, accumulator,
-    VALUES: tl.constexpr, REST: tl.constexpr, KEYS: tl.constexpr, DOT: tl.constexpr,
+    pool, token, low, high, q_row, live, scale, m_i, l_i, accumulator,
+    VALUES: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """The softmax's state after the selected keys low <= key < high of one pool as well."""
     chosen = pool.index
@@ -153,8 +153,8 @@ def attend_pool(
     if REST > 0:
         rest = VALUES + tl.arange(0, REST)
         q_rest = tl.load(q_row[:, None] + rest[None, :], mask=live[:, None], other=0.0).to(DOT)
-    for start in range(low, high, KEYS):
-        key = start + tl.arange(0, KEYS)
+    for start in range(low, high, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
         slot = tl.load(chosen + key, mask=key < high, other=-1).to(tl.int64)
         valid = (slot >= 0) & (slot < pool.slots)
         slot = tl.where(valid, slot, 0)
@@ -166,15 +166,15 @@ def attend_pool(
             k_rest = row_columns(pool, block, at, valid, VALUES, REST).to(DOT)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale, -float("inf"))
-        last = highest
-        highest = tl.maximum(last, tl.max(scores, 1))
-        shift = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen nothing
-        weights = tl.exp2(scores - shift[:, None])
-        fading = tl.exp2(last - shift)
-        total = total * fading + tl.sum(weights, 1)
-        accumulator = accumulator * fading[:, None]
-        accumulator = tl.dot(weights.to(DOT), values, accumulator, input_precision="ieee")
-    return highest, total, accumulator
+        last = m_i
+        m_i = tl.maximum(last, tl.max(scores, 1))
+        shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
+        p = tl.exp2(scores - shift[:, None])
+        alpha = tl.exp2(last - shift)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        accumulator = accumulator * alpha[:, None]
+        accumulator = tl.dot(p.to(DOT), values, accumulator, input_precision="ieee")
+    return m_i, l_i, accumulator
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
@@ -251,8 +251,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         POOLS=len(pools),
         VALUES=args.head_dim_v,
         REST=head_dim - args.head_dim_v,
-        ROWS=config.rows,
-        KEYS=config.keys,
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
         DOT=DOT_TYPES[args.q.dtype],
         num_warps=config.warps,
         num_stages=config.stages,

@@ -140,7 +140,7 @@ def test_rows_carry_their_provenance_and_pass_the_linter(tmp_path: Path) -> None
     (loaded,) = tuning.load(FORM, "sm_90", path)
     assert loaded.values == dict(rows=4, batch=2, point=2)
     assert loaded.provenance["device"] == "NVIDIA  H200   141 GB"
-    assert loaded.provenance["rival"] == "triton"
+    assert loaded.provenance["baseline"] == "triton"
     assert loaded.provenance["software"] == "cuda 13.0 torch 2.11.0 triton 3.6.0"
     assert 29 < float(loaded.provenance["microseconds"]) < 31
     match = tuning.find(FORM, "sm_90", dict(rows=4, batch=2))

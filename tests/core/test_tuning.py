@@ -131,9 +131,9 @@ def test_a_user_without_a_home_has_no_tables(monkeypatch):
         ([counted(date="2026-13-01")], 2, "date is '2026-13-01'"),
         ([measured(device="", driver="")], 2, "a measured row needs device, driver"),
         ([measured(microseconds="fast")], 2, "microseconds is 'fast'"),
-        ([measured(rival="triton")], 2, "come together"),
-        ([measured(rival="triton", rival_microseconds="40.9")], 2, "loses to triton (41.3 us against 40.9 us)"),
-        ([measured(rival="triton", rival_microseconds="55")], None, ""),
+        ([measured(baseline="triton")], 2, "come together"),
+        ([measured(baseline="triton", baseline_microseconds="40.9")], 2, "loses to triton (41.3 us against 40.9 us)"),
+        ([measured(baseline="triton", baseline_microseconds="55")], None, ""),
     ],
 )
 def test_lint_names_file_line_and_reason(tables, lines, line, words):
