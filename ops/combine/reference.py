@@ -16,9 +16,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     bounds = (
         args.split_indptr.tolist() if args.split_indptr is not None else [b * args.num_splits for b in range(batch + 1)]
     )
-    sink = (
-        None if args.attn_sink is None else args.attn_sink.repeat(rows // args.attn_sink.shape[0])
-    )  # row = query token x head
+    # A row is a query token x head.
+    sink = None if args.attn_sink is None else args.attn_sink.repeat(rows // args.attn_sink.shape[0])
     for b, (first, end) in enumerate(pairwise(bounds)):
         if args.skip_single and end - first == 1:
             continue

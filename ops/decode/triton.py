@@ -213,7 +213,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.head_dim_v & (problem.head_dim_v - 1) or rope & (rope - 1) or problem.head_dim_v < 16 or 0 < rope < 32:
         return Unsupported(f"head_dim_v {problem.head_dim_v} and {rope} further values; both must be powers of two")
     if problem.rope not in (0, rope):
-        return Unsupported(f"rope_cos_sin turns {problem.rope} values; it turns all {rope} that are no part of V")
+        return Unsupported(f"rope_cos_sin rotates {problem.rope} values; it rotates all {rope} that are no part of V")
     if problem.q_dtype == torch.float8_e4m3fnuz:
         return Unsupported("q is float8_e4m3fnuz; it takes bfloat16, float16, float32 or float8_e4m3fn")
     match = tuned.find(problem, arch)

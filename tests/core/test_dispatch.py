@@ -61,14 +61,14 @@ def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
     backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
 
-    def reads_the_host(outputs, *args):
+    def reads_the_host(outputs, args):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     run = register._with_a_reason("an_op", choice, reads_the_host)
     for capturing, message in ((False, "operation not permitted"), (True, "an_op: a CUDA graph cannot .* page 48; it")):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         with pytest.raises(RuntimeError, match=message):
-            run(())
+            run((), ())
 
 
 def test_a_backend_is_asked_once_per_problem():
