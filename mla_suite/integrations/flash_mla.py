@@ -188,7 +188,7 @@ def flash_mla_with_kvcache(
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
         tile_scheduler_metadata.tile_scheduler_metadata = plan
-    return out, _empty_as_plus_inf(lse).transpose(1, 2).contiguous()
+    return out, _empty_as_plus_inf(lse.transpose(1, 2))
 
 
 def flash_mla_sparse_fwd(
@@ -328,4 +328,5 @@ def _plan_of(
 
 
 def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
+    """A contiguous copy with FlashMLA's +inf where a row sees no key: one kernel for one query token per sequence."""
+    return torch.nan_to_num(lse, nan=torch.nan, posinf=torch.inf, neginf=torch.inf).contiguous()

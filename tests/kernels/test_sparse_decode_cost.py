@@ -8,12 +8,12 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from decode_grid import assert_within_bound
-from mla_suite.ops.sparse_decode.config import RECORDS, ROWS, SparseConfig, record_of, tile_rows
 from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs, emulator
+from mla_suite.archs.gfx950.sparse_decode import RECORDS, ROWS, SparseConfig, record_of, tile_rows
 from mla_suite.build import compilers, manifest
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format

@@ -205,10 +205,22 @@ def _split(
     return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
 
 
+def _needs_no_plan(args: DecodeArgs) -> bool:
+    """Whether a call has a balanced plan of one sequence.
+
+    A plan shares sequences out, and one sequence leaves nothing to share. Without it the CTAs of a cluster combine
+    their splits among themselves, and the rest is combined while decode runs. A plan's split_size or num_splits stays.
+    """
+    return args.plan is not None and args.seq_lens.shape[0] == 1 and not args.split_size and not args.num_splits
+
+
 def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
     out, lse = outputs
     if args.seq_lens.shape[0] == 0 or out.numel() == 0:
         return lambda outputs, tensors: None
+    if _needs_no_plan(args):
+        unplanned = _prepare(config, outputs, replace(args, plan=None))
+        return lambda outputs, tensors: unplanned(outputs, (*tensors[:-1], None))
     adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None)
     q = args.q if adjust is None else adjust(args.q, args.q_descale)
     shape = shape_of(args, q, out)
