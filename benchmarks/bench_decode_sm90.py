@@ -27,12 +27,12 @@ import torch
 from by_shape import Work, assert_native, assert_right, operator_call, print_each, wanted
 
 import mla_suite
+from mla_suite.archs.sm_90.costs import best_splits
+from mla_suite.archs.sm_90.tile import BLOCK_N
 from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import PLAN, Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import dispatch
-from mla_suite.archs.sm_90.costs import best_splits
-from mla_suite.archs.sm_90.tile import BLOCK_N
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan, Word

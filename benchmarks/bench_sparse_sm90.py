@@ -21,12 +21,12 @@ import by_shape
 import torch
 from by_shape import Work, assert_native, assert_right, operator_call
 
+from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.bench.clock import cold_bytes
 from mla_suite.bench.inputs import Call
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
-from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import attention
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import mla_suite
 from mla_suite.bench import inputs, stream_kernel
 from mla_suite.bench.clock import Replay, cold_bytes
 from mla_suite.bench.inputs import Call, rotation
@@ -29,8 +28,8 @@ from mla_suite.core import register
 from mla_suite.core.op import Op, Sample
 from mla_suite.launch.device import compute_units
 from mla_suite.ops.append_kv.samples import sample as append_sample
-from mla_suite.ops.plan.samples import sample as plan_sample
 from mla_suite.ops.plan import sm_parts
+from mla_suite.ops.plan.samples import sample as plan_sample
 
 BATCHES = (1, 8, 32, 128, 512)
 TOKENS = (1, 128, 8192, 65536)

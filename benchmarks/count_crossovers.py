@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.progress import track
 
 import mla_suite
-from mla_suite import emulator
-from mla_suite import archs
+from mla_suite import archs, emulator
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.decode import MIN_SPLIT
 from mla_suite.archs.common.decode_table import FORMAT

@@ -180,7 +180,7 @@ print(mla_suite.archs.get("gfx950").name, len(mla_suite.kv_formats.KV_FORMATS))
 
 
 def test_a_module_is_reached_by_its_name():
-    """The package binds functions, its folders stay modules: `mla_suite.ops.decode` has reference, samples and checks."""
+    """The package binds functions, its folders stay modules: `mla_suite.ops.decode` has reference and samples."""
     code = """
 import mla_suite
 import mla_suite.ops.decode as module

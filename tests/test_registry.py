@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
-import mla_suite  # noqa: F401  registers the operators
+import mla_suite
 from mla_suite.core import register
 
 CPU = torch.device("cpu")

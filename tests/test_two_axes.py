@@ -1,4 +1,4 @@
-"""Two axes, two places: names of archs and vendors, and tests of configurations' types, stay where hardware is known."""
+"""Two axes, two places: names of archs and vendors, and tests of configurations' types, stay where they belong."""
 
 from __future__ import annotations
 

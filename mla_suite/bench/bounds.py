@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from mla_suite import archs as arch_records
 from mla_suite.bench import inputs
 from mla_suite.bench.record import Result
 from mla_suite.bench.sets import Case
-from mla_suite import archs as arch_records
 from mla_suite.core import dispatch, register
 from mla_suite.launch import LaunchError, emulate
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mla_suite.archs import ArchSpec
 from mla_suite.bench import clock, contenders, inputs, noise
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.contenders import Contender
@@ -17,8 +18,8 @@ from mla_suite.bench.inputs import Call
 from mla_suite.bench.noise import Verdict
 from mla_suite.bench.sets import Case
 from mla_suite.core import register
-from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported
+from mla_suite.core.op import Op
 from mla_suite.core.tuning import SearchSpace
 
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)
@@ -164,7 +165,11 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     if not environment["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     us = noise.median(outcome.best_rounds)
-    baseline = dict(baseline=outcome.baseline[0], baseline_microseconds=f"{outcome.baseline[1]:.3f}") if outcome.baseline else {}
+    baseline = (
+        dict(baseline=outcome.baseline[0], baseline_microseconds=f"{outcome.baseline[1]:.3f}")
+        if outcome.baseline
+        else {}
+    )
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {

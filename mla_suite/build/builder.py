@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from mla_suite import archs as arch_records
+from mla_suite.archs import CSRC
 from mla_suite.build import budget, compilers, emulator_library, locations, manifest, ninja_plan, params, report
 from mla_suite.build.errors import BuildError, ObjectError
 from mla_suite.build.instances import Instance, instances
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
-from mla_suite import archs as arch_records
-from mla_suite.archs import CSRC
 
 
 def build(

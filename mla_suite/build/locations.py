@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mla_suite.build.errors import BuildError, ObjectError
 from mla_suite.archs import CSRC
+from mla_suite.build.errors import BuildError, ObjectError
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"

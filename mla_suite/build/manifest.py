@@ -9,11 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mla_suite.archs import CSRC
 from mla_suite.build import locations
 from mla_suite.build.errors import ObjectError
 from mla_suite.build.locations import MANIFEST, read_trusted, sha256
 from mla_suite.build.report import Loop
-from mla_suite.archs import CSRC
 
 SCHEMA = 1
 

@@ -226,9 +226,9 @@ def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
 
 def _built() -> list[str]:
     """AMD archs that have kernels here, and so can be emulated."""
+    from mla_suite import archs as arch
     from mla_suite.build import manifest
     from mla_suite.build.errors import ObjectError
-    from mla_suite import archs as arch
 
     try:
         built = {name for name, _ in manifest.installed().kernels}

@@ -63,8 +63,8 @@ def lint() -> int:
 
 def _tables() -> Iterator[tuple[Any, str, Path]]:
     """(format, table's name, file) of every table that is there."""
-    from mla_suite.bench import search
     from mla_suite import archs as arch
+    from mla_suite.bench import search
     from mla_suite.core import register, tuning
 
     for op in register.registry():
@@ -83,8 +83,8 @@ def _tune(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from mla_suite.bench import environment, search, store
     from mla_suite import archs as arch_records
+    from mla_suite.bench import environment, search, store
 
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")

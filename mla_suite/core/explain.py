@@ -99,7 +99,9 @@ def serving(op: str, arch: ArchSpec | None, device: str) -> str:
     return next(backend.name for backend in record.backends if backend.name in answers)
 
 
-def support_table(declared: Callable[[], AbstractContextManager[None]]) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+def support_table(
+    declared: Callable[[], AbstractContextManager[None]],
+) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
     """(arch -> operator -> backend, arch -> sentence for a record that is wrong).
 
     These are dispatch's answers for GPUs. `declared` is `launch.declared_kernels`, within which every declared kernel
@@ -108,8 +110,6 @@ def support_table(declared: Callable[[], AbstractContextManager[None]]) -> tuple
     good, bad = archs.specs()
     with declared():
         dispatch.clear_caches()
-        table = {
-            name: {op: serving(op, spec, "cuda") for op in register.registry()} for name, spec in good.items()
-        }
+        table = {name: {op: serving(op, spec, "cuda") for op in register.registry()} for name, spec in good.items()}
     dispatch.clear_caches()
     return table, bad

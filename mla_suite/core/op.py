@@ -141,7 +141,7 @@ class Op:
 
 def _as_float(value: Any) -> Any:
     """An int or a NumPy number as a float; anything else as it is, for torch to refuse."""
-    return float(value) if isinstance(value, int) or hasattr(value, "__array__") and not value.shape else value
+    return float(value) if isinstance(value, int) or (hasattr(value, "__array__") and not value.shape) else value
 
 
 def _as_int(value: Any) -> Any:

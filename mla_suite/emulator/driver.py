@@ -7,8 +7,8 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
-from mla_suite.build.manifest import KernelEntry
 from mla_suite.archs import ArchSpec
+from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.emulator.report import Report, SanitizerError

@@ -23,9 +23,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mla_suite.ops.plan.scheduler import Splits
 from mla_suite.ops.plan.metadata import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
+from mla_suite.ops.plan.scheduler import Splits
 
 FLASH_MLA_BLOCK = 64
 FLASH_MLA_WORDS = 8
@@ -259,7 +259,7 @@ def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
     layout = Layout(batch, workers, batch + workers)
     plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
     header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=0)
-    assemble(layout, header, *items_between(Cuts(places // _SPAN, places % _SPAN), batch), into=plan)
+    assemble(layout, header, *items_between(Splits(places // _SPAN, places % _SPAN), batch), into=plan)
     return plan
 
 

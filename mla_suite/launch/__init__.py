@@ -11,8 +11,8 @@ __all__ = [
     "LaunchError",
     "bind",
     "current_arch",
-    "emulate",
     "declared_kernels",
+    "emulate",
     "has_kernel",
     "launch",
 ]

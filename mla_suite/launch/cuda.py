@@ -10,8 +10,8 @@ from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
 from typing import Any
 
-from mla_suite.build.manifest import KernelEntry
 from mla_suite.archs import ArchSpec
+from mla_suite.build.manifest import KernelEntry
 from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,

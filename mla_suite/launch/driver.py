@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from mla_suite.build.manifest import KernelEntry
 from mla_suite.archs import ArchSpec
+from mla_suite.build.manifest import KernelEntry
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mla_suite.build.manifest import KernelEntry
 from mla_suite.archs import ArchSpec
+from mla_suite.build.manifest import KernelEntry
 from mla_suite.launch.driver import (
     CAPTURE_ERRORS,
     CAPTURE_MODE_RELAXED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mla_suite.core.dispatch import reference_backend
@@ -15,7 +17,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     if args.cos_sin is not None and args.positions is not None:
         rope = rotated(rope, args.cos_sin[args.positions[tokens].long()].float(), args.interleaved)
     rows = torch.cat([latent, rope], dim=-1)
-    caches.scatter(declared(args.kv_format), args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale)
+    caches.scatter(
+        declared(args.kv_format), args.kv_cache, args.slot_mapping[tokens].long(), rows, descale=args.kv_descale
+    )
 
 
 def written(slot_mapping: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,11 @@ COMBINE = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(dispatch.native_backend("combine"), dispatch.triton_backend("mla_suite.ops.combine.triton"), reference.BACKEND),
+        backends=(
+            dispatch.native_backend("combine"),
+            dispatch.triton_backend("mla_suite.ops.combine.triton"),
+            reference.BACKEND,
+        ),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -12,8 +13,12 @@ from mla_suite.core.dispatch import reference_backend
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     batch, rows = lse.shape
-    bounds = args.split_indptr.tolist() if args.split_indptr is not None else [b * args.num_splits for b in range(batch + 1)]
-    sink = None if args.attn_sink is None else args.attn_sink.repeat(rows // args.attn_sink.shape[0])  # row = query token x head
+    bounds = (
+        args.split_indptr.tolist() if args.split_indptr is not None else [b * args.num_splits for b in range(batch + 1)]
+    )
+    sink = (
+        None if args.attn_sink is None else args.attn_sink.repeat(rows // args.attn_sink.shape[0])
+    )  # row = query token x head
     for b, (first, end) in enumerate(pairwise(bounds)):
         if args.skip_single and end - first == 1:
             continue

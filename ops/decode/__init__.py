@@ -163,7 +163,12 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
         if args.q.shape[0] != batch:
             checks.fail("decode", "q", f"has shape {tuple(args.q.shape)}", f"seq_lens has {batch} sequences")
         if args.max_seqlen_q != 1 and args.max_seqlen_q != args.q.shape[1]:
-            checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", f"q has {args.q.shape[1]} query tokens per sequence")
+            checks.fail(
+                "decode",
+                "max_seqlen_q",
+                f"is {args.max_seqlen_q}",
+                f"q has {args.q.shape[1]} query tokens per sequence",
+            )
     else:
         checks.tensor("decode", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.q)
         checks.shape("decode", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
@@ -175,7 +180,9 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     if args.q_descale is not None:
         checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
         if args.q_descale.numel() != 1:
-            checks.fail("decode", "q_descale", f"has shape {tuple(args.q_descale.shape)}", "it takes one value: [] or [1]")
+            checks.fail(
+                "decode", "q_descale", f"has shape {tuple(args.q_descale.shape)}", "it takes one value: [] or [1]"
+            )
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
         checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
@@ -192,7 +199,9 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     if args.plan is not None:
         check_words("decode", args.plan, batch, args.q)
     if args.max_seqlen_kv < 0:
-        checks.fail("decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", "it takes the longest length, or 0 when unknown")
+        checks.fail(
+            "decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", "it takes the longest length, or 0 when unknown"
+        )
     check_splits("decode", args.num_splits, args.split_size)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
     return Output((*args.q.shape[:-1], args.head_dim_v), dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
@@ -264,7 +273,11 @@ DECODE = register(
         check=check,
         describe=describe,
         validate=validate_data.validate,
-        backends=(dispatch.native_backend("decode"), dispatch.triton_backend("mla_suite.ops.decode.triton"), reference.BACKEND),
+        backends=(
+            dispatch.native_backend("decode"),
+            dispatch.triton_backend("mla_suite.ops.decode.triton"),
+            reference.BACKEND,
+        ),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
     lens = args.seq_lens.tolist()
-    cuts = Plan.read(args.plan).cuts() if args.plan is not None else _cuts(args.seq_lens, args.num_splits, args.split_size)
+    cuts = (
+        Plan.read(args.plan).cuts() if args.plan is not None else _cuts(args.seq_lens, args.num_splits, args.split_size)
+    )
     bounds = args.cu_seqlens_q.tolist() if args.cu_seqlens_q is not None else None
     indptr = args.kv_indptr.tolist() if args.kv_indptr is not None else None
     for b, length in enumerate(lens):
@@ -59,9 +62,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, args.head_dim_v)
 
         combined = out.new_empty((1, q_len * heads, args.head_dim_v)), lse.new_empty((1, q_len * heads))
-        given = CombineArgs(
-            partial_out, partial_lse, None, args.attn_sink, num_splits=len(spans), out_dtype=out.dtype
-        )
+        given = CombineArgs(partial_out, partial_lse, None, args.attn_sink, num_splits=len(spans), out_dtype=out.dtype)
         combine(None, combined, given)
         out[at] = combined[0].view(q_len, heads, args.head_dim_v)
         lse[at] = combined[1].view(q_len, heads)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import tuning
 from mla_suite.archs import ArchSpec
+from mla_suite.core import tuning
 from mla_suite.core.tuning import Match, Value
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}

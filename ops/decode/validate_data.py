@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import torch
 
@@ -26,7 +27,11 @@ def validate(args: Any) -> None:
         _check_table(args.block_table, args.seq_lens, used, pages, page)
     elif args.kv_indptr is not None and args.kv_indices is not None:
         _check_ragged(args.kv_indptr, args.kv_indices, args.seq_lens, used, pages, page)
-    if args.rope_cos_sin is not None and args.seq_lens.numel() and int(args.seq_lens.max()) > args.rope_cos_sin.shape[0]:
+    if (
+        args.rope_cos_sin is not None
+        and args.seq_lens.numel()
+        and int(args.seq_lens.max()) > args.rope_cos_sin.shape[0]
+    ):
         given = f"has {args.rope_cos_sin.shape[0]} positions"
         checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(args.seq_lens.max())} keys")
     if args.plan is not None:

@@ -88,7 +88,7 @@ def plan(
 
 
 def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:
-    """Parts for sequences of `num_q_rows` query rows on a tensor's device: compute units over tiles of rows, 1 at least.
+    """Parts for sequences of `num_q_rows` query rows on a tensor's device: compute units over row tiles, 1 at least.
 
     Each tile of query rows takes a compute unit beside the others, so this number of work tiles run at a time.
     """
@@ -134,10 +134,17 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
     check_splits("plan", args.num_splits, args.split_size)
     if args.split_size > 0 and args.max_seqlen_kv < 1:
         checks.fail(
-            "plan", "max_seqlen_kv", f"is {args.max_seqlen_kv} with split_size={args.split_size}", "pass the longest length"
+            "plan",
+            "max_seqlen_kv",
+            f"is {args.max_seqlen_kv} with split_size={args.split_size}",
+            "pass the longest length",
         )
     place = metadata.layout_for(
-        batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size
+        batch,
+        args.num_sm_parts,
+        max_seqlen_kv=args.max_seqlen_kv,
+        num_splits=args.num_splits,
+        split_size=args.split_size,
     )
     if checks.certain(place.words * 4 > metadata.BYTE_LIMIT):
         given = f"would have {place.item_capacity} work tiles in {place.words * 4} bytes"
@@ -157,7 +164,15 @@ def check_splits(op: str, num_splits: int, split_size: int) -> None:
 
 
 def describe(args: PlanArgs) -> Problem:
-    return Problem(args.seq_lens.shape[0], args.num_heads, args.max_seqlen_q, args.num_sm_parts, args.max_seqlen_kv, args.num_splits, args.split_size)
+    return Problem(
+        args.seq_lens.shape[0],
+        args.num_heads,
+        args.max_seqlen_q,
+        args.num_sm_parts,
+        args.max_seqlen_kv,
+        args.num_splits,
+        args.split_size,
+    )
 
 
 def validate(args: PlanArgs) -> None:
@@ -218,7 +233,11 @@ PLAN = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(dispatch.native_backend("plan"), dispatch.triton_backend("mla_suite.ops.plan.triton"), reference.BACKEND),
+        backends=(
+            dispatch.native_backend("plan"),
+            dispatch.triton_backend("mla_suite.ops.plan.triton"),
+            reference.BACKEND,
+        ),
         samples=samples.samples,
         defaults=_defaults,
     )

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mla_suite.core.dispatch import reference_backend
 from mla_suite.launch import current_arch
 from mla_suite.ops.plan import metadata as words
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, Splits, balanced_splits, round_up, scheduler_costs
 from mla_suite.ops.plan.metadata import OPEN
+from mla_suite.ops.plan.scheduler import (
+    SPLIT_ALIGNMENT,
+    SchedulerCosts,
+    Splits,
+    balanced_splits,
+    round_up,
+    scheduler_costs,
+)
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     batch = args.seq_lens.shape[0]
-    place = words.layout_for(batch, args.num_sm_parts, max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size)
+    place = words.layout_for(
+        batch,
+        args.num_sm_parts,
+        max_seqlen_kv=args.max_seqlen_kv,
+        num_splits=args.num_splits,
+        split_size=args.split_size,
+    )
     kv_lens = args.seq_lens.long()
     if args.cu_seqlens_q is not None:
         kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
@@ -22,7 +37,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), args.num_splits, costs, args.num_sm_parts)
     elif args.split_size > 0:
         size = torch.full_like(kv_lens, args.split_size)
-        parts = _uniform(kv_lens, size, int(words.splits_of(args.max_seqlen_kv, args.split_size)), costs, args.num_sm_parts)
+        parts = _uniform(
+            kv_lens, size, int(words.splits_of(args.max_seqlen_kv, args.split_size)), costs, args.num_sm_parts
+        )
     else:
         parts = _balanced(kv_lens, costs, args.num_sm_parts)
     header = place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
@@ -58,7 +75,9 @@ def _uniform(
     return split_indptr, work_indptr, items
 
 
-def _balanced(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _balanced(
+    kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     batch = kv_lens.shape[0]
     if batch == 0:
         nothing = torch.zeros(num_sm_parts + 1, dtype=torch.int64, device=kv_lens.device)

@@ -31,7 +31,9 @@ def sample(
         return (seq_lens, cu_seqlens_q), sizes | split
 
     mode = f"-n{num_splits}" if num_splits else f"-s{split_size}" if split_size else ""
-    name = f"b{len(lens)}-kv{max(lens)}-r{num_heads * max_seqlen_q}-p{num_sm_parts}{mode}" + ("-varlen" if varlen else "")
+    name = f"b{len(lens)}-kv{max(lens)}-r{num_heads * max_seqlen_q}-p{num_sm_parts}{mode}" + (
+        "-varlen" if varlen else ""
+    )
     return Sample(name, make, 8 * len(lens) + 4 * num_sm_parts, 0)
 
 

@@ -1,8 +1,9 @@
 """The load balancer of plan: the cost of a work tile, and the splits of a balanced plan.
 
-Costs are in units of the time that a compute unit takes to stream one key, all integers, so a device kernel that follows
-the same steps makes the same plan bit for bit. The steps are one prefix sum over the sequences and then independent
-work per (candidate, split): a binary search in the prefix sum and a few additions, then a minimum over the candidates.
+Costs are in units of the time that a compute unit takes to stream one key, all integers, so a device kernel that
+follows the same steps makes the same plan bit for bit. The steps are one prefix sum over the sequences and then
+independent work per (candidate, split): a binary search in the prefix sum and a few additions, then a minimum over the
+candidates.
 
     cost(work tile) = keys, rounded up to SPLIT_ALIGNMENT, + tile
                       + 2 partial_rows if its sequence is split           writing an fp32 partial
@@ -71,7 +72,7 @@ def tile_rows(arch: ArchSpec | None) -> int:
 
 
 class Splits(NamedTuple):
-    """Split j of a plan begins before key `key[j]` of sequence `sequence[j]`; j from 0 (start) to num_sm_parts (end)."""
+    """Split j of a plan begins before key `key[j]` of sequence `sequence[j]`; j is 0 to num_sm_parts, the end."""
 
     sequence: torch.Tensor  # [num_sm_parts + 1]
     key: torch.Tensor  # [num_sm_parts + 1], 0 at a boundary between sequences

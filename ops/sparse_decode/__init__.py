@@ -222,7 +222,9 @@ def validate(args: SparseDecodeArgs) -> None:
                 possible = f"indices[{i}] has {index.shape[-1]} entries per query token"
                 checks.fail("sparse_decode", f"topk_lengths[{i}]", f"holds lengths {least}..{most}", possible)
     if args.plan is not None:
-        check_plan("sparse_decode", args.plan, int(_tokens(args.q)), "q's query tokens are", args.num_splits, args.split_size)
+        check_plan(
+            "sparse_decode", args.plan, int(_tokens(args.q)), "q's query tokens are", args.num_splits, args.split_size
+        )
 
 
 SPARSE_DECODE = register(
@@ -233,7 +235,11 @@ SPARSE_DECODE = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(dispatch.native_backend("sparse_decode"), dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"), reference.BACKEND),
+        backends=(
+            dispatch.native_backend("sparse_decode"),
+            dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"),
+            reference.BACKEND,
+        ),
         samples=samples.samples,
         outputs=("out", "lse"),
     )

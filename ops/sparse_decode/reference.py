@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         scores = args.q[here].float() @ keys.T * args.softmax_scale  # [heads, keys]
         lse[here] = torch.logsumexp(scores, dim=-1)
         denominator = lse[here] if args.attn_sink is None else torch.logaddexp(lse[here], args.attn_sink)
-        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, :args.head_dim_v]
+        out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, : args.head_dim_v]
 
 
 def selected(

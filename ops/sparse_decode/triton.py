@@ -20,8 +20,8 @@ from mla_suite.launch.device import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import merge
 from mla_suite.ops.decode.triton_config import Tile
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.plan.metadata import splits_of
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -179,7 +179,9 @@ def attend_pool(
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if not COMPILES:
-        return Unsupported(f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings")
+        return Unsupported(
+            f"triton {triton.__version__} cannot compile it; it takes 3.6 or newer, as torch 2.10 brings"
+        )
     values, rest = problem.head_dim_v, problem.head_dim - problem.head_dim_v
     if values & (values - 1) or rest & (rest - 1) or values < 16 or 0 < rest < 16:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
@@ -188,7 +190,9 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         if kind.scale_rule is not None and values != kind.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)
-    return Supported(tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read")
+    return Supported(
+        tile, f"Triton with tiles of {tile.rows} heads x {tile.keys} keys; a plan is not needed and not read"
+    )
 
 
 def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
@@ -219,12 +223,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     if tokens == 0 or heads == 0:
         return
     # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
-    args.kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
-    lists = zip(args.kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
+    kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
+    lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or _splits(tokens, tiles, args.indices, args.indptrs, args.split_size)
-    partial_out, partial_lse = partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
+    partial_out, partial_lse = (
+        partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
+    )
     sparse_decode_kernel[(tiles * tokens * splits,)](
         queries,
         pools,

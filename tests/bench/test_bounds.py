@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mla_suite import archs as arch_records
 from mla_suite.bench import bounds, sets
 from mla_suite.build import manifest
-from mla_suite import archs as arch_records
 from mla_suite.emulator import Report, machine
 from mla_suite.emulator.report import Finding
 

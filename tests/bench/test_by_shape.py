@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from mla_suite import archs
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
-from mla_suite import archs
 from mla_suite.core.op import Op
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -9,6 +9,7 @@ from mla_suite.bench import clock, contenders, inputs, run, sets
 from mla_suite.bench.clock import Effort
 from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Backend, Supported
+from mla_suite.core.op import Op
 from mla_suite.ops.sparse_decode.samples import PoolShape
 
 CPU = torch.device("cpu")

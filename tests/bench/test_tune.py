@@ -13,17 +13,16 @@ import runs
 import simulated
 import torch
 
+from mla_suite import archs as arch
 from mla_suite.__main__ import main
 from mla_suite.bench import environment, noise, search, sets, store
 from mla_suite.bench.clock import Effort
 from mla_suite.bench.contenders import Contender
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.search import Outcome
-from mla_suite import archs as arch
 from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.dispatch import Backend, Supported
-from mla_suite.core.tuning import SearchSpace
-from mla_suite.core.tuning import Format, Integer
+from mla_suite.core.tuning import Format, Integer, SearchSpace
 from mla_suite.ops.decode import search as decode_search
 
 CASE = sets.combine(2, 4, 3)
@@ -46,16 +45,19 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     op = register.get("combine")
     reference = op.backends[-1]
 
-    def run(point: int, outputs: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> None:
-        if point == BROKEN:
-            raise RuntimeError("too many registers")
-        reference.run(None, outputs, *args, **kwargs)
-        if point == WRONG:
-            outputs[0][0, 0] *= 2
+    def prepare(point: int, outputs: tuple[torch.Tensor, ...], args: Any) -> Any:
+        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            if point == BROKEN:
+                raise RuntimeError("too many registers")
+            reference.run(None, outputs, args)
+            if point == WRONG:
+                outputs[0][0, 0] *= 2
 
-    native = Backend("native", lambda problem, arch: Supported(0, "rule"), run)
-    triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), run)
-    monkeypatch.setattr(library, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
+        return launch
+
+    native = Backend("native", lambda problem, arch: Supported(0, "rule"), prepare)
+    triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), prepare)
+    monkeypatch.setattr(register, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
     tuning.clear_cache()
@@ -314,8 +316,8 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
     from mla_suite.ops.decode import problem as problem_of
-    from mla_suite.ops.decode import triton_config as tiles
     from mla_suite.ops.decode import triton as triton_kernel
+    from mla_suite.ops.decode import triton_config as tiles
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
     problem = problem_of(*args, **kwargs)

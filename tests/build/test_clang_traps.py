@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from mla_suite.build import compilers, report
 from mla_suite.archs import CSRC
+from mla_suite.build import compilers, report
 
 
 def assembly(tmp_path, source, compiler):

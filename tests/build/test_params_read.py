@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
+from mla_suite.archs import CSRC
 from mla_suite.build import compilers, params
 from mla_suite.build.instances import instances
-from mla_suite.archs import CSRC
 
 AN_ARRAY = re.compile(r"\w+_map_\d+|\w+_[0-3]")  # walked from its first element
 WHERE_READ = {"combine": "sm_90"}  # by one arch's kernels together, of those that share the struct

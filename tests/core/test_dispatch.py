@@ -84,7 +84,10 @@ def test_a_backend_is_asked_once_per_problem():
 
 def test_a_backend_of_another_device_is_not_asked():
     asked: list[object] = []
-    backends = (backend("triton", Supported(None, "rule"), asked, ("cuda",)), backend("reference", Supported(None, "always")))
+    backends = (
+        backend("triton", Supported(None, "rule"), asked, ("cuda",)),
+        backend("reference", Supported(None, "always")),
+    )
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
     assert (choice.backend.name, asked) == ("reference", [])
     assert choice.refused == (("triton", "needs cuda tensors, got cpu"),)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mla_suite.archs.common.combine_config import FORMAT
 from mla_suite.core import tuning
 from mla_suite.core.tuning import Choice, Format, Integer
-from mla_suite.archs.common.combine_config import FORMAT
 
 FORM = Format(
     op="sum",

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mla_suite.build import compilers
 from mla_suite.archs import CSRC
+from mla_suite.build import compilers
 from mla_suite.emulator import Emulator, Memory, Report
 
 ARCHS = ("gfx942", "gfx950")

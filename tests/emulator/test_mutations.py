@@ -21,22 +21,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from backend_calls import BackendCalls
 from mutations import KINDS, Launch, contents, deletions, instruction, mutate, table, why_redundant
 
 import mla_suite
-from mla_suite.build import compilers
 from mla_suite import archs
 from mla_suite.archs import CSRC
+from mla_suite.archs.common import combine_config
+from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
+from mla_suite.build import compilers
+from mla_suite.core import register
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
 from mla_suite.launch import has_kernel
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
-from mla_suite.core import register
-from mla_suite.archs.common import combine_config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
 from mla_suite.ops.sparse_decode.samples import sample as sparse_sample
-from backend_calls import BackendCalls
 
 WIDTH = {"gfx942": 4, "gfx950": 16}
 CPU = torch.device("cpu")

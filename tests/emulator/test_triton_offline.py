@@ -18,8 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton_offline import Launch, launches
 
-from mla_suite import testing
-from mla_suite import archs
+from mla_suite import archs, testing
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 from merges import HEADS, INF, NAN, SPLITS, TOKENS, assert_rounded, exact, hard_to_round, partials, special
 
-from mla_suite.core import dispatch
 from mla_suite.archs.common import combine_config as config
+from mla_suite.core import dispatch
 from mla_suite.ops.combine import COMBINE
 from mla_suite.testing import Exact, assert_close, poison
 

@@ -18,8 +18,8 @@ from decode_calls import (
     require_kernels,
 )
 
-from mla_suite.core import dispatch
 from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 

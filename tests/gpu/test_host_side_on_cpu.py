@@ -16,8 +16,8 @@ from gpu_problems import CASES, CPU, Problem, tensors
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_suite.build import manifest
 from mla_suite import archs as arch
+from mla_suite.build import manifest
 from mla_suite.core.op import Sample
 from mla_suite.launch import launcher, tensor_map
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 
-from mla_suite.core import dispatch
 from mla_suite.archs.common.plan import FEW, MAX_SEQUENCES
+from mla_suite.core import dispatch
 from mla_suite.ops.plan import PLAN, scheduler
 from mla_suite.testing import poison
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(PLAN, "native")
 REFERENCE = BackendCalls(PLAN, "reference")
@@ -52,7 +52,11 @@ def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given
 @pytest.mark.parametrize("batch", BATCHES)
 def test_random_lengths(batch: int, workers: int) -> None:
     for longest in (1, 5000, 200_000):
-        check(torch.randint(0, longest + 1, (batch,)).tolist(), num_heads=(16, 128, 300)[longest % 3], num_sm_parts=workers)
+        check(
+            torch.randint(0, longest + 1, (batch,)).tolist(),
+            num_heads=(16, 128, 300)[longest % 3],
+            num_sm_parts=workers,
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128, 4096, 10**9])

@@ -11,12 +11,12 @@ import torch
 from gpu_problems import Recorded, moved
 
 import mla_suite
+from mla_suite.archs.sm_90.sparse_decode import SLOTS, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.archs.sm_90.sparse_decode import SLOTS, WIDTHS
 from mla_suite.testing import poison
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))

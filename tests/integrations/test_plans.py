@@ -40,7 +40,9 @@ class Toy:
         return torch.stack([self.attend(b, 0, n)[0] for b, n in enumerate(self.lengths)])
 
     def plan(self, workers, **choices):
-        return mla_suite.plan(self.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=max(self.lengths) or 1, **choices)
+        return mla_suite.plan(
+            self.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=max(self.lengths) or 1, **choices
+        )
 
 
 def merged(partials):

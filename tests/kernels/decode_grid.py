@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_suite import emulator
+from mla_suite import archs, emulator
 from mla_suite.build import compilers, manifest
-from mla_suite import archs
 from mla_suite.core import dispatch
 from mla_suite.core.op import Sample
 from mla_suite.launch import scratch

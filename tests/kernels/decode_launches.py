@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+from backend_calls import BackendCalls
 
-from mla_suite.build import params
 from mla_suite import archs
-from mla_suite.launch import tensor_map
 from mla_suite.archs.common import combine
 from mla_suite.archs.common import decode as launching
 from mla_suite.archs.sm_90 import decode as sm_90
+from mla_suite.build import params
+from mla_suite.launch import tensor_map
 from mla_suite.ops.decode import DECODE
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(DECODE, "native")
 

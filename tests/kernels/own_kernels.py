@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from mla_suite.build import compilers
 from mla_suite.archs import CSRC
+from mla_suite.build import compilers
 
 
 def assembly(name: str, arch: str, folder: Path) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 
 import mla_suite
-from mla_suite import emulator
-from mla_suite import archs
+from mla_suite import archs, emulator
+from mla_suite.archs.common import append_kv as kernels
+from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
 from mla_suite.launch import has_kernel
-from mla_suite.archs.common import append_kv as kernels
-from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.ops.append_kv import APPEND_KV
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(APPEND_KV, "native")
 REFERENCE = BackendCalls(APPEND_KV, "reference")

@@ -7,15 +7,15 @@ import itertools
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 
 from mla_suite import archs
-from mla_suite.core import dispatch, tuning
 from mla_suite.archs.common import combine as kernels
 from mla_suite.archs.common import combine_config as config
 from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
+from mla_suite.core import dispatch, tuning
 from mla_suite.ops.combine import COMBINE
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(COMBINE, "native")
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from merges import (
     HEADS,
     INF,
@@ -23,19 +24,17 @@ from merges import (
 )
 
 import mla_suite
-from mla_suite import emulator
-from mla_suite.build import compilers
-from mla_suite import archs
-from mla_suite.core import dispatch
+from mla_suite import archs, emulator
 from mla_suite.archs import CSRC
-from mla_suite.launch import has_kernel
-from mla_suite.launch.driver import LaunchError
 from mla_suite.archs.common import combine as kernels
 from mla_suite.archs.common import combine_config as config
 from mla_suite.archs.common.combine_config import CombineConfig
+from mla_suite.build import compilers
+from mla_suite.core import dispatch
+from mla_suite.launch import has_kernel
+from mla_suite.launch.driver import LaunchError
 from mla_suite.ops.combine import COMBINE
 from mla_suite.testing import assert_close, poison
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(COMBINE, "native")
 
@@ -133,7 +132,9 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
 
 @pytest.mark.parametrize("waves_share_a_row", [True, False])
 def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
-    point = config.invariant(arch, 512) if waves_share_a_row else CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
+    point = (
+        config.invariant(arch, 512) if waves_share_a_row else CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
+    )
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
     dispatch.clear_caches()
     out, lse = special()
@@ -217,8 +218,9 @@ def test_merge_of_ragged_queries(arch):
     )
     cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
     given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
-    launch = native.launcher(prepared, out, partial(kernels.buffers, partly=True))
-    launch([0 if tensor is None else tensor.data_ptr() for tensor in given], given)
+    enqueue = kernels.bind_launch(prepared, out, partial(kernels.buffers, partly=True))
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+    enqueue(kernels.pack_pointers(*addresses) + prepared.numbers, given)
     wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
     assert_close(out[:1], lse[:1], wanted)
     assert bool(out[1:].isnan().all())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from decode_grid import (
     COARSE,
     CPU,
@@ -20,15 +21,13 @@ from decode_grid import (
 )
 
 import mla_suite
-from mla_suite import emulator
+from mla_suite import archs, emulator
+from mla_suite.archs.gfx950.decode import Gfx950Config
 from mla_suite.build import manifest
-from mla_suite import archs
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
-from mla_suite.archs.gfx950.decode import Gfx950Config
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(DECODE, "native")
 

@@ -6,8 +6,8 @@ import pytest
 from decode_launches import launched
 
 from mla_suite.archs.common import combine
-from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.archs.sm_90.decode import EXCHANGE
+from mla_suite.ops.decode.samples import decode_sample
 
 
 @pytest.mark.parametrize(

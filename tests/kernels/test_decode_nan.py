@@ -10,6 +10,7 @@ from decode_grid import CPU, FP8_NAN, assert_within_bound
 import mla_suite
 from mla_suite import archs
 from mla_suite.launch import has_kernel
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
@@ -105,7 +106,9 @@ def test_nan_in_a_descale(arch, nan, at, heads):
     choice = grid.chosen(arch, args, kwargs)
     assert choice.backend.name == "native"
     out, lse = torch.zeros(2, 1, heads, 512, dtype=torch.bfloat16), torch.zeros(2, 1, heads)
-    choice.backend.run(choice.supported.config, (out, lse), DECODE.Args(*args, **kwargs))  # as on a GPU, where values are not checked
+    choice.backend.run(
+        choice.supported.config, (out, lse), DECODE.Args(*args, **kwargs)
+    )  # as on a GPU, where values are not checked
     assert bool(out.isnan().all() and lse.isnan().all())
 
 

@@ -8,22 +8,22 @@ import subprocess
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from decode_launches import CPU, H200, launched
 
-from mla_suite.build import compilers, manifest, params
-from mla_suite.build.instances import instances
 from mla_suite import archs
 from mla_suite.archs import CSRC
-from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch import DriverError, has_kernel, tensor_map
 from mla_suite.archs.sm_90 import decode as sm_90
 from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
+from mla_suite.build import compilers, manifest, params
+from mla_suite.build.instances import instances
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.launch import DriverError, has_kernel, tensor_map
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_items
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(DECODE, "native")
 

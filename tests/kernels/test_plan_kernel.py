@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
-from mla_suite import emulator
-from mla_suite import archs
+from mla_suite import archs, emulator
+from mla_suite.archs.cdna import PLAN_WAVES
+from mla_suite.archs.common import plan as kernels
+from mla_suite.archs.common.plan import MAX_SEQUENCES, PlanConfig
 from mla_suite.core import dispatch
 from mla_suite.launch import has_kernel
-from mla_suite.archs.common import plan as kernels
-from mla_suite.archs.common.plan import MAX_SEQUENCES
 from mla_suite.ops.plan import PLAN, reference, samples, scheduler
 from mla_suite.testing import poison
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(PLAN, "native")
 
@@ -28,7 +29,7 @@ ARCHS = ("gfx942", "gfx950")
 def record(name):
     found = archs.get(name)
     for step in ("search", "balanced", "uniform"):
-        needed = native.instance(found, step, batch=1)
+        needed = PlanConfig(found, PLAN_WAVES).instance(step, batch=1)
         if not has_kernel(name, needed):
             pytest.skip(f"{needed} is not built for {name}; run `python -m mla_suite build`")
     return found
@@ -38,7 +39,7 @@ def words(args, kwargs, arch=None):
     """The words of a plan in poisoned memory: the reference's, or those of an arch's kernels."""
     made = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in PLAN.specify(*args, **kwargs)]
     if arch is None:
-        reference.run(None, tuple(made), *args, **kwargs)
+        reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
         return made[0]
     offer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
     assert isinstance(offer, dispatch.Supported), offer
@@ -76,7 +77,9 @@ def test_samples(sample):
 @pytest.mark.parametrize("batch", [1, 3, 128])
 def test_balanced(batch, workers):
     for longest, rows in ((4096, 16), (200_000, 128)):
-        check((torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(num_sm_parts=workers, num_heads=rows))
+        check(
+            (torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(num_sm_parts=workers, num_heads=rows)
+        )
 
 
 def test_the_most_workers():
@@ -106,19 +109,23 @@ def test_balanced_edges(seq_lens):
 @pytest.mark.parametrize("rows", [1, 128])
 def test_lines_that_32_bits_just_hold_or_do_not(rows):
     """Places on a line are reckoned in 32 bits as long as (item + 1) times the line is no more than they hold."""
-    item = cost.item_cost(rows)
+    item = scheduler.tile_cost(rows)
     most = (2**31 - 1) // (item + 1) - item  # keys of one sequence
-    whole = most // cost.GRANULE * cost.GRANULE
-    for keys in (whole, whole + cost.GRANULE):
+    whole = most // scheduler.SPLIT_ALIGNMENT * scheduler.SPLIT_ALIGNMENT
+    for keys in (whole, whole + scheduler.SPLIT_ALIGNMENT):
         for others in ((), (1,), (70_000, 64, 0)):
-            check((lens(keys - sum(cost.round_up(other) + item for other in others), *others),), arguments(num_heads=rows))
+            check(
+                (lens(keys - sum(scheduler.round_up(other) + item for other in others), *others),),
+                arguments(num_heads=rows),
+            )
 
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_the_figures_of_sm_90(monkeypatch, name):
     """Its kernels are of the same source, and cannot run here: the emulated ones are given its figures."""
-    for module in (native, reference):
-        monkeypatch.setattr(module, "figures", lambda arch, rows: cost.figures(archs.get("sm_90"), rows))
+    costs_there = partial(scheduler.scheduler_costs, archs.get("sm_90"))
+    for module in (kernels, reference):
+        monkeypatch.setattr(module, "scheduler_costs", lambda arch, rows: costs_there(rows))
     monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
     for seq_lens in (lens(8192), lens(*[3200] * 32), lens(*[512] * 128), torch.randint(0, 30_000, (50,)).int()):
         for rows, workers in ((16, 132), (128, 66), (300, 33)):

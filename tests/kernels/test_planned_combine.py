@@ -11,9 +11,9 @@ from own_kernels import assembly
 
 import mla_suite
 from mla_suite import archs
-from mla_suite.emulator import Emulator, Memory
 from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import PersistentCombineConfig
+from mla_suite.emulator import Emulator, Memory
 from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
 from mla_suite.testing import assert_close, poison
 

@@ -6,20 +6,19 @@ import os
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from decode_grid import assert_within_bound
 from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite import emulator
+from mla_suite import archs, emulator
+from mla_suite.archs.gfx950.sparse_decode import RECORDS, ROWS, SparseConfig, record_of, tile_rows
 from mla_suite.build import compilers, manifest
-from mla_suite import archs
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from mla_suite.archs.gfx950.sparse_decode import RECORDS, ROWS, SparseConfig, record_of, tile_rows
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
 

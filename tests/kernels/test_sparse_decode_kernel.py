@@ -6,6 +6,7 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
+from mla_suite.ops.sparse_decode.config import SparseConfig
 from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
 
 import mla_suite
@@ -13,7 +14,6 @@ from mla_suite import emulator
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
-from mla_suite.ops.sparse_decode.config import SparseConfig
 
 EMULATED = sparse_runs.Machine(attend)
 check = EMULATED.check

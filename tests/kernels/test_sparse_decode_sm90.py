@@ -6,27 +6,25 @@ import subprocess
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from sparse_problems import POOLS, in_mode, problem
 
-from mla_suite.build import compilers, manifest, params
-from mla_suite.build.instances import instances
 from mla_suite import archs
 from mla_suite.archs import CSRC
-from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.archs.common import combine
 from mla_suite.archs.common import sparse_decode as launching
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, WIDTHS, Sm90SparseConfig
+from mla_suite.build import compilers, manifest, params
+from mla_suite.build.instances import instances
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
-CONFIGS = [
-    Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]
-]
+CONFIGS = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
 
 
 def test_every_record_is_declared():

@@ -105,7 +105,9 @@ def test_split_counts():
     assert best_splits(H200, "tma", 128, 16, 8192 // BLOCK_N) == 1
     assert best_splits(H200, "tma", 64, 128, 256 // BLOCK_N) == 1, "its CTAs fill the device"
     assert best_splits(H200, "tma", 32, 128, 256 // BLOCK_N) == 2
-    assert best_splits(H200, "tma", 32, 128, 8192 // BLOCK_N) == 2, "two row tiles of 32 sequences leave half of it idle"
+    assert best_splits(H200, "tma", 32, 128, 8192 // BLOCK_N) == 2, (
+        "two row tiles of 32 sequences leave half of it idle"
+    )
     assert best_splits(H200, "tma", 1, 16, 8192 // BLOCK_N) >= 64
     assert best_splits(H200, "tma", 1, 16, 1) == 1
     assert best_splits(H200, "tma", 1, 16, 0) == 1

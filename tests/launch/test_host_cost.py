@@ -11,16 +11,16 @@ import torch
 from stub_drivers import FakeTorch, Stub
 
 import mla_suite
-from mla_suite.build.params import load
 from mla_suite import archs as arch
+from mla_suite.archs.common import combine as combine_launches
+from mla_suite.archs.common import combine_config as configs
+from mla_suite.archs.common import decode as decode_launches
+from mla_suite.build.params import load
 from mla_suite.core import dispatch, eager, register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
 from mla_suite.launch.hip import HipDriver
-from mla_suite.archs.common import combine as combine_launches
-from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common import decode as decode_launches
 
 INT32 = {"dtype": torch.int32}
 NEEDED = {

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_suite
-from mla_suite.build.instances import instances
 from mla_suite import archs
+from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
+from mla_suite.build.instances import instances
+from mla_suite.core.register import get
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
-from mla_suite.archs.sm_90 import APPEND_BULK_BYTES, Kernels
-from mla_suite.core.register import get
 from mla_suite.ops.append_kv.samples import sample
 
 NAMES = tuple(KV_FORMATS)

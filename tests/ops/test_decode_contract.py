@@ -8,20 +8,20 @@ import weakref
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 from torch import is_tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite import kv_formats
 from mla_suite import archs as arch
+from mla_suite import kv_formats
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import assert_close, exact_decode
-from backend_calls import BackendCalls
 
 NATIVE = BackendCalls(DECODE, "native")
 REFERENCE = BackendCalls(DECODE, "reference")

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import mla_suite
-from mla_suite.build import compilers, manifest
 from mla_suite import archs
+from mla_suite.archs.common import decode_table
+from mla_suite.build import compilers, manifest
 from mla_suite.core import dispatch, tuning
 from mla_suite.launch import has_kernel
-from mla_suite.archs.common import decode_table
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
@@ -46,7 +46,9 @@ def test_the_table_is_sound():
     assert tuning.lint(decode_table.FORMAT, "gfx950", TABLE) == ()
     kinds = {(row.values["policy"], row.provenance["kind"]) for row in tuning.rows(decode_table.FORMAT, "gfx950")}
     assert kinds == {("aiter-pr3003", "published"), ("default", "counted")}
-    published = [row.values for row in tuning.rows(decode_table.FORMAT, "gfx950") if row.values["policy"] == "aiter-pr3003"]
+    published = [
+        row.values for row in tuning.rows(decode_table.FORMAT, "gfx950") if row.values["policy"] == "aiter-pr3003"
+    ]
     native = [(row["batch"], row["context"]) for row in published if row["use"] != decode_table.TRITON]
     assert native == PUBLISHED
 

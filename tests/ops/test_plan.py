@@ -15,7 +15,6 @@ import mla_suite
 from mla_suite import archs as arch
 from mla_suite.archs.sm_90 import costs, tile
 from mla_suite.ops.plan import PlanArgs, reference
-from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 from mla_suite.ops.plan.metadata import (
     COUNTERS,
     HEADER_WORDS,
@@ -26,6 +25,7 @@ from mla_suite.ops.plan.metadata import (
     most_items,
     smallest_words,
 )
+from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -105,7 +105,11 @@ def by_hand(lens, sums, workers):
         b = bisect.bisect_right(line, place) - 1
         if b == len(lens):
             return b, 0
-        near = (((place - line[b]) * keys[b] // (keys[b] + fixed)) + SPLIT_ALIGNMENT // 2) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
+        near = (
+            (((place - line[b]) * keys[b] // (keys[b] + fixed)) + SPLIT_ALIGNMENT // 2)
+            // SPLIT_ALIGNMENT
+            * SPLIT_ALIGNMENT
+        )
         if not split:
             return b + (2 * (place - line[b]) > keys[b] + fixed), 0
         if near < crumb or keys[b] - near < crumb:
@@ -258,8 +262,15 @@ def test_equal_sequences_are_cut_as_well_as_any_equal_cut(batch, length, rows):
     workers, tile_rows = 132, min(rows, 128)
     slowest, merge = cost_of(Plan.read(make([length] * batch, rows=rows, workers=workers)), [length] * batch, rows)
     pieces = range(2, workers // batch + 1)
-    tried = [-(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows for n in pieces]
-    assert slowest + merge <= min([*tried, -(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows)]) + SPLIT_ALIGNMENT + tile_rows
+    tried = [
+        -(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows for n in pieces
+    ]
+    assert (
+        slowest + merge
+        <= min([*tried, -(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows)])
+        + SPLIT_ALIGNMENT
+        + tile_rows
+    )
 
 
 def test_the_figures_of_an_arch():
@@ -376,7 +387,12 @@ def test_where_kernels_find_the_words(batch, workers):
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(change, words):
-    arguments = {"seq_lens": torch.tensor([3, 4], dtype=torch.int32), "num_heads": 1, "num_sm_parts": 2, "max_seqlen_kv": 100}
+    arguments = {
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
+        "num_heads": 1,
+        "num_sm_parts": 2,
+        "max_seqlen_kv": 100,
+    }
     with pytest.raises((ValueError, TypeError), match=words):
         mla_suite.plan(**(arguments | change))
 

@@ -47,7 +47,9 @@ def test_random_lengths(kind: str, mode: str) -> None:
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
         most = max(max(lens), 1)
         assert_same_words(
-            sample(lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split)
+            sample(
+                lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split
+            )
         )
 
 
@@ -75,6 +77,9 @@ def test_sequences_without_query_tokens_and_no_sequences() -> None:
     lens, cu = torch.tensor([500, 9000, 64], dtype=torch.int32), torch.tensor([0, 2, 2, 3], dtype=torch.int32)
     for split in ({}, {"num_splits": 2}):
         for chosen, bounds in ((lens, cu), (lens[:0], None), (lens[:0], cu[:1])):
-            kwargs = dict(num_heads=16, max_seqlen_q=1, num_sm_parts=5, max_seqlen_kv=9000, num_splits=0, split_size=0) | split
+            kwargs = (
+                dict(num_heads=16, max_seqlen_q=1, num_sm_parts=5, max_seqlen_kv=9000, num_splits=0, split_size=0)
+                | split
+            )
             expected = torch.ops.mla_suite.plan(chosen, bounds, **kwargs)
             assert torch.equal(run(plan, "plan", (chosen, bounds), kwargs)[0], expected)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from mla_suite import archs as arch
-from mla_suite.core import register, tuning
 from mla_suite.archs import ArchSpec
+from mla_suite.core import register, tuning
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Sample
-from mla_suite.ops.decode import triton_config as tiles
 from mla_suite.ops.decode import triton as decode
+from mla_suite.ops.decode import triton_config as tiles
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode import triton as sparse_decode
 from mla_suite.ops.sparse_decode.samples import PoolShape

@@ -73,7 +73,7 @@ def copy_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...])
 def written_buffers(
     slots: int, rows: int, results: tuple[torch.Tensor, torch.Tensor], scratch: torch.Tensor | None
 ) -> Iterator[Buffer]:
-    """The tensors that a kernel writes: the results, and partials of `slots` splits of `rows` where there is scratch."""
+    """The tensors that a kernel writes: results, and partials of `slots` splits of `rows` where there is scratch."""
     tensors = dict(zip(("out", "lse"), results, strict=True))
     if scratch is not None:
         partials = shaped(scratch, slots, rows, results[0].shape[-1])

@@ -127,7 +127,7 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
 
 
 def invariant(arch: ArchSpec, head_dim_v: int) -> CombineConfig:
-    """The configuration whose order of combining is the same in every batch: it may not depend on how many rows there are."""
+    """The configuration whose order of combining is the same in every batch, however many rows it has."""
     return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
 
 
@@ -172,7 +172,9 @@ FORMAT = tuning.Format(
 """Tables of combine: the shape, then rows per workgroup, vector width, waves and slices."""
 
 
-def choose(arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int) -> tuple[CombineConfig, str]:
+def choose(
+    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int
+) -> tuple[CombineConfig, str]:
     """The point for a problem, and why: a row of a table within a factor of two, else the rule."""
     key: dict[str, int | str] = dict(
         head_dim_v=head_dim_v,

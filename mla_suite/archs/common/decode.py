@@ -1,4 +1,4 @@
-"""Launching decode: what every arch's kernels share. An arch says which kernel, how many splits and how it is called."""
+"""Launching decode: parts that every arch shares. An arch says which kernel, how many splits and how it is called."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def _entries(args: DecodeArgs) -> int:
 class Splits(NamedTuple):
     """How the keys of sequences are split.
 
-    count     equal splits per sequence; 1 with a plan, which has its own
+    number    equal splits per sequence; 1 with a plan, which has its own
     partials  partial results per sequence; 1 is the result itself
     size      keys of a split in batch-invariant mode, else 0
     """
 
-    count: int
+    number: int
     partials: int
     size: int
 
@@ -108,7 +108,7 @@ class Splits(NamedTuple):
 
     def tiles(self, shape: Shape) -> int:
         """Work tiles that a launch walks."""
-        return self.slots(shape) if shape.plan_words else shape.batch * self.count
+        return self.slots(shape) if shape.plan_words else shape.batch * self.number
 
 
 def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
@@ -125,16 +125,14 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
         page=shape.page_size,
         page_magic=page_magic,
         page_shift=page_shift,
-        num_splits=splits.count,
-        split_size=splits.size if splits.count > 1 and not args.num_splits else 0,
+        num_splits=splits.number,
+        split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )
 
 
-def combine_launch(
-    config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, partials: int
-) -> CombineLaunch:
+def combine_launch(config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, partials: int) -> CombineLaunch:
     """The launch that combines the partials of decode into rows of `out`."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     return combine.prepare(
@@ -150,7 +148,7 @@ def combine_launch(
 
 
 def copies_out(shape: Shape) -> bool:
-    """Whether results need a temporary: 16-byte stores must reach every row, and one stride lead from token to token."""
+    """True if results need a temporary: 16-byte stores must reach every row, and one stride lead to every token."""
     out = shape.out
     return not out.in_whole_vectors or (not shape.ragged and out.strides[0] != shape.q_len * out.strides[1])
 
@@ -254,9 +252,7 @@ def launch_of(
             leading = pack_leading(*inputs_at, out_at, lse_at, partial_at, partial_lse_at)
             enqueue(leading + numbers, (tensors, (out, lse), scratch))
             indptr_at = inputs_at[11] and inputs_at[11] + 4 * HEADER_WORDS
-            leading = pack_combine(
-                partial_at, partial_lse_at, indptr_at, inputs_at[6], inputs_at[9], out_at, lse_at
-            )
+            leading = pack_combine(partial_at, partial_lse_at, indptr_at, inputs_at[6], inputs_at[9], out_at, lse_at)
             enqueue_combine(leading + combine_numbers, (batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch))
         if copied:
             copy_back(outputs, (out, lse))

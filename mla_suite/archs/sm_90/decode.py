@@ -105,7 +105,9 @@ class Sm90Config:
 
     @property
     def instance(self) -> str:
-        return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.kv_load}_exchange-{EXCHANGE[self.cluster_mode]}"
+        return (
+            f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.kv_load}_exchange-{EXCHANGE[self.cluster_mode]}"
+        )
 
     def tiles(self, rows: int) -> int:
         """CTAs that share the keys of one work tile."""
@@ -202,9 +204,7 @@ def _split(
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
     if estimate.streams(count, mode):
-        streaming = combine.streaming(
-            config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs
-        )
+        streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
     return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
 
 
@@ -227,7 +227,7 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     if config.kv_load == "tma":
         kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
     q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
-    splits_magic, splits_shift = reciprocal(splits.count)
+    splits_magic, splits_shift = reciprocal(splits.number)
     table = args.block_table
     numbers = pack_numbers(
         "decode_tma",

@@ -42,7 +42,9 @@ _pack_leading = packer(len(LEADING)).pack
 # an H200 (csrc/sm_90/sparse_decode.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """CTAs that load keys together -> 32 keys on one SM, with every SM busy."""
-TILE_US = 7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
+TILE_US = (
+    7.5  # each further work tile of a CTA: its first keys are looked up, copied and dequantised before any product
+)
 PARTIAL_BYTES_PER_US = 1.8e6  # written and read
 
 

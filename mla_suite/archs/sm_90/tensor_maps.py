@@ -57,7 +57,9 @@ def kv_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype,
     # A stride along a dimension of one page means nothing.
     apart = strides[0] if pages > 1 else page * width
     blocks = width // 64
-    return TensorMapDesc(dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, BLOCK_N, box_blocks, 1))
+    return TensorMapDesc(
+        dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, BLOCK_N, box_blocks, 1)
+    )
 
 
 def q_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, q_len: int) -> TensorMapDesc:

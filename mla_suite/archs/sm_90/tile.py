@@ -1,4 +1,4 @@
-"""The tile of a CTA of decode and sparse_decode on sm_90, and its shared memory, as csrc/sm_90/policy.hpp lays it out."""
+"""The tile of a CTA of decode and sparse_decode on sm_90, and its shared memory, laid out as in csrc/sm_90."""
 
 from __future__ import annotations
 
