@@ -9,11 +9,11 @@ import torch
 
 import mla_suite
 from mla_suite.__main__ import main
+from mla_suite.archs.cdna import decode as decode_native
 from mla_suite.build import KernelEntry
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
 from mla_suite.core import dispatch
 from mla_suite.launch import launcher
-from mla_suite.ops.decode import native as decode_native
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -99,7 +99,7 @@ def expected(case: Case, call: Call) -> tuple[tuple[torch.Tensor, ...], str]:
         exact = testing.exact_decode(*here[0], **here[1])
         return (exact.out, exact.lse), "fp64"
     reference = next(backend for backend in op.backends if backend.name == "reference")
-    return result(op, lambda outputs, *a, **k: reference.run(None, outputs, *a, **k), call), "reference"
+    return result(op, lambda outputs, *a, **k: reference.run(None, outputs, op.Args(*a, **k)), call), "reference"
 
 
 def error(got: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:

@@ -6,11 +6,11 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
-from mla_suite.ops.sparse_decode.config import SparseConfig
 from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
 
 import mla_suite
 from mla_suite import emulator
+from mla_suite.archs.gfx950.sparse_decode import SparseConfig
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel

@@ -35,9 +35,7 @@ class CdnaKernels:
         return decode.supports(problem, self.arch, self.decode_config)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return Unsupported(
-            f"sparse_decode has no kernel for {self.arch.name}; other archs have one, see `python -m mla_suite support`"
-        )
+        return Unsupported(f"sparse_decode has no kernel for {self.arch.name}; other archs have one")
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         return combine_kernels.supports(problem, self.arch)
