@@ -93,7 +93,17 @@ def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         # `find`, written out: a frame of its own would cost a tenth of the call.
         prepared, last = None, _last.get(op.name)
         if last is not None:
-            values, settings = _flat(tensors, options) if last.lists else (tensors, options)
+            values, settings = tensors, options
+            if last.lists:  # `_flat`, written out
+                flat, lengths = [], []
+                for value in tensors:
+                    if value.__class__ is list:
+                        flat += value
+                        lengths.append(len(value))
+                    else:
+                        flat.append(value)
+                        lengths.append(-1)
+                values, settings = tuple(flat), (*options, tuple(lengths))
             if last.kinds == tuple(map(type, values + settings)) and last.options == settings:
                 given = last.present(values)
                 if last.same(*given) and (last.on_gpu or last.emulated is _emulated()):

@@ -271,8 +271,10 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+    seq_lens, cu_seqlens_q = args.seq_lens, args.cu_seqlens_q
+    num_sm_parts, num_splits, split_size = args.num_sm_parts, args.num_splits, args.split_size
     (plan,) = outputs
-    batch = args.seq_lens.shape[0]
+    batch = seq_lens.shape[0]
     place = metadata.layout_for(
         batch,
         args.num_sm_parts,
@@ -292,15 +294,15 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     lanes = max(capacity, batch + 1, args.num_sm_parts + 1, items_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     items = plan[items_at:]
-    if args.num_splits or args.split_size:
-        splits = args.num_splits or int(metadata.splits_of(args.max_seqlen_kv, args.split_size))
+    if num_splits or split_size:
+        splits = num_splits or int(metadata.splits_of(args.max_seqlen_kv, split_size))
         starts, total_price = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
             args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size,
             fixed, splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
-            starts, total_price, plan, header, batch, args.num_sm_parts, splits, work_at, counters_at, items_at,
+            starts, total_price, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at,
             capacity.bit_length(), SIZE=BLOCK,
         )  # fmt: skip
         return
@@ -315,14 +317,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.num_sm_parts + 1,
     )
     steps = batch.bit_length()
-    line_kernel[(1,)](args.seq_lens, args.cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
-    candidates_kernel[(args.num_sm_parts,)](
-        line, keys, longest, prices, batch, args.num_sm_parts, fixed, tile_rows, shared, steps,
-        WIDTH=triton.next_power_of_2(args.num_sm_parts),
+    line_kernel[(1,)](seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
+    candidates_kernel[(num_sm_parts,)](
+        line, keys, longest, prices, batch, num_sm_parts, fixed, tile_rows, shared, steps,
+        WIDTH=triton.next_power_of_2(num_sm_parts),
     )  # fmt: skip
     cuts_kernel[(1,)](
-        line, keys, prices, *cuts, plan[work_at:], items, batch, args.num_sm_parts, fixed, steps,
-        CANDIDATES=triton.next_power_of_2(2 * args.num_sm_parts), WIDTH=triton.next_power_of_2(args.num_sm_parts + 1),
+        line, keys, prices, *cuts, plan[work_at:], items, batch, num_sm_parts, fixed, steps,
+        CANDIDATES=triton.next_power_of_2(2 * num_sm_parts), WIDTH=triton.next_power_of_2(num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
         *cuts, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at,

@@ -223,8 +223,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     if tokens == 0 or heads == 0:
         return
     # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
-    args.kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
-    lists = zip(args.kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
+    kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
+    lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
     splits = args.num_splits or _splits(tokens, tiles, args.indices, args.indptrs, args.split_size)

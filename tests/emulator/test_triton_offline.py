@@ -53,7 +53,7 @@ def run(
     assert isinstance(offer, Supported), offer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
     with launches(arch) as done:
-        module.run(offer.config, outputs, *args, **kwargs)
+        module.run(offer.config, outputs, record.Args(*args, **kwargs))
     return outputs, done
 
 

@@ -135,7 +135,7 @@ def expected(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], device: t
     place = device if name == "plan" else CPU
     own = moved(args, place)
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype, device=place) for o in op.specify(*own, **kwargs))
-    reference.run(None, outputs, *own, **kwargs)
+    reference.run(None, outputs, op.Args(*own, **kwargs))
     return *outputs, *written(name, own)
 
 

@@ -38,7 +38,7 @@ def words(args, kwargs, arch=None):
     """The words of a plan in poisoned memory: the reference's, or those of an arch's kernels."""
     made = [poison(torch.empty(o.shape, dtype=o.dtype)) for o in PLAN.specify(*args, **kwargs)]
     if arch is None:
-        reference.run(None, tuple(made), *args, **kwargs)
+        reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
         return made[0]
     offer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
     assert isinstance(offer, dispatch.Supported), offer

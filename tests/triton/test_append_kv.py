@@ -9,6 +9,7 @@ from backend import CPU
 import mla_suite
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.append_kv import AppendKvArgs
 from mla_suite.ops.append_kv import triton as append
 from mla_suite.ops.append_kv.samples import sample
 
@@ -48,7 +49,7 @@ def test_samples(name: str, rope: str) -> None:
     args, kwargs = case.make(CPU)
     mine = args[2].clone()
     mla_suite.append_kv(*args, **kwargs)
-    append.run(None, (), *args[:2], mine, *args[3:], **kwargs)
+    append.run(None, (), AppendKvArgs(*args[:2], mine, *args[3:], **kwargs))
     assert torch.equal(mine, args[2])
 
 

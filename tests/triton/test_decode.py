@@ -14,6 +14,7 @@ from mla_suite import testing
 from mla_suite.core import register
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.op import Sample
+from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.decode import triton as decode
 from mla_suite.ops.decode.samples import decode_sample
 
@@ -69,7 +70,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
     offer = decode.supports(register.get("decode").problem(*args, **kwargs), None)
     assert isinstance(offer, Supported)
-    decode.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
+    decode.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), DecodeArgs(*args, **kwargs))
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
     assert room[:, 2].eq(7).all()

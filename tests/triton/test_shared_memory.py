@@ -62,7 +62,7 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
         assert isinstance(offer, Supported), offer
         chosen = offer.config
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))
-    launch = first_launch(lambda: MODULES[name].run(chosen, outputs, *args, **kwargs))
+    launch = first_launch(lambda: MODULES[name].run(chosen, outputs, op.Args(*args, **kwargs)))
     return shared_bytes(*launch, capability)
 
 

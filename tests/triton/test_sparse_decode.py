@@ -16,6 +16,7 @@ from mla_suite.core import register
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import KV_FORMATS, kv_format
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.sparse_decode import SparseDecodeArgs
 from mla_suite.ops.sparse_decode import triton as sparse
 
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
@@ -182,7 +183,7 @@ def test_outputs_of_the_caller_with_strides_that_do_not_merge() -> None:
     expected = torch.ops.mla_suite.sparse_decode(*args, **kwargs)
     room, lse_room = torch.full((2, 3, 9, 520), 7.0), torch.full((2, 3, 9), 7.0)
     offer = sparse.supports(register.get("sparse_decode").problem(*args, **kwargs), None)
-    sparse.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), *args, **kwargs)
+    sparse.run(offer.config, (room[:, :2, :8, :512], lse_room[:, :2, :8]), SparseDecodeArgs(*args, **kwargs))
     torch.testing.assert_close(room[:, :2, :8, :512], expected[0], atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(lse_room[:, :2, :8], expected[1], atol=3e-6, rtol=1e-5)
     assert room[:, 2].eq(7).all()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
-from mla_suite.archs.cdna.decode_config import MAX_ROWS
+from mla_suite.archs.cdna.decode_config import MAX_ROWS, CdnaConfig
 from mla_suite.archs.common import append_kv, plan
 from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common.plan import PlanConfig
@@ -22,19 +20,22 @@ PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
 
 
 class CdnaKernels:
-    """The kernels that gfx942 and gfx950 share; the rule of decode's instances is the arch's own."""
+    """The kernels that gfx942 and gfx950 share; the choice of decode's instance is the arch's own."""
 
     tile_rows = MAX_ROWS
-    decode_rule: ClassVar[decode.Rule]
 
     def __init__(self, arch: ArchSpec) -> None:
         self.arch = arch
 
+    def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
+        """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
+        raise NotImplementedError
+
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
-        return decode.supports(problem, self.arch, type(self).decode_rule)
+        return decode.supports(problem, self.arch, self.decode_config)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return Unsupported(f"sparse_decode has no kernel for {self.arch.name}")
+        return Unsupported(f"sparse_decode has no kernel for {self.arch.name}; other archs have one")
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         return combine_kernels.supports(problem, self.arch)

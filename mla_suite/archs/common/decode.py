@@ -91,12 +91,12 @@ def _entries(args: DecodeArgs) -> int:
 class Splits(NamedTuple):
     """How the keys of sequences are split.
 
-    count     equal splits per sequence; 1 with a plan, which has its own
+    number    equal splits per sequence; 1 with a plan, which has its own
     partials  partial results per sequence; 1 is the result itself
     size      keys of a split in batch-invariant mode, else 0
     """
 
-    count: int
+    number: int
     partials: int
     size: int
 
@@ -108,7 +108,7 @@ class Splits(NamedTuple):
 
     def tiles(self, shape: Shape) -> int:
         """Work tiles that a launch walks."""
-        return self.slots(shape) if shape.plan_words else shape.batch * self.count
+        return self.slots(shape) if shape.plan_words else shape.batch * self.number
 
 
 def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
@@ -125,8 +125,8 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
         page=shape.page_size,
         page_magic=page_magic,
         page_shift=page_shift,
-        num_splits=splits.count,
-        split_size=splits.size if splits.count > 1 and not args.num_splits else 0,
+        num_splits=splits.number,
+        split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )

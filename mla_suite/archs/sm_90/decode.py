@@ -236,7 +236,7 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     if config.kv_load == "tma":
         kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
     q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
-    splits_magic, splits_shift = reciprocal(splits.count)
+    splits_magic, splits_shift = reciprocal(splits.number)
     table = args.block_table
     numbers = pack_numbers(
         "decode_tma",
