@@ -111,7 +111,7 @@ def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
 
 def test_the_rival_is_the_fastest_of_the_other_backends() -> None:
     op = register.get("combine")
-    others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].run)
+    others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].prepare)
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
     register._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
     found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, rival_us=20.0)
@@ -189,7 +189,7 @@ def test_a_row_without_a_commit_is_refused() -> None:
 def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     pytest.importorskip("triton", reason="its tiles are Triton's: triton is not installed")
     problem = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    from mla_suite.ops.decode import problem as problem_of
+    problem_of = register.get("decode").problem
 
     facts = problem_of(*problem[0], **problem[1])
     from mla_suite.ops.decode import triton as triton_kernel
@@ -315,7 +315,7 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
-    from mla_suite.ops.decode import problem as problem_of
+    problem_of = register.get("decode").problem
     from mla_suite.ops.decode import triton as triton_kernel
     from mla_suite.ops.decode import triton_config as tiles
 
