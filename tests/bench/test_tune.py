@@ -129,7 +129,7 @@ def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
 def replace_present() -> SearchSpace:
     op = register.get("combine")
     native, *others = op.backends
-    wrong = Backend("native", lambda problem, arch: Supported(WRONG, "rule"), native.run)
+    wrong = Backend("native", lambda problem, arch: Supported(WRONG, "rule"), native.prepare)
     register._registry["combine"] = replace(op, backends=(wrong, *others))
     return SPACE
 
@@ -189,9 +189,9 @@ def test_a_row_without_a_commit_is_refused() -> None:
 def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     pytest.importorskip("triton", reason="its tiles are Triton's: triton is not installed")
     problem = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    problem_of = register.get("decode").problem
+    from mla_suite.ops.decode import DECODE
 
-    facts = problem_of(*problem[0], **problem[1])
+    facts = DECODE.problem(*problem[0], **problem[1])
     from mla_suite.ops.decode import triton as triton_kernel
 
     tiles = list(decode_search.candidates(facts, ARCH))
@@ -315,12 +315,12 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
-    problem_of = register.get("decode").problem
+    from mla_suite.ops.decode import DECODE
     from mla_suite.ops.decode import triton as triton_kernel
     from mla_suite.ops.decode import triton_config as tiles
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    problem = problem_of(*args, **kwargs)
+    problem = DECODE.problem(*args, **kwargs)
     space = decode_search.SPACES["triton"]
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
