@@ -200,7 +200,7 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     assert triton_kernel.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
     for tile in tiles:
         assert (tile.rows + min(tile.stages, 2) * tile.keys) * 576 * 2 <= ARCH.lds_bytes
-        assert decode_search.tiles.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+        assert decode_search.triton_config.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
 
 
 def test_the_command_prints_and_stores(
