@@ -76,12 +76,12 @@ def append_kv_kernel(
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if slot < 0 or slot >= slots:
         return
-    rivals = 0
+    duplicates = 0
     for start in range(token + 1, tokens, BLOCK):
         other = start + tl.arange(0, BLOCK)
         taken = tl.load(slot_mapping + other, mask=other < tokens, other=-1).to(tl.int64)
-        rivals += tl.sum((taken == slot).to(tl.int32), 0)
-    if rivals > 0:
+        duplicates += tl.sum((taken == slot).to(tl.int32), 0)
+    if duplicates > 0:
         return
     block = kv_cache.to(tl.pointer_type(tl.uint8)) + slot // PAGE * block_bytes
     at = slot % PAGE

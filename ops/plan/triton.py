@@ -208,11 +208,11 @@ def cut_at(cut, used, line, keys, batch, fixed, steps):
     sequence = count_below(line + 1, batch, place + 1, cut >= 0, steps)
     offset, length = place - tl.load(line + sequence), tl.load(keys + sequence)
     near = (offset * length // (length + fixed) + SPLIT_ALIGNMENT // 2) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
-    crumb = round_up(fixed // 2)
-    crumbs = (near < crumb) | (length - near < crumb)
+    min_split = round_up(fixed // 2)
+    too_small = (near < min_split) | (length - near < min_split)
     unsplit = sequence + (2 * offset > length + fixed).to(tl.int64)
-    split = sequence + (crumbs & (2 * near > length)).to(tl.int64)
-    return unsplit, split, tl.where(crumbs, 0, near)
+    split = sequence + (too_small & (2 * near > length)).to(tl.int64)
+    return unsplit, split, tl.where(too_small, 0, near)
 
 
 @triton.jit

@@ -108,7 +108,7 @@ def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
 
 def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
     op = register.get("combine")
-    others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].run)
+    others = [Backend(name, lambda problem, arch, n=n: Supported(n, "rule"), op.backends[0].prepare)
               for n, name in ((7, "slower"), (8, "faster"), (9, "middle"))]  # fmt: skip
     register._registry["combine"] = replace(op, backends=(op.backends[0], *others, op.backends[-1]))
     found = searched({0: 40.0, 2: 30.0, 7: 50.0, 9: 25.0}, baseline_us=20.0)
@@ -126,7 +126,7 @@ def test_a_backend_that_is_wrong_as_it_stands_is_an_error() -> None:
 def replace_present() -> SearchSpace:
     op = register.get("combine")
     native, *others = op.backends
-    wrong = Backend("native", lambda problem, arch: Supported(WRONG, "rule"), native.run)
+    wrong = Backend("native", lambda problem, arch: Supported(WRONG, "rule"), native.prepare)
     register._registry["combine"] = replace(op, backends=(wrong, *others))
     return SPACE
 
@@ -186,9 +186,9 @@ def test_a_row_without_a_commit_is_refused() -> None:
 def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     pytest.importorskip("triton", reason="its tiles are Triton's: triton is not installed")
     problem = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    from mla_suite.ops.decode import problem as problem_of
+    from mla_suite.ops.decode import DECODE
 
-    facts = problem_of(*problem[0], **problem[1])
+    facts = DECODE.problem(*problem[0], **problem[1])
     from mla_suite.ops.decode import triton as triton_kernel
 
     tiles = list(decode_search.candidates(facts, ARCH))
@@ -197,7 +197,7 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     assert triton_kernel.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
     for tile in tiles:
         assert (tile.rows + min(tile.stages, 2) * tile.keys) * 576 * 2 <= ARCH.lds_bytes
-        assert decode_search.tiles.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+        assert decode_search.triton_config.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
 
 
 def test_the_command_prints_and_stores(
@@ -312,12 +312,12 @@ def test_the_linter_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the tiles are Triton's: triton is not installed")
-    from mla_suite.ops.decode import problem as problem_of
+    from mla_suite.ops.decode import DECODE
     from mla_suite.ops.decode import triton as triton_kernel
     from mla_suite.ops.decode import triton_config as tiles
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
-    problem = problem_of(*args, **kwargs)
+    problem = DECODE.problem(*args, **kwargs)
     space = decode_search.SPACES["triton"]
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)

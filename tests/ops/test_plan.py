@@ -99,7 +99,7 @@ def by_hand(lens, sums, workers):
     fixed, tile, shared = sums
     keys = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT for length in lens]
     line = [0, *itertools.accumulate(length + fixed for length in keys)]
-    crumb = -(-(fixed // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
+    min_split = -(-(fixed // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
 
     def cut_at(place, split):
         b = bisect.bisect_right(line, place) - 1
@@ -112,7 +112,7 @@ def by_hand(lens, sums, workers):
         )
         if not split:
             return b + (2 * (place - line[b]) > keys[b] + fixed), 0
-        if near < crumb or keys[b] - near < crumb:
+        if near < min_split or keys[b] - near < min_split:
             return b + (2 * near > keys[b]), 0
         return b, near
 
@@ -144,12 +144,12 @@ lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_si
 @few
 def test_balanced_plans_keep_every_promise(lens, workers, rows):
     read = check(make(lens, rows=rows, workers=workers), len(lens), workers, most=len(lens) + workers)
-    crumb = -(-(tile_cost(rows) // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
+    min_split = -(-(tile_cost(rows) // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
     for b, cuts in enumerate(read.cuts()):
         if len(cuts) > 1:
             sizes = [min(end, -(-lens[b] // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT) - first for first, end in cuts]
             assert all(first % SPLIT_ALIGNMENT == 0 for first, _ in cuts)
-            assert min(sizes[0], sizes[-1]) >= crumb  # no crumbs at the ends of a sequence
+            assert min(sizes[0], sizes[-1]) >= min_split  # no too_small at the ends of a sequence
             assert min(sizes) >= SPLIT_ALIGNMENT
 
 
