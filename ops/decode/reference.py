@@ -62,8 +62,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             partial_out[split], partial_lse[split] = attend(queries.flatten(0, 1), blocks, visible, args.head_dim_v)
 
         combined = out.new_empty((1, q_len * heads, args.head_dim_v)), lse.new_empty((1, q_len * heads))
-        splits = dict(num_splits=len(spans), out_dtype=out.dtype)
-        combine(None, combined, CombineArgs(partial_out, partial_lse, None, args.attn_sink, **splits))
+        partials = partial_out, partial_lse, None, args.attn_sink  # held by nobody once they are combined
+        combine(None, combined, CombineArgs(*partials, num_splits=len(spans), out_dtype=out.dtype))
+        del partials
         out[at] = combined[0].view(q_len, heads, args.head_dim_v)
         lse[at] = combined[1].view(q_len, heads)
 
