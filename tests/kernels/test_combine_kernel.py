@@ -219,7 +219,8 @@ def test_merge_of_ragged_queries(arch):
     cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
     given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
     launch = kernels.bind_launch(prepared, out, partial(kernels.buffers, partly=True))
-    launch([0 if tensor is None else tensor.data_ptr() for tensor in given], given)
+    addresses = kernels.pack_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in given))
+    launch(addresses + prepared.numbers, given)
     wanted = exact(partial_out[:, :heads], partial_lse[:, :heads], [0, 2])
     assert_close(out[:1], lse[:1], wanted)
     assert bool(out[1:].isnan().all())

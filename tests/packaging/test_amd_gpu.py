@@ -77,7 +77,7 @@ def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, st
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_the_notes_list_the_steps(arch):
-    notes = (ROOT / "csrc" / arch / "README.md").read_text()
+    notes = "".join((ROOT / "csrc" / arch / name).read_text() for name in ("README.md", "PERF.md"))
     for step in amd_gpu.steps(arch):
         assert step.shown in notes
     for page in (notes, (ROOT / "docs" / "ci_owner.md").read_text()):

@@ -55,7 +55,7 @@ def test_sources_are_found_beside_the_package_and_not_beside_a_file_that_it_link
         (tmp_path / "mla_suite" / "core" / path.name).symlink_to(path)
     shutil.copytree(ROOT / "csrc" / "sm_90", tmp_path / "csrc" / "sm_90")
     (tmp_path / "mla_suite" / "csrc").symlink_to("../csrc")
-    code = "from mla_suite.core import arch; print(arch.names(), arch.CSRC)"
+    code = "from mla_suite import archs; print(archs.names(), archs.CSRC)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True)
     assert done.stdout.split(" ", 1) == ["('sm_90',)", f"{tmp_path}/mla_suite/csrc\n"], done.stderr
