@@ -88,8 +88,13 @@ def runners(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
             ),
             True,
         )
-    options = dict(num_splits=splits, out_dtype=torch.bfloat16)
-    yield "triton", lambda turn: triton_kernel.run(None, (turn.out, turn.lse), *turn[:2], **options), True
+    yield (
+        "triton",
+        lambda turn: triton_kernel.run(
+            None, (turn.out, turn.lse), CombineArgs(turn.partial_out, turn.partial_lse, num_splits=splits)
+        ),
+        True,
+    )
     yield "torch", lambda turn: in_torch(turn.partial_out, turn.partial_lse, splits), False
     compiled = torch.compile(in_torch, dynamic=False)
     yield "torch compiled", lambda turn: compiled(turn.partial_out, turn.partial_lse, splits), False

@@ -63,7 +63,7 @@ def added(call: Callable[[Any], object], turns: Sequence[Any], device: torch.dev
 
 def checked(op: Op, call: Call) -> None:
     """AssertionError where the operator's bytes are not those of its definition on this device."""
-    right = inputs.result(op, lambda outputs, *a, **k: op.backends[-1].run(None, outputs, *a, **k), call)
+    right = inputs.result(op, lambda outputs, *a, **k: op.backends[-1].run(None, outputs, op.Args(*a, **k)), call)
     operator = getattr(torch.ops.mla_suite, op.name)
     if op.mutates:
         got: tuple[torch.Tensor, ...] = inputs.result(op, lambda outputs, *a, **k: operator(*a, **k), call)
@@ -79,8 +79,8 @@ def plan_case(batch: int, rows: int, device: torch.device) -> Sample:
     generator = torch.Generator().manual_seed(batch)
     lens = torch.randint(1, LONGEST + 1, (batch,), generator=generator)
     lens[0] = LONGEST
-    workers = sm_parts(torch.empty(0, device=device), rows)
-    return plan_sample(lens.tolist(), num_heads=rows, num_sm_parts=workers, max_seqlen_kv=LONGEST)
+    num_sm_parts = sm_parts(torch.empty(0, device=device), rows)
+    return plan_sample(lens.tolist(), num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=LONGEST)
 
 
 def show_plan(device: torch.device) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backend_calls import BackendCalls
 
 import mla_suite
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.append_kv import APPEND_KV, reference
+from mla_suite.ops.append_kv import APPEND_KV
 
 DEVICE = torch.device("cuda")
+REFERENCE = BackendCalls(APPEND_KV, "reference")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 
@@ -62,7 +64,7 @@ def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
                 pytest.skip(str(choice))
             torch.ops.mla_suite.append_kv(*call, kv_format=name, interleaved=interleaved)
         else:
-            reference.run(None, (), *call, kv_format=name, interleaved=interleaved)
+            REFERENCE.run(None, (), *call, kv_format=name, interleaved=interleaved)
         left.append(caches.unpack(kind, call[2].cpu(), descale=descale))
     return left
 

@@ -14,7 +14,6 @@ import mla_suite
 from mla_suite import archs as arch_records
 from mla_suite.core import dispatch
 from mla_suite.core.op import Sample
-from mla_suite.launch import launcher
 
 each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.name}" for name, sample in CASES])
 
@@ -38,14 +37,14 @@ def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> No
 def test_a_plan_is_right_for_its_own_device(sample: Sample) -> None:
     """The suite of a GPU asks for its plans first; their cost figures, and so their cuts, are not those of a CPU."""
     for turn in (0, 1, 2):
-        token = launcher._emulated.set(arch_records.get("sm_90"))  # tensors of the CPU count as an H200's
+        token = dispatch.emulated.set(arch_records.get("sm_90"))  # tensors of the CPU count as an H200's
         try:
             gpu = Problem("plan", sample, "reference", CPU)
             gpu.load(turn)
             gpu.call()
             gpu.check()
         finally:
-            launcher._emulated.reset(token)
+            dispatch.emulated.reset(token)
         cpu = Problem("plan", sample, "reference", CPU)
         cpu.load(turn)
         cpu.call()
