@@ -1,25 +1,75 @@
-"""The README's code runs as it stands, and its generated tables are those the tree gives."""
+"""The README's Python is whole, and its generated tables are those that the tree and the saved runs give."""
 
+import ast
+import importlib.util
+import json
 import re
 from pathlib import Path
+from types import ModuleType
 
-from mla_suite.cli import latency, marked, support
+import pytest
+import torch
+
+from mla_suite import archs
+from mla_suite.__main__ import main
+from mla_suite.cli import marked, support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+SAVED = json.loads((ROOT / "benchmarks" / "results" / "flashmla" / "h200.json").read_text())
 
 
-def test_python_blocks_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+def bench_flashmla() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_flashmla", ROOT / "benchmarks" / "bench_flashmla.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block asks for CUDA; on the CPU the same lines are run with the device taken out, as the README says."""
+    (block,) = re.findall(r"```python needs=gpu\n(.*?)```", README, re.S)
+    ast.parse(block)
+    smaller = block.replace(', device="cuda"', "").replace("8000", "80")
+    assert "cuda" not in smaller
+    names: dict[str, object] = {}
+    torch._dynamo.reset()
+    exec(compile(smaller, "README.md", "exec"), names)
+    out, lse = names["out"], names["lse"]
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(lse, torch.Tensor)
+    assert (tuple(out.shape), tuple(lse.shape)) == ((8, 1, 128, 512), (8, 1, 128))
 
 
 def test_support_table_is_current() -> None:
-    assert marked.section(README, "support") == f"{support.table()}\n", "run `mla_suite support --write README.md`"
+    made, bad = support.table()
+    assert bad == []
+    assert marked.section(README, "support") == f"{made}\n", "run `python -m mla_suite support --write README.md`"
 
 
-def test_latency_tables_are_current() -> None:
-    made = latency.section(sorted((ROOT / latency.RESULTS).glob("*.json")))
-    assert marked.section(README, "latency") == f"{made}\n", "run `python -m mla_suite latency --write README.md`"
+def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, _ = archs.specs()
+    monkeypatch.setattr(archs, "specs", lambda: (good, {"sm_100": "arch sm_100: wavefront 48; nvidia has (32,)"}))
+    assert main(["support"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "support: arch sm_100: wavefront 48; nvidia has (32,)\n"
+    assert printed.out.startswith("| operator | gfx942 | gfx950 | sm_90 |")
+
+
+def test_the_headline_is_the_summary_of_the_saved_rows() -> None:
+    made = "\n".join(bench_flashmla().summary(SAVED["rows"]))
+    command = "python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json"
+    assert marked.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
+
+
+def test_the_headline_names_what_it_was_measured_on() -> None:
+    below = README.split("<!-- headline:end -->")[1].split("![")[0]
+    facts = SAVED["environment"]
+    for fact in (facts["device"], f"driver {facts['driver']}", f"torch {facts['torch']}", facts["date"], facts["peer"]):
+        assert fact in below
+    kinds = [row["kind"] for row in SAVED["rows"]]
+    assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below

@@ -18,5 +18,4 @@ COMMANDS = {
     "tune": "search configurations on this GPU and store the best with their provenance",
     "explain": "say which backend would run a problem, and why",
     "support": "print which implementation serves each operator on each arch",
-    "latency": "print saved bench runs as the latency tables of the README",
 }

@@ -1,11 +1,14 @@
 """Print which implementation serves each operator on each arch, as the Markdown table of the README.
 
-native = a kernel of this repository for that arch, triton = Triton, reference = the fp32 definition in torch.
+native = a kernel of this repository for that arch, triton = Triton, reference = the fp32 definition in torch. The cells
+are dispatch's own answers, every declared kernel taken as built. An arch whose record is wrong has no column: below the
+table, a sentence says what is wrong with it, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from mla_suite.cli import marked
@@ -16,33 +19,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    made, bad = table()
     if args.write is None:
-        print(table())
-        return 0
-    marked.write(args.write, "support", table())
-    return 0
+        print(made)
+    else:
+        marked.write(args.write, "support", made)
+    for sentence in bad:
+        print(f"support: {sentence}", file=sys.stderr)
+    return 1 if bad else 0
 
 
 def serving(op: str, arch: str) -> str:
-    """The implementation that serves an operator on an arch: native, triton or reference."""
-    from mla_suite.build.instances import instances
-    from mla_suite.core import register
+    """The implementation that serves an operator on an arch once its kernels are built: native, triton or reference."""
+    from mla_suite import archs, launch
+    from mla_suite.core import dispatch, explain
 
-    backends = {backend.name for backend in register.get(op).backends}
-    if "native" in backends and any(instance.kernel == op for instance in instances(arch)):
-        return "native"
-    return "triton" if "triton" in backends else "reference"
+    with launch.declared_kernels():
+        dispatch.clear_caches()
+        answer = explain.serving(op, archs.get(arch), "cuda")
+    dispatch.clear_caches()
+    return answer
 
 
-def table() -> str:
-    """The support table, derived from the operators' backends and the kernels that each arch declares."""
-    from mla_suite import archs as arch
-    from mla_suite.core import register
+def table() -> tuple[str, list[str]]:
+    """(the support table as Markdown, a sentence for each arch whose record is wrong)."""
+    from mla_suite import launch
+    from mla_suite.core import explain, register
 
-    columns = arch.names()
+    columns, bad = explain.support_table(launch.declared_kernels)
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
-    for op in register.registry().values():
-        other = "triton" if any(backend.name == "triton" for backend in op.backends) else "reference"
-        cells = [serving(op.name, name) for name in columns]
-        lines.append(f"| {op.name} | " + " | ".join([*cells, other, "reference"]) + " |")
-    return "\n".join(lines)
+    for op in register.registry():
+        cells = [answers[op] for answers in columns.values()]
+        cells += [explain.serving(op, None, "cuda"), explain.serving(op, None, "cpu")]
+        lines.append(f"| {op} | " + " | ".join(cells) + " |")
+    return "\n".join(lines), list(bad.values())
