@@ -68,7 +68,7 @@ def _machine(report: Report) -> Iterator[str]:
 
 
 def _fastest(report: Report) -> list[Result]:
-    """Of each shape the fastest of our own backends, in the run's order."""
+    """Returns the fastest of our own backends for each shape, in the run's order."""
     found: dict[tuple[str, str], Result] = {}
     for result in report.results:
         if result.rounds and result.backend not in table.THIRD_PARTY_NAMES:
