@@ -38,7 +38,7 @@ EFFORT = clock.Effort(rounds=3, passes=1)
 
 
 class Inputs(NamedTuple):
-    """What a step takes; seq_lens count the cached tokens, the new one comes on top."""
+    """Inputs of a step; seq_lens count the cached tokens, the new one comes on top."""
 
     x: torch.Tensor
     kv_cache: torch.Tensor

@@ -97,7 +97,7 @@ _results: dict[tuple[str, str], Result] = {}
 
 
 def counts(case: Case, arch: str, benchmark: Any, stored: frozenset[str]) -> Result:
-    """What the emulator counts, once for both statistics. Skips what the arch has no kernel for, unless it had one."""
+    """Counts of the emulator, made once for both statistics. Skips what the arch has no kernel for, unless it had."""
     key = case.id, arch
     if key not in _results:
         _results[key] = bounds.count(case, arch)

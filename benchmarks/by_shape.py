@@ -44,7 +44,7 @@ ShapeT = TypeVar("ShapeT", bound=Shape)
 
 
 class Work(NamedTuple):
-    """What is timed of a shape.
+    """The timed calls of a shape.
 
     turns   calls to rotate through, together too large for the L2
     splits  cuts per sequence that the operator makes of itself; None with a plan
@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """What is printed of a shape; microseconds per call."""
+    """The printed line of a shape; microseconds per call."""
 
     name: str
     splits: str

@@ -1,4 +1,4 @@
-"""What tensor, context and data parallel attention cost per layer and step on 1 to 1,024 GPUs, by arithmetic.
+"""Cost of tensor, context and data parallel attention per layer and step on 1 to 1,024 GPUs, by arithmetic.
 
     python benchmarks/scale_model.py            the tables of docs/scale.md
 

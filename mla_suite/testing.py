@@ -1,4 +1,4 @@
-"""What tests and benchmarks of the operators share: poison, the exact result in fp64, and the bound around it."""
+"""Helpers for tests and benchmarks of the operators: poison, the exact result in fp64, and the bound around it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def exact_decode(
     kv_format: str = "bf16",
     **choices: int,
 ) -> Exact:
-    """What `mla_suite.decode` of the same arguments approximates. Splits and plans (`choices`) change nothing."""
+    """Exact result of `mla_suite.decode` on the same arguments. Splits and plans (`choices`) change nothing."""
     found = [
         attention(own.queries, own.keys, own.visible, softmax_scale, head_dim_v, own.sink)
         for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format)  # type: ignore[arg-type]  # as decode's

@@ -202,7 +202,7 @@ def test_a_decode_step_of_mla(tmp_path):
 
 
 def test_the_operators_are_named_in_the_package_not_compiled_into_it(tmp_path):
-    """What a loader of C++ alone would lack: the kernels are calls to torch's dispatcher, filled by Python."""
+    """A loader of C++ alone would lack these: the kernels are calls to torch's dispatcher, filled by Python."""
     program = torch.export.export(Step5(), step5_inputs(3, 4))
     torch.export.save(program, tmp_path / "step.pt2")
     loaded = torch.export.load(tmp_path / "step.pt2")

@@ -27,7 +27,7 @@ FLOORS = {
     "bench": 5,
     "cli": 5,
 }
-# What is in the package itself. `__init__` names the operators, so it stands on their floor: what is above may use it.
+# Modules of the package itself. `__init__` names the operators, so it is in their layer: layers above may use it.
 HOUSE = {"__init__": 3, "testing": 4, "__main__": 6}
 # Parts of one floor that may use each other, and operators that may use other operators.
 SIBLINGS = {

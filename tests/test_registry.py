@@ -1,4 +1,4 @@
-"""What every operator owes torch, by a walk over the registry: a new operator inherits all of it."""
+"""Checks everything an operator owes torch, by a walk over the registry: a new operator inherits all of it."""
 
 from __future__ import annotations
 

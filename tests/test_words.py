@@ -32,7 +32,7 @@ RETIRED = {
     r"\bcontenders?\b": "runners",
     r"\b[Hh]opper(?:Config)?(?=[._(])": "sm_90",
     r"\bcdna4_config\b|\bCdna4Config\b": "gfx950",
-    r"\bhand_over\b": "publish_p",
+    r"\bhand_over\b": "publish_p, publish_o",
     r"\btwo_cuts\b|\bTWO_CUTS\b": "pair_lse_merge",
     r"\bTOGETHER\w*\b": "cluster_reduce_o",
     r"\bSIDES\w*\b": "cluster_exchange_p",
@@ -40,7 +40,8 @@ RETIRED = {
     r"\bawaiting_combine\b|\bAwaitingCombine\b": "streaming_combine",
     r"\bplanned_combine\b|\bPlannedCombine\b": "persistent_combine",
     r"\bslotted_tile\b|\bSlottedTile\b": "swizzled_lds_tile",
-    r"\bhead_products\b": "absorb",
+    r"\bhead_(products|kernels)\b": "absorb",
+    r"\blatent_kernels\b": "qkv_down_proj_triton",
     r"\bof so many\b": "n, or the number itself",
     r"\b[Ww]hoever\b": "the caller, the thread",
 }

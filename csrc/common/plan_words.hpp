@@ -28,7 +28,7 @@ struct PlanWords {
     for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
   }
   MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
-    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_kv_len);
+    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_seqlen_kv);
   }
   MLA_DEVICE static void write_header(const PlanParams& p, int at, int a, int b, int c, int d) {
     Vec<int32_t, 4> words;

@@ -97,7 +97,7 @@ class Replay:
         return median(times) * 1e3 / self.calls
 
     def sustained(self, seconds: float = SUSTAINED_S) -> float:
-        """Time of a call at the end of so many seconds of replays without a pause: the median of the last quarter."""
+        """Time of a call after `seconds` of replays without a pause: the median of the last quarter."""
         count = max(16, int(seconds * 1e6 / self._replay_us()))
         late = count - count // 4
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count - late + 1)]

@@ -33,9 +33,9 @@ from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.plan.metadata import OPEN, Item, Plan, Word
 
 PERIOD = 512
-"""Keys after which the loop of a decode kernel repeats: a workgroup fetches the numbers of so many pages at a time."""
+"""Keys after which the loop of a decode kernel repeats: a workgroup fetches this many keys' page numbers at a time."""
 STEADY = 1024
-"""A work tile of so many keys has a first and a last period, so another one between them adds what any other does."""
+"""Keys of a work tile that has a first and a last period, so another one between them adds what any other does."""
 MAX_SIGNATURES = 16
 """With more kinds of sequences than this, all sequences are emulated, shortened, in one launch."""
 
@@ -116,7 +116,7 @@ _periods: dict[tuple[object, ...], Report] = {}
 
 
 def period(case: Case, run: Run, key: tuple[object, ...]) -> Report:
-    """What one more period of a work tile adds, for all row tiles of a sequence whose scores are all equal.
+    """Counts that one more period of a work tile adds, for all row tiles of a sequence whose scores are all equal.
 
     key  names the arch and the kernel, which `case` alone does not
     LaunchError when a second period adds something else than the first.

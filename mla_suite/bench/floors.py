@@ -1,4 +1,4 @@
-"""What the present GPU can do at best, measured in the same run: reading memory, and multiplying matrices."""
+"""The present GPU's best rates, measured in the same run: reading memory, and multiplying matrices."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def outputs_for(op: Op, call: Call) -> tuple[torch.Tensor, ...]:
 
 
 def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, ...]:
-    """What a backend computes into poisoned outputs, then the arguments it wrote. `call` is left as it was."""
+    """Returns what a backend computes into poisoned outputs, then the arguments it wrote. `call` is left as it was."""
     own = copy(call) if op.mutates else call
     outputs = tuple(testing.poison(tensor) for tensor in outputs_for(op, own))
     run(outputs, *own.args, **own.kwargs)
@@ -98,7 +98,7 @@ def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, 
 
 
 class Right(NamedTuple):
-    """What a right result is, where that comes from, and what a backend with fp8 softmax weights may be off by.
+    """A right result, its source, and the error allowed to a backend with fp8 softmax weights.
 
     outputs      as the operator returns them, then the arguments that it writes
     source       `fp64` or `reference`

@@ -1,4 +1,4 @@
-"""What pytest-benchmark stores and compares: a measurement in place of the time that taking it took.
+"""The number that pytest-benchmark stores and compares: a measurement in place of the time that taking it took.
 
 pytest-benchmark calls a timer before and after the function and keeps the difference. `meter` is such a timer: it
 stands still but for what is added to it, be it seconds on a device or clocks from a counter.

@@ -1,4 +1,4 @@
-"""What a measured time is worth: the median of its rounds, their spread, and whether two runs differ by more.
+"""The worth of a measured time: the median of its rounds, their spread, and whether two runs differ by more.
 
 A round is itself the median of several replays, so a slow replay costs nothing. Rounds lie apart in time, in several
 passes over a whole set, so their spread holds what clocks, heat and neighbours do within a run.

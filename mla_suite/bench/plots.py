@@ -119,7 +119,7 @@ def roofline(report: Report) -> Iterator[Drawn]:
 
 
 def counted(report: Report) -> Iterator[Drawn]:
-    """What the emulator counted: per kernel and shape the least clocks of a compute unit, by resource."""
+    """Yields a plot of the emulator's counts: per kernel and shape the least clocks of a compute unit, by resource."""
     found = [r for r in report.results if r.counted][:MOST_KERNELS]
     if not found:
         return

@@ -14,7 +14,7 @@ from mla_suite.bench.noise import Verdict
 
 FORMAT = 1
 ENVIRONMENT = ("arch", "device", "compute_units", "date")
-"""What every run says about where it was measured; the rest of its environment may be absent."""
+"""Fields in which every run says where it was measured; the rest of its environment may be absent."""
 
 
 @dataclass
@@ -201,7 +201,7 @@ def _drift(old: Floors | None, new: Floors | None, bound: str) -> float:
 
 
 def missing(old: Report, new: Report) -> Iterator[tuple[Result, str]]:
-    """What the old run timed and the new one tried but could not, with the reason: a regression like a slower time."""
+    """Yields each result the old run timed and the new one could not, with the reason: as much a regression as time."""
     tried: Mapping[tuple[str, str, str], Result] = {result.key: result for result in new.results}
     for result in old.results:
         if result.rounds and result.key in tried and not tried[result.key].rounds:

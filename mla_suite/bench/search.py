@@ -30,7 +30,7 @@ Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
-    """What can be tuned about an operator, by backend; empty when nothing can."""
+    """Returns the search spaces of an operator, by backend; empty when nothing can."""
     module = f"mla_suite.ops.{op}.search"
     if find_spec(module) is None:
         return {}
@@ -40,7 +40,7 @@ def spaces(op: str) -> Mapping[str, SearchSpace]:
 
 @dataclass
 class Outcome:
-    """What a search found for one shape.
+    """The result of a search for one shape.
 
     present, best   configurations; `best` is the fastest finalist other than the present one
     verdict         of best against present; worth storing only when it is `faster`

@@ -56,7 +56,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Operation:
-    """What an instruction's text says: `does` are producers, `needs` consumers. `passes` is 0 outside matrix ones."""
+    """Meaning of an instruction's text: `does` are producers, `needs` consumers. `passes` is 0 outside matrix ones."""
 
     opcode: str
     text: str

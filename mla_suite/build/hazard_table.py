@@ -38,7 +38,7 @@ class Rule:
     what: str
 
     def required(self, arch: str, passes: int) -> int:
-        """Wait states on `arch` after a producer of so many passes (0 for one that is no matrix instruction)."""
+        """Wait states on `arch` after a producer of `passes` passes (0 for one that is no matrix instruction)."""
         waits = self.waits.get(arch, 0)
         return waits if isinstance(waits, int) else waits[passes]
 

@@ -100,7 +100,7 @@ def _blocks(program: Sequence[Instruction], producers: list[list[_Producer]]) ->
 
 
 def _after(program: Sequence[Instruction], body: range, producers: list[list[_Producer]], entry: _State) -> _State:
-    """What reaches the end of a run: distances count the wait states that already lie behind the producer."""
+    """Returns the state at the end of a run: distances count the wait states that already lie behind the producer."""
     state: _State = {}
     distance = 0
     for index in reversed(body):

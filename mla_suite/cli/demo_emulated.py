@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RTOL, ATOL = 2e-2, 8e-3
-"""Of GPU MODE's amd-mla-decode task, which compares the output and the whole cache."""
+"""Tolerances of GPU MODE's amd-mla-decode task, which compares the output and the whole cache."""
 
 
 class Witness(TorchDispatchMode):

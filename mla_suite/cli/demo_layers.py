@@ -35,7 +35,7 @@ class Part:
 
 
 def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
-    """What is shown on an arch: (what takes time to make, the call that makes it)."""
+    """Yields the parts shown on an arch: (what takes time to make, the call that makes it)."""
     if arch.name == "gfx942":
         yield "weights of the GPU MODE layer", lambda: gpu_mode_layer(arch)
     else:

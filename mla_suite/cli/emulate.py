@@ -168,7 +168,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
 
 
 def _wrong(op: Op, expected: Sequence[Any], got: Sequence[Any], fp8_weights_bound: Any) -> str:
-    """What is further off than `bench` allows, in a sentence; what was written into arguments has the same bytes."""
+    """Names outputs further off than `bench` allows, in a sentence; arguments that were written have the same bytes."""
     import torch
 
     from mla_suite.bench import inputs

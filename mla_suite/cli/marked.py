@@ -9,7 +9,7 @@ from mla_suite.bench import saving
 
 
 def section(text: str, name: str) -> str | None:
-    """The text between the lines `<!-- name:begin ... -->` and `<!-- name:end -->`; None where they are not there."""
+    """Returns the text between `<!-- name:begin ... -->` and `<!-- name:end -->`; None where they are not there."""
     found = _pattern(name).search(text)
     return found[2] if found else None
 

@@ -51,7 +51,7 @@ _QUIET = frozenset(
 
 
 class PreparedCall(NamedTuple):
-    """What calls with the same metadata share."""
+    """The state that calls with the same metadata share."""
 
     allocate: Callable[[], tuple[torch.Tensor, ...]]
     launch: dispatch.Launch

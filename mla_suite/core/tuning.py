@@ -84,7 +84,7 @@ Column = Integer | Choice
 
 @dataclass(frozen=True)
 class Format:
-    """What the tables of one operator hold.
+    """The columns of one operator's tables.
 
     exact   columns a row must share with a problem to be used for it
     near    columns in which a row may differ: the nearest row is used

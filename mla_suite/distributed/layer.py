@@ -9,9 +9,9 @@ import torch
 
 from mla_suite.distributed.context import cp_decode
 from mla_suite.distributed.parallel import Parallel
+from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
-from mla_suite.models.head_products import absorbed, head_values
 from mla_suite.models.mla import MLA
 
 

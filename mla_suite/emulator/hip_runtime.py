@@ -67,7 +67,7 @@ class HipRuntime:
         self.call("hipEventRecord", c.c_void_p(event), c.c_void_p(stream))
 
     def wait(self, stream: Handle, event: Handle) -> None:
-        """What follows on the stream comes after the event."""
+        """Makes later work on the stream wait for the event."""
         self.call("hipStreamWaitEvent", c.c_void_p(stream), c.c_void_p(event), 0)
 
     def synchronize_event(self, event: Handle) -> None:

@@ -35,7 +35,7 @@ def mla_reduce_v1(
     reduce_final_map    [tiles, 2] int32, first and last + 1 query token of each tile; None: max_seqlen_q each, in order
     final_output        [tokens, heads, head_dim_v] bf16, fp16 or fp32; final_lse [tokens, heads] fp32
 
-    A tile of 0 or 1 entries is left untouched: whoever made it wrote the final rows. num_kv_splits sizes AITER's
+    A tile of 0 or 1 entries is left untouched: its producer wrote the final rows. num_kv_splits sizes AITER's
     scratch and is not read. The maps are general, so partials are gathered first; where splits are uniform
     `mla_decode_reduce` moves nothing. base2, which AITER does not have: partial_lse is a binary logarithm, as FlashMLA
     keeps it; final_lse is natural all the same.

@@ -25,7 +25,7 @@ SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is com
 
 
 class Config(NamedTuple):
-    """What calls that share a FlashMLASchedMeta must have in common."""
+    """The values that calls which share a FlashMLASchedMeta must have in common."""
 
     batch: int
     q_len: int

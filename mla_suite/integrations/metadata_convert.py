@@ -44,7 +44,7 @@ class FlashMlaColumn(IntEnum):
 
 
 class OlderFlashMlaColumn(IntEnum):
-    """Of the versions whose get_mla_metadata returned the tensors themselves; the last three are not used."""
+    """Columns of the versions whose get_mla_metadata returned the tensors themselves; the last three are not used."""
 
     BEGIN_SEQUENCE = 0
     BEGIN_BLOCK = 1

@@ -66,7 +66,7 @@ def config_of(config: Any) -> MLAConfig:
 
 
 class _Call(NamedTuple):
-    """What one forward of the model hands to each of its attention layers."""
+    """The values that one forward of the model hands to each of its attention layers."""
 
     cache: LatentCache | None
     step: Step | None
@@ -125,7 +125,7 @@ def _cos_sin(position_embeddings: Any, batch: int) -> torch.Tensor:
 
 
 class Patch:
-    """What `patch` did to a model; `unpatch` undoes it, and so does leaving the `with` block."""
+    """The changes `patch` made to a model; `unpatch` undoes it, and so does leaving the `with` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -189,7 +189,7 @@ class Patch:
             raise TypeError("patch: a compiled step needs past_key_values=LatentCache(model, batch, max_len)")
         if given is None:
             return LatentCache(self.model, batch)
-        # generate() makes an empty DynamicCache; whoever holds it may pass it again, so it keeps its latent cache.
+        # generate() makes an empty DynamicCache; its holder may pass it again, so it keeps its latent cache.
         kept = vars(given)
         if type(given) is DynamicCache and "latent_cache" not in kept and given.get_seq_length() == 0:
             kept["latent_cache"] = LatentCache(self.model, batch)

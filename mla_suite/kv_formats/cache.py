@@ -154,7 +154,7 @@ def scatter(
 
 
 def validate(kv_format: KVFormat, cache: torch.Tensor) -> tuple[str, ...]:
-    """What is wrong with the values of a cache, one sentence each; empty when all is well.
+    """Lists the faults among the values of a cache, one sentence each; empty when all is well.
 
     Looks at every token, so write or clear the whole cache first. Reports NaN and inf among the values, and scales that
     are not positive and finite or, where the rule says so, not a power of two.

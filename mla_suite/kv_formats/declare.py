@@ -1,4 +1,4 @@
-"""What a KV kv_format is: its fields, byte offsets, scale rule and block stride, as one frozen record.
+"""The definition of a KV format: its fields, byte offsets, scale rule and block stride, as one frozen record.
 
 Nothing here needs torch, so a machine that only builds kernels can read the constants.
 """

@@ -1,4 +1,4 @@
-"""What a model author imports: the layer, its config, its cache and its rotary positions."""
+"""The names a model author imports: the layer, its config, its cache and its rotary positions."""
 
 from mla_suite.models.cache import PagedLatentCache, Step, slots
 from mla_suite.models.config import PRESETS, MLAConfig, Yarn

@@ -116,7 +116,7 @@ class PagedLatentCache:
         self.pool.reserve(sequence, tokens)
 
     def grow(self, num_pages: int) -> None:
-        """Add pages. `layers` are new tensors with the old contents: whoever captured the old ones must start again."""
+        """Add pages. `layers` are new tensors with the old contents: graphs of the old ones must be captured again."""
         if num_pages < 0:
             raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
         added = (layer.new_zeros(num_pages, *layer.shape[1:]) for layer in self.layers)

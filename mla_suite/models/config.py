@@ -36,7 +36,7 @@ class Yarn:
 
     @property
     def table_factor(self) -> float:
-        """What cos and sin are multiplied by: mscale(factor, mscale) / mscale(factor, mscale_all_dim)."""
+        """Factor of cos and sin: mscale(factor, mscale) / mscale(factor, mscale_all_dim)."""
         return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
 
 

@@ -12,10 +12,10 @@ import mla_suite
 from mla_suite import kv_formats
 from mla_suite.core import debug
 from mla_suite.models import prefill
+from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import Step
 from mla_suite.models.config import LATENT, ROPE, MLAConfig
-from mla_suite.models.head_products import absorbed, head_values
-from mla_suite.models.latents import LatentNorm, latents
+from mla_suite.models.qkv_down_proj import LatentNorm, latents
 from mla_suite.models.rope import rotate
 
 

@@ -40,7 +40,7 @@ class AppendKvArgs:
 
 
 class Problem(NamedTuple):
-    """What a choice of append kernel may depend on."""
+    """The properties a choice of append kernel may depend on."""
 
     tokens: int
     latent: int

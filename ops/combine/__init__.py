@@ -34,7 +34,7 @@ class CombineArgs:
 
 
 class Problem(NamedTuple):
-    """What a choice of combine kernel may depend on."""
+    """The properties a choice of combine kernel may depend on."""
 
     batch: int
     rows: int

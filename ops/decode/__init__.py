@@ -54,7 +54,7 @@ class DecodeArgs:
 
 
 class Problem(NamedTuple):
-    """What a choice of decode kernel may depend on. In batch-invariant mode batch and context are 0."""
+    """The properties a choice of decode kernel may depend on. In batch-invariant mode batch and context are 0."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ class Problem(NamedTuple):
     split_size: int
 
     def notes(self) -> tuple[str, ...]:
-        """What `explain` adds."""
+        """Returns the sentences `explain` adds."""
         if self.split_size > 0:
             return (f"batch-invariant (split_size {self.split_size}): the choice sees neither batch nor context",)
         return (f"context {self.context} keys per sequence, from {self.context_from}",)

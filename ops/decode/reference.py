@@ -112,7 +112,7 @@ def _cuts(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[
     lens: list[int] = seq_lens.tolist()
     if num_splits > 0:
         chunks: list[int] = equal_chunk(seq_lens.long(), num_splits).tolist()
-        # As many as have keys, of however many were asked for.
+        # Only splits with keys count, even where more were asked for.
         counts = [min(num_splits, -(-length // chunk)) for length, chunk in zip(lens, chunks, strict=True)]
         return [[(s * chunk, (s + 1) * chunk) for s in range(n)] for n, chunk in zip(counts, chunks, strict=True)]
     if split_size > 0:

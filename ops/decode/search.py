@@ -1,4 +1,4 @@
-"""What may be tuned about decode: the tile of its Triton kernel."""
+"""The search space of decode: the tile of its Triton kernel."""
 
 from __future__ import annotations
 

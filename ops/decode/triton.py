@@ -331,7 +331,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             num_splits=splits,
             skip_none=args.plan is not None,
         )
-    # Of a caller's output whose leading strides do not merge, flatten makes a copy.
+    # flatten copies a caller's output whose leading strides do not merge.
     if flat_out.data_ptr() != out.data_ptr():
         out.copy_(flat_out.view(out.shape))
     if flat_lse.data_ptr() != lse.data_ptr():

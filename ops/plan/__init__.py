@@ -39,7 +39,7 @@ class PlanArgs:
 
 
 class Problem(NamedTuple):
-    """What a choice of plan kernel may depend on."""
+    """The properties a choice of plan kernel may depend on."""
 
     batch: int
     num_heads: int

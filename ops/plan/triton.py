@@ -228,7 +228,7 @@ def slowest_worker(line, sequence, key, next_sequence, next_key, fixed, tile_row
 
 @triton.jit
 def items_begun(last_sequence, last_key, sequence, key):
-    """Of a cut and the one before it, 0 or 1 each: whether an item begins there, and one that splits a sequence."""
+    """Returns 0 or 1 each: whether a work tile begins at this cut, and whether one that splits a sequence does."""
     same = sequence == last_sequence
     begins = (key > 0) & ~(same & (key == last_key))
     return begins.to(tl.int64), (begins & ~(same & (last_key > 0))).to(tl.int64)
@@ -333,6 +333,6 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 
 
 def _words(device: torch.device, *counts: int) -> tuple[torch.Tensor, ...]:
-    """int64 scratch in parts of so many words."""
+    """int64 scratch in parts of these numbers of words."""
     total = sum(counts)
     return take(device, 2 * total)[: 2 * total].view(torch.int64).split(counts)

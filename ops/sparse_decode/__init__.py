@@ -46,7 +46,7 @@ class SparseDecodeArgs:
 
 
 class Pool(NamedTuple):
-    """What a choice of sparse_decode kernel may depend on, of one pool."""
+    """The properties of one pool that a choice of sparse_decode kernel may depend on."""
 
     kv_format: str
     page: int
@@ -56,7 +56,7 @@ class Pool(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a choice of sparse_decode kernel may depend on."""
+    """The properties a choice of sparse_decode kernel may depend on."""
 
     tokens: int
     q_len: int

@@ -269,7 +269,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             batch=tokens,
             num_splits=splits,
         )
-    # Of a caller's output whose leading strides do not merge, flatten makes a copy.
+    # flatten copies a caller's output whose leading strides do not merge.
     if flat_out.data_ptr() != out.data_ptr():
         out.copy_(flat_out.view(out.shape))
     if flat_lse.data_ptr() != lse.data_ptr():

@@ -1,4 +1,4 @@
-"""What the sm_90 benchmarks print, choose and write, with made-up times: their loop, options, and checks of results."""
+"""The sm_90 benchmarks print, choose and write, with made-up times: their loop, options, and checks of results."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_sustained_and_other_cuts_are_of_the_rows_asked_for(card: list[Call], mo
     assert len(found) == 7
     for timed in found:
         assert timed.sustained_us == pytest.approx(1.2 * US) if timed.name.startswith("B128") else timed.us == US
-        # What has a plan is not cut otherwise.
+        # A call with a plan has no other split counts.
         assert timed.others == ({} if "~" in timed.name else {"3": US / 2, "12": US / 2})
     assert [call.kwargs.get("num_splits") for call in card[:3]] == [None, 3, 12]
 

@@ -21,7 +21,7 @@ NO_REST = Effort(rounds=3, passes=1, rest_s=0.0)
 
 
 class Device:
-    """What torch.cuda offers to a Replay; `us` is the device's clock. A turn's kernel takes `kernel_us`."""
+    """The part of torch.cuda that a Replay uses; `us` is the device's clock. A turn's kernel takes `kernel_us`."""
 
     def __init__(self, kernel_us: float) -> None:
         self.kernel_us = kernel_us

@@ -1,4 +1,4 @@
-"""What AITER published for 32 heads and 4 query tokens: the pairs of times, and the accuracy that ours has to have."""
+"""AITER's published results for 32 heads and 4 query tokens: the pairs of times, and the accuracy required of ours."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_another_package_reads_the_same_tensors_and_gives_the_same_numbers(name:
     assert runner.answer is not None
     assert runner.run is not None
     assert runner.error(call, inputs.expected(case, call)) < 5e-3
-    # What is planned once serves every copy of the inputs.
+    # A plan made once serves every copy of the inputs.
     other = inputs.copy(call)
     other.args[1].view(torch.uint8).zero_()
     assert runner.error(Call(other.args, other.kwargs), inputs.expected(case, other)) == 0

@@ -396,7 +396,7 @@ def test_gradients_that_nobody_asks_for_take_the_short_way(short, partials):
 
 
 def test_calls_through_torch_ops_are_recognised(partials):
-    """What Inductor's code calls finds the prepared call by the same guards, behind the dispatcher."""
+    """A call from Inductor's code finds the prepared call by the same guards, behind the dispatcher."""
     for _ in range(3):
         COMBINE(*partials, num_splits=3, out_dtype=torch.float32)
     prepared = eager._last["combine.default"].prepared

@@ -1,4 +1,4 @@
-"""What the GPU suite asks of an operator, in pieces that also run on a CPU, where a call takes a graph's place.
+"""The GPU suite's checks of an operator, in pieces that also run on a CPU, where a call takes a graph's place.
 
 A `Problem` is one sample of the registry: its tensors on the device, and as many other sets of values for them as a
 test wants, lengths included. Right results come from the definition on the CPU, decode's from fp64.
@@ -156,7 +156,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _right: dict[tuple[str, str, int, str], Tensors] = {}
-"""What is right by operator, sample, turn and place: tests of both backends ask for it a dozen times, on the CPU."""
+"""Right results by operator, sample, turn and place: tests of both backends ask for it a dozen times, on the CPU."""
 
 
 class Problem:

@@ -37,7 +37,7 @@ def beginning(tensor, at):
 
 
 def written(name, slots, interleaved, wide, first_slot=0, first_angle=0):
-    """What the native kernel leaves in a cache of zeros, and the definition, which runs on the CPU. Slots begin
+    """Returns a cache of zeros after the native kernel, and after the definition, which runs on the CPU. Slots begin
     `first_slot` elements behind aligned memory, each row of angles `first_angle`.
     """
     kind, tokens = declared(name), len(slots)

@@ -56,7 +56,7 @@ def check(call: Call, turn: int, got: tuple[torch.Tensor, ...]) -> None:
 
 
 def nearest(value: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """What lies between `one` and `other` and is closest to `value`."""
+    """Returns the number between `one` and `other` that is closest to `value`."""
     return value.maximum(one.minimum(other)).minimum(one.maximum(other))
 
 
@@ -88,7 +88,7 @@ def test_what_rounding_keys_may_change_in_lse() -> None:
 
 @NAMED
 def test_calls_in_turn(call: Call) -> None:
-    """What a call keeps, such as the first turn's metadata, serves the turns after it."""
+    """Kept state of a call, such as the first turn's metadata, serves the turns after it."""
     call = fresh(call)
     for turn in range(TURNS):
         check(call, turn, call.run(moved(call.make(turn), "cuda" if GPU else "cpu"), call.kept))

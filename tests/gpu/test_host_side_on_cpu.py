@@ -1,4 +1,4 @@
-"""What a call does on the host before and after its kernels: it reads no tensor, and allocates its outputs alone.
+"""The host side of a call, before and after its kernels: it reads no tensor, and allocates its outputs alone.
 
 The kernels themselves are left out, so every arch's host code runs here. On a GPU test_operators_on_gpu.py asks the
 same of whole calls: torch's synchronisation check, and its allocator's count.

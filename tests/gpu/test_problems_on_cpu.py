@@ -1,4 +1,4 @@
-"""What the GPU suite is made of, on a CPU: problems do change, right results pass, wrong ones are noticed."""
+"""The parts of the GPU suite, on a CPU: problems do change, right results pass, wrong ones are noticed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_values_are_made_whatever_backend_runs(name: str, sample: Sample) -> Non
 
 @pytest.mark.parametrize(("name", "sample"), FIRST, ids=[name for name, _ in FIRST])
 def test_compiled_steps(name: str, sample: Sample) -> None:
-    """What test_compiled_on_gpu.py does with CUDA graphs, traced and run without Inductor."""
+    """The steps of test_compiled_on_gpu.py, without CUDA graphs: traced and run without Inductor."""
     problem = Problem(name, sample, "reference", CPU)
     packet, kwargs = getattr(torch.ops.mla_suite, name), problem.kwargs
     torch._dynamo.reset()

@@ -21,7 +21,7 @@ SELECTIONS: dict[str, Callable[[int, int], list[int]]] = {
     "last token": lambda slots, n: [slots - 1, slots] * (n // 2),
     "first token": lambda slots, n: [0, -1] * (n // 2),
 }
-"""Indices of one query token into a pool of so many slots."""
+"""Indices of one query token into a pool of `slots` slots."""
 
 
 class Machine(NamedTuple):

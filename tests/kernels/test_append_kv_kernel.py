@@ -126,7 +126,7 @@ def test_nan_and_infinity(arch, name, dtype):
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_slots_past_the_cache_write_nothing(arch, tokens):
-    """What the CPU and debug mode refuse, a kernel skips like a negative slot: no byte outside the cache is touched."""
+    """A kernel skips what the CPU and debug mode refuse, like a negative slot: no byte outside the cache is touched."""
     kind = kv_format("bf16")
     kv_c, k_pe = rows(kind, 6)
     slots = torch.tensor([3, 12, 2**31 - 1, 2**31 + 3, 2**40 + 5, -(2**33)])

@@ -97,7 +97,7 @@ def test_pairs_of_splits_heads_and_tokens(index, case):
 @pytest.mark.parametrize("splits", SPLITS)
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_whole_product(arch, heads, splits):
-    """What one case of the emulator can hold; tests/gpu/test_combine_on_gpu.py has the rest of it."""
+    """As much of the product as the emulator can hold in a case; tests/gpu/test_combine_on_gpu.py has the rest."""
     for tokens in TOKENS:
         if splits * heads * tokens <= MOST_WORK:
             head_dim_v = 512 if splits * heads * tokens < 12_000 else 128
@@ -127,7 +127,7 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
     assert_close(*result, exact(out, lse, bounds))
 
 
-# What is not read, and what is not hidden
+# Values that are not read, and values that are not hidden
 
 
 @pytest.mark.parametrize("waves_share_a_row", [True, False])
@@ -202,7 +202,7 @@ def test_skip_single_leaves_those_rows(arch):
 
 
 def test_merge_of_ragged_queries(arch):
-    """What decode asks for: partial rows of 3 query tokens, out of 1, 3 and 0 tokens; the second was never split."""
+    """Decode asks for it: partial rows of 3 query tokens, out of 1, 3 and 0 tokens; the second was never split."""
     heads, bounds, tokens = 8, [0, 2, 2, 7], [0, 1, 4, 4]
     partial_out, partial_lse = partials(7, 3 * heads)
     out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))

@@ -177,7 +177,7 @@ def test_counters(rows, instructions, valu):
 
 @pytest.mark.parametrize("rows", [16, 128])
 def test_a_token_costs_its_bytes(rows):
-    """What one more token adds: 1,152 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
+    """One more token adds 1,152 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
     counted_by_packaged_compiler(ARCH, SMALLEST)
     short, long = (report_of(rows, kv).bound(archs.get(ARCH)) for kv in (1024, 2048))
     assert (long.memory - short.memory) / 1024 <= 90
@@ -193,7 +193,7 @@ def test_bound_of_other_instances(rows, options, limiter):
     counted_by_packaged_compiler(ARCH, SMALLEST)
     report = report_of(rows, **options)
     bound = report.bound(archs.get(ARCH))
-    # What rounding leaves of turned rope parts is multiplied as well.
+    # The remainder that rounding leaves of rotated rope parts is multiplied as well.
     assert matrix_flop(report) == KV * rows * 2 * ((576 + 64 if "rotate" in options else 512) + 512)
     assert bound.limiter == limiter
 

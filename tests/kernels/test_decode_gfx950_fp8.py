@@ -223,7 +223,7 @@ def test_counters(query, rows, instructions, valu, matrix, limiter):
     [("fp8", 16, 7), ("fp8", 64, 26), ("fp8", 96, 39), ("fp8", 128, 40), ("bf16", 16, 9), ("bf16", 64, 34)],
 )
 def test_a_token_costs_its_bytes(query, rows, matrix):
-    """What one more token adds: 576 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
+    """One more token adds 576 bytes and 4 or 16 of page numbers at 13 bytes a clock."""
     counted_by_packaged_compiler(ARCH, SMALLEST)
     short, long = (
         counted(ARCH, *decode_sample((kv,), heads=rows, num_splits=1, **QUERIES[query]).make(CPU)).bound(

@@ -15,7 +15,7 @@ from mla_suite.ops.decode.samples import decode_sample
         (dict(heads=16, num_splits=8), True),
         (dict(heads=64, num_splits=4), True),
         (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
-        (dict(heads=16, num_splits=8, page=7), False),  # gathered: whoever would fill brings keys
+        (dict(heads=16, num_splits=8, page=7), False),  # gathered: the warps that would fill bring keys
         (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
         (dict(heads=128, num_splits=4), True),
         (dict(heads=128, num_splits=3), True),

@@ -16,7 +16,7 @@ from mla_suite.testing import exact_decode
 
 E4M3 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}
 KV_FORMATS = {"gfx942": "fp8_fnuz", "gfx950": "fp8"}
-# Of the second, rounding to bf16 by an addition would carry through the sign.
+# Rounding the second to bf16 by an addition would carry through the sign.
 NANS = torch.tensor([0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What can be known of sm_90's decode without a GPU: instances, refusals, split counts, every byte of a launch."""
+"""Checks of sm_90's decode that need no GPU: instances, refusals, split counts, every byte of a launch."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Merge:
         return report
 
     def check(self):
-        """What the plan split is merged; all else is as it was."""
+        """Asserts that the sequences the plan split are merged and all else is as it was."""
         rows = self.heads * self.q_len
         sink = None if self.sink is None else self.sink.repeat(self.q_len)
         expected = exact(self.partial_out, self.partial_lse, self.bounds, sink) if self.split else None

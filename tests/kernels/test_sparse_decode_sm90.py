@@ -1,4 +1,4 @@
-"""What can be known of sm_90's sparse_decode without a GPU: instances, refusals, split counts, arithmetic, launches."""
+"""Checks of sm_90's sparse_decode that need no GPU: instances, refusals, split counts, arithmetic, launches."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def apart(tensor):
 
 @pytest.mark.parametrize("copied", ["nothing", "q", "indices", "lengths", "out and lse", "negative scale"])
 def test_a_call_after_another_with_its_metadata(monkeypatch, copied):
-    """What was made ready for one call serves another: the numbers stay, every address is the other's or its copy's."""
+    """The prepared state of one call serves another: the numbers stay, every address is the other's or its copy's."""
     launches, merges = [], []
 
     def binder(noted):

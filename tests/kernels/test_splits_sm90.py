@@ -37,7 +37,7 @@ MEASURED: dict[tuple[int, int, int], dict[str, dict[int, float]]] = {
 
 
 def lost(shape):
-    """What the rule's choice takes, over the best of those that were measured."""
+    """Returns the time of the rule's choice over the best measured time."""
     batch, rows, keys = shape
     stages = -(-keys // BLOCK_N)
     chosen = best_splits(H200, "tma", batch, rows, stages)

@@ -20,7 +20,7 @@ def write(cache, step, values):
 
 
 def read(cache, sequence):
-    """What the index tensors lead to, for each layer."""
+    """Returns the rows that the index tensors lead to, equal for both layers."""
     table, lens = cache.view([sequence])
     rows = [layer[table[0].long()].flatten(0, 1)[: lens.item(), 0].tolist() for layer in cache.layers]
     assert rows[0] == rows[1]

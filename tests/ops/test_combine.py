@@ -90,7 +90,7 @@ def test_merging_in_two_steps_equals_one(counts, seed):
     assert_close(*outer, exact(out, lse, [0, sum(counts)]))
 
 
-# What is not read
+# Values that are not read
 
 
 def test_a_split_of_lse_minus_infinity_is_not_read():

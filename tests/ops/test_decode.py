@@ -124,7 +124,7 @@ def test_against_fp64(row):
 @pytest.mark.full
 @pytest.mark.parametrize("kv_format", AXES["kv_format"])
 def test_against_fp64_the_whole_product(kv_format):
-    """Of heads, q_len, page, causal and sink; the other axes take turns."""
+    """Takes the product of heads, q_len, page, causal and sink; the other axes take turns."""
     turns = itertools.cycle(itertools.product(*(AXES[name] for name in ("pages", "queries", "split", "rotate"))))
     for values in itertools.product(*(AXES[name] for name in ("heads", "q_len", "page", "causal", "sink"))):
         check(dict(zip(AXES, (*values, kv_format, *next(turns)), strict=True)))

@@ -112,7 +112,7 @@ def test_counted_limits_are_about_our_own_cuts(options):
     assert choose(0 if "split_size" in options else 1, 64, **options).supported.config.rows == 128
 
 
-# What dispatch was promised does not hold, in either direction, as when a captured graph is replayed.
+# The lengths promised to dispatch do not hold, in either direction, as when a captured graph is replayed.
 @pytest.mark.parametrize(("heads", "q_len"), [(32, 4), (24, 2)])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=["bf16", "fp8 cache", "fp8"])
 def test_each_side_is_right_at_the_lengths_of_the_other(heads, q_len, kind):

@@ -342,7 +342,7 @@ def test_sizes_follow_from_arguments():
 @pytest.mark.parametrize("batch", range(6))
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 132])
 def test_where_kernels_find_the_words(batch, workers):
-    """What kernels take for granted: their words of the header, where bounds and items lie, aligned items."""
+    """Kernels take these positions for granted: their header words, where bounds and items lie, aligned items."""
     source = arch.CSRC / "common" / "plan_header.hpp"
     named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
     place = layout_for(batch, workers, max_seqlen_kv=100, num_splits=0, split_size=0)

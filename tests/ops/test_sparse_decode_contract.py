@@ -1,4 +1,4 @@
-"""What sparse_decode refuses, in a sentence and before anything is written."""
+"""sparse_decode refuses bad arguments in a sentence and before anything is written."""
 
 from __future__ import annotations
 

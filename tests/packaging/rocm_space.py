@@ -1,4 +1,4 @@
-"""What one ROCm user space says of our objects and our driver, without a GPU.
+"""Checks our objects and our driver against one ROCm user space, without a GPU.
 
 usage: python tests/packaging/rocm_space.py NAME [--record]
 

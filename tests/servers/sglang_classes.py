@@ -49,7 +49,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E4
 
 
 def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048, requests: int = 6, **changes: Any):
-    """What the backend's constructor reads of a model runner, with SGLang's real pool of latents."""
+    """Returns a model runner as far as the backend's constructor reads it, with SGLang's real pool of latents."""
     pool = memory_pool.MLATokenToKVPool(
         size=slots,
         page_size=page,
@@ -118,7 +118,7 @@ def settings(monkeypatch: Any, *, topk: int = 1, deterministic: bool = False, dc
 
 
 def layer(layer_id: int, k_scale: float | None = None) -> SimpleNamespace:
-    """What the backend reads of an absorbed RadixAttention."""
+    """Returns an absorbed RadixAttention as far as the backend reads it."""
     scale = None if k_scale is None else torch.tensor(k_scale)
     return SimpleNamespace(
         layer_id=layer_id,

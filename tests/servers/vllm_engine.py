@@ -61,7 +61,7 @@ def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 @contextlib.contextmanager
 def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):
-    """An engine on the checkpoint. chunks > 0: prefix caching, and prompts computed in chunks of so many tokens."""
+    """An engine on the checkpoint. chunks > 0: prefix caching, and prompts computed `chunks` tokens at a time."""
     if ours:
         register_backend(AttentionBackendEnum.CPU_MLA, OURS)
     selector._cached_get_attn_backend.cache_clear()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_suite import archs as arch
-from mla_suite.models import head_products, latents
+from mla_suite.models import absorb, qkv_down_proj
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing; the process around it does"
@@ -24,23 +24,23 @@ OUT = tuple(torch.zeros(TOKENS, size, dtype=torch.bfloat16) for size in (1536, 5
 
 def absorption(turned: bool) -> None:
     table = (torch.zeros(9, 64), torch.zeros(TOKENS, dtype=torch.int64)) if turned else (None, None)
-    head_products._absorb(*UP.split([128, 64], dim=-1), BOTH[:, :128], *table, True)
+    absorb._absorb(*UP.split([128, 64], dim=-1), BOTH[:, :128], *table, True)
 
 
 def values() -> None:
-    head_products._head_values(torch.zeros(TOKENS, 1, HEADS, 512, dtype=torch.bfloat16), BOTH[:, 128:])
+    absorb._head_values(torch.zeros(TOKENS, 1, HEADS, 512, dtype=torch.bfloat16), BOTH[:, 128:])
 
 
 def norms(parts: int) -> None:
     given = torch.zeros(parts, TOKENS, 2112, dtype=torch.float32 if parts > 1 else torch.bfloat16)
-    latents._add_and_norm(given, *WEIGHTS, 1e-6, 1e-6, OUT)
+    qkv_down_proj._add_and_norm(given, *WEIGHTS, 1e-6, 1e-6, OUT)
 
 
 LAUNCHES = {
     "absorption": lambda: absorption(True),
     "absorption, rotated before": lambda: absorption(False),
     "values": values,
-    "parts added and normed": lambda: norms(latents.PARTS),
+    "parts added and normed": lambda: norms(qkv_down_proj.PARTS),
     "normed": lambda: norms(1),
 }
 
@@ -50,5 +50,5 @@ LAUNCHES = {
 def test_kernel(monkeypatch: pytest.MonkeyPatch, launch: Callable[[], None], capability: int, limit: int) -> None:
     from nvidia_offline import first_launch, shared_bytes
 
-    monkeypatch.setattr(head_products, "is_hopper", lambda device: capability >= 90)
+    monkeypatch.setattr(absorb, "is_hopper", lambda device: capability >= 90)
     assert 0 < shared_bytes(*first_launch(launch), capability) <= limit

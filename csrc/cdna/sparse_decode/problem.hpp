@@ -1,4 +1,4 @@
-// What a sparse decode kernel computes, apart from how: the format of the selected records and the rows of a workgroup.
+// Problem of a sparse decode kernel, apart from how: the format of the selected records and the rows of a workgroup.
 #pragma once
 
 namespace cdna::sparse {

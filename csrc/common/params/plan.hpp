@@ -8,7 +8,7 @@ struct PlanParams {
   const int32_t* cu_seqlens_q;   // [batch + 1], or null: every sequence has a query token
   int32_t* plan;                 // [words]: header, split_indptr, work_indptr, counters, items
   int32_t item_cost;             // fixed cost of an item, in keys
-  int32_t tile_rows;             // cost of a partial to whoever writes or reads it alone, in keys
+  int32_t tile_rows;             // cost of a partial to the one CTA that writes or reads it, in keys
   int32_t shared_cost;           // cost of a partial to the whole device, in keys
   int32_t splits;                // items of a sequence where they are the same for all, else 0
   int32_t workgroups;            // of the launch
@@ -26,6 +26,6 @@ struct PlanParams {
   int32_t num_splits;
   int32_t split_size;
   int32_t counters_per_sequence;
-  int32_t max_kv_len;
+  int32_t max_seqlen_kv;
 };
 }  // namespace mla

@@ -1,5 +1,5 @@
 // cp.async: copies of 4 to 16 bytes from global to shared memory, by the threads, without registers. They are
-// generic-proxy writes: whoever reads them by wgmma calls fence_proxy_async() first.
+// generic-proxy writes: a warp that reads them by wgmma calls fence_proxy_async() first.
 #pragma once
 
 #include "common/device.hpp"

@@ -178,7 +178,7 @@ class ProducerDequant : ProducerBase<Traits> {
     return row;
   }
 
-  // Marks the stage complete as far as this warp goes, and says which of its keys are present. Whoever waits for the
+  // Marks the stage complete as far as this warp goes, and says which of its keys are present. A thread waiting for the
   // stage fences before wgmma reads it: a fence here might wait for the copies in flight. Only a warp that sends fences
   // here.
   MLA_DEVICE void complete(uint32_t present) {

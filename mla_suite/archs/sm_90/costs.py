@@ -1,4 +1,4 @@
-"""What decode takes on sm_90, estimated from metadata, and the split count that should take the least time."""
+"""Time of decode on sm_90, estimated from metadata, and the split count that should take the least time."""
 
 from __future__ import annotations
 

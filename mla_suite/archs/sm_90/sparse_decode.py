@@ -38,7 +38,7 @@ LOADER_WARPS = 4
 LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
 _pack_leading = packer(len(LEADING)).pack
 
-# What a launch takes, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
+# Time of a launch, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
 # an H200 (csrc/sm_90/PERF.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """CTAs that load keys together -> 32 keys on one SM, with every SM busy."""

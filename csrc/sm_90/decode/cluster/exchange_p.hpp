@@ -151,7 +151,7 @@ class ExchangeP {
   MLA_DEVICE void merge(AccumulatorO& o, const OutputTarget& target) const {
     clear_no_contribution(o, target.factor);
     named_barrier_sync<128>(PV_GROUP_BARRIER + group_);  // the other warps read these keys, too
-    hand_over(o, target, 0);
+    publish_o(o, target, 0);
     epilogue_.store(
         shared_ + BUFFERS + (group_ * 4 + warpgroup_thread() / 32) * Epilogue<Traits>::BUFFER_BYTES, target,
         [&](int tile, float (&four)[4]) { merged_tile(o, tile, target, four); });
@@ -164,7 +164,7 @@ class ExchangeP {
            warpgroup_thread() * 16;
   }
 
-  MLA_DEVICE void hand_over(const AccumulatorO& o, const OutputTarget& target, int chunk) const {
+  MLA_DEVICE void publish_o(const AccumulatorO& o, const OutputTarget& target, int chunk) const {
 #pragma unroll
     for (int i = 0; i < CHUNK_TILES; ++i) {
       const int tile = chunk * CHUNK_TILES + i;
@@ -179,7 +179,7 @@ class ExchangeP {
   MLA_DEVICE void merged_tile(const AccumulatorO& o, int tile, const OutputTarget& target, float (&four)[4]) const {
     if (tile % CHUNK_TILES == 0) {
       const int chunk = tile / CHUNK_TILES;
-      if (chunk + 1 < CHUNKS) hand_over(o, target, chunk + 1);
+      if (chunk + 1 < CHUNKS) publish_o(o, target, chunk + 1);
       mbarrier_wait(ClusterExchangeP::swap_full(barriers_, group_ ^ 1, chunk), 0);
     }
     uint32_t others[4];

@@ -1,4 +1,4 @@
-"""The kernels of `head_products` in Triton; each writes where the next step reads."""
+"""The kernels of `absorb` in Triton; each writes where the next step reads."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _absorb(
     positions: torch.Tensor | None,
     interleaved: bool,
 ) -> torch.Tensor:
-    from mla_suite.models import head_kernels  # triton comes with torch's CUDA builds alone
+    from mla_suite.models import absorb_triton  # triton comes with torch's CUDA builds alone
 
     heads, nope, latent = w_uk.shape
     q = _empty_absorb(q_nope, q_pe, w_uk, cos_sin, positions, interleaved)
@@ -93,7 +93,7 @@ def _absorb(
     own = latent
     while own > COLUMNS and heads * tiles * (latent // own) < PROGRAMS:
         own //= 2
-    head_kernels.absorb_kernel[(heads * (latent // own) + min(tokens, rows), tiles)](
+    absorb_triton.absorb_kernel[(heads * (latent // own) + min(tokens, rows), tiles)](
         x,
         pe,
         w_uk,
@@ -133,7 +133,7 @@ def _empty_absorb(
 
 
 def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    from mla_suite.models import head_kernels
+    from mla_suite.models import absorb_triton
 
     heads, v, latent = w_uv.shape
     values = _empty_values(latents, w_uv)
@@ -142,7 +142,7 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
     if not tokens:
         return values
     rows, columns, depth = _rows(tokens), min(128, v), min(64, latent)
-    head_kernels.values_kernel[(heads * (v // columns), -(-tokens // rows))](
+    absorb_triton.values_kernel[(heads * (v // columns), -(-tokens // rows))](
         x,
         w_uv,
         out,

@@ -1,6 +1,6 @@
 """Both down-projections with their norms on a GPU, at the sizes of DeepSeek V3, against fp64.
 
-The kernel behind the product runs in Triton's interpreter, in fp16, in tests/triton/test_latents.py.
+The kernel behind the product runs in Triton's interpreter, in fp16, in tests/triton/test_qkv_down_proj.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_suite.models.latents import MOST_TOKENS, LatentNorm, latents
+from mla_suite.models.qkv_down_proj import MOST_TOKENS, LatentNorm, latents
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU that torch can use; tests/triton runs the kernel on a CPU"

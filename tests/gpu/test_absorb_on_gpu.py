@@ -1,6 +1,6 @@
 """Products with a matrix per head on a GPU, at sizes of DeepSeek V3 and its shares, against fp64.
 
-The same kernels run in Triton's interpreter, in fp16, in tests/triton/test_head_products.py.
+The same kernels run in Triton's interpreter, in fp16, in tests/triton/test_absorb.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mla_suite.models.head_products import absorbed, head_values
+from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.rope import rotate
 
 pytestmark = pytest.mark.skipif(

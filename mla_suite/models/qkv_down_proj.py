@@ -88,10 +88,10 @@ def _parts(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _add_and_norm(
     parts: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor, q_eps: float, kv_eps: float, made: Three
 ) -> None:
-    from mla_suite.models import latent_kernels  # triton comes with torch's CUDA builds alone
+    from mla_suite.models import qkv_down_proj_triton  # triton comes with torch's CUDA builds alone
 
     q, kv_c, k_pe = made
-    latent_kernels.latents_kernel[(parts.shape[1], 2)](
+    qkv_down_proj_triton.latents_kernel[(parts.shape[1], 2)](
         parts,
         q_weight,
         kv_weight,

@@ -1,4 +1,4 @@
-"""The kernel of `latents` in Triton."""
+"""The kernel of `qkv_down_proj` in Triton."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite.models import MLA, MLAConfig, Step, mla
-from mla_suite.models.latents import LatentNorm, latents
+from mla_suite.models.qkv_down_proj import LatentNorm, latents
 
 ops, suite, aten = torch.ops.mla_suite_layers, torch.ops.mla_suite, torch.ops.aten
 CONFIG = MLAConfig.tiny()
