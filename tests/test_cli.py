@@ -9,8 +9,7 @@ import torch
 
 import mla_suite
 from mla_suite.__main__ import main
-from mla_suite.archs.cdna import decode as decode_native
-from mla_suite.build import KernelEntry
+from mla_suite.build import KernelEntry, manifest
 from mla_suite.cli import COMMANDS, demo_emulated, demo_layers
 from mla_suite.core import dispatch
 from mla_suite.launch import launcher
@@ -42,7 +41,10 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         ("explain foo", "explain: no operator 'foo'; registered are "),
-        ("explain decode --on sm_90", "sm_90 is not an AMD arch; the emulator executes gfx942 and gfx950"),
+        (
+            "explain decode --on sm_90",
+            "emulate: sm_90 is not emulated; the emulator executes gfx942 and gfx950",
+        ),
         ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),
         ("support --write nowhere/README.md", "support: nowhere/README.md cannot be read: No such file or directory"),
     ],
@@ -58,7 +60,7 @@ def test_a_wrong_argument_is_one_sentence(words: str, sentence: str, capsys: pyt
     [
         ("demo --tokens 0", "argument --tokens: '0'; it is a number, 1 at least"),
         ("demo --layers two", "argument --layers: 'two'; it is a number, 1 at least"),
-        ("kv_formats --page -1", "argument --page: '-1'; it is a number, 1 at least"),
+        ("formats --page -1", "argument --page: '-1'; it is a number, 1 at least"),
         ("explain --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("bench --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("explain --device cuda:99", "GPUs that torch can use"),
@@ -144,7 +146,7 @@ def test_demo_fails_where_a_kernel_did_not_run(
     """Without decode's kernels its reference runs: the numbers agree, and the demo says what is wrong."""
     monkeypatch.setattr(demo_layers, "GPU_MODE_BATCHES", (1,))
     monkeypatch.setattr(demo_layers, "GPU_MODE_PREFILLS", (16,))
-    monkeypatch.setattr(decode_native, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(manifest, "is_built", lambda arch, instance: not instance.startswith("decode"))
     dispatch.clear_caches()
     try:
         assert main(["demo", "--emulate", "gfx942"]) == 1

@@ -30,11 +30,11 @@ Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
-    """Returns the search spaces of an operator, by backend; empty when nothing can."""
-    module = f"mla_suite.ops.{op}.search"
-    if find_spec(module) is None:
-        return {}
-    found: Mapping[str, SearchSpace] = import_module(module).SPACES
+    """Returns the search spaces of an operator by backend: archs have the native ones, its folder Triton's."""
+    found: dict[str, SearchSpace] = {}
+    for module in (f"mla_suite.archs.common.{op}_search", f"mla_suite.ops.{op}.search"):
+        if find_spec(module) is not None:
+            found |= import_module(module).SPACES
     return found
 
 

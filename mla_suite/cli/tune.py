@@ -63,19 +63,19 @@ def lint() -> int:
 
 def _tables() -> Iterator[tuple[Any, str, Path]]:
     """(format, table's name, file) of every table that is there."""
-    from mla_suite import archs as arch
+    from mla_suite import archs
+    from mla_suite.archs.common import decode_table
     from mla_suite.bench import search
     from mla_suite.core import register, tuning
 
+    tables = [(decode_table.FORMAT, name) for name in archs.names()]  # counted or published: nothing searches it
     for op in register.registry():
         for space in search.spaces(op).values():
-            for name in map(space.table, arch.names()):
-                for path in (
-                    tuning.SHIPPED / op / "tuned" / f"{name}.csv",
-                    tuning.user_directory() / op / f"{name}.csv",
-                ):
-                    if path.is_file():
-                        yield space.form, name, path
+            tables += [(space.form, space.table(name)) for name in archs.names()]
+    for form, name in tables:
+        for folder in (tuning.SHIPPED / form.op / "tuned", tuning.user_directory() / form.op):
+            if (folder / f"{name}.csv").is_file():
+                yield form, name, folder / f"{name}.csv"
 
 
 def _tune(args: argparse.Namespace) -> int:

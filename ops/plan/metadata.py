@@ -63,7 +63,7 @@ class Word(IntEnum):
     COUNTERS_PER_SEQUENCE = 12
     ITEMS_USED = 13
     PARTIAL_ROWS = 14  # = split_indptr[batch]; 0 when nothing is split
-    MAX_KV_LEN = 15
+    MAX_SEQLEN_KV = 15
 
 
 class Item(IntEnum):
@@ -119,7 +119,7 @@ class Layout:
             Word.NUM_SPLITS: num_splits,
             Word.SPLIT_SIZE: split_size,
             Word.COUNTERS_PER_SEQUENCE: COUNTERS,
-            Word.MAX_KV_LEN: max_seqlen_kv,
+            Word.MAX_SEQLEN_KV: max_seqlen_kv,
         }
         return [int(words.get(word, 0)) for word in Word]
 

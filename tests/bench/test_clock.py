@@ -141,7 +141,7 @@ def test_a_result_has_burst_and_sustained_times(monkeypatch: pytest.MonkeyPatch)
     for seconds, measured in ((0.0, False), (0.7, True)):
         result = Result("combine", "shape", "native", {}, 1, 1, checked="reference")
         effort = Effort(rounds=3, passes=1, rest_s=0.0, sustained_s=seconds)
-        run._measure(result, runner, [0, 1], (), "reference", effort, torch.device("cuda"))
+        run._measure(result, runner, [0, 1], inputs.Right((), "reference"), effort, torch.device("cuda"))
         assert not result.failure
         assert len(result.rounds) == 3
         assert bool(result.sustained_us) == measured

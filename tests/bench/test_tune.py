@@ -52,8 +52,11 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
         if point == WRONG:
             outputs[0][0, 0] *= 2
 
-    native = Backend("native", lambda problem, arch: Supported(0, "rule"), run)
-    triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), run)
+    def prepare(point: int, outputs: tuple[torch.Tensor, ...], args: Any) -> Any:
+        return lambda outputs, tensors: run(point, outputs, args)
+
+    native = Backend("native", lambda problem, arch: Supported(0, "rule"), prepare)
+    triton = Backend("triton", lambda problem, arch: Supported(8, "rule"), prepare)
     monkeypatch.setattr(register, "_registry", {"combine": replace(op, backends=(native, triton, reference))})
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path / "user"))
     monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "shipped")  # the real tables have other columns than FORM
