@@ -69,7 +69,7 @@ def _passes(
 ) -> None:
     """Measure into `found`."""
     steps = 0
-    for number in range(effort.passes + noise.MOST_EXTRA):
+    for number in range(effort.passes + noise.MAX_EXTRA):
         extra = number >= effort.passes
         again = {(r.op, r.shape) for r in found.values() if r.rounds and noise.unsettled(r.rounds)}
         for case in cases:
@@ -111,7 +111,7 @@ def _case(
     try:
         call = inputs.make(case, device)
         right = inputs.expected(case, call) if first else None
-        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
     except torch.OutOfMemoryError:
         sentence = "its tensors and a second set of them do not fit the device's memory"
         yield Result(case.op, case.shape, "any backend", *shape, failure=sentence)
