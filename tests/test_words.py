@@ -53,7 +53,7 @@ RETIRED = {
     r"\bMOST_[A-Z]\w*|\bLONGEST_[A-Z]\w*": "MAX_",
     r"(?<!\w)SMALLEST_[A-Z]\w*": "MIN_",
     r"\bplan/(cost|layout|native)\.py\b": "scheduler.py, metadata.py, archs/common/plan.py",
-    r"\bof so many\b": "n, or the number itself",
+    r"\bso many\b(?! that)": "n, or the number itself",
     r"\b[Ww]hoever\b": "the caller, the thread",
 }
 ALLOWED = {

@@ -17,7 +17,7 @@ from mla_suite.bench.sets import Case
 from mla_suite.core import register
 
 CPU_FLOPS = 2 * 10**9
-"""Larger cases are not timed on a CPU: the reference takes a tenth of a second for so many, and is called 30 times."""
+"""Larger cases are not timed on a CPU: the reference takes a tenth of a second at this size, and runs 30 times."""
 
 Progress = Callable[[str, int], None]
 """Told what is being measured, and the steps done so far."""
