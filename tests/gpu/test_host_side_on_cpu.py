@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_suite import archs as arch
 from mla_suite.build import manifest
+from mla_suite.core import dispatch
 from mla_suite.core.op import Sample
 from mla_suite.launch import launcher, tensor_map
 
@@ -72,8 +73,8 @@ def without_kernels(name_of_arch: str) -> Iterator[list[str]]:
         stack.enter_context(patch.object(launcher, "_prepare", lambda op, instance, index: (Noting(), instance)))
         stack.enter_context(patch.object(manifest, "is_built", lambda *given: True))
         stack.enter_context(patch.object(JITFunction, "run", jitted))
-        token = launcher._emulated.set(arch.get(name_of_arch))  # emulate() would take AMD's alone
-        stack.callback(launcher._emulated.reset, token)
+        token = dispatch.emulated.set(arch.get(name_of_arch))  # emulate() would take AMD's alone
+        stack.callback(dispatch.emulated.reset, token)
         yield launched
 
 
