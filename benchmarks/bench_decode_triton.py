@@ -96,7 +96,7 @@ def measure(row: Row, planned: bool, others: bool) -> str:
     runner = runners.configured(op, backend, offer.config, offer.reason)
     assert runner.run is not None
     runner.error(call, inputs.expected(case, call))
-    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
     us = noise.median(clock.device_rounds(runner.run, turns, EFFORT))
     beside = f"{row.sglang:8.1f} {us / row.sglang:5.2f}" if row.sglang else f"{'':14}"
     line = f"{row.name:18} {us:8.1f} {case.sample.bytes / us / 1e3:6.0f} {beside} {row.flash_mla:9.1f} "

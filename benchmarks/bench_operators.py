@@ -60,7 +60,7 @@ def test_device_time(
     assert runner.run is not None
     if not benchmark.enabled:
         return
-    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(gpu), clock.MOST_CALLS)
+    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(gpu), clock.MAX_CALLS)
     replay = clock.Replay(runner.run, turns)
     result = Result(case.op, case.shape, backend, dict(case.facts), case.sample.bytes, case.sample.flops)
 

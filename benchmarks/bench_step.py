@@ -35,7 +35,7 @@ BATCHES = (1, 8, 32, 128, 512)
 TOKENS = (1, 128, 8192, 65536)
 LONGEST = 8192
 REST_S = 0.05
-MOST_TURNS = 64
+MAX_TURNS = 64
 
 
 def time_of(replay: Replay) -> float:
@@ -115,8 +115,8 @@ def show_append(device: torch.device) -> None:
         def copy(turn: list[torch.Tensor]) -> object:
             return turn[0].copy_(turn[1])
 
-        if sample.bytes * MOST_TURNS >= cold_bytes(device):
-            turns = rotation(first, sample.bytes, cold_bytes(device), MOST_TURNS)
+        if sample.bytes * MAX_TURNS >= cold_bytes(device):
+            turns = rotation(first, sample.bytes, cold_bytes(device), MAX_TURNS)
             pairs += [[tensor.clone() for tensor in pairs[0]] for _ in turns[1:]]
             us, copy_us = time_of(Replay(call, turns)), time_of(Replay(copy, pairs))
         else:

@@ -82,7 +82,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after so many seconds")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after this time")
     return parser
 
 

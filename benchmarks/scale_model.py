@@ -30,7 +30,7 @@ class Machine:
     node: int = 8
 
     def collective(self, sent: float, ranks: int) -> float:
-        """Seconds of a collective in which each rank sends so many bytes."""
+        """Seconds of a collective in which each rank sends `sent` bytes."""
         if ranks == 1:
             return 0.0
         inside = ranks <= self.node

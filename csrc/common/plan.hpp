@@ -1,4 +1,4 @@
-// plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/cost.py and
+// plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/scheduler.py and
 // ops/plan/reference.py, so that both make the same words. One source for every arch.
 //
 //   search    one workgroup per candidate number of workers: the lower price of its two families -> two words of the

@@ -14,7 +14,7 @@ struct PlanHeader {
   static constexpr int words = 16;     // split_indptr [batch + 1] follows, then work_indptr [workers + 1]
   static constexpr int counters = 16;  // of each sequence, then the items, at a multiple of 4 words
 
-  // Where these lie, in words, in a plan for so many sequences, and so many workers.
+  // Where these lie, in words, in a plan for `batch` sequences and `workers` SM parts.
   MLA_DEVICE static int work_of(int batch) { return words + batch + 1; }
   MLA_DEVICE static int items_of(int batch, int workers) {
     return (work_of(batch) + workers + 1 + counters * batch + 3) / 4 * 4;

@@ -22,13 +22,13 @@ struct Pool {
   int32_t tokens_per_length;
 };
 
-constexpr int MOST_POOLS = 4;
+constexpr int MAX_POOLS = 4;
 static_assert(__builtin_offsetof(SparseDecodeParams, cache_1) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
                   sizeof(Pool),
               "selection: Pool mirrors the parameters");
 static_assert(__builtin_offsetof(SparseDecodeParams, tokens) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
-                  MOST_POOLS * sizeof(Pool),
-              "selection: the parameters have MOST_POOLS groups");
+                  MAX_POOLS * sizeof(Pool),
+              "selection: the parameters have MAX_POOLS groups");
 
 MLA_DEVICE const Pool& pool_at(const SparseDecodeParams& p, int i) {
   return reinterpret_cast<const Pool*>(&p.cache_0)[i];

@@ -1,5 +1,5 @@
 // A warp of 32 lanes as the kernels of csrc/common see it: sums and maxima over teams of lanes, broadcasts, elementary
-// functions, programmatic dependent launch. csrc/cdna/wave.hpp has the same interface.
+// functions, programmatic dependent launch. csrc/cdna/common/wave.hpp has the same interface.
 #pragma once
 
 #include "common/device.hpp"

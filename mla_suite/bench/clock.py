@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-MOST_CALLS = 2048  # nodes of a graph: 60 ms to capture, and 80 MB if a call touches only 40 kB
+MAX_CALLS = 2048  # nodes of a graph: 60 ms to capture, and 80 MB if a call touches only 40 kB
 GRAPH_US = 500.0  # shorter graphs would show the gap between two replays, about 2 us
 ROUND_US = 20_000.0  # longer rounds would run into the power limit, which is another measurement
 REST_S = 0.15  # before each round, so that every round starts with a cool chip and idle memory
@@ -56,7 +56,7 @@ class Replay:
                 call(turn)
         torch.cuda.current_stream().wait_stream(stream)
         self._call, self._turns = call, turns
-        most = max(1, MOST_CALLS // len(turns))
+        most = max(1, MAX_CALLS // len(turns))
         cycles = min(most, -(-4 // len(turns)))
         self._capture(cycles)
         took = self._replay_us()

@@ -74,7 +74,7 @@ COUNTERS = tuple(
 
 
 def total(parts: Sequence[tuple[int, Report]]) -> Report:
-    """The sum of launches of one kernel, each counted so many times (also negative ones).
+    """The sum of launches of one kernel, each counted as often as its integer says (it may be negative).
 
     ValueError when they are launches of two kernels, which a shorter problem may have chosen.
     """
@@ -259,7 +259,7 @@ def sparse(case: Case, run: Run, row_tiles: int, waves: int) -> Counted:
 
 
 def _merge(case: Case, tokens: int, splits: int) -> Report:
-    """Counts of the merge behind a sparse_decode in so many splits."""
+    """Counts of combine behind a sparse_decode in `splits` splits."""
     combine = register.get("combine")
     args, kwargs = combine_sample(tokens, case.facts["heads"], splits, sink=bool(case.options["sink"])).make(CPU)
     native = next(backend for backend in combine.backends if backend.name == "native")

@@ -35,7 +35,7 @@ class Floors:
     source: str
 
     def memory_us(self, moved: int) -> float:
-        """Time to read so many bytes: between measured sizes along a power law, beyond them at the last rate."""
+        """Time to read a number of bytes: between measured sizes along a power law, beyond them at the last rate."""
         sizes = [size for size, _ in self.read]
         if moved <= sizes[0]:
             return self.read[0][1]

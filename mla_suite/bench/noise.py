@@ -17,7 +17,7 @@ QUIET = 0.025
 
 UNSETTLED = 0.035
 """A larger spread, as a fraction, asks for more rounds: two such runs and QUIET would hide a change of 9.5 %."""
-MOST_EXTRA = 2
+MAX_EXTRA = 2
 """Passes added for shapes that do not settle."""
 
 

@@ -19,8 +19,8 @@ COLOURS = ("#0b6e99", "#d9480f", "#2b8a3e", "#862e9c", "#a61e4d", "#5c940d", "#3
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
 VERDICTS = {"slower": "#c92a2a", "faster": "#2b8a3e", "same": "#868e96"}
-MOST_NAMES = 5
-MOST_KERNELS = 16
+MAX_NAMES = 5
+MAX_KERNELS = 16
 
 Drawn = tuple[str, str, str]
 """Name, caption and SVG of a figure."""
@@ -120,7 +120,7 @@ def roofline(report: Report) -> Iterator[Drawn]:
 
 def counted(report: Report) -> Iterator[Drawn]:
     """Yields a plot of the emulator's counts: per kernel and shape the least clocks of a compute unit, by resource."""
-    found = [r for r in report.results if r.counted][:MOST_KERNELS]
+    found = [r for r in report.results if r.counted][:MAX_KERNELS]
     if not found:
         return
     figure, axes = _figure(height=max(4.4, 1 + 0.45 * len(found)))
@@ -176,7 +176,7 @@ def _ratio(name: str, other: str, points: Sequence[Point]) -> Drawn:
                       color=colour, label=f"{group} ({len(own)})")  # fmt: skip
     # The slowest are named, unless noise explains them; the table has the rest.
     worst = sorted((p for p in points if p.group not in ("same", "faster")), key=lambda p: p.ratio, reverse=True)
-    for place, point in enumerate(worst[:MOST_NAMES]):
+    for place, point in enumerate(worst[:MAX_NAMES]):
         axes.annotate(f"{point.result.op} {point.result.shape}", (point.us, point.ratio), fontsize=6.5, color="#495057",
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
                       xytext=(0.99, 0.98 - 0.045 * place), textcoords="axes fraction", ha="right", va="top",

@@ -189,7 +189,7 @@ def need_same_machine(old: Report, environment: Mapping[str, Any]) -> None:
             )
 
 
-MOST_DRIFT = 0.03
+MAX_DRIFT = 0.03
 """Cards of one model differ by 2.5 % in memory-bound work; a ceiling that fell further is a fault worth failing for."""
 
 
@@ -197,7 +197,7 @@ def _drift(old: Floors | None, new: Floors | None, bound: str) -> float:
     if old is None or new is None or not bound:
         return 0.0
     rates = (old.gb_per_s, new.gb_per_s) if bound == "memory" else (old.tflops, new.tflops)
-    return min(max(rates[0] / rates[1] - 1, 0.0), MOST_DRIFT)
+    return min(max(rates[0] / rates[1] - 1, 0.0), MAX_DRIFT)
 
 
 def missing(old: Report, new: Report) -> Iterator[tuple[Result, str]]:

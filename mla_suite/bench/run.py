@@ -17,7 +17,7 @@ from mla_suite.bench.sets import Case
 from mla_suite.core import register
 
 CPU_FLOPS = 2 * 10**9
-"""Larger cases are not timed on a CPU: the reference takes a tenth of a second for so many, and is called 30 times."""
+"""Larger cases are not timed on a CPU: the reference takes a tenth of a second at this size, and runs 30 times."""
 
 Progress = Callable[[str, int], None]
 """Told what is being measured, and the steps done so far."""
@@ -69,7 +69,7 @@ def _passes(
 ) -> None:
     """Measure into `found`."""
     steps = 0
-    for number in range(effort.passes + noise.MOST_EXTRA):
+    for number in range(effort.passes + noise.MAX_EXTRA):
         extra = number >= effort.passes
         again = {(r.op, r.shape) for r in found.values() if r.rounds and noise.unsettled(r.rounds)}
         for case in cases:
@@ -111,7 +111,7 @@ def _case(
     try:
         call = inputs.make(case, device)
         right = inputs.expected(case, call) if first else None
-        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+        turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
     except torch.OutOfMemoryError:
         sentence = "its tensors and a second set of them do not fit the device's memory"
         yield Result(case.op, case.shape, "any backend", *shape, failure=sentence)

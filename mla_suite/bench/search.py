@@ -98,7 +98,7 @@ def search(
     if not isinstance(offer, Supported):
         raise ValueError(f"{case.id}: {backend_name} does not take it: {offer.reason}")
     right = inputs.expected(case, call)
-    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MOST_CALLS)
+    turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
 
     present = runners.configured(op, backend, offer.config, offer.reason)
     present.error(call, right)

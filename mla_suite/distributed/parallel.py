@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mla_suite.distributed.keys import KeyShard
 
-# A sum in which every rank reads the others' summands over NVLink takes less than NCCL's ring up to about so many bytes
+# A sum in which every rank reads the others' summands over NVLink takes less than NCCL's ring up to about this size
 # read by a rank; 128 tokens of DeepSeek V3's hidden size on two GPUs are 1.8 MB.
 ONE_SHOT_BYTES = 4 << 20
 

@@ -117,7 +117,7 @@ def flash_mla_with_kvcache(
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
     attn_sink        [heads] fp32, adds exp(sink) to the denominator of `out`
     extra_k_cache, extra_indices_in_kvcache   a second pool under the same softmax
-    topk_length, extra_topk_length   [batch] int32: only so many of the indices count
+    topk_length, extra_topk_length   [batch] int32: how many of the indices count
 
     -> out [batch, q_len, heads, head_dim_v], lse [batch, heads, q_len] fp32, natural log, without the sink.
 

@@ -88,7 +88,7 @@ class LatentCache(Cache):
         """
         if tokens_to_remove > 0:
             given = f"crop({tokens_to_remove})"
-            raise ValueError(f"LatentCache: {given}; give -{tokens_to_remove} to forget so many tokens")
+            raise ValueError(f"LatentCache: {given}; give -{tokens_to_remove} to drop that number of tokens")
         self.seq_lens.add_(tokens_to_remove).clamp_(min=0)
         self.seen.add_(tokens_to_remove).clamp_(min=0)
         self._eager = max(self._eager + tokens_to_remove, 0)

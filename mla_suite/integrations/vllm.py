@@ -108,7 +108,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.VARLEN
-    # Prompts of up to so many new tokens are decoded with absorbed weights. 8 is a choice, not a measurement: longer
+    # Prompts of at most this length are decoded with absorbed weights. 8 is a choice, not a measurement: longer
     # ones do less work in vLLM's prefill.
     reorder_batch_threshold: int = 8
 

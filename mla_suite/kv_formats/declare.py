@@ -69,7 +69,7 @@ class ScaleRule:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """A KV kv_format: where each value of a token lies in a block of a paged cache, and how it is encoded.
+    """A KV format: where each value of a token lies in a block of a paged cache, and how it is encoded.
 
     A cache is a tensor `[pages, page, width]` of `dtypes[0]` (any of `dtypes` is accepted); `width` counts elements
     of that dtype. The row a token stands for is its `latent` values followed by its `rope` values, `head_dim` in all;

@@ -14,7 +14,7 @@ import torch
 from mla_suite.models.operators import TAGS, have_kernels, is_hopper, library, on_its_device
 from mla_suite.models.rope import rotate
 
-MOST_ROWS = 128  # tokens of a program
+MAX_ROWS = 128  # tokens of a program
 COLUMNS = 64  # of the latent at a time
 HEADS = 32  # whose q_pe a program turns at a time
 PROGRAMS = 128  # as many have work for the multiprocessors of the largest GPUs; a program with more to do loads ahead
@@ -65,7 +65,7 @@ def _has_kernel(*operands: torch.Tensor) -> bool:
 
 def _rows(tokens: int) -> int:
     """Tokens of one program: the least power of two that holds them all, within what a matrix unit and a block take."""
-    return min(MOST_ROWS, max(16, 1 << (tokens - 1).bit_length()))
+    return min(MAX_ROWS, max(16, 1 << (tokens - 1).bit_length()))
 
 
 def _absorb(
@@ -116,7 +116,7 @@ def _absorb(
         COLUMNS=min(COLUMNS, own),
         HEADS=HEADS,
         STAGES=_stages(q.device),
-        num_warps=8 if rows == MOST_ROWS else 4,
+        num_warps=8 if rows == MAX_ROWS else 4,
     )
     return q
 
@@ -155,7 +155,7 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
         ROWS=rows,
         COLUMNS=columns,
         DEPTH=depth,
-        num_warps=8 if rows == MOST_ROWS else 4,
+        num_warps=8 if rows == MAX_ROWS else 4,
         num_stages=_stages(latents.device),
     )
     return values

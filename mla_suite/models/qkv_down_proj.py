@@ -13,7 +13,7 @@ from torch.nn import functional
 from mla_suite.models.operators import TAGS, have_kernels, library, on_its_device
 
 PARTS = 2  # of K; with 4 a step took 1.5 us longer
-MOST_TOKENS = 256  # of more the parts, which are twice as wide as the result, are too many bytes
+MAX_TOKENS = 256  # of more the parts, which are twice as wide as the result, are too many bytes
 
 library.define(
     "latents(Tensor x, Tensor weight, Tensor q_weight, Tensor kv_weight, float q_eps, float kv_eps)"
@@ -79,7 +79,7 @@ def _latents(
 def _parts(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[parts, tokens, outputs] of rows [tokens, hidden] times weight [outputs, hidden], each over a part of hidden."""
     (tokens, hidden), outputs = rows.shape, weight.shape[0]
-    if tokens > MOST_TOKENS or hidden % PARTS or not weight.is_contiguous():
+    if tokens > MAX_TOKENS or hidden % PARTS or not weight.is_contiguous():
         return functional.linear(rows, weight)[None]
     left = rows.view(tokens, PARTS, -1).transpose(0, 1)
     return torch.bmm(left, weight.view(outputs, PARTS, -1).permute(1, 2, 0), out_dtype=torch.float32)

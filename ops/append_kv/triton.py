@@ -131,14 +131,14 @@ def append_kv_kernel(
 
 @triton.jit
 def tile_scales(
-    values, DIVISOR: tl.constexpr, SMALLEST_BITS: tl.constexpr, POWER_OF_TWO: tl.constexpr
+    values, DIVISOR: tl.constexpr, MIN_BITS: tl.constexpr, POWER_OF_TWO: tl.constexpr
 ):  # fmt: skip
     """fp32 scale of each row of `values`, by the kv_format's rule; NaN for a row that holds NaN or inf."""
     # As integers, magnitudes are in order and NaN is above infinity, so a maximum cannot lose it.
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     amax = largest.to(tl.float32, bitcast=True)
     bits = tl.div_rn(amax, tl.full(amax.shape, DIVISOR, tl.float32)).to(tl.int32, bitcast=True)
-    bits = tl.maximum(bits, SMALLEST_BITS)
+    bits = tl.maximum(bits, MIN_BITS)
     if POWER_OF_TWO:
         bits = (bits + 0x7FFFFF) & 0x7F800000  # up to the next exponent unless the mantissa is zero
     bits = tl.where(largest < 0x7F800000, bits, 0x7FC00000)

@@ -127,7 +127,7 @@ def decode(
     head_dim_v    values of V; a row has head_dim
     causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
     kv_format        a name of `python -m mla_suite formats`
-    num_splits    > 0: so many equal splits per sequence; split_size > 0: a split every so many keys, batch-invariant
+    num_splits    > 0: equal splits of each sequence; split_size > 0: keys of each split, batch-invariant
                   for one max_seqlen_q. Beside a plan they repeat what the plan was made with
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.

@@ -29,7 +29,7 @@ from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
-MOST_BLOCKS = 65535  # of a grid's second dimension
+MAX_BLOCKS = 65535  # of a grid's second dimension
 GRANULE = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal cuts fall on its multiples
 ITEMS_AT = tl.constexpr(int(Word.ITEMS))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
@@ -275,7 +275,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         splits = args.num_splits or invariant or _splits(batch * tiles, bound, compute_units(args.q.device))
         capacity = batch * splits if splits > 1 else 0
     partial_out, partial_lse = partials(args.q.device, capacity, rows, args.head_dim_v) if capacity else (None, None)
-    blocks = min(capacity, compute_units(args.q.device)) if args.plan is not None else min(batch * splits, MOST_BLOCKS)
+    blocks = min(capacity, compute_units(args.q.device)) if args.plan is not None else min(batch * splits, MAX_BLOCKS)
     decode_kernel[(tiles, blocks)](
         tokens,
         kv_cache,

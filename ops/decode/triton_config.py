@@ -12,7 +12,7 @@ from mla_suite.core import tuning
 from mla_suite.core.tuning import Match, Value
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
-NEAR = 2  # a row decides shapes up to so many times as large or as small as its own
+NEAR = 2  # a row decides shapes up to this factor larger or smaller than its own
 
 
 class Tile(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 
-from mla_suite.bench.noise import MOST_EXTRA, unsettled
+from mla_suite.bench.noise import MAX_EXTRA, unsettled
 
 ROUNDS, PASSES, REPLAYS = 3, 2, 9
 
@@ -28,7 +28,7 @@ def run(
     """
     rounds: list[float] = []
     level = true_us * (1 + source.gauss(0, drift))
-    for number in range(PASSES + MOST_EXTRA):
+    for number in range(PASSES + MAX_EXTRA):
         if number >= PASSES and not unsettled(rounds):
             break
         passed = level * (1 + source.gauss(0, drift / 2))

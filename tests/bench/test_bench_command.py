@@ -37,7 +37,7 @@ def test_progress_counts_every_shape_of_every_pass(monkeypatch: pytest.MonkeyPat
     told: list[tuple[str, int]] = []
     case = sets.combine(1, 2, 2)
     runner.run([case], torch.device("cpu"), Effort(rounds=1, passes=2), progress=lambda *step: told.append(step))
-    assert told == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MOST_EXTRA, ("done", 2)]
+    assert told == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MAX_EXTRA, ("done", 2)]
 
 
 def test_decode_is_checked_against_fp64_and_planned_as_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_a_slower_card_is_allowed_for_up_to_a_limit() -> None:
     new.floors = slow_card
     for entry in record.compare(old, new):
         extra = entry.verdict.allowed - plain[entry.new.key]
-        assert extra == pytest.approx(record.MOST_DRIFT if entry.new.bound == "memory" else 0.0)
+        assert extra == pytest.approx(record.MAX_DRIFT if entry.new.bound == "memory" else 0.0)
 
 
 def test_what_is_no_longer_timed_is_missing() -> None:

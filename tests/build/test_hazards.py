@@ -152,7 +152,7 @@ F8F6F4 = [
 
 
 def between(producer, consumer, waits):
-    """Both instructions with so many wait states between them."""
+    """Both instructions with `waits` wait states between them."""
     nops = [f"\ts_nop {min(8, waits - at) - 1}" for at in range(0, waits, 8)]
     return "\n".join([f"\t{producer}", *nops, f"\t{consumer}", "\ts_endpgm"])
 

@@ -1,7 +1,7 @@
-"""Every call of the two faces could be captured in a CUDA graph: nothing crosses between host and device.
+"""Every call of the two integrations could be captured in a CUDA graph: nothing crosses between host and device.
 
 Run on tensors without data: reading one raises, and a copy from the host is seen by the dispatch mode. That a capture
-and its replays then give the right numbers is for a GPU: tests/gpu/test_faces_on_gpu.py.
+and its replays then give the right numbers is for a GPU: tests/gpu/test_integrations_on_gpu.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_crop_forgets_the_newest_tokens():
         cache.crop(-3)
         got = model(input_ids=ids[:, 8:], past_key_values=cache).logits
     torch.testing.assert_close(got, expected[:, 8:], rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=r"crop\(3\); give -3 to forget so many tokens"):
+    with pytest.raises(ValueError, match=r"crop\(3\); give -3 to drop that number of tokens"):
         cache.crop(3)
 
 

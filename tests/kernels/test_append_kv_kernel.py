@@ -151,7 +151,7 @@ def test_of_equal_slots_the_last_token_stays(arch, tokens):
 
 
 def shared(arch, tokens, name, kv_c, k_pe, slots, pages):
-    """Caches as the kernel leaves them that writes so many tokens to a workgroup, and as the reference does."""
+    """Caches as the kernel leaves them at this number of tokens a workgroup, and as the reference does."""
     left = []
     for run in (lambda *call, **given: NATIVE.run(AppendConfig(arch, tokens), (), *call, **given), None):
         cache = filled(kv_format(name), pages, 4)

@@ -44,7 +44,7 @@ ARCHS = ("gfx942", "gfx950")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-MOST_WORK = 70_000  # splits x rows of a case: half a second
+MAX_WORK = 70_000  # splits x rows of a case: half a second
 
 
 @pytest.fixture(params=ARCHS)
@@ -75,7 +75,7 @@ def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **argum
     return outputs[0], outputs[1]
 
 
-CASES = list(enumerate(cover(MOST_WORK)))
+CASES = list(enumerate(cover(MAX_WORK)))
 
 
 @pytest.mark.parametrize(("index", "case"), CASES, ids=[f"s{s}-h{h}-t{t}" for _, (s, h, t) in CASES])
@@ -99,7 +99,7 @@ def test_pairs_of_splits_heads_and_tokens(index, case):
 def test_the_whole_product(arch, heads, splits):
     """As much of the product as the emulator can hold in a case; tests/gpu/test_combine_on_gpu.py has the rest."""
     for tokens in TOKENS:
-        if splits * heads * tokens <= MOST_WORK:
+        if splits * heads * tokens <= MAX_WORK:
             head_dim_v = 512 if splits * heads * tokens < 12_000 else 128
             out, lse = partials(tokens * splits, heads, head_dim_v)
             result = combine(out, lse, num_splits=splits)

@@ -34,17 +34,17 @@ class TopkLists {
   static constexpr int entry_bytes = 48;
 
  public:
-  static constexpr int lds_bytes = mla::MOST_POOLS * entry_bytes;
+  static constexpr int lds_bytes = mla::MAX_POOLS * entry_bytes;
 
   // Fills the table; called by one wave, a pool to a lane. A barrier must follow.
   MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
     const int lane = Lane::current().index;
-    if (lane >= mla::MOST_POOLS) return;
+    if (lane >= mla::MAX_POOLS) return;
     const mla::Pool pool = mla::pool_at(p, lane);
     const mla::PoolList found = lane < p.pools ? mla::PoolList::of(pool, token) : mla::PoolList{nullptr, 0};
     int before = 0;
 #pragma unroll
-    for (int i = 0; i + 1 < mla::MOST_POOLS; ++i) {
+    for (int i = 0; i + 1 < mla::MAX_POOLS; ++i) {
       const int count = static_cast<int>(broadcast(static_cast<uint32_t>(found.count), i));
       before += lane > i ? count : 0;
     }
@@ -61,7 +61,7 @@ class TopkLists {
   MLA_DEVICE explicit TopkLists(uint32_t lds) : lds_(lds) {}
 
   // Returns the number of keys of all pools, the same in all lanes.
-  MLA_DEVICE int keys() const { return uniform(static_cast<int>(word(mla::MOST_POOLS - 1, end))); }
+  MLA_DEVICE int keys() const { return uniform(static_cast<int>(word(mla::MAX_POOLS - 1, end))); }
 
   // Returns the index of a key; `key` must be below keys().
   MLA_DEVICE int index_of(int key) const {
@@ -91,7 +91,7 @@ class TopkLists {
   MLA_DEVICE int pool_of(int key) const {
     int pool = 0;
 #pragma unroll
-    for (int i = 0; i + 1 < mla::MOST_POOLS; ++i) pool += key >= static_cast<int>(word(i, end)) ? 1 : 0;
+    for (int i = 0; i + 1 < mla::MAX_POOLS; ++i) pool += key >= static_cast<int>(word(i, end)) ? 1 : 0;
     return pool;
   }
   MLA_DEVICE static u32x4 u32x4_of(uint64_t first, uint64_t second) {

@@ -42,7 +42,7 @@ struct DecodeTmaParams {
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
   int32_t workers;               // rows of the grid, each of which walks the work list
-  int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/awaited.hpp)
+  int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;           // positive
 };

@@ -1,4 +1,4 @@
-// The launch parameters of plan: the lengths, the words it makes, and where its parts lie (ops/plan/layout.py).
+// The launch parameters of plan: the lengths, the words it makes, and where its parts lie (ops/plan/metadata.py).
 #pragma once
 #include "common/device.hpp"
 

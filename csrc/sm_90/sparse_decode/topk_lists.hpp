@@ -29,19 +29,19 @@ class TopkLists {
     if (lane < params.pools) list = PoolList::of(pool_at(params, lane), token);
     int end = list.count;
 #pragma unroll
-    for (int apart = 1; apart < MOST_POOLS; apart *= 2) {
+    for (int apart = 1; apart < MAX_POOLS; apart *= 2) {
       const int before = __shfl_up_sync(~0u, end, apart);
       if (lane >= apart) end += before;
     }
     __syncwarp();
-    if (lane < MOST_POOLS) {
+    if (lane < MAX_POOLS) {
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(table_ + lane * 4), "r"(end) : "memory");
       // Less the keys of the pools before, so that a key's number finds its index.
       const int64_t first = reinterpret_cast<int64_t>(list.first) - 4 * static_cast<int64_t>(end - list.count);
       asm volatile("st.shared.b64 [%0], %1;" ::"r"(table_ + 16 + lane * 8), "l"(first) : "memory");
     }
     __syncwarp();
-    return __shfl_sync(~0u, end, MOST_POOLS - 1);
+    return __shfl_sync(~0u, end, MAX_POOLS - 1);
   }
 
   // Sets the keys of the work tile. Called after `open`, when all lanes are done with those of the tile before.
@@ -75,7 +75,7 @@ class TopkLists {
 
  private:
   MLA_DEVICE int pool_of(int key) const {
-    int ends[MOST_POOLS];
+    int ends[MAX_POOLS];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(ends[0]), "=r"(ends[1]), "=r"(ends[2]), "=r"(ends[3])
                  : "r"(table_)

@@ -89,7 +89,7 @@ static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_off
                       sizeof(Pool) &&
                   __builtin_offsetof(SparseDecodeTmaParams, tokens) -
                           __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
-                      MOST_POOLS * sizeof(Pool),
+                      MAX_POOLS * sizeof(Pool),
               "selection: Pool mirrors the parameters");
 
 MLA_DEVICE const Pool& pool_at(const SparseDecodeTmaParams& params, int i) {

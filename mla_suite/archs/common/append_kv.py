@@ -21,7 +21,7 @@ from mla_suite.ops.append_kv import AppendKvArgs, Problem
 WAVES = 8  # waves of a workgroup that writes one token
 THREADS = 1024  # threads of a workgroup that writes several tokens
 MAX_TOKENS = 512  # tokens of a workgroup
-MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to so many, a workgroup writes one
+MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a workgroup writes one
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 MAX_SCALE_GROUP = 128

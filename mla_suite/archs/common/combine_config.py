@@ -98,7 +98,7 @@ class CombineConfig:
         return (4 if self.parts > 1 else 8) * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
-        """Workgroups for so many rows over the whole batch."""
+        """Workgroups for `rows` rows over the whole batch."""
         return -(-rows // self.rows) * self.slices
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:

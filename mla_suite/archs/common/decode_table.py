@@ -24,7 +24,7 @@ POLICIES = ("default", "aiter-pr3003")
 TRITON = "triton"
 ANY = "any"
 TILES = {"rows16": 16, "rows32": 32, "rows64": 64, "rows128": 128}
-"""Names of tiles of at most so many query rows, which the column `use` may pick."""
+"""Names of tiles by their greatest number of query rows, which the column `use` may pick."""
 
 FORMAT = tuning.Format(
     op="decode",

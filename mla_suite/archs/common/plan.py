@@ -21,7 +21,7 @@ from mla_suite.ops.plan.metadata import Word
 from mla_suite.ops.plan.scheduler import scheduler_costs
 
 MAX_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
-FEW = 160  # sequences: up to so many take the first number of waves of WAVES, more the second
+FEW = 160  # sequences: batches up to this size take the first number of waves of WAVES, more the second
 _NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
 
 

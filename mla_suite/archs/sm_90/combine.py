@@ -42,7 +42,7 @@ class PersistentCombineConfig:
         return self.waves * self.arch.wavefront
 
     def grid(self, rows: int) -> int:
-        """Workgroups for so many rows over the whole batch, were all of them split."""
+        """Workgroups for `rows` rows over the whole batch, were all of them split."""
         return min(rows * self.slices, PLANNED_GROUPS * self.arch.compute_units)
 
 
@@ -76,7 +76,7 @@ class StreamingCombineConfig:
         return 4 * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
-        """Workgroups for so many rows over the whole batch."""
+        """Workgroups for `rows` rows over the whole batch."""
         return rows * self.slices
 
 

@@ -14,7 +14,7 @@ from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts
 ROWS_PER_KEY = 24
 """Rows of a partial that cost the whole device as much as one key costs a CTA: a row's 2048 bytes, written and read at
 4.3 TB/s each way, are 0.95 ns, and a key takes a CTA 22 ns where it is alone and 27 where all are busy."""
-MAX_COSTED_ROWS = 2**16  # more rows count as so many, which keeps sums far from 64 bits
+MAX_COSTED_ROWS = 2**16  # more rows count as this number, which keeps sums far from 64 bits
 
 
 def scheduler_costs(num_q_rows: int) -> SchedulerCosts:

@@ -1,4 +1,4 @@
-"""Documented calls of the FlashMLA and AITER faces on a GPU: eager without waiting for it, and captured and replayed.
+"""Documented calls of FlashMLA and AITER on a GPU: eager without waiting for it, and captured and replayed.
 
 The right results are those of the same call on the CPU, where tests/integrations compares it with the formulas. Without
 a GPU the calls run eagerly on the CPU, turn after turn, which shows that the cases themselves are sound.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from face_calls import CALLS, TURNS, Call, Tensors
+from integration_calls import CALLS, TURNS, Call, Tensors
 
 GPU = torch.cuda.is_available()
 NEEDS_GPU = pytest.mark.skipif(not GPU, reason="no GPU that torch can use; test_capturable.py looks for host copies")

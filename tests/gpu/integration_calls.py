@@ -1,4 +1,4 @@
-"""Calls of the FlashMLA and AITER faces as the two projects document them, with values that change between replays.
+"""FlashMLA and AITER calls as the two projects document them, with values that change between replays.
 
 A `Call` makes its tensors for a turn (same shapes, other lengths, tables, keys and queries), and runs on them. What it
 needs beside them, such as a holder of metadata or the buffers of a plan, it makes on the device and keeps.
