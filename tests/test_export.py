@@ -94,7 +94,7 @@ class Step5(torch.nn.Module):
     def forward(self, q, kv_c, k_pe, kv_cache, slot_mapping, block_table, seq_lens, indices):
         ops = torch.ops.mla_suite
         ops.append_kv(kv_c, k_pe, kv_cache, slot_mapping, kv_format="bf16")
-        plan = ops.plan(seq_lens, num_heads=q.shape[1] * q.shape[2], num_sm_parts=4, max_seqlen_kv=0)
+        plan = ops.plan(seq_lens, num_heads=q.shape[2], max_seqlen_q=q.shape[1], num_sm_parts=4, max_seqlen_kv=0)
         dense, lse = ops.decode(q, kv_cache, seq_lens, block_table, plan=plan, softmax_scale=0.05)
         chosen, chosen_lse = ops.sparse_decode(
             q, [kv_cache], [indices], [None], [None], kv_formats=["bf16"], softmax_scale=0.05

@@ -24,7 +24,7 @@ def both(name: str, kv_c: torch.Tensor, k_pe: torch.Tensor, slots: torch.Tensor,
     kind = kv_format(name)
     sized = kind.sized(kv_c.shape[1], k_pe.shape[1]) if kind.dense else kind
     left = []
-    for write in (mla_suite.append_kv, lambda *args, **options: append.run(None, (), *args, **options)):
+    for write in (mla_suite.append_kv, lambda *args, **options: append.run(None, (), AppendKvArgs(*args, **options))):
         cache = caches.empty(sized, 3, 5)
         raw(cache).fill_(0xAA)
         write(kv_c, k_pe, cache, slots, *rest, kv_format=name, **kwargs)
