@@ -123,7 +123,8 @@ def test_slots_past_the_cache_write_nothing() -> None:
     cache = caches.empty(kv_format("v32"), 3, 5)
     whole = torch.zeros(raw(cache).numel() * 2, dtype=torch.uint8)
     cache = whole[: raw(cache).numel()].view(3, 5, 656)
-    append.run(None, (), kv_c, k_pe, cache, torch.tensor([15, 2**40, -(2**40)]), kv_format="v32")
+    slots = torch.tensor([15, 2**40, -(2**40)])
+    append.run(None, (), AppendKvArgs(kv_c, k_pe, cache, slots, kv_format="v32"))
     assert not whole.any()
 
 

@@ -10,6 +10,7 @@ from backend import CPU, run
 import mla_suite
 from mla_suite import testing
 from mla_suite.core.op import Sample
+from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine import triton as combine
 from mla_suite.ops.combine.samples import sample as combine_sample
 
@@ -49,7 +50,7 @@ def test_combine_leaves_single_splits_alone() -> None:
     (partial_out, partial_lse, bounds, _), _ = combine_sample(3, 8, 2, ragged=True).make(CPU)  # 1, 2 and 1 splits
     out, lse = torch.full((3, 8, 512), 7.0), torch.full((3, 8), 7.0)
     keywords = dict(out_dtype=torch.float32, skip_single=True)
-    combine.run(None, (out, lse), partial_out, partial_lse, bounds, **keywords)
+    combine.run(None, (out, lse), CombineArgs(partial_out, partial_lse, bounds, **keywords))
     assert out[0].eq(7).all()
     assert lse[2].eq(7).all()
     assert not out[1].eq(7).any()
