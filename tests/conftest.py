@@ -6,6 +6,8 @@ import zlib
 import pytest
 import torch
 
+# These tests need a process whose HIP runtime is AMD's own; `tox -e hip` starts it and sets the variable.
+collect_ignore = [] if os.environ.get("MLA_SUITE_HIP_ARCH") else ["hip"]
 BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
 
 
