@@ -304,7 +304,9 @@ def environment() -> dict[str, str]:
     from mla_suite.bench import environment as known
 
     facts = {key: str(value) for key, value in known.describe(torch.device("cuda")).items()}
-    return facts | {"peer": f"sgl-flash-mla {version('sgl-flash-mla')}", "command": " ".join(sys.argv)}
+    # A saved run names its own file, never the folder that it was written to.
+    command = " ".join([str(Path("benchmarks", Path(sys.argv[0]).name)), *(Path(word).name for word in sys.argv[1:])])
+    return facts | {"peer": f"sgl-flash-mla {version('sgl-flash-mla')}", "command": command}
 
 
 def geometric_mean(values: Sequence[float]) -> float:
