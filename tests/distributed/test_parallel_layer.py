@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import on_ranks
 
 from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
-from tests.distributed.ranks import on_ranks
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 PROMPTS = [11, 2, 20]
