@@ -5,7 +5,7 @@
 bf16, 576/512, pages of 64 in random order, cold caches, graph replay after a rest. `SGLang` is SGLang 0.5.23's Triton
 kernel with the number of splits that was best for it, `FlashMLA` its kernel at commit 9241ae3; both were measured on an
 H200 (driver 580.159.04, torch 2.11, Triton 3.6) in November 2026, and are no part of this run. Every result is compared
-with the reference first. `--alternatives` times other tiles and cuts too: what the rules in ops/decode/triton.py are
+with the reference first. `--alternatives` times other tiles and splits too: what the rules in ops/decode/triton.py are
 held against.
 """
 
@@ -107,26 +107,26 @@ def measure(row: Row, planned: bool, others: bool) -> str:
 
 
 def alternatives(row: Row, backend: Backend, turns: list[Call]) -> Iterator[tuple[str, float]]:
-    """Tile rows / cuts, and microseconds, fastest five first by name of the tile."""
+    """Tile rows / splits, and microseconds, fastest five first by name of the tile."""
     op, rows = register.get("decode"), row.heads * row.q_len
     found: list[tuple[float, str]] = []
     for tile in (Tile(16, 64, 8, 5), Tile(32, 64, 8, 5), Tile(64, 64, 8, 2)):
         if tile.rows > 16 and tile.rows >= 2 * rows:
             continue
         tiles = -(-rows // tile.rows)
-        for cuts in (1, 2, 4, 8, 16, 32):
-            blocks = row.batch * tiles * cuts
-            if row.kv_len // cuts < 64 or blocks > 2 * 132 > row.batch * tiles:
+        for splits in (1, 2, 4, 8, 16, 32):
+            blocks = row.batch * tiles * splits
+            if row.kv_len // splits < 64 or blocks > 2 * 132 > row.batch * tiles:
                 continue
-            varied = [turn._replace(kwargs={**turn.kwargs, "num_splits": cuts}) for turn in turns]
+            varied = [turn._replace(kwargs={**turn.kwargs, "num_splits": splits}) for turn in turns]
             run = runners.configured(op, backend, tile, "alternative").run
             assert run is not None
             try:
                 us = noise.median(clock.device_rounds(run, varied, BRIEF))
             except Exception as error:  # a tile that does not fit is no alternative, and says so
-                found.append((math.inf, f"{tile.rows}/{cuts} {type(error).__name__}"))
+                found.append((math.inf, f"{tile.rows}/{splits} {type(error).__name__}"))
             else:
-                found.append((us, f"{tile.rows}/{cuts}"))
+                found.append((us, f"{tile.rows}/{splits}"))
     return iter([(name, us) for us, name in sorted(found)[:5]])
 
 

@@ -211,7 +211,7 @@ SETS: Mapping[str, NamedSet] = {
         "pull request names the axes, not the list",
         _aiter_pr_3468,
     ),
-    "decode-merge": NamedSet("what decode's cuts leave to combine: sequences x query rows x splits", _decode_merge),
+    "decode-merge": NamedSet("what decode's splits leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),

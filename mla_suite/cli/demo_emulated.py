@@ -116,7 +116,7 @@ def _backends(answers: Sequence[Explanation], launches: Sequence[dict[str, Any]]
     """Per operator the backend and why. `combine` is no call of the layer: the attention operator launches it."""
     told = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
     if "combine" not in told and any(_operator(launch["kernel"]) == "combine" for launch in launches):
-        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to merge what plan cut"
+        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to combine what plan split"
         told["combine"] = {"backend": "native", "why": why}
     return told
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
     own.add_argument("--kv-format", help="the cache's kv_format (default bf16)")
     own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
-    own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
+    own.add_argument("--num-splits", type=int, help="splits (default 0: decode's own)")
     parser.add_argument(
         "--hip",
         metavar="DIR",

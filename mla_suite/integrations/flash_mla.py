@@ -81,9 +81,11 @@ def _older(
     if num_heads_k != 1:
         _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    workers = sm_parts(cache_seqlens, rows)
-    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=workers)
-    made = metadata_convert.to_flash_mla(plan, lengths, workers=workers, columns=metadata_convert.OlderFlashMlaColumn)
+    num_sm_parts = sm_parts(cache_seqlens, rows)
+    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
+    made = metadata_convert.to_flash_mla(
+        plan, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
+    )
     metadata_convert.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 

@@ -31,7 +31,7 @@ US = 40.0
 
 
 class Replay:
-    """A graph of calls that takes US for each, and half of it where the caller says how often to cut."""
+    """A graph of calls that takes US for each, and half of it where the caller says how often to split."""
 
     def __init__(self, call: Any, turns: Any) -> None:
         call(turns[0])
@@ -119,10 +119,10 @@ def test_every_shape_in_triton_has_its_peer() -> None:
 def test_a_line_fits_its_header() -> None:
     timed = Timed("B1 H16 kv1024 q1", "32", 9.3, 9.4, 131, 4.4, 2.6, "memory", 11.2, 5.1, {"16": 10.0, "64": 9.94})
     assert by_shape.header(22) == (
-        "shape                  cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
+        "shape                 splits       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
     )
     assert by_shape.shown(timed, 22) == (
-        "B1 H16 kv1024 q1         32     9.30     9.40    131     4     2.6 mem   3.58     11.2   5.10   0.83  "
+        "B1 H16 kv1024 q1          32     9.30     9.40    131     4     2.6 mem   3.58     11.2   5.10   0.83  "
         "16:10.0 64:9.9"
     )
     assert by_shape.name_width(bench_decode_sm90.ROWS) == 22
@@ -196,7 +196,7 @@ def test_planned_shapes_are_compared_and_nothing_else(
     monkeypatch.setattr(bench_decode_sm90, "compare_planned", lambda row, width: f"{row.name:{width}s} compared")
     assert bench_decode_sm90.main(["--planned"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head == "shape                   cuts        us  items  pieces   planned  ratio"
+    assert head == "shape                 splits        us  items partial   planned  ratio"
     assert len(lines) == len(bench_decode_sm90.PLANNED)
     assert all(line.startswith(bench_decode_sm90.PLANNED) for line in lines)
     assert bench_decode_sm90.main(["--planned", "--rows", "B1 H16"]) == 0

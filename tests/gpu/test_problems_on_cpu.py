@@ -35,7 +35,7 @@ def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> No
 
 @pytest.mark.parametrize("sample", [sample for name, sample in CASES if name == "plan"], ids=lambda sample: sample.name)
 def test_a_plan_is_right_for_its_own_device(sample: Sample) -> None:
-    """The suite of a GPU asks for its plans first; their cost figures, and so their cuts, are not those of a CPU."""
+    """The suite of a GPU asks for its plans first; their cost figures, and so their splits, are not those of a CPU."""
     for turn in (0, 1, 2):
         token = dispatch.emulated.set(arch_records.get("sm_90"))  # tensors of the CPU count as an H200's
         try:

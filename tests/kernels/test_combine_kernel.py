@@ -216,8 +216,8 @@ def test_merge_of_ragged_queries(arch):
         0,
         (True, False),
     )
-    cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
-    given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
+    splits, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
+    given = partial_out, partial_lse, splits, cu_seqlens_q, None, out, lse
     launch = kernels.bind_launch(prepared, out, partial(kernels.buffers, partly=True))
     addresses = kernels.pack_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in given))
     launch(addresses + prepared.numbers, given)

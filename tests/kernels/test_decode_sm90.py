@@ -157,7 +157,7 @@ def test_every_word_of_a_launch(monkeypatch):
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
     assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none", 512, 215104)
     assert overlap, "the kernel says itself where it waits for the one before"
-    assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
+    assert grid == (2, 9, 1), "two tiles of 64 rows, three splits of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
@@ -191,8 +191,8 @@ def test_every_word_of_a_launch(monkeypatch):
         "splits_shift": 2,
         "split_size": 0,
         "plan_words": 0,
-        "workers": 9,
-        "awaited": 1,
+        "grid_stride": 9,
+        "streaming": 1,
         "causal": 1,
     }
     scale = fields.pop("softmax_scale")
@@ -211,7 +211,7 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert fields["cu_seqlens_q"] == args[6].data_ptr()
     assert (fields["page_ids_width"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
-    assert (grid, fields["workers"]) == ((1, 3, 1), 3)
+    assert (grid, fields["grid_stride"]) == ((1, 3, 1), 3)
 
 
 def test_a_plan(monkeypatch):
@@ -219,7 +219,7 @@ def test_a_plan(monkeypatch):
     (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
     assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
-    assert grid == (2, fields["workers"], 1)
+    assert grid == (2, fields["grid_stride"], 1)
     assert grid[0] * grid[1] <= 132
     assert buffers["partial_out"].tensor.shape[0] == most_items(args[11].shape[0], 3), (
         "a row for every item it may have"

@@ -116,7 +116,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
 
 
 @pytest.mark.parametrize(
-    ("record", "tokens", "heads", "keys", "cuts"),
+    ("record", "tokens", "heads", "keys", "splits"),
     [
         ("v32", 128, 128, 2048, 1),
         ("v32", 32, 128, 2048, 2),
@@ -133,9 +133,9 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
         ("dsv4", 1, 64, 640, 20),
     ],
 )
-def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, cuts):
+def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, splits):
     """Among half as many, as many and twice as many on an H200 (csrc/sm_90/PERF.md)."""
-    assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == cuts
+    assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
 
 
 def test_split_counts():
@@ -172,7 +172,7 @@ def test_a_launch(monkeypatch, pools, mode):
     read = struct.unpack(seen["packed"])
     assert (op, instance, threads, shared) == ("sparse_decode", config.instance, 512, config.lds)
     assert seen["options"] == {"overlap": True}
-    assert grid == (2, read["workers"], 1)
+    assert grid == (2, read["grid_stride"], 1)
     assert grid[0] * grid[1] <= H200.compute_units
     assert [read[f"q_map_{word}"] for word in range(16)] == list(range(16))
     assert (read["tokens"], read["heads"], read["pools"]) == (6, 100, len(POOLS[pools]))

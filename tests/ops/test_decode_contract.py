@@ -327,5 +327,5 @@ def test_memory_is_bounded_by_the_keys_of_one_sequence(heads, planned):
     outputs = torch.empty(3, 1, heads, 512).bfloat16(), torch.empty(3, 1, heads)
     with Allocations() as allocations:
         REFERENCE.run(None, outputs, *args, **kwargs)
-    partials = heads * 512 * 4 * max(len(cuts) for cuts in Plan.read(args[PLAN]).cuts()) if planned else 0
+    partials = heads * 512 * 4 * max(len(splits) for splits in Plan.read(args[PLAN]).splits()) if planned else 0
     assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 2 + 2 * partials

@@ -107,7 +107,7 @@ def test_counted_limits_pick_the_tile():
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
-def test_counted_limits_are_about_our_own_cuts(options):
+def test_counted_limits_are_about_our_own_splits(options):
     assert choose(1, 64).supported.config.rows == 16
     assert choose(0 if "split_size" in options else 1, 64, **options).supported.config.rows == 128
 

@@ -11,7 +11,7 @@ namespace mla {
 struct SparseDecodeTmaParams {
   uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const float* attn_sink;        // [heads], or null
-  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
@@ -69,9 +69,9 @@ struct SparseDecodeTmaParams {
   int32_t tokens;                // query tokens
   int32_t heads;
   int32_t pools;                 // 1 to 4
-  int32_t num_splits;            // cuts per query token when plan is null, at least 1
-  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // groups of blocks, as wide as the grid, that walk the work list: the grid's height
+  int32_t num_splits;            // splits per query token when plan is null, at least 1
+  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
+  int32_t grid_stride;           // groups of blocks, as wide as the grid, that walk the work list: the grid's height
   float softmax_scale;           // positive
 };
 

@@ -50,7 +50,7 @@ class CombineConfig:
         if self.waves < 1 or self.waves > most:
             self._raise(f"{self.arch.name} takes 1..{most} waves")
         if self.slices < 1 or self.head_dim_v % (self.slices * self.vec) != 0:
-            self._raise("slices must cut head_dim_v into whole vectors")
+            self._raise("slices must divide head_dim_v into whole vectors")
         lanes = self.columns // self.vec
         if lanes & (lanes - 1) or lanes < 4:
             self._raise(f"{lanes} lanes would share a row, a power of two from 4 is needed")

@@ -108,7 +108,7 @@ def _prepare(config: SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spar
         splits = args.num_splits or (splits_by_size(args) if args.split_size else fill)
     slots, items = slots_and_tiles(args, shape, splits)
     groups = min(items, units) if shape.plan_words else items
-    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "workers": groups}
+    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
     numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
     combined = None
     if slots:

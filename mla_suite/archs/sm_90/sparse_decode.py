@@ -157,7 +157,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     slots, items = slots_and_tiles(args, shape, splits)
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, items, tiles)
-    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, workers=groups)
+    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups)
     combined = None
     if slots:
         chosen = combine.config_for(
