@@ -62,7 +62,7 @@ class Row(NamedTuple):
         return random.Random(self.kv).choices(range(self.q_len, 2 * self.kv), k=self.batch)
 
 
-ROWS = (
+SHAPES = (
     Row(128, 128, 1, 512, 42.1, 1.56),
     Row(128, 128, 1, 2048, 118.0, 1.29),
     Row(128, 128, 1, 4096, 223.2, 1.22),
@@ -118,7 +118,7 @@ PLANNED = (
     "B1 H16 kv1024", "B1 H16 kv8192", "B1 H128 kv1024", "B1 H128 kv8192", "B8 H16 kv~8192", "B32 H32 kv3200",
     "B128 H128 kv512", "B128 H128 kv4096 q1", "B128 H128 kv~4096", "B128 H16 kv4096",
 )  # fmt: skip
-"""Shapes of ROWS, by how their names begin: one or several items of an SM part, one or many splits of a sequence."""
+"""Names of SHAPES, by how their names begin: one or several items of an SM part, one or many splits of a sequence."""
 
 
 def call(turn: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,9 +182,9 @@ def compare_planned(row: Row, width: int) -> str:
 
 def show_planned(names: str, deadline: float) -> bool:
     """Whether no shape failed."""
-    width = by_shape.name_width(ROWS)
+    width = by_shape.name_width(SHAPES)
     print(f"{'shape':{width}s}splits        us  items partial   planned  ratio", flush=True)
-    rows = filter(wanted(names), (row for row in ROWS if row.name.startswith(PLANNED)))
+    rows = filter(wanted(names), (row for row in SHAPES if row.name.startswith(PLANNED)))
     return print_each(rows, lambda row: compare_planned(row, width), width, deadline)
 
 
@@ -210,11 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = by_shape.arguments(__doc__)
     parser.add_argument("--planned", action="store_true", help="a few shapes with a plan and without, and no others")
     options = parser.parse_args(argv)
-    if not by_shape.on_hopper("bench_decode_sm90"):
+    if not by_shape.on_its_card("bench_decode_sm90"):
         return 2
     if options.planned:
         return int(not show_planned(options.rows, time.perf_counter() + options.seconds))
-    found, right = by_shape.run(ROWS, DECODE, prepare, options)
+    found, right = by_shape.run(SHAPES, DECODE, prepare, options)
     grid = [timed.us / timed.peer_us for timed in found if " H32 " in timed.name and "~" not in timed.name]
     if grid:
         print(f"32 heads, 4 tokens: {len(grid)} shapes, geometric mean {geometric_mean(grid):.3f} of FlashMLA's time")

@@ -94,7 +94,7 @@ def wanted(names: str | None) -> Callable[[Named], bool]:
     return lambda row: not parts or row.name.startswith(parts)
 
 
-def on_hopper(program: str) -> bool:
+def on_its_card(program: str) -> bool:
     """Whether this is a card that the benchmark is about; says so on stderr if not."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return True

@@ -29,7 +29,7 @@ KINDS = {
     ("16bit", "fp8"): {"kv_format": "fp8"},
     ("fp8", "fp8"): {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},
 }
-ROWS = (32, 64, 96, 128)
+BLOCK_MS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
 STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples splits are uneven
@@ -74,7 +74,7 @@ def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iter
 
 def lines(commit: str, date: str) -> Iterator[str]:
     arch = archs.get("gfx950")
-    pairs = [(kind, rows) for kind in KINDS for rows in ROWS]
+    pairs = [(kind, rows) for kind in KINDS for rows in BLOCK_MS]
     for kind, rows in track(pairs, "counting", console=Console(stderr=True)):
         for batch in BATCHES:
             for context, tile in limits(arch, kind, rows, batch):

@@ -212,12 +212,12 @@ SETS: Mapping[str, NamedSet] = {
         _aiter_pr_3468,
     ),
     "decode-merge": NamedSet("what decode's splits leave to combine: sequences x query rows x splits", _decode_merge),
-    "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
+    "gpu-mode-2025": NamedSet("GPU MODE's decode task of 2025: the attention of its four sizes", _gpu_mode_2025),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),
     "v4": NamedSet("DeepSeek V4 sparse decode: a window of 128 keys beside 512 or 1024 compressed ones, sink", _v4),
-    "counted": NamedSet("every kind of AMD kernel on a small problem: the stored baseline of counts", _counted),
+    "counted": NamedSet("every kind of emulated kernel on a small problem: the stored baseline of counts", _counted),
 }
 
 

@@ -98,8 +98,8 @@ def _through_hip(folder: Path, arch: str) -> None:
     from mla_suite.launch import launcher
 
     record = archs.get(arch)
-    if record.vendor != "amd":
-        raise ValueError(f"emulate --hip: {arch} is not an AMD arch")
+    if not record.emulable:
+        raise ValueError(f"emulate --hip: {arch} is not emulated; the emulator executes gfx942 and gfx950")
     launcher.install(HipSession(record, user_space.hip_library(folder)))
 
 

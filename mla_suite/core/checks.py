@@ -64,7 +64,7 @@ def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | 
 def certain(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds; False while sizes that follow from data are not known.
 
-    For refusals that a trace may leave to the call itself, which checks again with the sizes it has.
+    For errors that a trace may leave to the call itself, which checks again with the sizes it has.
     """
     if isinstance(condition, bool):
         return condition

@@ -112,7 +112,7 @@ def flash_mla_with_kvcache(
 
     q                [batch, q_len, heads, head_dim]
     k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
-                     kv_format v32) or 584 (V4, dsv4), told apart by the last dimension
+                     kv_format v32) or 584 (V4, dsv4), recognised by the last dimension
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned
     softmax_scale    1 / sqrt(head_dim) if None

@@ -42,7 +42,7 @@ except ImportError as error:
         "call mla_suite.decode from a backend of your own"
     ) from error
 
-PAGE_SIZE = 64  # sm_90 kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
+PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
 
 

@@ -80,7 +80,7 @@ class MLA(nn.Module):
 
         Their weights become views of one matrix, under the names they had: state dicts stay as they are, and loading
         one, `.to()`, copying in place and deepcopy keep the two in step. Call it again after giving either projection
-        another tensor. On an NVIDIA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
+        another tensor. On a CUDA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
         have them. Returns the layer.
         """
         with torch.no_grad():

@@ -233,8 +233,8 @@ def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
 
 
 def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | None) -> Tile:
-    """The best measured tile on sm_90; on gfx942 and gfx950 the largest that needs no scratch memory and fits 64 KiB
-    of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
+    """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
+    64 KiB of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
 
     On an H200 (batch 128, 4096 keys; us): 16 rows 173 with these and 211 with 32 keys, 4 warps, 3 stages; 64 rows 327,
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.

@@ -196,7 +196,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
 
 
 def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
-    """The best measured tile on sm_90; on gfx942 and gfx950 what 64 KiB of LDS hold; a smaller one elsewhere.
+    """The best measured tile where an MMA has 64 rows; on other archs what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
     and 442 with 32 keys.
@@ -222,7 +222,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
-    # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
+    # Triton has no e4m3fnuz on every GPU, and the kernel reads bytes whatever the cache calls them.
     kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
     lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)

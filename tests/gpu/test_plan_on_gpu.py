@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
     """The native kernels' words, or a skip that names what is missing."""
-    offer = NATIVE.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
-    if not isinstance(offer, dispatch.Supported):
-        pytest.skip(str(offer))
-    NATIVE.run(offer.config, (made,), lens, ends, **kwargs)
+    answer = NATIVE.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
+    if not isinstance(answer, dispatch.Supported):
+        pytest.skip(str(answer))
+    NATIVE.run(answer.config, (made,), lens, ends, **kwargs)
 
 
 def definition(lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which of combine's kernels: points that are legal, tuned tables, the rule where they have no row, refusals."""
+"""Which of combine's kernels: points that are legal, tuned tables, the rule where they have no row, errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NATIVE = BackendCalls(COMBINE, "native")
 @pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
 def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
-    for rows, vec in itertools.product(config.ROWS, config.VECS):
+    for rows, vec in itertools.product(config.ROW_COUNTS, config.VECS):
         assert CombineConfig(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
 
 

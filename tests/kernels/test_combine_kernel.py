@@ -314,7 +314,7 @@ def compiled(record, point, folder):
     return out.read_text()
 
 
-@pytest.mark.parametrize("rows", config.ROWS)
+@pytest.mark.parametrize("rows", config.ROW_COUNTS)
 def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
     """The 16 points of rows x vec, each compiled and executed: ragged splits, a last workgroup not full.
 

@@ -1,4 +1,4 @@
-"""Checks of sm_90's decode that need no GPU: instances, refusals, split counts, every byte of a launch."""
+"""Checks of sm_90's decode that need no GPU: instances, unsupported problems, split counts, every byte of a launch."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_was_built():
         assert entry.params_size == params.load("decode_tma").size
 
 
-def offered(monkeypatch, built=True, **options):
+def answer_of(monkeypatch, built=True, **options):
     monkeypatch.setattr(sm_90, "has_kernel", lambda arch, instance: built)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
@@ -113,11 +113,11 @@ def offered(monkeypatch, built=True, **options):
     ],
 )
 def test_which_kernel(monkeypatch, options, instance):
-    offer = offered(monkeypatch, **options)
-    assert isinstance(offer, Supported)
-    assert offer.config.instance.startswith(instance)
+    answer = answer_of(monkeypatch, **options)
+    assert isinstance(answer, Supported)
+    assert answer.config.instance.startswith(instance)
     rows = options.get("heads", 16) * options.get("q_len", 1)
-    assert offer.config.tiles(rows) == -(-rows // 64)
+    assert answer.config.tiles(rows) == -(-rows // 64)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_which_kernel(monkeypatch, options, instance):
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
-    refusal = offered(monkeypatch, **options)
-    assert isinstance(refusal, Unsupported)
-    assert sentence in refusal.reason
+    answer = answer_of(monkeypatch, **options)
+    assert isinstance(answer, Unsupported)
+    assert sentence in answer.reason
 
 
 def test_a_cache_off_alignment_is_refused(monkeypatch):
@@ -142,8 +142,8 @@ def test_a_cache_off_alignment_is_refused(monkeypatch):
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)
-    refusal = NATIVE.supports(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
-    assert "kv_cache is aligned to 8 bytes" in refusal.reason
+    answer = NATIVE.supports(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
+    assert "kv_cache is aligned to 8 bytes" in answer.reason
 
 
 def test_the_maps_lie_on_64_bytes():

@@ -40,10 +40,10 @@ def words(args, kwargs, arch=None):
     if arch is None:
         reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
         return made[0]
-    offer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
-    assert isinstance(offer, dispatch.Supported), offer
+    answer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
+    assert isinstance(answer, dispatch.Supported), answer
     with mla_suite.emulate(arch.name):
-        NATIVE.run(offer.config, tuple(made), *args, **kwargs)
+        NATIVE.run(answer.config, tuple(made), *args, **kwargs)
     return made[0]
 
 

@@ -1,4 +1,4 @@
-"""Checks of sm_90's sparse_decode that need no GPU: instances, refusals, split counts, arithmetic, launches."""
+"""Checks of sm_90's sparse_decode that need no GPU: instances, reasons, split counts, arithmetic, launches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_was_built():
         assert entry.params_size % 64 == 0, "the copy engine wants its map on 64 bytes"
 
 
-def offered(monkeypatch, pools, heads=16, built=True, **changes):
+def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
     monkeypatch.setattr(launching, "has_kernel", lambda arch, instance: built)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
@@ -94,11 +94,11 @@ def offered(monkeypatch, pools, heads=16, built=True, **changes):
 )
 @pytest.mark.parametrize("heads", [1, 64, 100, 300])
 def test_which_kernel(monkeypatch, pools, record, heads):
-    offer = offered(monkeypatch, POOLS[pools], heads)
-    assert isinstance(offer, Supported)
+    answer = answer_of(monkeypatch, POOLS[pools], heads)
+    assert isinstance(answer, Supported)
     cluster = 2 if heads == 100 and record in SLOTS else 1
-    assert offer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
-    assert offer.config.tiles(heads) == -(-heads // 64)
+    assert answer.config.instance == f"sparse_decode_kvformat-{record}_cluster-{cluster}"
+    assert answer.config.tiles(heads) == -(-heads // 64)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def test_which_kernel(monkeypatch, pools, record, heads):
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
-    refusal = offered(monkeypatch, POOLS["v32"], **options)
-    assert isinstance(refusal, Unsupported)
-    assert sentence in refusal.reason
+    answer = answer_of(monkeypatch, POOLS["v32"], **options)
+    assert isinstance(answer, Unsupported)
+    assert sentence in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,10 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_is_written(change,
             args[key] = value
         else:
             kwargs[key] = value
-    with pytest.raises((ValueError, TypeError), match=words) as refusal:
+    with pytest.raises((ValueError, TypeError), match=words) as raised:
         mla_suite.decode(*args, **kwargs)
-    assert str(refusal.value).startswith(("decode: ", "kv_format "))
-    assert "\n" not in str(refusal.value)
+    assert str(raised.value).startswith(("decode: ", "kv_format "))
+    assert "\n" not in str(raised.value)
     outputs = {"out": torch.full((2, 1, 4, 16), 7.0).bfloat16(), "lse": torch.full((2, 1, 4), 7.0)}
     with pytest.raises((ValueError, TypeError)):
         torch.ops.mla_suite.decode.out(*args, **kwargs, **outputs)

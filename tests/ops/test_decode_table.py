@@ -163,7 +163,7 @@ def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     import count_crossovers
 
-    monkeypatch.setattr(count_crossovers, "ROWS", (128,))
+    monkeypatch.setattr(count_crossovers, "BLOCK_MS", (128,))
     monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
     monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))
     rows = [line.split(",")[:8] for line in count_crossovers.lines("0000000", "2026-01-01")]

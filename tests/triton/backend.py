@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 def run(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The backend's outputs, poisoned before it runs."""
     record = register.get(op)
-    offer = module.supports(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Supported), offer
+    answer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(answer, Supported), answer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
-    module.run(offer.config, outputs, record.Args(*args, **kwargs))
+    module.run(answer.config, outputs, record.Args(*args, **kwargs))
     return outputs

@@ -27,9 +27,9 @@ H200 = arch.get("sm_90")
 )
 def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, options, rows):
     args, kwargs = decode_sample(lens, heads=heads, q_len=q_len, **options).make(torch.device("cpu"))
-    offer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
-    assert isinstance(offer, Supported)
-    assert offer.config.rows == rows
+    answer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
+    assert isinstance(answer, Supported)
+    assert answer.config.rows == rows
 
 
 @pytest.mark.parametrize(

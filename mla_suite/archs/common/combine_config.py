@@ -14,7 +14,7 @@ from mla_suite.core import tuning
 from mla_suite.core.dispatch import Launch
 
 HEAD_DIMS_V = (512, 128)
-ROWS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 STATIC_LDS = {"amd": 65536, "nvidia": 49152}
 """Vendor -> bytes that a workgroup may declare; more needs dynamic shared memory on NVIDIA."""
@@ -41,7 +41,7 @@ class CombineConfig:
     def __post_init__(self) -> None:
         for name, value, possible in (
             ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
-            ("rows", self.rows, ROWS),
+            ("rows", self.rows, ROW_COUNTS),
             ("vec", self.vec, VECS),
         ):
             if value not in possible:

@@ -9,7 +9,7 @@ from typing import Any
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common.combine import OUT_TYPES
-from mla_suite.archs.common.combine_config import ROWS, VECS, CombineConfig
+from mla_suite.archs.common.combine_config import ROW_COUNTS, VECS, CombineConfig
 from mla_suite.core.tuning import SearchSpace, Value
 from mla_suite.launch import has_kernel
 
@@ -19,7 +19,7 @@ SLICES = (1, 2, 4, 8)
 
 def candidates(problem: Any, arch: ArchSpec) -> Iterator[CombineConfig]:
     """Every legal point that was built for the arch."""
-    for rows, vec, waves, slices in itertools.product(ROWS, VECS, WAVES, SLICES):
+    for rows, vec, waves, slices in itertools.product(ROW_COUNTS, VECS, WAVES, SLICES):
         try:
             point = CombineConfig(arch, problem.head_dim_v, rows, vec, waves, slices)
         except ValueError:  # an illegal point explains itself; here it only is no candidate
