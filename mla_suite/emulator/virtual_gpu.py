@@ -30,6 +30,7 @@ from mla_suite.emulator import core, topology
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.code_objects import ForeignKernel, KernelIndex
 from mla_suite.emulator.machine import Emulator, Memory, Schedule
+from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.launch.driver import DriverError, LaunchError
 
@@ -121,6 +122,7 @@ class VirtualGpu:
         self._machine = Emulator(arch)
         entries = [entry for (name, _), entry in manifest.installed().kernels.items() if name == arch]
         self._index = KernelIndex(arch, entries)
+        self._programs: dict[str, Program] = {}  # by the entry's id: its text is read and decoded once
         self._bounds: dict[int, int] = {}
         self._declared: dict[bytes, Declaration] = {}
         self._lock = threading.Lock()
@@ -240,7 +242,9 @@ class VirtualGpu:
 
     def _run(self, packet: DispatchPacket) -> tuple[Report, Declaration | None]:
         entry = self._index.find(packet.kernel_object, self.read)
-        program = self._machine.load_text(entry.read_text(), entry.symbol)
+        program = self._programs.get(entry.id)
+        if program is None:
+            program = self._programs[entry.id] = self._machine.load_text(entry.read_text(), entry.symbol)
         descriptor = program.kernel.descriptor
         grid, block = _workgroups(entry, packet)
         scratch = descriptor.get("private_segment_fixed_size", 0)
