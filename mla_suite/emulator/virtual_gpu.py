@@ -37,14 +37,18 @@ from mla_suite.launch.driver import DriverError, LaunchError
 _VRAM, _GTT = 1, 2  # flags of the kernel driver: memory of the GPU, and of the host for the GPU
 
 _ENVIRONMENT = {
-    # The hook has no interrupts to wait with: its events can be missed between a look and a sleep.
-    "HSA_ENABLE_INTERRUPT": "0",
+    # Without interrupts two of ROCr's threads wait by spinning, and the host's does as well.
+    "HSA_ENABLE_INTERRUPT": "1",
     # ROCr would hand out pieces of one allocation, and hipMalloc's bounds could not be told.
     "HSA_DISABLE_FRAGMENT_ALLOCATOR": "1",
     # HIP would copy up to 16 KiB by a kernel of its own, and the hook has no memory of the host's to pin.
     "GPU_FORCE_BLIT_COPY_SIZE": "0",
     "GPU_PINNED_MIN_XFER_SIZE": str(1 << 20),
 }
+
+
+_EVENT_ID = 24
+"""Offset of the event's number in ROCr's amd_signal_t."""
 
 
 class DispatchPacket(c.Structure):
@@ -131,6 +135,7 @@ class VirtualGpu:
         for name, result, arguments in (
             ("virtual_gpu_attach", None, [_RUN, _TELL]),
             ("virtual_gpu_base", c.c_uint64, []),
+            ("virtual_gpu_spare_event", None, [c.c_uint32]),
             ("virtual_gpu_allocations", c.c_uint32, [c.POINTER(Allocation), c.c_uint32]),
             ("virtual_gpu_sizes", c.c_uint32, [c.c_int]),
         ):
@@ -151,6 +156,17 @@ class VirtualGpu:
         self._library.virtual_gpu_attach(_RUN(), _TELL())
         for error in self._faults:
             print(f"virtual GPU: never checked: {error}", file=sys.stderr)
+
+    def wake_missed_waiters(self) -> None:
+        """Has missed wake-ups repeated until the process ends; called once the HIP runtime has initialised the GPU.
+
+        The hook can lose a wake-up. Another event wakes everybody to look again, and this makes one that stays.
+        """
+        runtime = c.CDLL("libhsa-runtime64.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        signal = c.c_uint64()
+        if status := runtime.hsa_signal_create(c.c_int64(1), 0, None, c.byref(signal)):
+            raise DriverError(f"ROCr made no signal for the virtual GPU: hsa_signal_create said {status}")
+        self._library.virtual_gpu_spare_event(c.c_uint32.from_address(signal.value + _EVENT_ID).value)
 
     def note(self, address: int, size: int) -> None:
         """Tells the exact bytes of a hipMalloc; ROCr only tells whole pages."""
