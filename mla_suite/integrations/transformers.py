@@ -138,13 +138,13 @@ def _valid(attention_mask: torch.Tensor | None, q_len: int) -> torch.Tensor | No
 
 
 def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
-    """The innermost transformers model that holds these attention layers; refuses those that `attend` is not right for."""
+    """The innermost transformers model that holds these layers; refuses layers that `attend` is not right for."""
     selecting = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Indexer")}
     if selecting:
-        given = f"a {type(model).__name__} selects the keys of each query with a {selecting.pop()}"
+        given = f"{type(model).__name__} selects each query's keys ({selecting.pop()})"
         refuse("patch", given, f"only models that attend to all keys are possible: {POSSIBLE}", TypeError)
     if not attentions:
-        given = f"a {type(model).__name__} has no layers of multi-head latent attention (no kv_b_proj)"
+        given = f"{type(model).__name__} has no layers of multi-head latent attention (no kv_b_proj)"
         refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
     for attention in attentions:
         if isinstance(attention, LatentAttention):
@@ -153,7 +153,7 @@ def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
         kv_format_of(cast(Any, attention).kv_b_proj.weight.dtype)
     holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and attentions[0] in m.modules()]
     if not holders:
-        refuse("patch", f"a {type(model).__name__} without a transformers model", "give the whole model", TypeError)
+        refuse("patch", f"{type(model).__name__} holds no transformers model", "give the whole model", TypeError)
     return holders[-1]
 
 

@@ -65,10 +65,12 @@ def attend(
     """
     call = attention_mask if mla_suite_call is None else mla_suite_call
     if not isinstance(call, Call) or not hasattr(module, "kv_b_proj"):
-        raise TypeError(f"patch: attention of a {type(module).__name__} was called outside its model; call patch(model)")
+        raise TypeError(
+            f"patch: attention of a {type(module).__name__} was called outside its model; call patch(model)"
+        )
     layer, scale = cast(Any, module), cast(float, scaling)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
-    batch, q_len = q.shape[:2]
+    q_len = q.shape[1]
     if call.cache is None or call.step is None:
         k, v = _expanded(layer, key, value)
         return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
@@ -101,7 +103,8 @@ def _attend_cached(
     rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
     weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
     w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
-    q = absorbed(*q.split([layer.qk_nope_head_dim, rope], dim=-1), w_uk)
+    q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
+    q = absorbed(q_nope, q_pe, w_uk)
     if (rank, rope) != (LATENT, ROPE):
         latent, pe = q.split([rank, rope], dim=-1)
         q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)

@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from mla_suite.integrations._common import WIDE
 from mla_suite.models.cache import PagedLatentCache, Step, slots
 
-
 ATTENTION_NAME = "mla_suite"
 
 
@@ -126,7 +125,7 @@ class LatentCache(Cache):
             given = f"crop({tokens_to_remove})"
             raise ValueError(f"LatentCache: {given}; give -{tokens_to_remove} to drop that number of tokens")
         for layer in self._others:
-            layer.crop(tokens_to_remove)
+            cast(Any, layer).crop(tokens_to_remove)
         self.seq_lens.add_(tokens_to_remove).clamp_(min=0)
         self.seen.add_(tokens_to_remove).clamp_(min=0)
         self._eager = max(self._eager + tokens_to_remove, 0)

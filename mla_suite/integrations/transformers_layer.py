@@ -23,6 +23,7 @@ DEEPSEEK_LAYERS = (
     "YoutuAttention",
 )
 
+
 def config_of(config: Any) -> MLAConfig:
     """The MLAConfig of a DeepseekV2Config, a DeepseekV3Config, or a config with the same fields."""
     rope = config.rope_parameters
