@@ -147,7 +147,7 @@ def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
         given = f"{type(model).__name__} has no layers of multi-head latent attention (no kv_b_proj)"
         refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
     for attention in attentions:
-        if isinstance(attention, LatentAttention):
+        if isinstance(attention, LatentAttention) or "expand_kv" in vars(attention):
             refuse("patch", "this model is patched already", "call unpatch(model) first")
         check(attention)
         kv_format_of(cast(Any, attention).kv_b_proj.weight.dtype)

@@ -14,8 +14,8 @@ import mla_suite
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
 PROMPT, STEPS = 9, 5
-QUICK_TO_COMPILE = ("deepseek_v3", "mistral4")  # one of each way; `full` has the rest
-BY_SPEED = [name if name in QUICK_TO_COMPILE else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
+# Compiling takes seconds a model. Whole layers are compiled in test_transformers.py; `full` has the rest.
+COMPILED = [name if name == "mistral4" else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_a_prompt_in_parts_attends_to_its_cached_prefix(folder, decodes):
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("folder", BY_SPEED)
+@pytest.mark.parametrize("folder", COMPILED)
 @torch.no_grad()
 def test_a_decode_step_compiles_whole_and_once(folder):
     model = make(folder)
