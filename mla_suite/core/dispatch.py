@@ -177,15 +177,20 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
 
 def _warn_of_the_reference(name: str, choice: Choice, device: str) -> None:
     """Log once per operator that the reference runs on a GPU, where it is a thousand times slower than a kernel."""
-    if device == "cuda" and choice.backend.name == "reference" and choice.refused and name not in _warned:
-        _warned.add(name)
+    if device == "cuda" and choice.backend.name == "reference" and choice.refused:
         reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
-        logger.warning(
-            "%s runs as the fp32 reference on a GPU, which is slow and may wait for the device: %s. "
-            "mla_suite.explain tells which backend a call gets",
+        warn_once(
             name,
-            reasons,
+            f"{name} runs as the fp32 reference on a GPU, which is slow and may wait for the device: {reasons}. "
+            "mla_suite.explain tells which backend a call gets",
         )
+
+
+def warn_once(about: str, sentence: str) -> None:
+    """Log a warning unless one about the same was logged since `clear_caches()`."""
+    if about not in _warned:
+        _warned.add(about)
+        logger.warning("%s", sentence)
 
 
 def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:

@@ -114,8 +114,9 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
     combined = None
     if slots:
         partials = -(-slots // shape.batch)
+        uniform = not (shape.plan_words or shape.ragged)
         chosen = combine.config_for(
-            config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0
+            config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
         )
         combined = combine_launch(chosen, args, shape, results, splits.partials)
     grid = (items, config.tiles(shape.rows), 1)
