@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -169,10 +171,48 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
     choice = _choices.get(key)
     if choice is None:
         choice = _ask(name, backends, problem, arch, device)
+        if _calls is not None:
+            choice = _counted(name, choice, _calls)
         bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
         _warn_of_the_reference(name, choice, device)
     return choice
+
+
+_calls: Counter[tuple[str, str, str]] | None = None
+
+
+@contextmanager
+def count_calls() -> Iterator[Counter[tuple[str, str, str]]]:
+    """Within the block, in every thread, calls are counted by (operator, backend, configuration).
+
+    A call that a CUDA graph captures is counted once, and its replays are not: they do not pass through Python.
+    """
+    global _calls
+    before, _calls = _calls, Counter()
+    clear_caches()
+    try:
+        yield _calls
+    finally:
+        _calls = before
+        clear_caches()
+
+
+def _counted(name: str, choice: Choice, calls: Counter[tuple[str, str, str]]) -> Choice:
+    """The choice with launches that count themselves."""
+    config = choice.supported.config
+    key = name, choice.backend.name, str(getattr(config, "instance", config))
+
+    def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
+        launch = choice.backend.prepare(config, outputs, args)
+
+        def run(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            calls[key] += 1
+            launch(outputs, tensors)
+
+        return run
+
+    return replace(choice, backend=replace(choice.backend, prepare=prepare))
 
 
 def _warn_of_the_reference(name: str, choice: Choice, device: str) -> None:
