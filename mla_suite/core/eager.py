@@ -124,6 +124,38 @@ def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     return _through_dispatcher(op, tensors, options)
 
 
+def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call that `remember` was given for tensors and options like these, by a function of its own that
+    calls an operator; None where somebody could observe the operator."""
+    if is_dynamo_compiling() or _observed():
+        return None
+    prepared = find(slot, tensors, options)
+    if prepared is None and _plain(tensors):
+        prepared = prepared_call(metadata(slot, tensors, options))
+        if prepared is None or prepared.kinds != tuple(map(type, options)):
+            return None
+        keep(slot, tensors, options, prepared)
+    return prepared
+
+
+def remember(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+    """Have `recall` find this call again, where the dispatcher would pass the tensors on as they are."""
+    if not is_dynamo_compiling() and not _observed() and _plain(tensors):
+        add_prepared(metadata(slot, tensors, options), prepared)
+        keep(slot, tensors, options, prepared)
+
+
+def _observed() -> bool:
+    """Whether a mode, tracer, functorch transform or profiler could see the operator; `call` has it written out."""
+    modes = _function_modes()
+    return bool(
+        (modes and (modes > 1 or _function_mode(0).__class__ is not DeviceContext))
+        or _profiling()
+        or profiler._is_profiler_enabled
+        or _included().raw_repr() not in _QUIET
+    )
+
+
 def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call of the last arguments that `keep` was given for this slot, if these are like them.
 
@@ -267,19 +299,29 @@ def empty(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor
     return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
 
 
-def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`empty` for real tensors, as one function without arguments.
+def allocator(
+    outputs: Sequence[Output], device: torch.device, strides: Sequence[Sequence[int]] | None = None
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`empty` for real tensors, as one function without arguments; with `strides` in place of contiguous ones.
 
     Inductor's entry points take a third of the time of torch.empty, most of which goes into its arguments (3 us an
-    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty does. They know
-    the current device alone.
+    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty_strided does. They
+    know the current device alone.
     """
     if not outputs:
         return tuple
+    places = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
+    laid_out = list(zip(outputs, places, strict=True))
+
+    def elsewhere() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            [torch.empty_strided(shape, place, dtype=dtype, device=device) for (shape, dtype), place in laid_out]
+        )
+
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if make is None:
-        return partial(empty, outputs, device)
-    makers = [partial(make, shape, _contiguous(shape), dtype) for shape, dtype in outputs]
+        return elsewhere
+    makers = [partial(make, shape, place, dtype) for (shape, dtype), place in laid_out]
     on_cpu = device.type == "cpu"
     current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
     ordinal = device.index
@@ -289,13 +331,13 @@ def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], t
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return first(), second()
-            return empty(outputs, device)
+            return elsewhere()
     else:
 
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return tuple(map(_make, makers))
-            return empty(outputs, device)
+            return elsewhere()
 
     return allocate
 
