@@ -152,13 +152,46 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
     return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
 
 
-def find(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
-    """The prepared call of the last arguments that `keep` was given under this name, if these are like them.
+def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call that `remember` was given for tensors and options like these, by a function of its own that
+    calls an operator; None where somebody could observe the operator."""
+    if is_dynamo_compiling() or _observed():
+        return None
+    prepared = find(slot, tensors, options)
+    if prepared is None and _plain(tensors):
+        prepared = prepared_call(metadata(slot, tensors, options))
+        if prepared is None or prepared.kinds != tuple(map(type, options)):
+            return None
+        keep(slot, tensors, options, prepared)
+    return prepared
+
+
+def remember(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+    """Have `recall` find this call again, where the dispatcher would pass the tensors on as they are."""
+    if not is_dynamo_compiling() and not _observed() and _plain(tensors):
+        add_prepared(metadata(slot, tensors, options), prepared)
+        keep(slot, tensors, options, prepared)
+
+
+def _observed() -> bool:
+    """Whether a mode, tracer, functorch transform or profiler could see the operator; `call` has it written out."""
+    modes = _function_modes()
+    return bool(
+        (modes and (modes > 1 or _function_mode(0).__class__ is not DeviceContext))
+        or _profiling()
+        or profiler._is_profiler_enabled
+        or _included().raw_repr() not in _QUIET
+        or _debugging()
+    )
+
+
+def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call of the last arguments that `keep` was given for this slot, if these are like them.
 
     One call of C++ compares types, dtypes, devices, sizes, strides, dispatch keys (a negated or a zero tensor has
     others) and, while gradients are enabled, requires_grad. No tensor is held.
     """
-    last = _last.get(name)
+    last = _last.get(slot)
     if last is None:
         return None
     if last.lists:
@@ -174,14 +207,14 @@ def find(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prepa
     return last.prepared if last.on_gpu or last.emulated is _emulated() else None
 
 
-def keep(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
     """Recognise the next call like this one, unless an address is no multiple of 16.
 
     No tensor may require a gradient that is enabled.
     """
-    guarded = prepared.guards.get(name)
-    if guarded is not None and guarded is not _last.get(name) and guarded.options == options:
-        _last[name] = guarded
+    guarded = prepared.guards.get(slot)
+    if guarded is not None and guarded is not _last.get(slot) and guarded.options == options:
+        _last[slot] = guarded
         return
     lists = any(value.__class__ is list for value in tensors)
     if lists:
@@ -191,7 +224,7 @@ def keep(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
     if _Guards is None or any(tensor.data_ptr() & 15 for tensor in given):
         return
     leading = places == list(range(len(places)))
-    _last[name] = prepared.guards[name] = _Guarded(
+    _last[slot] = prepared.guards[slot] = _Guarded(
         prepared,
         lists,
         [*map(type, tensors + options)],
@@ -299,19 +332,29 @@ def empty(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor
     return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
 
 
-def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`empty` for real tensors, as one function without arguments.
+def allocator(
+    outputs: Sequence[Output], device: torch.device, strides: Sequence[Sequence[int]] | None = None
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`empty` for real tensors, as one function without arguments; with `strides` in place of contiguous ones.
 
     Inductor's entry points take a third of the time of torch.empty, most of which goes into its arguments (3 us an
-    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty does. They know
-    the current device alone.
+    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty_strided does. They
+    know the current device alone.
     """
     if not outputs:
         return tuple
+    places = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
+    laid_out = list(zip(outputs, places, strict=True))
+
+    def elsewhere() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            [torch.empty_strided(shape, place, dtype=dtype, device=device) for (shape, dtype), place in laid_out]
+        )
+
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if make is None:
-        return partial(empty, outputs, device)
-    makers = [partial(make, shape, _contiguous(shape), dtype) for shape, dtype in outputs]
+        return elsewhere
+    makers = [partial(make, shape, place, dtype) for (shape, dtype), place in laid_out]
     on_cpu = device.type == "cpu"
     current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
     ordinal = device.index
@@ -321,13 +364,13 @@ def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], t
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return first(), second()
-            return empty(outputs, device)
+            return elsewhere()
     else:
 
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return tuple(map(_make, makers))
-            return empty(outputs, device)
+            return elsewhere()
 
     return allocate
 

@@ -46,6 +46,7 @@ class Op:
     validate  (Args) -> raises on bad values inside tensors; runs on CPU and in debug mode, before any write
     outputs   names of the outputs in the `.out` overload; empty when the operator has no such overload
     out_only  further keyword arguments of the `.out` overload, as schema text
+    strided   names of the outputs that may have any strides; the last dimension of the others is contiguous
     defaults  arguments of the public function -> keyword arguments of the schema, where the two differ
     """
 
@@ -59,6 +60,7 @@ class Op:
     validate: Callable[[Any], None] | None = None
     outputs: tuple[str, ...] = ()
     out_only: tuple[str, ...] = ()
+    strided: tuple[str, ...] = ()
     defaults: Callable[..., dict[str, Any]] | None = None
 
     def specify(self, *args: Any, **kwargs: Any) -> tuple[Output, ...]:

@@ -200,6 +200,7 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
             check(*args, **kwargs)
         _validate(overload, tensors, options)
         if prepared is None:
+            _refuse_misaligned(op, outputs)
             launch = _into_the_last(_prepare(op, outputs, op.bind(args, options)), len(args))
             prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
         _launch(prepared, (), tensors)
@@ -229,20 +230,27 @@ def _check_outputs(op: Op) -> Callable[..., None]:
                     f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
                     f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
                 )
-            if given.dim() > 1 and checks.strided(given):
+            if name not in op.strided and given.dim() > 1 and checks.strided(given):
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
                 )
-            if any(
-                checks.certain(s == 0) and checks.certain(n > 1)
-                for n, s in zip(given.shape, given.stride(), strict=True)
-            ):
+            if checks.overlaps_itself(given):
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()} for {tuple(given.shape)}; rows that share "
                     "memory cannot be written: give a tensor that was not expanded"
                 )
 
     return check
+
+
+def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
+    """ValueError where an output's address is no multiple of its element size, as memory of another library may be."""
+    for name, output in zip(op.outputs, outputs, strict=True):
+        if output.data_ptr() % output.element_size():
+            raise ValueError(
+                f"{op.name}.out: {name} begins at an address that is no multiple of its {output.element_size()} bytes "
+                "per element; give memory that is aligned to them"
+            )
 
 
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
