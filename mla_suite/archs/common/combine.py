@@ -48,7 +48,8 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported(f"{problem.rows} rows x {problem.batch} sequences; it takes {MAX_ROWS} rows")
     splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
     out_dtype = OUT_TYPES[problem.out_dtype][1]
-    config, reason = configs.choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits)
+    uniform = problem.num_splits > 0 and not problem.skip_single
+    config, reason = configs.choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits, uniform)
     for needed in (config, configs.unaligned(arch, problem.head_dim_v)):
         if not has_kernel(arch, needed.instance):
             return Unsupported(not_built(needed.instance, arch))
@@ -204,10 +205,17 @@ def prepare_operator(config: CombineConfig, outputs: tuple[torch.Tensor, ...], a
 
 @cached
 def config_for(
-    arch: ArchSpec, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool
+    arch: ArchSpec,
+    head_dim_v: int,
+    out_dtype: torch.dtype,
+    rows: int,
+    batch: int,
+    splits: int,
+    fixed: bool,
+    uniform: bool = False,
 ) -> CombineConfig:
     """The kernel that combines `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on
-    the batch."""
+    the batch, `uniform` says that all sequences have that many splits and rows."""
     if fixed:
         return configs.invariant(arch, head_dim_v)
-    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
+    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits, uniform)[0]
