@@ -50,7 +50,7 @@ HEADER = ("tokens", "heads", "splits", "runner", "unit", "latency", "gb_per_s", 
 
 
 class Maps(NamedTuple):
-    """The lists that AITER's planner hands to its reduction: entries of each tile, its query tokens, rows of partials."""
+    """The lists of AITER's planner for its reduction: entries of each tile, its query tokens, rows of partials."""
 
     indptr: torch.Tensor  # [tiles + 1]
     final: torch.Tensor  # [tiles, 2]

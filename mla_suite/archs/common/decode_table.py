@@ -83,7 +83,7 @@ def row_for(
     if invariant or (_policy == "default" and own_splits):
         return None
     shape = "h32q4" if (heads, q_len) == (32, 4) else ANY
-    kind = (_width(q_dtype), _width(kv_format))
+    kind = (width(q_dtype), width(kv_format))
     fitting = [
         row
         for row in tuning.rows(FORMAT, arch.name)
@@ -106,8 +106,8 @@ def reason(row: Row) -> str:
     return f"{row.provenance['kind']} row {row.position} of policy {row.values['policy']} ({limits})"
 
 
-def _width(kind: torch.dtype | str) -> str:
-    """16bit or fp8; another kind of value, which no row is about, by its own name."""
+def width(kind: torch.dtype | str) -> str:
+    """The table's word for a dtype or KV format, 16bit or fp8; the own name of what no row is about."""
     name = str(kind).removeprefix("torch.")
     if name.startswith(("fp8", "float8")):
         return "fp8"
