@@ -28,6 +28,7 @@ from mla_suite.archs.common.decode import (
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
@@ -126,10 +127,13 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
         chosen = combine.config_for(
             config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
         )
-        combined = combine_launch(chosen, args, shape, results, splits.partials)
+        combined = combine_launch(
+            chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
+        )
     grid = (items, config.tiles(shape.rows), 1)
     prepared = Prepared(
-        *(config, grid, 0, False, numbers, copies_q, temporary, not lse.is_contiguous()),
+        # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
+        *(config, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
         *(slots, shape.rows, combined),
     )
     return launch_of(prepared, args, adjust, _pack_pointers)
