@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
 
 import decode_grid
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 LENS, PLAN = 2, 11
 HEADS, Q_LEN = 32, 4
 LENGTHS = ((512, 300, 64, 21), (4, 300, 33, 5), (256, 4, 64, 21))
