@@ -83,6 +83,8 @@ def _count(args: argparse.Namespace) -> int:
     from mla_suite.core import dispatch
 
     op = args.op or "combine"
+    if op != "combine":
+        raise ValueError(f"--emulate tells configurations of combine apart by their bounds; {op} is searched on a GPU")
     _, space = _space(op, "native")
     facts = environment.describe(torch.device("cpu"))
     commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
