@@ -49,6 +49,12 @@ class Case:
         return self.of(lens)
 
     @property
+    def fp8_products(self) -> bool:
+        """Whether queries and keys are both fp8, so that an fp8 matrix product is possible."""
+        query = self.options.get("dtype", torch.bfloat16)
+        return bool(query.itemsize == 1 and str(self.options.get("kv_format", "")).startswith("fp8"))
+
+    @property
     def shape(self) -> str:
         return self.sample.name + ("-plan" if self.planned else "")
 
@@ -124,6 +130,11 @@ def _gpu_mode_2025() -> list[Case]:
     return [decode(128, 128, kv, planned=True) for kv in (512, 2048, 4096, 6144)]
 
 
+def _gpu_mode_2025_layer() -> list[Case]:
+    """The new token is cached before it is attended to; a page is the whole room of a sequence."""
+    return [decode(128, 128, kv + 1, planned=True, rotate=True, page=8192) for kv in (512, 2048, 4096, 6144)]
+
+
 def _mixed_mla(**options: Any) -> list[Case]:
     shapes = [(b, kv) for b in (4, 32, 64, 256) for kv in (1024, 8192)]
     return [decode(b, 16, kv, page=1, ragged_pages=True, planned=True, **options) for b, kv in shapes]
@@ -190,6 +201,7 @@ def _counted() -> list[Case]:
     dense += [replace(decode(3, 128, 700, planned=True), parts=4), replace(decode(3, 16, 700, planned=True), parts=4)]
     narrow = [decode(1, 16, 1024, kv_format="fp8"), decode(1, 128, 600, kv_format="fp8"), decode(1, 16, 960, **fp8)]
     narrow += [replace(decode(2, 32, 700, 4, page=1, planned=True, **fp8), parts=3)]
+    narrow += [replace(decode(1, 32, 2112, 4, page=1, planned=True, **fp8), parts=2)]  # long enough for fp8 weights
     narrow += [decode(1, 16, 1024, kv_format="fp8_fnuz"), decode(1, 128, 600, **fnuz)]
     selected = [sparse(1, heads, 1, [PoolShape("v32", 16, 64, 512)]) for heads in (16, 128)]
     selected += [sparse(1, 64, 2, [PoolShape("dsv4", 4, 64, 128), PoolShape("dsv4", 8, 64, 256)], sink=True)]
@@ -213,6 +225,10 @@ SETS: Mapping[str, NamedSet] = {
     ),
     "decode-merge": NamedSet("what decode's splits leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE's decode task of 2025: the attention of its four sizes", _gpu_mode_2025),
+    "gpu-mode-2025-layer": NamedSet(
+        "the same inside the task's layer: un-rotated keys, 8192 rows per sequence, one token more",
+        _gpu_mode_2025_layer,
+    ),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),

@@ -10,6 +10,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs
+from mla_suite.archs.cdna import decode as cdna_decode
 from mla_suite.archs.common import decode_table
 from mla_suite.build import compilers, manifest
 from mla_suite.core import dispatch, tuning
@@ -66,6 +67,17 @@ def test_smoke_cases_of_the_published_policy(batch, context, backend):
     assert choose(batch, context).backend.name == "native", "the default follows our own counts"
 
 
+def test_the_context_is_the_mean_of_the_indices_that_are_given():
+    """Sequences of 8,100 and 60 keys are 4,080 each in the mean, within the limit; their buffer's capacity is not."""
+    args, kwargs = decode_sample([8100, 60], heads=32, q_len=4, page=1, ragged_pages=True, **FP8).make(CPU)
+    total, buffer = 8160, torch.nn.functional.pad(args[5][:8160], (0, 60_000))
+    with decode_table.policy("aiter-pr3003"):
+        for given, backend, context in ((buffer[:total], "native", 4080), (buffer, "reference", 34080)):
+            explained = mla_suite.explain("decode", *args[:5], given, *args[6:], **kwargs)
+            assert explained.choice.backend.name == backend
+            assert f"context {context} keys per sequence, from kv_indices per sequence x page" in str(explained)
+
+
 @pytest.mark.parametrize(("batch", "context"), PUBLISHED)
 def test_both_sides_of_each_published_limit(batch, context):
     with decode_table.policy("aiter-pr3003"):
@@ -75,6 +87,18 @@ def test_both_sides_of_each_published_limit(batch, context):
         assert choose(257, 1).backend.name == "triton"
         assert choose(batch, context + 1, heads=16).backend.name == "native", "the rule is about 32 x 4 query rows"
         assert choose(batch, context + 1, kv_format="bf16", dtype=torch.bfloat16).backend.name == "native"
+
+
+def test_calls_are_counted_by_what_ran_them():
+    args, kwargs = decode_sample([64] * 2, heads=32, q_len=4, **FP8).make(CPU)
+    with decode_table.policy("aiter-pr3003"), dispatch.count_calls() as calls:
+        for context in (64, 8192, 64, 4096):
+            torch.ops.mla_suite.decode(*args, **kwargs | {"max_seqlen_kv": context})
+        mla_suite.decode(*args, **kwargs | {"max_seqlen_kv": 64})
+    native = "decode_fp8_weights_query-fp8_weight-fp8_rows-128"
+    assert calls == {("decode", "native", native): 4, ("decode", "reference", "None"): 1}
+    torch.ops.mla_suite.decode(*args, **kwargs)
+    assert sum(calls.values()) == 5, "only calls within the block"
 
 
 def test_explain_names_the_row():
@@ -104,6 +128,27 @@ def test_counted_limits_pick_the_tile():
             assert row.position in choice.supported.reason
             beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
             assert beyond.supported.config.rows > choice.supported.config.rows
+
+
+def test_a_row_of_tiles_that_are_not_built_leaves_it_to_the_rule(monkeypatch, caplog):
+    """The native kernel runs in the rule's tiles, and one warning names row and kernel."""
+    ruled = choose(2, 1 << 29).supported.config
+    tiled = choose(2, 1024).supported.config
+    assert tiled != ruled
+    built = cdna_decode.has_kernel
+    monkeypatch.setattr(cdna_decode, "has_kernel", lambda arch, name: name != tiled.instance and built(arch, name))
+    dispatch.clear_caches()
+    try:
+        for context in (1024, 1000):
+            choice = choose(2, context)
+            assert choice.backend.name == "native"
+            assert choice.supported.config == ruled
+    finally:
+        monkeypatch.undo()
+        dispatch.clear_caches()
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert f"names tiles of kernel {tiled.instance}, which is not built for gfx950" in warned[0]
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])

@@ -1,5 +1,5 @@
 // The parameters of a decode launch on sm_90. TMA reads its maps where they lie in the launch parameters, on 64 bytes:
-// so the maps come first and the size is a multiple of 64 (without counting on what the compiler would pad).
+// so the maps come first, and the struct is aligned to 64.
 #pragma once
 
 #include "common/device.hpp"
@@ -9,7 +9,7 @@ namespace mla {
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart. A query
 // row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n) and
 // ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
-struct DecodeTmaParams {
+struct alignas(64) DecodeTmaParams {
   uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys are gathered
   uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const void* kv_cache;          // [pages, page, D_QK]
@@ -20,13 +20,16 @@ struct DecodeTmaParams {
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
-  float* lse;                    // [tokens, heads]
+  float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
+  int64_t lse_token_stride;      // between tokens of lse
+  int64_t lse_head_stride;       // between heads of lse
+  int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
   int32_t batch;
   int32_t heads;
   uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
@@ -44,6 +47,9 @@ struct DecodeTmaParams {
   int32_t grid_stride;           // rows of the grid, each of which walks the work list
   int32_t streaming;             // 1: streaming combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  uint32_t lse_tokens_magic;
+  uint32_t lse_tokens_shift;
+  float empty_lse;               // of a row that sees no key: -inf or +inf
   float softmax_scale;           // positive
 };
 

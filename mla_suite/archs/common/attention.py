@@ -63,11 +63,18 @@ def contiguous_outputs(outputs: tuple[torch.Tensor, ...], copies: tuple[bool, bo
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) if copied else t for t, copied in replaced])
 
 
-def copy_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]) -> None:
-    """Copy results from temporaries of `contiguous_outputs` into the caller's outputs."""
-    for given, result in zip(outputs, made, strict=True):
-        if result is not given:
-            given.copy_(result)
+def copy_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...], plus_inf_lse: bool) -> None:
+    """Copy results from temporaries of `contiguous_outputs` into the caller's outputs; with `plus_inf_lse` the lse of
+    rows without keys becomes +inf."""
+    (out, lse), (made_out, made_lse) = outputs, made
+    if made_out is not out:
+        out.copy_(made_out)
+    if made_lse is lse:
+        return
+    if plus_inf_lse:
+        torch.nan_to_num(made_lse, nan=torch.nan, posinf=torch.inf, neginf=torch.inf, out=lse)
+    else:
+        lse.copy_(made_lse)
 
 
 def written_buffers(
@@ -92,7 +99,7 @@ def combined_buffers(
     scratch: torch.Tensor,
 ) -> Iterator[Buffer]:
     """The tensors that the combine of `slots` partials of `rows` rows touches."""
-    out, lse = results[0].flatten(0, -3), results[1].flatten(0, -2)  # views: one stride leads from token to token
+    out, lse = results[0].flatten(0, -3), results[1]  # a view: one stride leads from token to token of out
     partials = shaped(scratch, slots, rows, out.shape[-1])
     indptr = None if plan is None else plan[HEADER_WORDS : HEADER_WORDS + batch + 1]
     partly = plan is not None or cu_seqlens_q is not None
