@@ -53,7 +53,7 @@ _QUIET = frozenset(
 
 
 class Called(Protocol):
-    """What calls of one overload have in common; an `Op` says it of its functional overload."""
+    """The common part of calls of one overload; an `Op` says it of its functional overload."""
 
     @property
     def name(self) -> str: ...  # decode, or decode.out
