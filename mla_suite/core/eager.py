@@ -390,7 +390,7 @@ def _contiguous(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt
 
 
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """The call through torch.ops, with its refusals of wrong types in one sentence."""
+    """The call through torch.ops, with its errors for wrong types in one sentence."""
     given = {
         name: value if convert is None else convert(value)
         for name, value, convert in zip(op.options, options, op.converters, strict=True)
