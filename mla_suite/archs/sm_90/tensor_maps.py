@@ -48,9 +48,11 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc) -> Callabl
         q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, _qd: int, _kd: int, sink: int,
         _rope: int, plan: int, *outputs: int,
     ) -> bytes:  # fmt: skip
-        kv_words = _NO_MAP if keys is None else key_maps.get(kv or q)
-        if kv_words is None:
-            kv_words = bounded(key_maps)[kv or q] = tensor_map.swizzled(kv or q, *keys)
+        kv_words: tuple[int, ...] | None = _NO_MAP
+        if keys is not None:
+            kv_words = key_maps.get(kv or q)
+            if kv_words is None:
+                kv_words = bounded(key_maps)[kv or q] = tensor_map.swizzled(kv or q, *keys)
         q_words = query_maps.get(q)
         if q_words is None:
             q_words = bounded(query_maps)[q] = tensor_map.swizzled(q, *queries)
