@@ -121,7 +121,7 @@ def test_a_row_for_a_number_of_splits_decides_for_no_other(table, everything_bui
 
 def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, monkeypatch):
     """The native kernel runs as without the row, and one warning says which row and which kernel."""
-    table(cells(splits=8, vec=2), cells(splits=32, vec=2, rows_per_group=8))
+    table(cells(batch=2, splits=8, vec=2), cells(batch=64, splits=8, vec=2, rows_per_group=8))
     partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
     with mla_suite.emulate("gfx942") as gfx942:
         if not has_kernel(gfx942, config.invariant(gfx942, 512).instance):

@@ -67,6 +67,17 @@ def test_smoke_cases_of_the_published_policy(batch, context, backend):
     assert choose(batch, context).backend.name == "native", "the default follows our own counts"
 
 
+def test_the_context_is_the_mean_of_the_indices_that_are_given():
+    """Sequences of 8,100 and 60 keys are 4,080 each in the mean, within the limit; their buffer's capacity is not."""
+    args, kwargs = decode_sample([8100, 60], heads=32, q_len=4, page=1, ragged_pages=True, **FP8).make(CPU)
+    total, buffer = 8160, torch.nn.functional.pad(args[5][:8160], (0, 60_000))
+    with decode_table.policy("aiter-pr3003"):
+        for given, backend, context in ((buffer[:total], "native", 4080), (buffer, "reference", 34080)):
+            explained = mla_suite.explain("decode", *args[:5], given, *args[6:], **kwargs)
+            assert explained.choice.backend.name == backend
+            assert f"context {context} keys per sequence, from kv_indices per sequence x page" in str(explained)
+
+
 @pytest.mark.parametrize(("batch", "context"), PUBLISHED)
 def test_both_sides_of_each_published_limit(batch, context):
     with decode_table.policy("aiter-pr3003"):
