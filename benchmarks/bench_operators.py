@@ -69,7 +69,8 @@ def test_device_time(
         meter.add(result.rounds[-1] * 1e-6)
 
     benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
-    result.floor_us, result.bound = ceilings.of(result.bytes, result.flops) if ceilings else (0.0, "")
+    if ceilings is not None:
+        result.floor_us, result.bound = ceilings.of(result.bytes, result.flops, fp8=case.fp8_products)
     benchmark.extra_info |= {
         "bytes": result.bytes,
         "flops": result.flops,

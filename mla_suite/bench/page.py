@@ -113,6 +113,8 @@ def _facts(report: Report) -> Iterator[str]:
     if report.floors:
         facts["read ceiling"] = f"{report.floors.gb_per_s:.0f} GB/s ({report.floors.source})"
         facts["bf16 matrix ceiling"] = f"{report.floors.tflops:.0f} TFLOP/s"
+        if report.floors.fp8_tflops:
+            facts["fp8 matrix ceiling"] = f"{report.floors.fp8_tflops:.0f} TFLOP/s"
     facts["sets"] = ", ".join(report.sets)
     yield '<dl class="facts">'
     for name, value in facts.items():

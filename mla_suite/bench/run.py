@@ -53,8 +53,8 @@ def run(
     try:
         _passes(cases, device, effort, backends, with_third_party, emulated, progress, found)
     except KeyboardInterrupt:
-        raise Stopped([result for result in _with_floors(found, floors) if result.rounds]) from None
-    return _with_floors(found, floors)
+        raise Stopped([result for result in _with_floors(cases, found, floors) if result.rounds]) from None
+    return _with_floors(cases, found, floors)
 
 
 def _passes(
@@ -86,10 +86,14 @@ def _passes(
     progress("done", steps)
 
 
-def _with_floors(found: dict[tuple[str, str, str], Result], floors: Floors | None) -> list[Result]:
+def _with_floors(
+    cases: Sequence[Case], found: dict[tuple[str, str, str], Result], floors: Floors | None
+) -> list[Result]:
+    fp8 = {(case.op, case.shape) for case in cases if case.fp8_products}
     for result in found.values():
         if floors is not None:
-            result.floor_us, result.bound = floors.of(result.bytes, result.flops)
+            own = (result.op, result.shape) in fp8
+            result.floor_us, result.bound = floors.of(result.bytes, result.flops, fp8=own)
     return list(found.values())
 
 

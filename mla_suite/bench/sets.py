@@ -49,6 +49,12 @@ class Case:
         return self.of(lens)
 
     @property
+    def fp8_products(self) -> bool:
+        """Whether queries and keys are both fp8, so that an fp8 matrix product is possible."""
+        query = self.options.get("dtype", torch.bfloat16)
+        return bool(query.itemsize == 1 and str(self.options.get("kv_format", "")).startswith("fp8"))
+
+    @property
     def shape(self) -> str:
         return self.sample.name + ("-plan" if self.planned else "")
 

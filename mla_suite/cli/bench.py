@@ -327,7 +327,8 @@ def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) 
     if report.floors:
         console.print(
             f"ceilings of this run: read {report.floors.gb_per_s:.0f} GB/s ({report.floors.source}), "
-            f"bf16 matrix product {report.floors.tflops:.0f} TFLOP/s"
+            f"bf16 matrix product {report.floors.tflops:.0f} TFLOP/s, "
+            + (f"fp8 {report.floors.fp8_tflops:.0f} TFLOP/s" if report.floors.fp8_tflops else "fp8 not measured")
         )
     if not report.on_gpu:
         console.print("No GPU: these are times of the reference on the CPU; bounds of AMD kernels come from counters.")

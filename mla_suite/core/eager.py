@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -149,7 +149,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
             if op.mutated:
                 bump_versions([tensors[position] for position in op.mutated])
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
-    return _through_dispatcher(op, tensors, options) if otherwise is None else otherwise
+    return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
 
 
 def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:

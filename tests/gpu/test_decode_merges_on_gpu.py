@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 @pytest.fixture(autouse=True)
 def gpu():
-    require_kernels()
+    require_kernels("sm_90")
 
 
 EXCHANGES = ("reduce_o", "exchange_p")

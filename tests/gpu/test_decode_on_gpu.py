@@ -158,6 +158,7 @@ def test_strided_tensors():
 
 
 def test_what_it_cannot_take_is_refused_in_a_sentence():
+    require_kernels("sm_90")
     for options, sentence in (
         (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
         (dict(kv_format="fp8"), "kv_format fp8 with torch.bfloat16 queries; it takes bf16"),

@@ -76,5 +76,5 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     assert instance.endswith(f"_clustermode-{exchange}")
     assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
-    assert [merge[6] for merge in merges] == [2], "partials of each sequence"
+    assert [merge[7] for merge in merges] == [2], "partials of each sequence"
     assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import subprocess
 
 import pytest
@@ -179,6 +180,12 @@ def test_every_word_of_a_launch(monkeypatch):
         "page_ids_width": table.shape[1],
         "out_token_stride": 40 * 512,
         "out_head_stride": 512,
+        "lse_token_stride": 40,
+        "lse_head_stride": 1,
+        "lse_batch_stride": 0,
+        "lse_tokens_magic": 2**31,
+        "lse_tokens_shift": 0,
+        "empty_lse": -math.inf,
         "batch": 3,
         "heads": 40,
         "q_len": 2,

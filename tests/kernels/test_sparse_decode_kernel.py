@@ -66,6 +66,35 @@ def test_deepseek_v4(heads, topk, window_page, extra_page):
         assert cosine_distance(out, exact(*args, **kwargs, rounded=False).out) <= 1e-5
 
 
+FLASH, PRO = (64, 512), (128, 1024)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "topk"),
+    [
+        (256, 1, 12, 40),
+        (1, 3, *FLASH),
+        pytest.param(256, 1, *FLASH, marks=pytest.mark.full),
+        pytest.param(2, 3, *FLASH, marks=pytest.mark.full),
+        pytest.param(2, 3, *PRO, marks=pytest.mark.full),
+    ],
+)
+def test_many_requests_and_several_query_tokens(batch, q_len, heads, topk):
+    """256 requests at once, and two drafts verified (three query tokens), with V4's window beside its selection.
+
+    The lengths of the window are ragged, and one request has none.
+    """
+    window = 128 if topk >= 512 else 20
+    pools = [("dsv4", 4, 256, window), ("dsv4", 16, 64, topk)]
+    args, kwargs = problem(pools, batch * q_len, heads, seed=batch + q_len)
+    args[0] = args[0].view(batch, q_len, heads, 512)
+    args[2] = [index.view(batch, q_len, -1) for index in args[2]]
+    args[4][0] = torch.randint(0, window + 1, (batch,), dtype=torch.int32)
+    args[4][0][0] = 0
+    args[5] = torch.randn(heads)
+    check(args, kwargs)
+
+
 def test_deepseek_v32():
     args, kwargs = problem([("v32", 64, 64, 2048)], 2, 128)
     args[0], args[2] = args[0][None], [args[2][0][None]]

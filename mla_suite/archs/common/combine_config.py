@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -136,12 +137,18 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     """
     beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
-        return CombineConfig(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
+        return _config(arch, head_dim_v, 4, 4, 4, 1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
-        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=4 if beside and splits < 32 else 8, slices=1)
+        return _config(arch, head_dim_v, 1, 4, 4 if beside and splits < 32 else 8, 1)
     if beside and 4 * rows > arch.compute_units:
-        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
-    return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
+        return _config(arch, head_dim_v, 1, 4, 8, 1)
+    return _config(arch, head_dim_v, 1, 4, 16 if splits > 96 else 8, 4)
+
+
+@lru_cache(maxsize=256)
+def _config(arch: ArchSpec, head_dim_v: int, rows: int, vec: int, waves: int, slices: int) -> CombineConfig:
+    """A configuration, which takes 15 us to prove itself legal: the rule has few."""
+    return CombineConfig(arch, head_dim_v, rows, vec, waves, slices)
 
 
 def invariant(arch: ArchSpec, head_dim_v: int) -> CombineConfig:
