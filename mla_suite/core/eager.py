@@ -52,7 +52,7 @@ _QUIET = frozenset(
 
 
 class Called(Protocol):
-    """What calls of one overload have in common; an `Op` says it of its functional overload."""
+    """The facts that calls of one overload share; an `Op` has them for its functional overload."""
 
     @property
     def name(self) -> str: ...  # decode, or decode.out
