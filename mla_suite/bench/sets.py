@@ -206,7 +206,7 @@ def _counted() -> list[Case]:
     selected = [sparse(1, heads, 1, [PoolShape("v32", 16, 64, 512)]) for heads in (16, 128)]
     selected += [sparse(1, 64, 2, [PoolShape("dsv4", 4, 64, 128), PoolShape("dsv4", 8, 64, 256)], sink=True)]
     others = [Case(op, made, {}) for op in ("plan", "append_kv") for made in register.get(op).samples()]
-    return [*dense, *narrow, *selected, combine(4, 16, 8), combine(64, 16, 4), *others]
+    return [*dense, *narrow, *selected, *(combine(*shape) for shape in ((4, 16, 8), (4, 16, 16), (64, 16, 4))), *others]
 
 
 SETS: Mapping[str, NamedSet] = {

@@ -107,7 +107,7 @@ def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
     """Refuse a written tensor that was sliced out of a larger one inside a graph traced with dynamic sizes.
 
     Inductor (seen on torch 2.13, pytorch issue 198068) then drops the slice's offset and the write lands in the first
-    part. Such a slice shows as an offset computed from sizes; a graph input's offset is a number or a symbol.
+    part. Such a slice shows as an offset computed from sizes; a graph input's offset is a number or its own symbol.
     """
     offset = value.storage_offset()
     expression = getattr(offset.node, "expr", None) if isinstance(offset, torch.SymInt) else None
