@@ -80,31 +80,6 @@ def test_another_device_of_an_arch_has_choices_of_its_own():
     assert [arch.compute_units for arch in asked] == [132, 78]
 
 
-def test_a_copied_arch_without_kernels_is_refused_in_a_sentence(scratch):
-    copied(scratch, "sm_90", "sm_100")
-    record = archs.get("sm_100")
-    for op in register.registry().values():
-        args, kwargs = op.samples()[0].make(CPU)
-        answer = op.backends[0].supports(op.problem(*args, **kwargs), record)
-        assert isinstance(answer, Unsupported)
-        assert answer.reason == (
-            'native kernels need a gfx942, gfx950 or sm_90 GPU (or `mla_suite.emulate("gfx942")` on a CPU), not sm_100'
-        )
-    table, bad = explain.support_table(launch.declared_kernels)
-    assert not bad
-    assert set(table["sm_100"].values()) <= {"triton", "reference"}
-    assert table["sm_90"]["decode"] == "native"
-
-
-def test_a_wavefront_of_32_is_a_record_without_kernels(scratch):
-    copied(scratch, "gfx950", "gfx1250", ("wavefront = 64", "wavefront = 32"))
-    table, bad = explain.support_table(launch.declared_kernels)
-    assert not bad
-    assert set(table["gfx1250"].values()) <= {"triton", "reference"}
-    with pytest.raises(ValueError, match="emulate: gfx1250 is not emulated; the emulator executes gfx942 and gfx950"):
-        launcher._emulable("gfx1250")
-
-
 def test_one_bad_record_is_a_sentence_for_that_arch_alone(scratch):
     copied(scratch, "sm_90", "sm_100", ("wavefront = 32", "wavefront = 48"))
     table, bad = explain.support_table(launch.declared_kernels)

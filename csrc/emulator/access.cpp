@@ -101,7 +101,7 @@ void watch_spin(Wave& wave, const Inst& in, u64 address, u32 value) {
   wave.yielded = true;
   Launch& launch = *wave.worker->launch;
   if (wave.spin.times < launch.spin_limit) return;
-  for (int t = 0; t < launch.threads; t++) {  // an earlier workgroup may still write the awaited value
+  for (int t = 0; t < launch.threads; t++) {  // an earlier workgroup may still write the value waited for
     u32 position = __atomic_load_n(&launch.workers[t].running, __ATOMIC_RELAXED);
     if (position < wave.group->position) {
       sched_yield();

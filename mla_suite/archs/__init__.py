@@ -22,31 +22,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CSRC",
-    "OPERATORS",
     "ArchKernels",
     "ArchSpec",
     "get",
     "kernels",
     "names",
     "needed_gpu",
+    "no_kernels",
     "read_arch_file",
     "registered",
     "specs",
 ]
 
-OPERATORS = ("decode", "sparse_decode", "combine", "plan", "append_kv")
-"""Operators with a method in `ArchKernels`."""
 logger = logging.getLogger("mla_suite.archs")
 
 
 class ArchKernels(Protocol):
-    """The native kernels of one arch: a method for each operator.
+    """The native kernels of one arch: a method for each operator that has one.
 
-    A method takes the operator's `Problem` and answers with `Supported`, whose configuration has a method
-    `prepare(outputs, args)`, or with `Unsupported` and a reason in one sentence. It reads no tensor.
+    An operator without a method has no native kernel there. A method takes the operator's `Problem` and answers with
+    `Supported`, whose configuration has a method `prepare(outputs, args)`, or with `Unsupported` and a reason in one
+    sentence. It reads no tensor.
     """
 
     arch: ArchSpec
+    wavefront: int  # lanes that the kernels are written for
     tile_rows: int  # query rows that a workgroup of decode holds
 
     def decode(self, problem: Any) -> Supported | Unsupported: ...
@@ -84,11 +84,20 @@ def registered() -> tuple[str, ...]:
 
 @cache
 def kernels(arch: ArchSpec) -> ArchKernels | None:
-    """The native kernels of an arch; None for one that has none."""
+    """The native kernels of an arch; None for one that has none, or whose wavefront is not theirs."""
     if arch.name not in registered():
         return None
     made: ArchKernels = importlib.import_module(f"{__name__}.{arch.name}").Kernels(arch)
-    return made
+    return made if made.wavefront == arch.wavefront else None
+
+
+def no_kernels(arch: ArchSpec | None) -> str:
+    """Why `kernels` gives none, as a sentence; None is a device that is no arch."""
+    if arch is None:
+        return needed_gpu()
+    if arch.name in registered():
+        return f"the kernels of {arch.name} are not written for its wavefronts of {arch.wavefront} lanes"
+    return f"{needed_gpu()}, not {arch.name}"
 
 
 def needed_gpu() -> str:

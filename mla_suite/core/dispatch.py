@@ -98,8 +98,11 @@ def native_backend(op: str) -> Backend:
     def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         kernels = None if arch is None else archs.kernels(arch)
         if kernels is None:
-            return Unsupported(archs.needed_gpu() if arch is None else f"{archs.needed_gpu()}, not {arch.name}")
-        answer: Supported | Unsupported = getattr(kernels, op)(problem)
+            return Unsupported(archs.no_kernels(arch))
+        method = getattr(kernels, op, None)
+        if method is None:
+            return Unsupported(f"{kernels.arch.name} has no native kernel of {op}")
+        answer: Supported | Unsupported = method(problem)
         return answer
 
     def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:

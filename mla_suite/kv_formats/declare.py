@@ -10,8 +10,10 @@ import functools
 import struct
 from dataclasses import dataclass
 
-ENCODING_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "e4m3fn": 1, "e4m3fnuz": 1, "e8m0": 1, "pad": 1}
-"""Element encodings a field may have, with the bytes of one element.
+ENCODING_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "e4m3fn": 8, "e4m3fnuz": 8, "e8m0": 8, "e2m1": 4, "pad": 8}
+"""Element encodings a field may have, with the bits of one element.
+
+Two `e2m1` values, of OCP's microscaling fp4, share a byte: the first is in the low half.
 
 `e8m0` is a bare exponent: value 2^(byte - 127), byte 0 is 2^-127 and byte 255 is NaN, as the OCP microscaling
 specification says. FlashMLA's kernels build the float by shifting the byte left by 23 bits, which reads 0 for
@@ -19,7 +21,7 @@ byte 0 and +inf for byte 255; no writer that follows `ScaleRule` stores either b
 """
 
 FP8_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 240.0}
-"""Largest finite value of each fp8 flavour; encoders saturate to it, so no finite input becomes NaN."""
+"""The largest finite value of each fp8 flavour; encoders saturate to it, so no finite input becomes NaN."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,14 @@ class Field:
     stride: int
     per_block: int = 0
 
+    def __post_init__(self) -> None:
+        if self.count * ENCODING_BITS[self.encoding] % 8:
+            raise ValueError(f"field {self.name}: {self.count} values of {self.encoding} are not whole bytes")
+
     @property
     def bytes(self) -> int:
         """Bytes of the field in one token."""
-        return self.count * ENCODING_BYTES[self.encoding]
+        return self.count * ENCODING_BITS[self.encoding] // 8
 
     def start(self, token: int, page: int) -> int:
         """First byte of the field of `token` within its block of `page` tokens."""
@@ -128,8 +134,13 @@ class KVFormat:
 
     @property
     def dense(self) -> bool:
-        """Whether a token is nothing but its row in one encoding, so that any head_dim fits."""
-        return len({field.encoding for field in self.fields}) == 1
+        """Whether a token is nothing but its row in one encoding of whole bytes, so that any head_dim fits."""
+        return len(self.encodings) == 1 and all(ENCODING_BITS[encoding] >= 8 for encoding in self.encodings)
+
+    @property
+    def encodings(self) -> frozenset[str]:
+        """Encodings of the fields, which a kernel that reads or writes records must know."""
+        return frozenset(field.encoding for field in self.fields)
 
     @property
     def flavour(self) -> str:
@@ -193,7 +204,7 @@ def _dense_sized(kv_format: KVFormat, latent: int, rope: int) -> KVFormat:
 
 def dense_fields(encoding: str, latent: int, rope: int) -> tuple[Field, ...]:
     """Fields of a token that is its row and nothing else."""
-    size = ENCODING_BYTES[encoding]
+    size = ENCODING_BITS[encoding] // 8
     stride = (latent + rope) * size
     fields = [Field("latent", encoding, latent, 0, stride)]
     if rope:

@@ -150,7 +150,7 @@ class MLAConfig:
 
     @classmethod
     def gpu_mode_2025(cls) -> MLAConfig:
-        """GPU MODE's `amd-mla-decode` (2025): R1's sizes, no norms, halves paired, an un-rotated cache of 8192 tokens.
+        """GPU MODE's decode layer (2025): R1's sizes, no norms, halves paired, an un-rotated cache of 8192 tokens.
 
         Its rope table is `cos_sin_table(config, dtype=torch.bfloat16)`.
         """

@@ -229,7 +229,7 @@ class MLA(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Copy a full layer's weights (named as in a DeepSeek checkpoint, no prefix), cut to this rank's heads; fuse.
+        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), sliced to this rank; fuse.
 
         The o_proj bias, if any, goes to rank 0 alone, so that the ranks' sum has it once.
         """

@@ -44,7 +44,7 @@ def cos_sin_table(
     `max_len` defaults to the config's max_position. Under YaRN the rows carry `Yarn.table_factor`.
 
     `dtype` is the precision of every step: with torch.bfloat16 frequencies, positions, angles, cosines and sines are
-    rounded to bf16, as in GPU MODE's `amd-mla-decode`, and positions from 256 on are no longer all distinct. The table
+    rounded to bf16, as in GPU MODE's decode layer, and positions from 256 on are no longer all distinct. The table
     is fp32 all the same. ValueError for such a table under YaRN.
     """
     length = config.max_position if max_len is None else max_len

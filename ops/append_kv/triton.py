@@ -26,6 +26,7 @@ def fp32_bits(value: float) -> int:
 
 OCP_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fn"]))
 FNUZ_LARGEST_BITS = tl.constexpr(fp32_bits(FP8_LARGEST["e4m3fnuz"]))
+ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "pad"})  # that `store_encoded` writes
 LATER = 256  # slots looked at together in the search for a later token with the same slot
 
 
@@ -210,6 +211,10 @@ def constants(kv_format: str, latent: int, rope: int) -> dict[str, Any]:
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
+    unknown = declared(problem.kv_format).encodings - ENCODINGS
+    if unknown:
+        given = f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}"
+        return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
     return Supported(None, "Triton, one program per token")
 
 

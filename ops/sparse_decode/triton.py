@@ -22,7 +22,7 @@ from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
 from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
-from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
+from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits of a selection fall on its multiples
@@ -194,6 +194,10 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
         return Unsupported(f"head_dim_v {values} and {rest} further values; both must be powers of two, at least 16")
     for pool in problem.pools:
         kind = declared(pool.kv_format)
+        unknown = kind.encodings - ENCODINGS
+        if unknown:
+            given = f"kv_format {pool.kv_format} holds {', '.join(sorted(unknown))}"
+            return Unsupported(f"{given}; it takes {', '.join(sorted(ENCODINGS))}")
         if kind.scale_rule is not None and values != kind.head_dim_v:
             return Unsupported(f"head_dim_v {values} of kv_format {pool.kv_format}; it takes {kind.head_dim_v}")
     tile = tile_for(problem.heads, problem.dtype, [pool.kv_format for pool in problem.pools], arch)

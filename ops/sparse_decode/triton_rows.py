@@ -13,6 +13,8 @@ import triton.language as tl
 
 from mla_suite.kv_formats import kv_format as declared
 
+ENCODINGS = frozenset({"bf16", "fp16", "fp32", "e4m3fn", "e4m3fnuz", "e8m0", "pad"})  # that `load_encoded` reads
+
 
 class Record(NamedTuple):
     """Where a format keeps a token's values, as constants of the kernel; see `Field` in core/formats for the rule.

@@ -191,7 +191,7 @@ document.body.append(Object.assign(document.createElement("pre"), {id: "seen", t
 
 @pytest.mark.parametrize("made", [full_page, cpu_page], ids=["on a GPU", "on a CPU"])
 def test_every_plot_is_seen_with_its_labels(made: Callable[[], str], tmp_path: Path) -> None:
-    """Laid out by the browser: no text of a plot is cut off or drawn over another, and both axes say what they are."""
+    """Laid out by the browser: no text of a plot is clipped or drawn over another, and both axes say what they are."""
     path = tmp_path / "page.html"
     path.write_text(made().replace("</body>", MEASURE + "</body>"), encoding="utf-8")
     run = opened(path, tmp_path / "profile", "--dump-dom", "--window-size=1400,1000")

@@ -79,7 +79,7 @@ def test_what_the_kernels_do_not_take_goes_through_torch(change):
 
 
 def test_gradients_go_through_torch():
-    """Autograd refuses them at attention; a kernel without gradients would cut them off silently."""
+    """Autograd refuses them at attention; a kernel without gradients would drop them silently."""
     with FakeTensorMode():
         first, second = torch.empty(2, 3, 32, 64, 64, dtype=torch.bfloat16, device="cuda").unbind()
     assert absorb._has_kernel(first, second)

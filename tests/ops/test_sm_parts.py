@@ -40,7 +40,7 @@ def test_the_public_function_asks_the_device() -> None:
     with mla_suite.emulate("gfx942"):
         header = Plan.read(mla_suite.plan(seq_lens, num_heads=128, max_seqlen_q=2)).header
         explained = mla_suite.explain("plan", seq_lens, num_heads=128, max_seqlen_q=2)
-    assert header[Word.WORKERS] == 152
+    assert header[Word.NUM_SM_PARTS] == 152
     assert explained.problem.num_sm_parts == 152
 
 

@@ -153,7 +153,7 @@ def refuses(comgr: Comgr, image: bytes) -> bool:
 
 
 def broken(image: bytes) -> Iterable[bytes]:
-    """The object as no 64-bit one, of another machine, of an unknown chip, and cut off."""
+    """The object as no 64-bit one, of another machine, of an unknown chip, and truncated."""
     for offset in (4, 18, 48):  # in e_ident, e_machine, e_flags
         yield image[:offset] + bytes([image[offset] ^ 0xFF]) + image[offset + 1 :]
     yield image[:40]

@@ -45,7 +45,7 @@ def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, optio
         (200, 1024, 1),
     ],
 )
-def test_cuts(blocks, bound, splits):
+def test_splits(blocks, bound, splits):
     assert decode._splits(blocks, bound, 132) == splits
 
 

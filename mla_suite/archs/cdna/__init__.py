@@ -22,6 +22,7 @@ PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
 class CdnaKernels:
     """The kernels that gfx942 and gfx950 share; the choice of decode's instance is the arch's own."""
 
+    wavefront = 64
     tile_rows = MAX_ROWS
 
     def __init__(self, arch: ArchSpec) -> None:

@@ -25,6 +25,7 @@ MAX_SINGLE_TOKENS = 8  # tokens for each compute unit: up to this number, a work
 ENCODINGS = {"bf16": 0, "fp16": 1, "fp32": 2, "e4m3fn": 3, "e4m3fnuz": 4, "e8m0": 5}
 IN_TYPES = {torch.bfloat16: ENCODINGS["bf16"], torch.float16: ENCODINGS["fp16"], torch.float32: ENCODINGS["fp32"]}
 MAX_SCALE_GROUP = 128
+_KNOWN = ", ".join(ENCODINGS)
 MAX_SLOTS = 2**31 - 1
 
 
@@ -59,6 +60,9 @@ class AppendConfig:
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
     kind = declared(problem.kv_format)
+    unknown = kind.encodings - {*ENCODINGS, "pad"}
+    if unknown:
+        return Unsupported(f"kv_format {problem.kv_format} holds {', '.join(sorted(unknown))}; it takes {_KNOWN}")
     if kind.scale_rule is not None and kind.scale_rule.tile > MAX_SCALE_GROUP:
         given = f"kv_format {problem.kv_format} shares a scale among {kind.scale_rule.tile}"
         return Unsupported(f"{given}; it takes {MAX_SCALE_GROUP}")

@@ -22,6 +22,7 @@ APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/
 
 
 class Kernels:
+    wavefront = 32
     tile_rows = BLOCK_M
 
     def __init__(self, arch: ArchSpec) -> None:
