@@ -22,6 +22,7 @@ from mla_suite.emulator import user_space
 HERE = Path(__file__).resolve().parent
 NAME = "hip72"
 ARCHS = ("gfx942", "gfx950")
+LIMIT_S = 1200
 CONCURRENT = 2  # each is a process of little more than one thread
 QUICK = ["-k", "test_operators or corrupted or other_arch"]
 
@@ -60,7 +61,14 @@ def main(arguments: list[str]) -> int:
 def _run(command: list[str], variables: dict[str, str]) -> int:
     """Prints what a command said when it has ended, so that those that run beside it do not mix with it."""
     environment = {**os.environ, **variables}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        print(f"{said}\nstopped: not done after {LIMIT_S} s, of which two idle cores need a few minutes", flush=True)
+        return 1
     print(done.stdout, flush=True)
     return done.returncode
 
