@@ -52,7 +52,7 @@ _QUIET = frozenset(
 
 
 class Called(Protocol):
-    """What calls of one overload have in common; an `Op` says it of its functional overload."""
+    """An overload of an operator, as `call` needs it; an `Op` stands for its functional one."""
 
     @property
     def name(self) -> str: ...  # decode, or decode.out
