@@ -52,7 +52,7 @@ _QUIET = frozenset(
 
 
 class Called(Protocol):
-    """An overload of an operator, as `call` needs it; an `Op` stands for its functional one."""
+    """The facts that calls of one overload share; an `Op` has them for its functional overload."""
 
     @property
     def name(self) -> str: ...  # decode, or decode.out
@@ -384,7 +384,7 @@ def _contiguous(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt
 
 
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """The call through torch.ops, with its refusals of wrong types in one sentence."""
+    """The call through torch.ops, with its errors for wrong types in one sentence."""
     given = {
         name: value if convert is None else convert(value)
         for name, value, convert in zip(op.options, options, op.converters, strict=True)
