@@ -84,17 +84,17 @@ class Estimate:
         return min(self.batch * splits, self.max_groups)
 
     def bounds(self, splits: Any) -> tuple[Any, Any, Any]:
-        """For an int64 array of split counts: `decode`, whether combine finds room for all of its CTAs before decode
-        ends, and the least time of both."""
+        """For an int64 array of split counts: `decode`, the SMs that it leaves free, the least time with combine."""
         items = self.batch * splits
         groups = np.minimum(items, self.max_groups)
         times = self._decode(splits, items, groups, np.maximum)
-        room = groups * self.tiles <= self.units - min(grid / resident for resident, grid in self.resident)
+        free = self.units - groups * self.tiles
+        room = free >= min(grid / resident for resident, grid in self.resident)  # for all CTAs of combine
         longer = np.where(room, _LEAST_COMBINE, _LEAST_COMBINE + FITTED.late_combine)
         reduced = longer + (_LEAST_REDUCE - _LEAST_COMBINE) - FITTED.cluster_reduce_gain * times
         least = np.minimum(longer, reduced)
         least[:2] = FITTED.cluster_exchange - FITTED.cluster_reduce_gain * times[:2]  # nothing runs behind decode
-        return times, room, times + least
+        return times, free, times + least
 
     def busy(self, splits: int) -> int:
         """SMs that have a CTA."""
@@ -212,18 +212,19 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
         return 1
     estimate = Estimate(arch, kv_load, batch, rows, stages)
     splits = splits_worth_trying(most, stages)
-    decodes, rooms, bounds = estimate.bounds(splits)
+    decodes, free, bounds = estimate.bounds(splits)
     tried = []
     least = inf
     fewer: dict[tuple[bool, ...], tuple[int, float]] = {}
     order = bounds.argsort(kind="stable").tolist()
-    splits, decodes, rooms, bounds = splits.tolist(), decodes.tolist(), rooms.tolist(), bounds.tolist()
+    splits, decodes, free, bounds = splits.tolist(), decodes.tolist(), free.tolist(), bounds.tolist()
     for place in order:
         if bounds[place] > least:
             break
         count, decode = splits[place], decodes[place]
-        # More splits that are combined in the same way take longer to combine, so decode must gain by them.
-        kind = count % 2 == 0, rooms[place], batch * count <= estimate.max_groups
+        # More splits that are combined in the same way (in pairs, beside decode, with one work tile for each CTA) take
+        # longer to combine, so decode must gain by them.
+        kind = count % 2 == 0, free[place] > 0, batch * count <= estimate.max_groups
         before = fewer.get(kind)
         if before is not None and before[0] < count < most and before[1] <= decode:
             continue
