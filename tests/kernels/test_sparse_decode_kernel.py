@@ -102,6 +102,35 @@ def test_deepseek_v32():
     assert cosine_distance(out, exact(*args, **kwargs, rounded=False).out) <= 1e-5
 
 
+def test_v32_is_defined_on_keys_rounded_to_bf16():
+    """A key's logit moves by up to 2^-9 of scale x sum |q k|, and lse by no more than the logit that moves most."""
+    args, kwargs = problem([("v32", 8, 64, 300)], 4, 16)
+    q, (cache,), *_ = args
+    _, lse = attend(args, kwargs)
+    exact_keys = exact(*args, **kwargs, rounded=False)
+    off = (lse.double() - exact_keys.lse).abs()
+    used = caches.unpack(kv_format("v32"), cache).flatten(0, 1).double().nan_to_num(0.0).abs()
+    moved = (q.double().abs() @ used.T * kwargs["softmax_scale"]).amax(dim=-1) * 2.0**-9
+    assert bool((off <= moved + 1e-4 * exact_keys.lse.abs().clamp(min=1)).all())
+    assert float((off / exact_keys.lse.abs().clamp(min=1)).max()) > 1e-4, "the rounding is seen"
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype", "sentence"),
+    [
+        (("dsv4", "bf16"), torch.bfloat16, "pools in dsv4, bf16 with rows of 512 values; it takes dsv4"),
+        (("v32", "bf16"), torch.bfloat16, "pools in v32, bf16 with rows of 576 values; it takes dsv4"),
+        (("fp16",), torch.bfloat16, "pools in fp16 with rows of 576 values; it takes dsv4"),
+        (("bf16",), torch.float16, "q is torch.float16; it takes bfloat16"),
+        (("bf16",) * 5, torch.bfloat16, "5 pools; it takes 1 to 4"),
+    ],
+)
+def test_pools_that_no_kernel_reads_together_are_refused(formats, dtype, sentence):
+    args, kwargs = problem([(name, 2, 16, 5) for name in formats], 1, 16)
+    args[0] = args[0].to(dtype)
+    assert sentence in str(mla_suite.explain("sparse_decode", *args, **kwargs))
+
+
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("name", ["dsv4", "v32"])
 def test_every_length(name, heads):
