@@ -7,8 +7,7 @@ Outputs are written in place, into the tensors given. lse is natural, -inf where
 output is 0. A sequence has (pages - 1) x page_size + kv_last_page_lens keys, none if it has no page. Any number of
 heads, query length and page size is taken. A dense decode enqueues what `decode.out` does and, since AITER's calls
 bring page counts and no lengths, one operation of torch that makes lengths for pages of one token, five for larger
-pages.
-Arguments that only tune AITER's own kernels or planner are accepted and not read; each function names them.
+pages. Arguments that only tune AITER's own kernels or planner are accepted and not read; each function names them.
 
 Sparse attention is spelled in either of AITER's ways: kv_indptr per query token over pages of one token, or metadata
 with topk, where kv_indices has topk entries for every query token. Metadata says in its own data that it selects, so a
