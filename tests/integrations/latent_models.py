@@ -149,7 +149,7 @@ def table() -> str:
         else:
             rows.append(f"| {folder} | | no | {NOT_LATENT[folder]} | |")
     version = ".".join(transformers.__version__.split(".")[:2])
-    return INTRODUCTION.format(version=version) + "\n".join(rows) + "\n"
+    return INTRODUCTION.replace("{version}", version) + "\n".join(rows) + "\n"
 
 
 INTRODUCTION = """# Models of transformers
@@ -162,6 +162,26 @@ This page is made by `python tests/integrations/latent_models.py --write`.
 *whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
 layer keeps its projections, norms, gates and rope, and calls our attention. The last column is a cached token of the
 folder's default config, in elements; one narrower than 512 + 64 is padded with zeros.
+
+The same lines serve every patched row, here the smallest:
+
+```python
+import torch
+from transformers import MiniCPM3Config, MiniCPM3ForCausalLM
+from mla_suite.integrations.transformers import LatentCache, patch
+
+small = MiniCPM3Config(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=4, q_lora_rank=32, v_head_dim=32, max_position_embeddings=128,
+)  # fmt: skip
+model = MiniCPM3ForCausalLM(small).eval()
+tokens = torch.randint(3, 64, (1, 9))
+options = dict(max_new_tokens=3, do_sample=False)
+expected = model.generate(tokens, **options)
+with patch(model):
+    made = model.generate(tokens, past_key_values=LatentCache(model, batch=1, max_len=32), **options)
+print(torch.equal(made, expected))  # True
+```
 
 | folder | class | patched | how, or why not | cached token |
 |---|---|---|---|---|
