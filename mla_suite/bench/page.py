@@ -94,7 +94,7 @@ def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | N
 def _lead(report: Report) -> str:
     if not report.on_gpu:
         return (
-            "No GPU on this machine: times are those of the reference on its CPU, and what is said of AMD kernels are "
+            "No GPU on this machine: times are those of the reference on its CPU, and those of emulated kernels are "
             "bounds counted in the emulator, never times. Times are medians of rounds; the spread is twice the "
             "distance to the fastest."
         )

@@ -139,7 +139,7 @@ def counted(report: Report) -> Iterator[Drawn]:
     axes.set_ylabel("kernel and shape")
     axes.set_title("Bounds counted in the emulator")
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    yield "counted", "Bounds of AMD kernels by resource, work spread evenly over the chip.", svg(figure, "counted")
+    yield "counted", "Bounds of emulated kernels by resource, work spread evenly over the chip.", svg(figure, "counted")
 
 
 def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Drawn]:

@@ -161,7 +161,7 @@ def _tune(args: argparse.Namespace) -> int:
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")
     if not torch.cuda.is_available():
-        raise ValueError("no GPU: configurations are told apart by timing them, and an emulator's bounds are no times")
+        raise ValueError("no GPU: configurations are compared by timing them, and an emulator's bounds are no times")
     device = torch.device("cuda")
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     if facts["arch"] not in arch_records.names():
@@ -188,11 +188,11 @@ def _tune(args: argparse.Namespace) -> int:
         task = bar.add_task("", total=len(cases))
         for case in cases:
 
-            def told(what: str, shape: str = case.shape) -> None:
+            def report(what: str, shape: str = case.shape) -> None:
                 bar.update(task, description=f"{shape} {what}"[:60])
 
             try:
-                outcome = search.search(case, backend, space, arch, device, progress=told)
+                outcome = search.search(case, backend, space, arch, device, progress=report)
             except KeyboardInterrupt:
                 stopped = True
                 break

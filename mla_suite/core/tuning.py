@@ -268,9 +268,9 @@ def _parse(form: Format, arch: str, path: Path, number: int, line: str) -> Row:
     values = {column.name: column.parse(texts[column.name]) for column in (*form.keys, *form.config)}
     provenance = {name: texts[name] for name in _PROVENANCE_COLUMNS}
     _check_provenance(provenance, form.timed)
-    refusal = form.refuse(arch, values)
-    if refusal is not None:
-        raise ValueError(f"this configuration is not legal on {arch}: {refusal}")
+    reason = form.refuse(arch, values)
+    if reason is not None:
+        raise ValueError(f"this configuration is not legal on {arch}: {reason}")
     return Row(path, number, values, provenance)
 
 

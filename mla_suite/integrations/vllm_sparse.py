@@ -96,7 +96,7 @@ class MLASuiteSparseBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # tokens are told apart by their request ids, which vLLM makes on the device
+        return True  # tokens are recognised by their request ids, which vLLM makes on the device
 
 
 class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):

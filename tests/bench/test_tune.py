@@ -320,7 +320,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are told apart by timing them")],
+    [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are compared by timing them")],
 )
 def test_the_command_refuses_in_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -357,10 +357,10 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     assert triton_kernel.supports(problem, ARCH) != tile
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
     store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
-    offered = triton_kernel.supports(problem, ARCH)
-    assert isinstance(offered, Supported)
-    assert offered.config == tile
-    assert f"measured row {path}:2" in offered.reason
+    answer = triton_kernel.supports(problem, ARCH)
+    assert isinstance(answer, Supported)
+    assert answer.config == tile
+    assert f"measured row {path}:2" in answer.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
         changed = triton_kernel.supports(other, ARCH)
         assert isinstance(changed, Supported)

@@ -65,7 +65,11 @@ def test_the_estimate_is_close_to_what_was_measured():
     assert sum(off) / len(off) <= 0.07
 
 
-BATCHES, ROWS, LENGTHS = (1, 2, 3, 8, 31, 64, 100, 300), (8, 16, 48, 64, 128, 512), (1, 2, 9, 40, 100, 256, 512, 4000)
+BATCHES, ROW_COUNTS, LENGTHS = (
+    (1, 2, 3, 8, 31, 64, 100, 300),
+    (8, 16, 48, 64, 128, 512),
+    (1, 2, 9, 40, 100, 256, 512, 4000),
+)
 
 
 @pytest.mark.parametrize("units", [78, 114, 132, 228])
@@ -73,7 +77,7 @@ def test_the_search_finds_what_trying_all_counts_finds(units):
     """The pruned search against every split count: the same estimated time within 2 %, and nearly always the same
     count."""
     arch, other = H200.on_device(units), 0
-    for batch, rows, stages in itertools.product(BATCHES, ROWS, LENGTHS):
+    for batch, rows, stages in itertools.product(BATCHES, ROW_COUNTS, LENGTHS):
         for kv_load in ("tma", "gather"):
             estimate = Estimate(arch, kv_load, batch, rows, stages)
 

@@ -152,7 +152,7 @@ def test_a_row_of_tiles_that_are_not_built_leaves_it_to_the_rule(monkeypatch, ca
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
-def test_counted_limits_are_about_our_own_cuts(options):
+def test_counted_limits_are_about_our_own_splits(options):
     assert choose(1, 64).supported.config.rows == 16
     assert choose(0 if "split_size" in options else 1, 64, **options).supported.config.rows == 128
 
@@ -208,7 +208,7 @@ def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     import count_crossovers
 
-    monkeypatch.setattr(count_crossovers, "ROWS", (128,))
+    monkeypatch.setattr(count_crossovers, "BLOCK_MS", (128,))
     monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
     monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))
     rows = [line.split(",")[:8] for line in count_crossovers.lines("0000000", "2026-01-01")]

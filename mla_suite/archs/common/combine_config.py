@@ -17,7 +17,7 @@ from mla_suite.core.dispatch import Launch
 from mla_suite.launch import has_kernel
 
 HEAD_DIMS_V = (512, 128)
-ROWS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 FIXED_SPLITS = (0, 16)
 """Numbers of splits that a kernel may be compiled for; 0: it takes any, also of sequences that differ."""
@@ -48,7 +48,7 @@ class CombineConfig:
     def __post_init__(self) -> None:
         for name, value, possible in (
             ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
-            ("rows", self.rows, ROWS),
+            ("rows", self.rows, ROW_COUNTS),
             ("vec", self.vec, VECS),
             ("fixed_splits", self.fixed_splits, FIXED_SPLITS),
         ):
@@ -58,7 +58,7 @@ class CombineConfig:
         if self.waves < 1 or self.waves > most:
             self._raise(f"{self.arch.name} takes 1..{most} waves")
         if self.slices < 1 or self.head_dim_v % (self.slices * self.vec) != 0:
-            self._raise("slices must cut head_dim_v into whole vectors")
+            self._raise("slices must divide head_dim_v into whole vectors")
         lanes = self.columns // self.vec
         if lanes & (lanes - 1) or lanes < 4:
             self._raise(f"{lanes} lanes would share a row, a power of two from 4 is needed")

@@ -48,15 +48,19 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc) -> Callabl
         q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, _qd: int, _kd: int, sink: int,
         _rope: int, plan: int, *outputs: int,
     ) -> bytes:  # fmt: skip
-        kv_words = _NO_MAP if keys is None else key_maps.get(kv or q)
-        if kv_words is None:
-            kv_words = bounded(key_maps)[kv or q] = tensor_map.swizzled(kv or q, *keys)
-        q_words = query_maps.get(q)
-        if q_words is None:
-            q_words = bounded(query_maps)[q] = tensor_map.swizzled(q, *queries)
+        kv_words = _NO_MAP
+        if keys is not None:
+            kv_words = key_maps.get(kv or q) or _made(key_maps, kv or q, keys)
+        q_words = query_maps.get(q) or _made(query_maps, q, queries)
         return _pack_leading(*kv_words, *q_words, kv, lens, table or indices, indptr, cu_q, sink, plan, *outputs)
 
     return pack_leading
+
+
+def _made(maps: dict[int, tuple[int, ...]], address: int, contents: TensorMapDesc) -> tuple[int, ...]:
+    """The map at an address, kept in `maps`."""
+    words = bounded(maps)[address] = tensor_map.swizzled(address, *contents)
+    return words
 
 
 def kv_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, box_blocks: int) -> TensorMapDesc:
