@@ -13,7 +13,7 @@ import random_problems
 import mla_suite
 from mla_suite.launch import has_kernel
 
-FEW = 6
+FEW = 10
 PER_TEST = 50
 ARCHS = ("gfx942", "gfx950")
 
