@@ -10,8 +10,9 @@ The grammar is narrow on purpose, so that the mirror cannot misread what a compi
     };
 
 Types: `[const] T*` with T in void, float and the fixed-width integers; scalars int32_t, uint32_t, int64_t, uint64_t,
-float; arrays of a scalar, `uint64_t map[16];`, which Python sees as the fields map_0 to map_15. Natural alignment. A
-pointer's line has its shape in the comment. The build compiles `static_asserts(...)` with every kernel, so each
+float; arrays of a scalar, `uint64_t map[16];`, which Python sees as the fields map_0 to map_15. Natural alignment of
+the fields; the struct may ask for more, `struct alignas(64) DecodeTmaParams {`, which rounds its size up. A pointer's
+line has its shape in the comment. The build compiles `static_asserts(...)` with every kernel, so each
 compiler confirms the offsets that Python packs to.
 """
 
@@ -28,7 +29,7 @@ from mla_suite.archs import CSRC
 
 _SCALARS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "float": "f"}
 _POINTEES = ("void", "float", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t")
-_STRUCT = re.compile(r"^struct\s+(\w+)\s*\{[^\n]*\n(.*?)^\};", re.M | re.S)
+_STRUCT = re.compile(r"^struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};", re.M | re.S)
 _NAMESPACE = re.compile(r"^namespace\s+([\w:]+)\s*\{", re.M)
 _FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*(?:\[(\d+)\])?\s*;\s*(?://\s*(.*?))?\s*$")
 
@@ -112,12 +113,12 @@ def parse(text: str, header: str) -> ParamStruct:
     if len(structs) != 1:
         raise ValueError(f"{header}: {len(structs)} parameter structs found; a header declares exactly one")
     match = structs[0]
-    first_line = text[: match.start(2)].count("\n") + 1
+    first_line = text[: match.start(3)].count("\n") + 1
     spaces = [found.group(1) for found in _NAMESPACE.finditer(text[: match.start()])]
     fields: list[Field] = []
     end = 0
     widest = 1
-    for number, line in enumerate(match.group(2).splitlines(), first_line):
+    for number, line in enumerate(match.group(3).splitlines(), first_line):
         if not line.split("//")[0].strip():
             continue
         found = _FIELD.match(line)
@@ -148,11 +149,12 @@ def parse(text: str, header: str) -> ParamStruct:
             end = offset + size
         widest = max(widest, size)
     if not fields:
-        raise ValueError(f"{header}: struct {match.group(1)} has no fields")
+        raise ValueError(f"{header}: struct {match.group(2)} has no fields")
+    widest = max(widest, int(match.group(1) or 1))
     size = -(-end // widest) * widest
     packer = struct.Struct(_format(tuple(fields), size))
     return ParamStruct(
-        "::".join([*spaces, match.group(1)]), header, tuple(fields), size, packer.pack, tuple(f.name for f in fields)
+        "::".join([*spaces, match.group(2)]), header, tuple(fields), size, packer.pack, tuple(f.name for f in fields)
     )
 
 
