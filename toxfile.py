@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from runpy import run_path
+
 from tox.config.sets import ConfigSet
 from tox.config.types import Command
 from tox.execute.request import StdinSource
@@ -10,8 +13,8 @@ from tox.session.state import State
 from tox.tox_env.api import ToxEnv
 from tox.tox_env.errors import Fail, Skip
 
-SKIPPED = 77
-"""The status of tests/packaging/skip.py, whose last line of output says what cannot be had."""
+SKIPPED: int = run_path(str(Path(__file__).parent / "tests/packaging/skip.py"))["STATUS"]
+"""Status of a check that cannot run here; its last line of output says what cannot be had."""
 
 
 @impl
@@ -20,7 +23,7 @@ def tox_add_env_config(env_conf: ConfigSet, state: State) -> None:
         keys=["needs"],
         of_type=list[Command],
         default=[],
-        desc="commands that fetch what the environment needs; one that ends with status 77 skips it",
+        desc=f"commands that fetch what the environment needs; one that ends with status {SKIPPED} skips it",
     )
 
 

@@ -217,6 +217,7 @@ def test_emulate_fails_where_the_reference_served(capsys: pytest.CaptureFixture[
     ("op", "instruction", "sentence"),
     [
         ("combine", ("v_pk_add_f32", "v_pk_mul_f32"), "tensor 0 is off by "),
+        ("plan", ("v_max_i32_dpp", "v_min_i32_dpp"), "tensor 0 of the result differs from the reference"),
         (
             "append_kv",
             ("global_store_dwordx4", "; global_store_dwordx4"),

@@ -14,6 +14,7 @@ LAST_LINE = {
     "layer.py": "decoded to lengths [74, 7, 133] with outputs of shape (3, 1, 128)",
     "paged_decode_graph.py": "lengths after ten steps: [15, 74, 75, 210]",
     "huggingface.py": "16 greedy tokens per prompt, equal to the unpatched model's: [",
+    "gpu_mode.py": "y (2, 1, 7168) of a cache (2, 8192, 576) filled to 513",
     "speculative_step.py": "four drafts verified at once, equal to one by one; lengths now [44, 13]",
 }
 

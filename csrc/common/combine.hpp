@@ -15,6 +15,7 @@
 #include "common/division.hpp"
 #include "common/logarithm.hpp"
 #include "common/lse_merge.hpp"
+#include "common/lse_rows.hpp"
 #include "common/narrow.hpp"
 #include "common/params/combine.hpp"
 
@@ -332,8 +333,14 @@ struct Combine {
   // Writes the row's log-sum-exp; returns the row's outcome, and its scale.
   MLA_DEVICE static Outcome write_lse(const CombineParams& p, const RowAssignment& at, const LseAccum& row,
                                       float& scale) {
-    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0)
-      p.lse[at.token * p.lse_token_stride + at.head * p.lse_head_stride] = lse_of_row(row);
+    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0) {
+      const int64_t head = at.head * p.lse_head_stride;
+      if constexpr (Wave::lse_anywhere)
+        p.lse[lse_of_token(p, at.token) + head] =
+            row.largest == ORDERED_MINUS_INFINITY ? p.empty_lse : lse_of_row(row);
+      else
+        p.lse[at.token * p.lse_token_stride + head] = lse_of_row(row);
+    }
     Outcome outcome = outcome_of(row);
     scale = scale_of(row);
     if (p.attn_sink != nullptr) {

@@ -24,7 +24,7 @@ static T field(const u8* packet, u32 offset) {
 
 static bool stopping(const Queue& queue) { return __atomic_load_n(&queue.stop, __ATOMIC_ACQUIRE); }
 
-static void complete(u64 address, u64 start) {
+static void complete(Queue& queue, u64 address, u64 start) {
   if (!address) return;
   Signal* signal = at<Signal>(address);
   signal->start = start;
@@ -32,7 +32,7 @@ static void complete(u64 address, u64 start) {
   __atomic_sub_fetch(&signal->value, 1, __ATOMIC_SEQ_CST);
   if (!signal->event_id) return;
   if (signal->mailbox) __atomic_store_n(at<u64>(signal->mailbox), u64(signal->event_id), __ATOMIC_SEQ_CST);
-  if (gpu.set_event) gpu.set_event(gpu.set_event_data, signal->event_id);
+  wake(queue, signal->event_id);
 }
 
 static i64 value_of(u64 signal) { return __atomic_load_n(&at<Signal>(signal)->value, __ATOMIC_ACQUIRE); }
@@ -97,7 +97,7 @@ static void run_dispatch(const u8* packet, u64 address) {
 }
 
 // Executes one packet; a fault is told and the packet completes, so that nobody waits for it forever.
-static void run_packet(const Queue& queue, const u8* packet, u64 address) {
+static void run_packet(Queue& queue, const u8* packet, u64 address) {
   u64 start = now();
   u32 type = field<u16>(packet, 0) & 0xff;
   if (type == KERNEL_DISPATCH) {
@@ -111,7 +111,7 @@ static void run_packet(const Queue& queue, const u8* packet, u64 address) {
   } else {
     fault("a queue holds a packet of type %u, format %u, which is not modelled", type, field<u8>(packet, 2));
   }
-  if (!stopping(queue) || type == KERNEL_DISPATCH) complete(field<u64>(packet, 56), start);
+  if (!stopping(queue) || type == KERNEL_DISPATCH) complete(queue, field<u64>(packet, 56), start);
 }
 
 void* process_aql(void* given) {

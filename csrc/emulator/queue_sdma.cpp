@@ -38,7 +38,7 @@ static void poll(const Queue& queue, const Reader& in) {
 }
 
 // Executes one command; returns its dwords, 0 for one that is not modelled.
-static u32 run_command(const Queue& queue, const Reader& in) {
+static u32 run_command(Queue& queue, const Reader& in) {
   constexpr u32 LINEAR = 0, GLOBAL_TIME = 2, ADD_64 = 47;
   u32 operation = in[0] & 0xff, sub = in[0] >> 8 & 0xff;
   if (operation == NOP) return 1 + (in[0] >> 16 & 0x3fff);
@@ -52,7 +52,7 @@ static u32 run_command(const Queue& queue, const Reader& in) {
     return 4;
   }
   if (operation == TRAP) {
-    if (gpu.set_event && in[1]) gpu.set_event(gpu.set_event_data, in[1] & 0xfffffff);
+    wake(queue, in[1] & 0xfffffff);
     return 2;
   }
   if (operation == POLL) {

@@ -9,7 +9,7 @@
 namespace emulator {
 
 VirtualGpu gpu = {nullptr, nullptr, nullptr, nullptr, nullptr,
-                  PTHREAD_RWLOCK_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, {}, {}};
+                  PTHREAD_RWLOCK_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, {}, {}, 0};
 
 void fault(const char* format, ...) {
   char text[512];
@@ -42,12 +42,31 @@ u64 now() {
   return u64(t.tv_sec) * 1000000000u + u64(t.tv_nsec);
 }
 
-// A queue that had work a moment ago is polled at once again; an idle one costs a few thousand wake-ups a second.
-void rest(const Queue&, u32* polls) {
+// Sets an event, on which a thread of the runtime may sleep.
+void wake(Queue& queue, u32 event) {
+  if (!gpu.set_event || !event) return;
+  queue.last_event = event;
+  gpu.set_event(gpu.set_event_data, event);
+}
+
+// The hook sets an event without the lock under which a waiter looks at it and falls asleep, so a waiter can miss it. The
+// event stays set, and whoever sets another one wakes every waiter to look again. The spare event is never destroyed;
+// until there is one, and as long as the process does not end, the queue's own last event will do.
+static void wake_again(const Queue& queue) {
+  pthread_rwlock_rdlock(&gpu.attached);
+  u32 spare = __atomic_load_n(&gpu.spare_event, __ATOMIC_ACQUIRE), event = spare || !gpu.run ? spare : queue.last_event;
+  if (gpu.set_event && queue.last_event && event) gpu.set_event(gpu.set_event_data, event);
+  pthread_rwlock_unlock(&gpu.attached);
+}
+
+// A queue that had work a moment ago is polled at once again; an idle one costs a few thousand wake-ups a second. Its
+// waiters are woken again after some milliseconds, and whenever twice the time has passed.
+void rest(const Queue& queue, u32* polls) {
   if (++*polls < 64)
     sched_yield();
   else
     usleep(*polls < 4096 ? 20 : 200);
+  if (*polls >= 64 && !(*polls & (*polls - 1))) wake_again(queue);
 }
 
 static void join(Queue& queue) {
@@ -158,6 +177,8 @@ EXPORT void virtual_gpu_attach(RunDispatch run, TellFault tell) {
   gpu.tell = tell;
   pthread_rwlock_unlock(&gpu.attached);
 }
+// An event that nobody waits for and nobody destroys.
+EXPORT void virtual_gpu_spare_event(u32 event) { __atomic_store_n(&gpu.spare_event, event, __ATOMIC_RELEASE); }
 EXPORT u64 virtual_gpu_base() { return reinterpret_cast<u64>(gpu.base); }
 
 // Copies at most `most` allocations; returns how many there are.

@@ -33,6 +33,7 @@ struct Queue {
   QueueInfo info;
   pthread_t thread;
   bool started, joined, stop;
+  u32 last_event;  // that the queue has set; 0 for none
 };
 
 // The one device of the process. GPU address 0 lies at `base` on the host.
@@ -46,6 +47,7 @@ struct VirtualGpu {
   pthread_mutex_t lock;       // of the two lists
   List<Allocation> allocations;
   List<Queue*> queues;
+  u32 spare_event;
 };
 extern VirtualGpu gpu;
 
@@ -57,6 +59,7 @@ inline T* at(u64 address) {
 void fault(const char* format, ...) __attribute__((format(printf, 1, 2)));
 bool allocated(u64 address, u64 bytes);  // lies within one allocation
 u64 now();                               // nanoseconds, for the time stamps of signals
+void wake(Queue& queue, u32 event);
 void rest(const Queue& queue, u32* polls);
 
 void* process_aql(void* queue);

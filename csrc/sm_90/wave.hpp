@@ -10,6 +10,7 @@ namespace mla::sm_90 {
 
 struct Wave {
   static constexpr int lanes = 32;
+  static constexpr bool lse_anywhere = true;  // combine stores lse where and as its caller wants it
   // combine loads partials before it knows their weights: behind decode they lie in L2, and one round trip is saved.
   static constexpr bool reads_early = true;
 

@@ -124,6 +124,11 @@ def _gpu_mode_2025() -> list[Case]:
     return [decode(128, 128, kv, planned=True) for kv in (512, 2048, 4096, 6144)]
 
 
+def _gpu_mode_2025_layer() -> list[Case]:
+    """The new token is cached before it is attended to; a page is the whole room of a sequence."""
+    return [decode(128, 128, kv + 1, planned=True, rotate=True, page=8192) for kv in (512, 2048, 4096, 6144)]
+
+
 def _mixed_mla(**options: Any) -> list[Case]:
     shapes = [(b, kv) for b in (4, 32, 64, 256) for kv in (1024, 8192)]
     return [decode(b, 16, kv, page=1, ragged_pages=True, planned=True, **options) for b, kv in shapes]
@@ -213,6 +218,10 @@ SETS: Mapping[str, NamedSet] = {
     ),
     "decode-merge": NamedSet("what decode's cuts leave to combine: sequences x query rows x splits", _decode_merge),
     "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
+    "gpu-mode-2025-layer": NamedSet(
+        "the same inside the task's layer: un-rotated keys, 8192 rows per sequence, one token more",
+        _gpu_mode_2025_layer,
+    ),
     "mixed-mla": NamedSet("GPU MODE mixed-mla (2026): 16 heads, pages of 1 by indices, bf16 keys", _mixed_mla),
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),

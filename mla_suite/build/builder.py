@@ -78,18 +78,18 @@ def build(
         wanted = [item for item in wanted if item.arch.vendor != "nvidia"]
     for_amd = sorted({item.arch.name for item in wanted if item.arch.vendor == "amd"})
     amd = compilers.find_amd(rocm, for_amd) if for_amd else None
+    complete = archs is None and kernels is None
+    replaced = {(item.arch.name, item.kernel) for item in wanted}
+    elsewhere = set(known) - {item.arch.name for item in wanted}
+
+    def stays(old: KernelEntry) -> bool:
+        """Whether a kernel not built now remains: after a complete build, only those without a compiler here."""
+        other = (old.arch, old.kernel) not in replaced
+        return other and (not complete or (old.arch in elsewhere and not old.stale))
+
     work = out / ".build"
     with _written(out), locations.locked(out):
-        ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
-        for item in wanted:
-            (work / item.arch.name).mkdir(parents=True, exist_ok=True)
-        compiled = locations.file_hashes(csrc)
-        if wanted:
-            said = ninja_plan.run(work, jobs, progress)
-            if said:
-                print(said, file=sys.stderr)
-        made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
-        _need_unchanged(csrc, compiled, [entry for entry, _ in made])
+        made = _compiled(wanted, work, out, csrc, amd, nvidia, jobs, progress)
         libraries = {}
         if emulator and (csrc / "emulator").is_dir():
             omitted = _without_emulator()
@@ -97,7 +97,61 @@ def build(
                 print(f"the emulator is left out: {omitted}; everything else works without it", file=sys.stderr)
             else:
                 libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
-        return _publish(made, libraries, work, out, csrc, complete=archs is None and kernels is None, built=wanted)
+        return _publish(made, libraries, work, out, csrc, stays, accept_damaged=complete)
+
+
+def build_tuned(
+    wanted: Sequence[Instance],
+    *,
+    csrc: Path = CSRC,
+    rocm: Path | None = None,
+    nvcc: Path | None = None,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """Builds what is missing of `wanted` into this user's cache, beside the package's objects; returns how many.
+
+    Tuning tries more instances than a package ships, and a user's tables may name them. BuildError as for `build`.
+    """
+    csrc = csrc.resolve()
+    missing = [item for item in wanted if not manifest.is_built(item.arch.name, item.id)]
+    if not missing:
+        return 0
+    for_amd = sorted({item.arch.name for item in missing if item.arch.vendor == "amd"})
+    amd = compilers.find_amd(rocm, for_amd) if for_amd else None
+    nvidia = compilers.find_nvidia(nvcc) if any(item.arch.vendor == "nvidia" for item in missing) else None
+    if nvidia is None and any(item.arch.vendor == "nvidia" for item in missing):
+        raise BuildError("no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or set CUDA_HOME")
+    out = locations.writable_tuned_objects(csrc)
+    work = out / ".build"
+    with _written(out), locations.locked(out):
+        made = _compiled(missing, work, out, csrc, amd, nvidia, jobs, progress)
+        _publish(made, {}, work, out, csrc, lambda old: not old.stale, accept_damaged=True)
+    return len(missing)
+
+
+def _compiled(
+    wanted: Sequence[Instance],
+    work: Path,
+    out: Path,
+    csrc: Path,
+    amd: compilers.AmdCompiler | None,
+    nvidia: compilers.NvidiaCompiler | None,
+    jobs: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> list[tuple[KernelEntry, list[str]]]:
+    """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks and each hazard."""
+    ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
+    for item in wanted:
+        (work / item.arch.name).mkdir(parents=True, exist_ok=True)
+    compiled = locations.file_hashes(csrc)
+    if wanted:
+        said = ninja_plan.run(work, jobs, progress)
+        if said:
+            print(said, file=sys.stderr)
+    made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
+    _need_unchanged(csrc, compiled, [entry for entry, _ in made])
+    return made
 
 
 def _need_unchanged(csrc: Path, compiled: Mapping[str, str], made: Sequence[KernelEntry]) -> None:
@@ -204,20 +258,20 @@ def _publish(
     work: Path,
     out: Path,
     csrc: Path,
+    stays: Callable[[KernelEntry], bool],
     *,
-    complete: bool,
-    built: Sequence[Instance],
+    accept_damaged: bool,
 ) -> Manifest:
-    """Copies the objects, writes the manifest, then removes files that the manifest no longer names."""
+    """Copies the objects, writes the manifest, then removes files that the manifest no longer names.
+
+    stays           whether an entry of the manifest before, which is not made now, remains
+    accept_damaged  start anew where that manifest cannot be read
+    """
     broken = [sentence for _, sentences in made for sentence in sentences]
     if broken:
         raise BuildError("\n".join(broken))
-    before = _before(out, csrc, complete)
-    replaced = {(item.arch.name, item.kernel) for item in built}
-    kept = {key: old for key, old in before.kernels.items() if (old.arch, old.kernel) not in replaced}
-    if complete:  # an entry that remains has no compiler here, or is no longer declared
-        archs = set(arch_records.names(csrc)) - {item.arch.name for item in built}
-        kept = {key: old for key, old in kept.items() if old.arch in archs and not old.stale}
+    before = _before(out, csrc, accept_damaged)
+    kept = {key: old for key, old in before.kernels.items() if stays(old)}
     entries = kept | {(entry.arch, entry.id): entry for entry, _ in made}
     named = dict(before.libraries)
     for entry, _ in made:
@@ -245,11 +299,11 @@ def _publish(
     return result
 
 
-def _before(out: Path, csrc: Path, complete: bool) -> Manifest:
-    """The folder's manifest before this build. A complete build replaces all of it and accepts a damaged one."""
+def _before(out: Path, csrc: Path, accept_damaged: bool) -> Manifest:
+    """The folder's manifest before this build."""
     try:
         return manifest.read(out, csrc) if (out / locations.MANIFEST).is_file() else Manifest(out, {}, {})
     except ObjectError:
-        if not complete:
+        if not accept_damaged:
             raise
         return Manifest(out, {}, {})

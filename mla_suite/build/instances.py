@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import re
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ _KERNEL_KEYS = {
     "params",
     "axes",
     "instances",
+    "tuned",
     "budget",
     "budgets",
     "tokens_per_iteration",
@@ -57,35 +59,74 @@ def instance_id(kernel: str, constants: Constants) -> str:
 
 
 def instances(arch: str, csrc: Path = CSRC) -> tuple[Instance, ...]:
-    """Every instance that `arch.toml` declares. ValueError, in one sentence, for a declaration that cannot be built."""
-    record = arch_records.get(arch, csrc)
-    path = csrc / arch / "arch.toml"
+    """Every instance that `arch.toml` declares, and those that shipped tuned tables name.
+
+    ValueError, in one sentence, for a declaration that cannot be built.
+    """
     made: dict[str, Instance] = {}
     for kernel, table in arch_records.read_arch_file(arch, csrc).get("kernels", {}).items():
-        where = f"{path}: kernel {kernel}"
+        where = f"{csrc / arch / 'arch.toml'}: kernel {kernel}"
         unknown = sorted(set(table) - _KERNEL_KEYS)
         if unknown or "source" not in table:
             raise ValueError(f"{where}: unknown keys {unknown}; possible are {sorted(_KERNEL_KEYS)}, source is needed")
         if not (csrc / arch / table["source"]).is_file():
             raise ValueError(f"{where}: no source {csrc / arch / table['source']}")
         for constants in _points(where, table):
-            item = Instance(
-                arch=record,
-                kernel=kernel,
-                id=instance_id(kernel, constants),
-                symbol=instance_id(kernel, constants).replace("-", "_"),
-                source=f"{arch}/{table['source']}",
-                params=table.get("params", kernel),
-                constants=constants,
-                budget=_budget(where, table, constants),
-                tokens=_number(where, table.get("tokens_per_iteration", 0), constants),
-                dynamic_lds=_number(where, table.get("dynamic_lds", 0), constants),
-                honor_nans=bool(table.get("honor_nans", False)),
-            )
+            item = _instance(arch, kernel, table, constants, csrc)
             if item.id in made:
                 raise ValueError(f"{where}: two instances are named {item.id}")
             made[item.id] = item
+        for constants in _tuned_points(where, table.get("tuned"), csrc.resolve().parent / "ops", arch):
+            item = _instance(arch, kernel, table, constants, csrc)
+            made.setdefault(item.id, item)
     return tuple(made.values())
+
+
+def instance(arch: str, kernel: str, constants: Constants, csrc: Path = CSRC) -> Instance:
+    """The instance of a declared kernel with these constants, declared or not. ValueError for an unknown kernel."""
+    declared = arch_records.read_arch_file(arch, csrc).get("kernels", {})
+    if kernel not in declared:
+        raise ValueError(f"{arch} has no kernel {kernel!r}; it has {', '.join(declared)}")
+    return _instance(arch, kernel, declared[kernel], constants, csrc)
+
+
+def _instance(arch: str, kernel: str, table: Mapping[str, Any], constants: Constants, csrc: Path) -> Instance:
+    where = f"{csrc / arch / 'arch.toml'}: kernel {kernel}"
+    return Instance(
+        arch=arch_records.get(arch, csrc),
+        kernel=kernel,
+        id=instance_id(kernel, constants),
+        symbol=instance_id(kernel, constants).replace("-", "_"),
+        source=f"{arch}/{table['source']}",
+        params=table.get("params", kernel),
+        constants=constants,
+        budget=_budget(where, table, constants),
+        tokens=_number(where, table.get("tokens_per_iteration", 0), constants),
+        dynamic_lds=_number(where, table.get("dynamic_lds", 0), constants),
+        honor_nans=bool(table.get("honor_nans", False)),
+    )
+
+
+def _tuned_points(where: str, tuned: Mapping[str, Any] | None, ops: Path, arch: str) -> list[dict[str, int | str]]:
+    """The constants that each row of the operator's shipped table for the arch names.
+
+    tuned   {"op": operator, "columns": {constant: column}}; a constant whose cell is 0 is left undefined
+    """
+    if tuned is None:
+        return []
+    path = ops / tuned["op"] / "tuned" / f"{arch}.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="ascii") as file:
+        rows = list(csv.DictReader(file))
+    points: list[dict[str, int | str]] = []
+    for row in rows:
+        try:
+            cells = {constant: int(row[column]) for constant, column in tuned["columns"].items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {path} lacks a number ({error}); `tune --lint` names the row") from error
+        points.append({constant: cell for constant, cell in cells.items() if cell})
+    return points
 
 
 def _points(where: str, table: Mapping[str, Any]) -> list[dict[str, int | str]]:

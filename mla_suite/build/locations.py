@@ -18,6 +18,7 @@ from mla_suite.build.errors import BuildError, ObjectError
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"
+_TUNED = "-tuned"
 _MAX_TEXT_BYTES = 64 << 20  # no more is unpacked from one file; a kernel's longest text has 3 MB
 
 
@@ -60,6 +61,20 @@ def cached_objects(csrc: Path = CSRC) -> Path | None:
     return folder if os.path.exists(folder / MANIFEST) else None
 
 
+def tuned_objects(csrc: Path = CSRC) -> Path | None:
+    """This user's folder of kernels that were built for tuned rows of these very sources, or None if there is none."""
+    root = cache_root()
+    if root is None or not os.path.exists(root) or not any(root.glob(f"*{_TUNED}")):
+        return None
+    folder = root / (tree_hash(csrc) + _TUNED)
+    return folder if os.path.exists(folder / MANIFEST) else None
+
+
+def writable_tuned_objects(csrc: Path = CSRC) -> Path:
+    """The folder of `tuned_objects`, made with mode 0700. BuildError when it could be written by others."""
+    return _private_folder(tree_hash(csrc) + _TUNED, "objects for tuned rows are kept in the user's cache")
+
+
 def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path:
     """The package's object folder where it can be written, else the cache's, made with mode 0700.
 
@@ -71,18 +86,21 @@ def writable_objects(csrc: Path = CSRC, package: Path = PACKAGE_OBJECTS) -> Path
     # access() is true for root on a read-only mount only up to the mount itself, which it does report.
     if os.access(nearest, os.W_OK):
         return package
+    return _private_folder(tree_hash(csrc), f"{package} cannot be written")
+
+
+def _private_folder(name: str, why: str) -> Path:
+    """The folder of that name in this user's cache, made with mode 0700; `why` it is needed begins the errors."""
     root = cache_root()
     if root is None:
-        raise BuildError(
-            f"{package} cannot be written and this user has no home; set XDG_CACHE_HOME to a private folder"
-        )
-    folder = root / tree_hash(csrc)
+        raise BuildError(f"{why} and this user has no home; set XDG_CACHE_HOME to a private folder")
+    folder = root / name
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         for part in (root, folder):
             part.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
-        raise BuildError(f"neither {package} nor the cache can be written ({error}); set XDG_CACHE_HOME") from error
+        raise BuildError(f"{why}, nor can the cache be written ({error}); set XDG_CACHE_HOME") from error
     problem = writable_by_others(folder, parents=True)
     if problem:
         raise BuildError(f"the cache {problem}; make it private (chmod go-w) or set XDG_CACHE_HOME to a private folder")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -230,4 +230,19 @@ def forget() -> None:
 def _found() -> Manifest | str:
     """The manifest, or the sentence that says why there is none."""
     root = locate()
-    return root if isinstance(root, str) else read(root)
+    return root if isinstance(root, str) else _with_tuned(read(root))
+
+
+def _with_tuned(built: Manifest) -> Manifest:
+    """The manifest with the kernels that this user built for tuned rows; ObjectError when those may not be trusted."""
+    folder = locations.tuned_objects(CSRC)
+    if folder is None:
+        return built
+    problem = locations.writable_by_others(folder, parents=True)
+    if problem:
+        raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
+    try:
+        tuned = read(folder)
+    except ObjectError as error:
+        raise ObjectError(f"{error}, or delete {folder}") from error
+    return replace(built, kernels={**tuned.kernels, **built.kernels})

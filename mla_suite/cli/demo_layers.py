@@ -43,21 +43,9 @@ def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
         yield "weights of a V4-style layer", lambda: [sparse_layer(arch)]
 
 
-def gpu_mode_config() -> MLAConfig:
-    """The layer of GPU MODE's `amd-mla-decode` (2025): R1's sizes, no norms, halves paired, un-rotated cache."""
-    return MLAConfig(
-        hidden_size=7168,
-        num_heads=128,
-        q_lora_rank=1536,
-        latent_norms=False,
-        rope_interleaved=False,
-        cache_rotated=False,
-    )
-
-
 def gpu_mode_layer(arch: ArchSpec) -> list[Part]:
-    """Its decode step over a contiguous cache, at two batches and two prefills."""
-    config = gpu_mode_config()
+    """The decode step of GPU MODE's layer over a contiguous cache, at two batches and two prefills."""
+    config = MLAConfig.gpu_mode_2025()
     layer = _layer(config, "bf16")
     return [_contiguous(arch, layer, batch, prefill) for batch in GPU_MODE_BATCHES for prefill in GPU_MODE_PREFILLS]
 
@@ -69,7 +57,7 @@ def _contiguous(arch: ArchSpec, layer: MLA, batch: int, prefill: int) -> Part:
     cache.append(sequences, [prefill] * batch)
     filled = torch.empty_like(cache.layers[0]).normal_(generator=draw)
     x = torch.empty(batch, 1, config.hidden_size, dtype=torch.bfloat16).normal_(generator=draw)
-    angles = cos_sin_table(config, prefill + 1)
+    angles = cos_sin_table(config, prefill + 1, dtype=torch.bfloat16)
     where = cache.append(sequences, [1] * batch)
 
     def step() -> dict[str, torch.Tensor]:

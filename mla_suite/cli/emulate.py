@@ -148,7 +148,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
             # An operator that returns nothing has written into an argument.
             written = [kwargs[n] if n in kwargs else args[op.arguments.index(n)] for n in op.mutates]
             results.append(
-                [*(returned if isinstance(returned, tuple) else (returned,) if op.outputs else ()), *written]
+                [*(returned if isinstance(returned, tuple) else () if returned is None else (returned,)), *written]
             )
     expected, got = results
     keys = int(args[2].sum()) if op.name == "decode" else 0

@@ -3,12 +3,16 @@
   python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
   python -m mla_suite tune --op combine --set aiter-3468 --write   and store them
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
+  python -m mla_suite tune --op combine --emulate gfx942,gfx950    without a GPU: by the emulator's bounds in clocks
+  python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
 
-Each configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the
-present choice by more than the noise of both, and no other backend is faster. Rows go to the package's tables, or
-to the user's directory where the package is read-only or with --user; a user's rows come before shipped ones.
-Ctrl-C ends a search early and keeps what it found.
+A search of combine first compiles, into this user's cache, the kernels it tries beyond those that ship. Each
+configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the present
+choice by more than the noise of both, and no other backend is faster. With --emulate every shape gets a row, of the
+lowest bound. Rows go to the package's tables, or to the user's directory where the package is read-only or with --user;
+a user's rows come before shipped ones, and the next build makes what shipped rows name. Ctrl-C ends a search early and
+keeps what it found.
 """
 
 from __future__ import annotations
@@ -35,11 +39,74 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write", action="store_true", help="store what is worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
+    parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in counted rows (default: today)")
+    parser.add_argument("--emulate", metavar="ARCH", help="comma-separated: search combine by bounds, for counted rows")
+    parser.add_argument("--build", action="store_true", help="compile what tables of combine name, and stop")
     parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 
 def run(args: argparse.Namespace) -> int:
-    return lint() if args.lint else _tune(args)
+    if args.lint:
+        return lint()
+    if args.build:
+        return build_named()
+    return _count(args) if args.emulate else _tune(args)
+
+
+def build_named() -> int:
+    """Compile the kernels that tables of combine name and that are not built; 1 where there is no compiler for them."""
+    from mla_suite import archs
+    from mla_suite.archs.common import combine_search
+    from mla_suite.build import BuildError
+    from mla_suite.cli.build import steps
+
+    failed = 0
+    for name in archs.names():
+        try:
+            with steps() as step:
+                print(f"{name}: {combine_search.build_named(archs.get(name), step)} kernels built")
+        except BuildError as error:
+            failed = 1
+            print(f"{name}: {error}", file=sys.stderr)
+    return failed
+
+
+def _count(args: argparse.Namespace) -> int:
+    """Search by the emulator's bounds, print what was found and store the rows."""
+    import torch
+
+    from mla_suite import archs as arch_records
+    from mla_suite.bench import counted_search, environment, store
+    from mla_suite.cli.build import steps
+    from mla_suite.core import dispatch
+
+    op = args.op or "combine"
+    _, space = _space(op, "native")
+    facts = environment.describe(torch.device("cpu"))
+    commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
+    if not commit:
+        raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
+    cases = _cases(argparse.Namespace(op=op, set=args.set, shapes=args.shapes))
+    for name in args.emulate.split(","):
+        arch = arch_records.get(name)
+        with steps() as step:
+            built = space.build(arch, step)
+        print(f"{name}: {built} kernels built for the search")
+        dispatch.clear_caches()
+        rows = []
+        for case in cases:
+            found = counted_search.search(case, arch)
+            print(
+                f"{case.id} on {name}: {found.best.instance} {found.clocks:.0f} clocks ({found.limiter}), the lowest "
+                f"of {found.tried}; the rule's {found.rule.instance} {found.rule_clocks:.0f}"
+            )
+            key = {**space.facts(found.problem, arch), **space.cells(found.problem, arch, found.best)}
+            rows.append(key | {"kind": "counted", "date": date, "commit": commit})
+        path = store.path_for(space.form, name, user=args.user)
+        if args.write:
+            store.write(space.form, name, path, rows)
+        print(f"{len(rows)} rows {'stored' if args.write else 'would be stored'} in {path}")
+    return 0
 
 
 def lint() -> int:
@@ -85,6 +152,8 @@ def _tune(args: argparse.Namespace) -> int:
 
     from mla_suite import archs as arch_records
     from mla_suite.bench import environment, search, store
+    from mla_suite.build import BuildError
+    from mla_suite.cli.build import steps
 
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")
@@ -97,6 +166,12 @@ def _tune(args: argparse.Namespace) -> int:
     arch = arch_records.get(str(facts["arch"]))
     backend, space = _space(args.op, args.backend)
     cases = _cases(args)
+    try:
+        with steps() as step:
+            built = space.build(arch, step)
+        print(f"{built} kernels built for the search")
+    except BuildError as error:
+        print(f"only what is built is searched: {error}", file=sys.stderr)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if not facts["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")

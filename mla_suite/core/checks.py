@@ -73,12 +73,34 @@ def certain(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
+def overlaps_itself(value: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, by sizes and strides; also where rows interleave in a way that these
+    alone do not tell from sharing. Of sizes that a trace does not know only expanded dimensions are seen."""
+    sizes, strides = value.shape, value.stride()
+    if not all(isinstance(n, int) for n in (*sizes, *strides)):
+        return any(certain(s == 0) and certain(n > 1) for n, s in zip(sizes, strides, strict=True))
+    if 0 in sizes:
+        return False
+    reach = 0
+    for stride, size in sorted((s, n) for n, s in zip(sizes, strides, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common. Of one with gaps False is said: the other may lie in these."""
-    if not (one.numel() and other.numel() and one.is_contiguous() and other.is_contiguous()):
+    """Whether two tensors have a byte in common. False where one has gaps, since the other may lie in these."""
+    if not (one.numel() and other.numel() and without_gaps(one) and without_gaps(other)):
         return False
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def without_gaps(value: torch.Tensor) -> bool:
+    """Whether a tensor that does not overlap itself fills the memory from its first element to its last."""
+    reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return reach + 1 == value.numel()
 
 
 def written_whole(op: str, argument: str, value: torch.Tensor) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -169,23 +171,66 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
     choice = _choices.get(key)
     if choice is None:
         choice = _ask(name, backends, problem, arch, device)
+        if _calls is not None:
+            choice = _counted(name, choice, _calls)
         bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
         _warn_of_the_reference(name, choice, device)
     return choice
 
 
+_calls: Counter[tuple[str, str, str]] | None = None
+
+
+@contextmanager
+def count_calls() -> Iterator[Counter[tuple[str, str, str]]]:
+    """Within the block, in every thread, calls are counted by (operator, backend, configuration).
+
+    A call that a CUDA graph captures is counted once, and its replays are not: they do not pass through Python.
+    """
+    global _calls
+    before, _calls = _calls, Counter()
+    clear_caches()
+    try:
+        yield _calls
+    finally:
+        _calls = before
+        clear_caches()
+
+
+def _counted(name: str, choice: Choice, calls: Counter[tuple[str, str, str]]) -> Choice:
+    """The choice with launches that count themselves."""
+    config = choice.supported.config
+    key = name, choice.backend.name, str(getattr(config, "instance", config))
+
+    def prepare(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> Launch:
+        launch = choice.backend.prepare(config, outputs, args)
+
+        def run(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            calls[key] += 1
+            launch(outputs, tensors)
+
+        return run
+
+    return replace(choice, backend=replace(choice.backend, prepare=prepare))
+
+
 def _warn_of_the_reference(name: str, choice: Choice, device: str) -> None:
     """Log once per operator that the reference runs on a GPU, where it is a thousand times slower than a kernel."""
-    if device == "cuda" and choice.backend.name == "reference" and choice.refused and name not in _warned:
-        _warned.add(name)
+    if device == "cuda" and choice.backend.name == "reference" and choice.refused:
         reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
-        logger.warning(
-            "%s runs as the fp32 reference on a GPU, which is slow and may wait for the device: %s. "
-            "mla_suite.explain tells which backend a call gets",
+        warn_once(
             name,
-            reasons,
+            f"{name} runs as the fp32 reference on a GPU, which is slow and may wait for the device: {reasons}. "
+            "mla_suite.explain tells which backend a call gets",
         )
+
+
+def warn_once(about: str, sentence: str) -> None:
+    """Log a warning unless one about the same was logged since `clear_caches()`."""
+    if about not in _warned:
+        _warned.add(about)
+        logger.warning("%s", sentence)
 
 
 def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:

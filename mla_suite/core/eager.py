@@ -1,13 +1,14 @@
 """The eager fast path: a call with metadata seen before only allocates, packs addresses and launches.
 
 A `PreparedCall` is what calls with equal metadata share. It is found by torch.compile's own TensorGuards where the call
-is like the last one of its operator, else by a key of all metadata. `call`, which the public functions make, also skips
-torch's dispatcher (4 to 5 us, as much as a launch) when nothing could observe the operator: no mode, tracer, functorch
-transform, profiler or gradient. Calls through `torch.ops` and from Inductor's code reach `find` behind the dispatcher.
+is like the last one of its operator, else by a key of all metadata. `call` skips torch's dispatcher (6 us and more with
+the arguments of decode) where nothing could observe the operator: no mode, tracer, functorch transform, profiler or
+gradient. The public functions go through it, and by `core/torch_ops.py` calls of `torch.ops` too, those of Inductor's
+code among them.
 
 Two observers cannot be asked about from Python: C++ observers without a profiler (torch's ExecutionTraceObserver on its
-own), which see the kernel and not the operator, and kernels that others registered over these. `torch.ops.mla_suite`
-serves both.
+own), which see the kernel and not the operator, and kernels that others registered over these. In debug mode every call
+goes through the dispatcher, which serves both.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
 from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
@@ -37,7 +39,7 @@ _function_mode = torch._C._get_function_stack_at
 _profiling = torch._C._autograd._profiler_enabled
 _included = torch._C._dispatch_tls_local_include_set
 _emulated = dispatch.emulated.get
-_checks_enabled = debug.enabled
+_debugging = debug.enabled
 bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 """Tells autograd that tensors were written, so that a backward that saved them raises."""
 # Keys that every thread dispatches by: without gradients, and in inference mode. Modes, transforms and traces add more.
@@ -50,13 +52,34 @@ _QUIET = frozenset(
 )
 
 
+class Called(Protocol):
+    """What calls of one overload have in common; an `Op` says it of its functional overload."""
+
+    @property
+    def name(self) -> str: ...  # decode, or decode.out
+    @property
+    def arguments(self) -> tuple[str, ...]: ...  # names of the tensors, written outputs behind them, then options
+    @property
+    def positional(self) -> tuple[Any, ...]: ...  # defaults of those that may be given by position
+    @property
+    def options(self) -> dict[str, Any]: ...  # names and defaults, None where there is none
+    @property
+    def required(self) -> frozenset[str]: ...  # arguments without a default
+    @property
+    def converters(self) -> tuple[Callable[[Any], Any] | None, ...]: ...  # for each option
+    @property
+    def mutated(self) -> tuple[int, ...]: ...  # positions of the tensors that are written
+
+    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None: ...
+
+
 class PreparedCall(NamedTuple):
     """The state that calls with the same metadata share."""
 
     allocate: Callable[[], tuple[torch.Tensor, ...]]
     launch: dispatch.Launch
     kinds: tuple[type, ...]  # types of the options: 1, 1.0 and True are one key and three kinds
-    guards: dict[str, _Guarded]  # by the slot of `find` that recognises such a call again
+    guards: dict[str, _Guarded]  # by the name of the overload whose calls they recognise
 
 
 class _Guarded(NamedTuple):
@@ -64,7 +87,7 @@ class _Guarded(NamedTuple):
 
     prepared: PreparedCall
     lists: bool  # whether an argument is a list; lists are compared flattened
-    kinds: tuple[type, ...]  # types of every argument: 1, 1.0 and True are equal and of three kinds
+    kinds: list[type]  # types of every argument: 1, 1.0 and True are equal and of three kinds
     options: tuple[Any, ...]
     present: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]  # picks the tensors that are not None
     same: Callable[..., bool]
@@ -73,14 +96,17 @@ class _Guarded(NamedTuple):
 
 
 _prepared: dict[tuple[Any, ...], PreparedCall] = {}
-_last: dict[str, _Guarded] = {}  # by slot: an operator's name, with its overload behind the dispatcher
+_last: dict[str, _Guarded] = {}  # by an overload's name
 dispatch.on_clear(_prepared.clear)
 dispatch.on_clear(_last.clear)
 
 
-def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """`torch.ops.mla_suite.<op>` with all its positional and all its keyword arguments, in the schema's order."""
-    if is_dynamo_compiling():
+def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwise: Any = None) -> Any:
+    """An operator with all its positional and all its keyword arguments, in the schema's order.
+
+    Where the call must go through the dispatcher, it does, or `otherwise` is returned if that is given.
+    """
+    if otherwise is None and is_dynamo_compiling():
         return getattr(torch.ops.mla_suite, op.name).default(*tensors, **dict(zip(op.options, options, strict=True)))
     modes = _function_modes()
     if not (
@@ -88,7 +114,9 @@ def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         (modes and (modes > 1 or _function_mode(0).__class__ is not DeviceContext))
         or _profiling()
         or profiler._is_profiler_enabled
+        # TensorGuards see most of these keys too, but not those of tracers that Dynamo runs under itself.
         or _included().raw_repr() not in _QUIET
+        or _debugging()
     ):
         # `find`, written out: a frame of its own would cost a tenth of the call.
         prepared, last = None, _last.get(op.name)
@@ -104,7 +132,7 @@ def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
                         flat.append(value)
                         lengths.append(-1)
                 values, settings = tuple(flat), (*options, tuple(lengths))
-            if last.kinds == tuple(map(type, values + settings)) and last.options == settings:
+            if last.kinds == [*map(type, values + settings)] and last.options == settings:
                 given = last.present(values)
                 if last.same(*given) and (last.on_gpu or last.emulated is _emulated()):
                     prepared = last.prepared
@@ -115,13 +143,46 @@ def call(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
             prepared = _look_up(op, tensors, options)
         if prepared is not None:
             outputs = prepared.allocate()
-            if tensors[0].is_cpu or _checks_enabled():
+            if tensors[0].is_cpu:
                 validate(op, tensors, options)
             prepared.launch(outputs, tensors)
             if op.mutated:
                 bump_versions([tensors[position] for position in op.mutated])
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
-    return _through_dispatcher(op, tensors, options)
+    return _through_dispatcher(op, tensors, options) if otherwise is None else otherwise
+
+
+def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+    """The prepared call that `remember` was given for tensors and options like these, by a function of its own that
+    calls an operator; None where somebody could observe the operator."""
+    if is_dynamo_compiling() or _observed():
+        return None
+    prepared = find(slot, tensors, options)
+    if prepared is None and _plain(tensors):
+        prepared = prepared_call(metadata(slot, tensors, options))
+        if prepared is None or prepared.kinds != tuple(map(type, options)):
+            return None
+        keep(slot, tensors, options, prepared)
+    return prepared
+
+
+def remember(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+    """Have `recall` find this call again, where the dispatcher would pass the tensors on as they are."""
+    if not is_dynamo_compiling() and not _observed() and _plain(tensors):
+        add_prepared(metadata(slot, tensors, options), prepared)
+        keep(slot, tensors, options, prepared)
+
+
+def _observed() -> bool:
+    """Whether a mode, tracer, functorch transform or profiler could see the operator; `call` has it written out."""
+    modes = _function_modes()
+    return bool(
+        (modes and (modes > 1 or _function_mode(0).__class__ is not DeviceContext))
+        or _profiling()
+        or profiler._is_profiler_enabled
+        or _included().raw_repr() not in _QUIET
+        or _debugging()
+    )
 
 
 def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
@@ -135,7 +196,7 @@ def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prepa
         return None
     if last.lists:
         tensors, options = _flat(tensors, options)
-    if last.kinds != tuple(map(type, tensors + options)) or last.options != options:
+    if last.kinds != [*map(type, tensors + options)] or last.options != options:
         return None
     given = last.present(tensors)
     if not last.same(*given):
@@ -149,7 +210,7 @@ def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prepa
 def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
     """Recognise the next call like this one, unless an address is no multiple of 16.
 
-    `find` must be asked in the same state of torch's dispatcher, and no tensor may require a gradient that is enabled.
+    No tensor may require a gradient that is enabled.
     """
     guarded = prepared.guards.get(slot)
     if guarded is not None and guarded is not _last.get(slot) and guarded.options == options:
@@ -166,8 +227,8 @@ def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
     _last[slot] = prepared.guards[slot] = _Guarded(
         prepared,
         lists,
-        tuple(map(type, tensors + options)),
-        options,
+        [*map(type, tensors + options)],
+        tuple([list(value) if value.__class__ is list else value for value in options]),  # the caller's may change
         itemgetter(slice(len(places))) if leading else itemgetter(*places),
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         given[0].is_cuda,
@@ -224,11 +285,11 @@ def add_prepared(key: tuple[Any, ...], prepared: PreparedCall) -> PreparedCall:
     return prepared
 
 
-def _look_up(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
+def _look_up(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
     """The prepared call for these arguments, if the dispatcher would pass its tensors on as they are."""
     if not _plain(tensors):
         return None
-    converted = tuple([f(value) if f else value for f, value in zip(op.converters, options, strict=True)])
+    converted = hashable(tuple([f(value) if f else value for f, value in zip(op.converters, options, strict=True)]))
     try:
         prepared = prepared_call(metadata(op.name, tensors, converted))
     except TypeError:  # an option that no key can hold; the dispatcher refuses it in its own words
@@ -237,6 +298,11 @@ def _look_up(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prep
         return None
     keep(op.name, tensors, options, prepared)
     return prepared
+
+
+def hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Lists as tuples, which a key may hold."""
+    return tuple([tuple(value) if isinstance(value, list) else value for value in options])
 
 
 def _plain(args: tuple[Any, ...]) -> bool:
@@ -253,10 +319,9 @@ def _plain(args: tuple[Any, ...]) -> bool:
     return args[0].__class__ in _CLASSES
 
 
-def validate(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+def validate(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     """Check the values inside tensors, which reads device data."""
-    if op.validate is not None:
-        op.validate(op.bind(tensors, options))
+    op.validate_values(tensors, options)
 
 
 # Allocation
@@ -267,19 +332,29 @@ def empty(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor
     return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
 
 
-def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`empty` for real tensors, as one function without arguments.
+def allocator(
+    outputs: Sequence[Output], device: torch.device, strides: Sequence[Sequence[int]] | None = None
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """`empty` for real tensors, as one function without arguments; with `strides` in place of contiguous ones.
 
     Inductor's entry points take a third of the time of torch.empty, most of which goes into its arguments (3 us an
-    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty does. They know
-    the current device alone.
+    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty_strided does. They
+    know the current device alone.
     """
     if not outputs:
         return tuple
+    places = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
+    laid_out = list(zip(outputs, places, strict=True))
+
+    def elsewhere() -> tuple[torch.Tensor, ...]:
+        return tuple(
+            [torch.empty_strided(shape, place, dtype=dtype, device=device) for (shape, dtype), place in laid_out]
+        )
+
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if make is None:
-        return partial(empty, outputs, device)
-    makers = [partial(make, shape, _contiguous(shape), dtype) for shape, dtype in outputs]
+        return elsewhere
+    makers = [partial(make, shape, place, dtype) for (shape, dtype), place in laid_out]
     on_cpu = device.type == "cpu"
     current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
     ordinal = device.index
@@ -289,13 +364,13 @@ def allocator(outputs: Sequence[Output], device: torch.device) -> Callable[[], t
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return first(), second()
-            return empty(outputs, device)
+            return elsewhere()
     else:
 
         def allocate() -> tuple[torch.Tensor, ...]:
             if on_cpu or current() == ordinal:
                 return tuple(map(_make, makers))
-            return empty(outputs, device)
+            return elsewhere()
 
     return allocate
 
@@ -324,7 +399,7 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
         if value is None and name not in op.may_be_none:  # torch takes None for False
             raise TypeError(f"{op.name}: {name} is None; it takes a value")
     try:
-        return getattr(torch.ops.mla_suite, op.name).default(*tensors, **given)
+        return OpOverload.__call__(getattr(torch.ops.mla_suite, op.name).default, *tensors, **given)
     except RuntimeError as error:
         mismatch = _MISMATCH.match(str(error))
         if mismatch is None:

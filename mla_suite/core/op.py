@@ -46,6 +46,7 @@ class Op:
     validate  (Args) -> raises on bad values inside tensors; runs on CPU and in debug mode, before any write
     outputs   names of the outputs in the `.out` overload; empty when the operator has no such overload
     out_only  further keyword arguments of the `.out` overload, as schema text
+    strided   names of the outputs that may have any strides; the last dimension of the others is contiguous
     defaults  arguments of the public function -> keyword arguments of the schema, where the two differ
     """
 
@@ -59,6 +60,7 @@ class Op:
     validate: Callable[[Any], None] | None = None
     outputs: tuple[str, ...] = ()
     out_only: tuple[str, ...] = ()
+    strided: tuple[str, ...] = ()
     defaults: Callable[..., dict[str, Any]] | None = None
 
     def specify(self, *args: Any, **kwargs: Any) -> tuple[Output, ...]:
@@ -88,10 +90,20 @@ class Op:
         """Positions of the arguments that the functional schema declares as written."""
         return tuple(self.arguments.index(name) for name in self.mutates)
 
-    @property
+    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        """Raise on bad values inside tensors."""
+        if self.validate is not None:
+            self.validate(self.bind(tensors, options))
+
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """Names of all arguments, positional ones first."""
         return tuple(a.name for a in self._arguments(self.schema))
+
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """Names of the arguments without a default."""
+        return frozenset(a.name for a in self._arguments(self.schema) if not a.has_default_value())
 
     @cached_property
     def positional(self) -> tuple[Any, ...]:
@@ -121,11 +133,6 @@ class Op:
         """For each keyword argument what torch's dispatcher does to a number: float() or int(), or None."""
         kinds = {torch._C.FloatType: _as_float, torch._C.IntType: _as_int, torch._C.SymIntType: _as_int}
         return tuple(kinds.get(type(a.real_type)) for a in self._arguments(self.schema) if a.kwarg_only)
-
-    @property
-    def takes_lists(self) -> bool:
-        """Whether a keyword argument is a list."""
-        return any(isinstance(a.type, torch._C.ListType) for a in self._arguments(self.schema) if a.kwarg_only)
 
     def _arguments(self, schema: str) -> Any:
         return torch._C.parse_schema(self.qualname + schema).arguments

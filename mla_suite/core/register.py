@@ -7,13 +7,12 @@ Autograd kernel. Fake and real outputs agree because both are made from the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_leaves
 
-from mla_suite.core import checks, debug, dispatch, eager
+from mla_suite.core import checks, debug, dispatch, eager, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 
@@ -42,18 +41,56 @@ def register(op: Op) -> Op:
     if op.name in _registry:
         raise ValueError(f"operator {op.name} is already registered")
     _define(op.name + op.schema)
-    implementation = _functional(op)
-    _implement(op.name, implementation, _fake(op))
+    _implement(op.name, _functional(op), _fake(op))
     if op.mutates:
         _fall_through(op.name)
     else:
-        _refuse_gradients(op, implementation)
+        _refuse_gradients(op)
+    ways: list[eager.Called] = [op]
+    packet = getattr(torch.ops.mla_suite, op.name)
+    torch_ops.skip_dispatcher(packet.default, op)
     if op.outputs:
         _define(f"{op.name}.out{op.out_schema}")
-        _implement(f"{op.name}.out", _out(op), _check_outputs(op))
-        _fall_through(f"{op.name}.out")
+        out = _OutOverload.of(op)
+        _implement(out.name, _out(out), _check_outputs(op))
+        _fall_through(out.name)
+        torch_ops.skip_dispatcher(packet.out, out)
+        ways.append(out)
+    torch_ops.skip_dispatcher(packet, *ways)
     _registry[op.name] = op
     return op
+
+
+class _OutOverload(NamedTuple):
+    """The `.out` overload of an operator, for `eager.call`: its outputs are the last of its tensors."""
+
+    op: Op
+    name: str
+    arguments: tuple[str, ...]
+    positional: tuple[Any, ...]
+    options: dict[str, Any]
+    required: frozenset[str]
+    converters: tuple[Callable[[Any], Any] | None, ...]
+    mutated: tuple[int, ...]
+
+    @classmethod
+    def of(cls, op: Op) -> _OutOverload:
+        first, options = len(op.positional), op.out_options
+        return cls(
+            op,
+            f"{op.name}.out",
+            (*op.arguments[:first], *op.outputs, *options),
+            op.positional,
+            options,
+            op.required | set(op.outputs),
+            (*op.converters, *[None] * (len(options) - len(op.options))),
+            tuple(range(first, first + len(op.outputs))),
+        )
+
+    def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        args, outputs = tensors[: self.mutated[0]], tensors[self.mutated[0] :]
+        self.op.validate_values(args, options)
+        _refuse_shared_memory(self.op, args, outputs)
 
 
 def _define(schema: str) -> None:
@@ -73,20 +110,13 @@ def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
 
 
 def _functional(op: Op) -> Callable[..., Any]:
-    positional, names, defaults, lists = op.positional, *_split(op.options), op.takes_lists
-    slot, written = f"{op.name}.default", op.mutated
+    positional, names, defaults = op.positional, *_split(op.options)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
-        options = tuple(map(kwargs.get, names, defaults))
-        if lists:
-            options = _hashable(options)
-        prepared = eager.find(slot, args, options)
-        if prepared is None:
-            key = eager.metadata(op.name, args, options)
-            prepared = eager.prepared_call(key)
-            if prepared is not None and not _requires_grad(args):
-                eager.keep(slot, args, options, prepared)
+        options = eager.hashable(tuple(map(kwargs.get, names, defaults)))
+        key = eager.metadata(op.name, args, options)
+        prepared = eager.prepared_call(key)
         if prepared is None:
             record = op.bind(args, options)
             allocate = eager.allocator(op.check(record), args[0].device)
@@ -98,16 +128,10 @@ def _functional(op: Op) -> Callable[..., Any]:
             outputs = prepared.allocate()
             _validate(op, args, options)
         _launch(prepared, outputs, args)
-        if written:
-            eager.bump_versions([args[position] for position in written])
+        eager.bump_versions([args[position] for position in op.mutated])
         return _returned(outputs)
 
     return call
-
-
-def _requires_grad(args: tuple[Any, ...]) -> bool:
-    """Whether gradients are enabled and one of the tensors asks for its own."""
-    return _grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(args))
 
 
 def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
@@ -122,11 +146,6 @@ def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tup
 def _split(options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     """The names and the defaults: a keyword argument that the dispatcher leaves out is at its default."""
     return tuple(options), tuple(options.values())
-
-
-def _hashable(options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Lists as tuples, which a key may hold."""
-    return tuple([tuple(value) if isinstance(value, list) else value for value in options])
 
 
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
@@ -164,34 +183,35 @@ def _fake(op: Op) -> Callable[..., Any]:
     return call
 
 
-def _out(op: Op) -> Callable[..., None]:
-    check, name = _check_outputs(op), f"{op.name}.out"
-    positional, lists, own = op.positional, op.takes_lists, len(op.out_options)
-    names, defaults = _split(op.out_options | dict.fromkeys(op.outputs))
+def _out(overload: _OutOverload) -> Callable[..., None]:
+    op, name = overload.op, overload.name
+    check = _check_outputs(op)
+    positional, own = op.positional, len(overload.options)
+    names, defaults = _split(overload.options | dict.fromkeys(op.outputs))
 
     def call(*args: Any, **kwargs: Any) -> None:
         args += positional[len(args) :]
         found: tuple[Any, ...] = tuple(map(kwargs.get, names, defaults))
-        options, outputs = found[:own], found[own:]
-        if lists:
-            options = _hashable(options)
+        options, outputs = eager.hashable(found[:own]), found[own:]
         tensors = args + outputs
-        prepared = eager.find(name, tensors, options)
+        key = eager.metadata(name, tensors, options)
+        prepared = eager.prepared_call(key)
         if prepared is None:
-            key = eager.metadata(name, tensors, options)
-            prepared = eager.prepared_call(key)
-            if prepared is None:
-                check(*args, **kwargs)
-            elif not _requires_grad(tensors):
-                eager.keep(name, tensors, options, prepared)
-        _validate(op, args, options, outputs)
+            check(*args, **kwargs)
+        _validate(overload, tensors, options)
         if prepared is None:
-            launch = _prepare(op, outputs, op.bind(args, options))
+            _refuse_misaligned(op, outputs)
+            launch = _into_the_last(_prepare(op, outputs, op.bind(args, options)), len(args))
             prepared = eager.add_prepared(key, PreparedCall(tuple, launch, tuple(map(type, options)), {}))
-        _launch(prepared, outputs, args)
+        _launch(prepared, (), tensors)
         eager.bump_versions(outputs)
 
     return call
+
+
+def _into_the_last(launch: dispatch.Launch, count: int) -> dispatch.Launch:
+    """The launch for calls that bring `count` arguments and then their outputs."""
+    return lambda _, tensors: launch(tensors[count:], tensors[:count])
 
 
 def _check_outputs(op: Op) -> Callable[..., None]:
@@ -210,14 +230,11 @@ def _check_outputs(op: Op) -> Callable[..., None]:
                     f"{op.name}.out: {name} is {given.dtype} {tuple(given.shape)} on {given.device}; "
                     f"these arguments need {expected.dtype} {tuple(expected.shape)} on {device}"
                 )
-            if given.dim() > 1 and checks.strided(given):
+            if name not in op.strided and given.dim() > 1 and checks.strided(given):
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()}; its last dimension must be contiguous"
                 )
-            if any(
-                checks.certain(s == 0) and checks.certain(n > 1)
-                for n, s in zip(given.shape, given.stride(), strict=True)
-            ):
+            if checks.overlaps_itself(given):
                 raise ValueError(
                     f"{op.name}.out: {name} has strides {given.stride()} for {tuple(given.shape)}; rows that share "
                     "memory cannot be written: give a tensor that was not expanded"
@@ -226,11 +243,19 @@ def _check_outputs(op: Op) -> Callable[..., None]:
     return check
 
 
-def _validate(op: Op, args: tuple[Any, ...], options: tuple[Any, ...], outputs: tuple[torch.Tensor, ...] = ()) -> None:
-    if not (args[0].is_cpu or debug.enabled()):
-        return
-    eager.validate(op, args, options)
-    _refuse_shared_memory(op, args, outputs)
+def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
+    """ValueError where an output's address is no multiple of its element size, as memory of another library may be."""
+    for name, output in zip(op.outputs, outputs, strict=True):
+        if output.data_ptr() % output.element_size():
+            raise ValueError(
+                f"{op.name}.out: {name} begins at an address that is no multiple of its {output.element_size()} bytes "
+                "per element; give memory that is aligned to them"
+            )
+
+
+def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    if tensors[0].is_cpu or debug.enabled():
+        eager.validate(op, tensors, options)
 
 
 def _refuse_shared_memory(op: Op, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
@@ -265,7 +290,7 @@ def _refuse_backward(grad: torch.Tensor, size: Sequence[int], op: str) -> torch.
 _implement("refuse_backward", _refuse_backward, lambda grad, size, op: grad.new_empty(size))
 
 
-def _refuse_gradients(op: Op, implementation: Callable[..., Any]) -> None:
+def _refuse_gradients(op: Op) -> None:
     """The forward accepts tensors that require grad; `backward()` raises one sentence, eager and compiled."""
 
     def size_of(value: Any) -> Any:
@@ -288,36 +313,4 @@ def _refuse_gradients(op: Op, implementation: Callable[..., Any]) -> None:
         # Trailing arguments left at their defaults have sizes but were not inputs.
         return tuple(refused(size) for size in ctx.sizes[: len(ctx.needs_input_grad)])
 
-    library: Any = _BypassingLibrary(implementation)
-    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=library)
-
-
-_any_requires_grad = torch._C._any_requires_grad
-_after_autograd = torch._C._after_autograd_keyset
-_BACKENDS_ALONE = frozenset(
-    keys.raw_repr()
-    for backend in (DispatchKey.CPU, DispatchKey.CUDA)
-    for keys in (DispatchKeySet(backend), DispatchKeySet(backend).add(DispatchKey.ADInplaceOrView))
-)
-"""Keys below autograd when no mode, tracer or lazy tensor would see the operator on its way to the backend."""
-
-
-class _BypassingLibrary:
-    """Registers autograd's kernel behind a check that skips it, and the second dispatch in it, where nothing needs it.
-
-    Code that Inductor generates calls operators through the dispatcher, so it pays for that kernel in every call.
-    """
-
-    def __init__(self, implementation: Callable[..., Any]) -> None:
-        self._implementation = implementation
-
-    def impl(self, name: str, kernel: Callable[..., Any], key: str, **options: Any) -> None:
-        implementation = self._implementation
-
-        def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            below = (keyset & _after_autograd).raw_repr()
-            if below in _BACKENDS_ALONE and not (_grad_enabled() and _any_requires_grad(*args)):
-                return implementation(*args, **kwargs)
-            return kernel(keyset, *args, **kwargs)
-
-        _library.impl(name, call, key, **options)
+    torch.library.register_autograd(op.qualname, backward, setup_context=setup_context, lib=_library)

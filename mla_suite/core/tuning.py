@@ -304,6 +304,7 @@ class SearchSpace:
     table       arch name -> the table's name: its file without `.csv`
     facts       (problem, arch) -> values of the table's key columns
     cells       (problem, arch, configuration) -> values of its configuration columns
+    build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
     """
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
@@ -311,3 +312,4 @@ class SearchSpace:
     table: Callable[[str], str]
     facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
+    build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0

@@ -66,6 +66,7 @@ def parse_kernel(text: str, name: str) -> KernelText:
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)")
 _LABEL = re.compile(r"([.\w$@]+):$")
+_CONSTANT = re.compile(r"([.\w$]+)@rel32@lo")
 
 
 def parse_body(text: str, begin: int, name: str) -> KernelText:
@@ -92,7 +93,8 @@ def parse_body(text: str, begin: int, name: str) -> KernelText:
             kernel.labels[label[1]] = len(kernel.lines)
         else:
             kernel.lines.append(Line(line, first + offset, source))
-    for symbol in set(re.findall(r"([.\w$]+)@rel32@lo", body)):
+    addressing = (line.text for line in kernel.lines if "@rel32@lo" in line.text)
+    for symbol in {found for line in addressing for found in _CONSTANT.findall(line)}:
         kernel.constants[symbol] = _constant(text, symbol)
     return kernel
 

@@ -30,20 +30,25 @@ from mla_suite.emulator import core, topology
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.code_objects import ForeignKernel, KernelIndex
 from mla_suite.emulator.machine import Emulator, Memory, Schedule
+from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.launch.driver import DriverError, LaunchError
 
 _VRAM, _GTT = 1, 2  # flags of the kernel driver: memory of the GPU, and of the host for the GPU
 
 _ENVIRONMENT = {
-    # The hook has no interrupts to wait with: its events can be missed between a look and a sleep.
-    "HSA_ENABLE_INTERRUPT": "0",
+    # Without interrupts two of ROCr's threads wait by spinning, and the host's does as well.
+    "HSA_ENABLE_INTERRUPT": "1",
     # ROCr would hand out pieces of one allocation, and hipMalloc's bounds could not be told.
     "HSA_DISABLE_FRAGMENT_ALLOCATOR": "1",
     # HIP would copy up to 16 KiB by a kernel of its own, and the hook has no memory of the host's to pin.
     "GPU_FORCE_BLIT_COPY_SIZE": "0",
     "GPU_PINNED_MIN_XFER_SIZE": str(1 << 20),
 }
+
+
+_EVENT_ID = 24
+"""Offset of the event's number in ROCr's amd_signal_t."""
 
 
 class DispatchPacket(c.Structure):
@@ -121,6 +126,7 @@ class VirtualGpu:
         self._machine = Emulator(arch)
         entries = [entry for (name, _), entry in manifest.installed().kernels.items() if name == arch]
         self._index = KernelIndex(arch, entries)
+        self._programs: dict[str, Program] = {}  # by the entry's id: its text is read and decoded once
         self._bounds: dict[int, int] = {}
         self._declared: dict[bytes, Declaration] = {}
         self._lock = threading.Lock()
@@ -129,6 +135,7 @@ class VirtualGpu:
         for name, result, arguments in (
             ("virtual_gpu_attach", None, [_RUN, _TELL]),
             ("virtual_gpu_base", c.c_uint64, []),
+            ("virtual_gpu_spare_event", None, [c.c_uint32]),
             ("virtual_gpu_allocations", c.c_uint32, [c.POINTER(Allocation), c.c_uint32]),
             ("virtual_gpu_sizes", c.c_uint32, [c.c_int]),
         ):
@@ -149,6 +156,17 @@ class VirtualGpu:
         self._library.virtual_gpu_attach(_RUN(), _TELL())
         for error in self._faults:
             print(f"virtual GPU: never checked: {error}", file=sys.stderr)
+
+    def wake_missed_waiters(self) -> None:
+        """Has missed wake-ups repeated until the process ends; called once the HIP runtime has initialised the GPU.
+
+        The hook can lose a wake-up. Another event wakes everybody to look again, and this makes one that stays.
+        """
+        runtime = c.CDLL("libhsa-runtime64.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        signal = c.c_uint64()
+        if status := runtime.hsa_signal_create(c.c_int64(1), 0, None, c.byref(signal)):
+            raise DriverError(f"ROCr made no signal for the virtual GPU: hsa_signal_create said {status}")
+        self._library.virtual_gpu_spare_event(c.c_uint32.from_address(signal.value + _EVENT_ID).value)
 
     def note(self, address: int, size: int) -> None:
         """Tells the exact bytes of a hipMalloc; ROCr only tells whole pages."""
@@ -240,7 +258,9 @@ class VirtualGpu:
 
     def _run(self, packet: DispatchPacket) -> tuple[Report, Declaration | None]:
         entry = self._index.find(packet.kernel_object, self.read)
-        program = self._machine.load_text(entry.read_text(), entry.symbol)
+        program = self._programs.get(entry.id)
+        if program is None:
+            program = self._programs[entry.id] = self._machine.load_text(entry.read_text(), entry.symbol)
         descriptor = program.kernel.descriptor
         grid, block = _workgroups(entry, packet)
         scratch = descriptor.get("private_segment_fixed_size", 0)

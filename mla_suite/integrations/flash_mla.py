@@ -16,11 +16,16 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 import mla_suite
+from mla_suite.core import eager
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations._common import WIDE
 from mla_suite.integrations._common import refuse as _refuse
+from mla_suite.integrations.direct_call import DirectCall
+from mla_suite.ops.decode import DECODE
 from mla_suite.ops.plan import sm_parts
+from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
+_SLOT = "flash_mla_with_kvcache"  # of the eager fast path
 SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
 
 
@@ -123,72 +128,68 @@ def flash_mla_with_kvcache(
 
     ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
     """
+    holder = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, FlashMLASchedMeta) else None
+    if holder is None or holder.config is None or num_splits is not None:
+        known = None
+    else:
+        given = (
+            *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+            *(topk_length, extra_topk_length, holder.tile_scheduler_metadata),
+        )
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, holder.config
+        known = eager.recall(_SLOT, given, settings)
+    if known is not None:
+        outputs = known.allocate()
+        known.launch(outputs, given)
+        return outputs[0], outputs[1].transpose(1, 2)
     name, plan = "flash_mla_with_kvcache", None
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
-    cache, kv_format = _pool(name, "k_cache", k_cache, is_fp8_kvcache)
+    kv_format = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],
         q_len=q.shape[1],
         heads=q.shape[2],
-        page=cache.shape[1],
+        page=k_cache.shape[1],
         causal=causal,
         is_fp8_kvcache=is_fp8_kvcache,
         topk=None if indices is None else indices.shape[-1],
         extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
     )
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        _check_config(name, tile_scheduler_metadata, config)
+    if holder is not None:
+        _check_config(name, holder, config)
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         _refuse(name, "only one of extra_k_cache and extra_indices_in_kvcache is given", "pass both or neither")
     if indices is not None:
         if causal:
             _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
-        caches, chosen, lengths, kv_formats = [cache], [indices], [topk_length], [kv_format]
-        if extra_k_cache is not None and extra_indices_in_kvcache is not None:
-            extra, extra_kv_format = _pool(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache)
-            caches.append(extra)
-            chosen.append(extra_indices_in_kvcache)
-            lengths.append(extra_topk_length)
-            kv_formats.append(extra_kv_format)
+        kv_formats = [kv_format]
+        if extra_k_cache is not None:
+            kv_formats.append(_kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache))
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
-        out, lse = mla_suite.sparse_decode(
-            q,
-            caches,
-            chosen,
-            None,
-            lengths,
-            attn_sink,
-            kv_formats=kv_formats,
-            softmax_scale=scale,
-            head_dim_v=head_dim_v,
-        )
+        call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, 0, 0, True))
     else:
         if extra_k_cache is not None or topk_length is not None or extra_topk_length is not None:
             _refuse(name, "a sparse argument is given without indices", "pass indices, or only the dense arguments")
         if block_table is None or cache_seqlens is None:
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both, sparse needs indices")
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        out, lse = mla_suite.decode(
-            q,
-            cache,
-            cache_seqlens,
-            block_table,
-            attn_sink=attn_sink,
-            plan=plan,
-            softmax_scale=scale,
-            max_seqlen_q=q.shape[1],
-            head_dim_v=head_dim_v,
-            causal=causal,
-            kv_format=kv_format,
-        )
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        tile_scheduler_metadata.have_initialized, tile_scheduler_metadata.config = True, config
-        tile_scheduler_metadata.tile_scheduler_metadata = plan
-    return out, _empty_as_plus_inf(lse.transpose(1, 2))
+        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, True
+        call = DirectCall(DECODE, _dense_tensors, options)
+    given = (
+        *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
+        *(topk_length, extra_topk_length, plan),
+    )
+    out, lse = call.run(given, head_dim_v)
+    if holder is not None:
+        holder.have_initialized, holder.config = True, config
+        holder.tile_scheduler_metadata = plan
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, config
+        call.remember(_SLOT, given, settings, (out, lse))
+    return out, lse.transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(
@@ -217,18 +218,42 @@ def flash_mla_sparse_fwd(
     if kv.dtype not in WIDE:
         _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
     chosen = indices.squeeze(1)
-    out, lse = mla_suite.sparse_decode(
+    out = q.new_empty((*q.shape[:-1], max(d_v, 0)))
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    torch.ops.mla_suite.sparse_decode.out(
         q,
         [kv],  # pages of one token
         [chosen],
-        None,
+        [None],
         [topk_length],
         attn_sink,
         kv_formats=[WIDE[kv.dtype]],
         softmax_scale=sm_scale,
         head_dim_v=d_v,
+        plus_inf_lse=True,
+        out=out,
+        lse=lse,
     )
-    return out, _max_logits(q, kv.squeeze(1), chosen, sm_scale, topk_length), _empty_as_plus_inf(lse)
+    return out, _max_logits(q, kv.squeeze(1), chosen, sm_scale, topk_length), lse
+
+
+def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of decode from those of `flash_mla_with_kvcache`."""
+    q, cache, block_table, lens, _, sink, _, _, _, _, plan = given
+    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan
+
+
+def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
+    q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, _ = given
+    if extra is None:
+        return q, [_rows(cache)], [indices], [None], [length], sink, None
+    return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, None
+
+
+def _rows(cache: torch.Tensor) -> torch.Tensor:
+    """A cache [pages, page, 1, width] as the operators take it."""
+    return (cache.view(torch.uint8) if cache.dtype is torch.int8 else cache).squeeze(2)
 
 
 _PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
@@ -266,8 +291,8 @@ def _max_logits(
     return largest
 
 
-def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> tuple[torch.Tensor, str]:
-    """The cache as [pages, page, width] and its kv_format."""
+def _kv_format(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> str:
+    """The kv_format of a cache [pages, page, 1, width]."""
     if cache.dim() != 4 or cache.shape[2] != 1:
         _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width], 1 KV head")
     width = cache.shape[-1]
@@ -282,7 +307,7 @@ def _pool(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -
         )
     if is_fp8_kvcache != (cache.dtype.itemsize == 1):
         _refuse(name, f"is_fp8_kvcache is {is_fp8_kvcache} and {argument} is {cache.dtype}", "the two must agree")
-    return (cache.view(torch.uint8) if cache.dtype == torch.int8 else cache).squeeze(2), kv_format
+    return kv_format
 
 
 def _check_config(name: str, holder: FlashMLASchedMeta, config: Config) -> None:
@@ -325,8 +350,3 @@ def _plan_of(
         if plan is None
         else plan
     )
-
-
-def _empty_as_plus_inf(lse: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy with FlashMLA's +inf where a row sees no key: one kernel for one query token per sequence."""
-    return torch.nan_to_num(lse, nan=torch.nan, posinf=torch.inf, neginf=torch.inf).contiguous()

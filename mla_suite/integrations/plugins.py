@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+SPARSE_NAME = "MLA_SUITE_SPARSE"
 SGLANG_NAME = "mla_suite"
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
 def vllm() -> None:
-    """Put our backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside."""
+    """Put our dense backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside.
+
+    From 0.31 on vLLM takes new names as well, and the backend for models with an indexer is MLA_SUITE_SPARSE.
+    """
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
         AttentionBackendEnum,
         register_backend,
     )
 
     register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
+    if hasattr(AttentionBackendEnum, "register"):
+        register_backend(SPARSE_NAME, "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend")
 
 
 def sglang() -> None:

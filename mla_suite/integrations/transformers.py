@@ -1,4 +1,4 @@
-"""Hugging Face DeepSeek V2 and V3 models on our attention and paged latent cache.
+"""Hugging Face models with latent attention on our attention and paged latent cache.
 
     model = DeepseekV3ForCausalLM.from_pretrained(...)
     patch(model)                                        # undo with unpatch(model), or use it as a context manager
@@ -8,120 +8,32 @@
 Only attention changes: parameters stay the model's own, under their names. Prefill is un-absorbed, every step of one
 token is absorbed decode over the latent cache. Padding (attention_mask 0) is never cached, so ragged batches cost their
 real tokens. What a mask hides must be hidden when the token arrives; tokens already cached stay visible.
+
+Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
+norms and rope and call our attention (`transformers_attention`). docs/transformers_models.md lists the models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
-from mla_suite.integrations._common import WIDE
-from mla_suite.integrations.transformers_cache import LatentCache, kv_format_of
-from mla_suite.models.cache import Step
-from mla_suite.models.config import MLAConfig, Yarn
-from mla_suite.models.mla import MLA
+from mla_suite.integrations._common import refuse
+from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, keep_latents
+from mla_suite.integrations.transformers_cache import (
+    ATTENTION_NAME,
+    Call,
+    LatentCache,
+    kv_format_of,
+    latent_attentions,
+)
+from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
 
-ATTENTION_NAME = "mla_suite"
-
-
-def config_of(config: Any) -> MLAConfig:
-    """The MLAConfig of a DeepseekV2Config or DeepseekV3Config."""
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "yarn"):
-        raise ValueError(f"patch: rope_type {kind!r}; default and yarn are possible: leave this model as it is")
-    yarn = None
-    if kind == "yarn":
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        yarn = Yarn(
-            factor=rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"],
-            original_max_position=rope["original_max_position_embeddings"],
-            beta_fast=rope.get("beta_fast") or 32.0,
-            beta_slow=rope.get("beta_slow") or 1.0,
-            mscale=rope["mscale"] if both else 1.0,
-            mscale_all_dim=rope.get("mscale_all_dim") or 0.0,
-        )
-    return MLAConfig(
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        q_lora_rank=config.q_lora_rank,
-        num_layers=config.num_hidden_layers,
-        kv_lora_rank=config.kv_lora_rank,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        v_head_dim=config.v_head_dim,
-        max_position=config.max_position_embeddings,
-        rope_theta=rope["rope_theta"],
-        yarn=yarn,
-        rope_interleaved=getattr(config, "rope_interleave", True),  # V2 has no such field and always pairs neighbours
-        projection_bias=config.attention_bias,
-    )
-
-
-class _Call(NamedTuple):
-    """The values that one forward of the model hands to each of its attention layers."""
-
-    cache: LatentCache | None
-    step: Step | None
-    valid: torch.Tensor | None
-    prefix: bool
-
-
-class LatentAttention(MLA):
-    """`MLA` with the parameters and the call signature of a transformers DeepSeek attention."""
-
-    def __init__(self, original: nn.Module, config: MLAConfig) -> None:
-        with torch.device("meta"):
-            super().__init__(config)
-        self.kv_format = kv_format_of(cast(nn.Linear, original.kv_b_proj).weight.dtype)
-        self.layer_idx = cast(int, original.layer_idx)
-        for name, module in original.named_children():
-            setattr(self, name, module)
-        self.train(original.training)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LatentAttention:
-        super()._apply(fn, recurse)  # .half() and its like: caches made from now on have the new dtype
-        self.kv_format = WIDE.get(self.kv_b_proj.weight.dtype, self.kv_format)
-        return self
-
-    def forward(  # type: ignore[override]  # the signature is that of the module it stands in for
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        mla_suite_call: _Call | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if mla_suite_call is None:
-            raise TypeError("patch: a patched attention was called outside its model; call the model that was patched")
-        cache, step, valid, prefix = mla_suite_call
-        batch, q_len = hidden_states.shape[:2]
-        cos_sin = _cos_sin(position_embeddings, batch)
-        if cache is None or step is None:
-            positions = torch.arange(batch * q_len, device=hidden_states.device)
-            return self.prefill(hidden_states, cos_sin, positions=positions, valid=valid), None
-        kv_cache = cache.paged.layers[self.layer_idx]
-        if q_len == 1:
-            return self.decode(hidden_states, kv_cache, step, cos_sin), None
-        return self.prefill(hidden_states, cos_sin, kv_cache, step, valid=valid, prefix=prefix), None
-
-
-def _cos_sin(position_embeddings: Any, batch: int) -> torch.Tensor:
-    """fp32 [batch x q_len, 64] from V3's (cos, sin), whose halves repeat, or V2's complex numbers."""
-    if isinstance(position_embeddings, tuple):
-        cos, sin = (t[..., : t.shape[-1] // 2] for t in position_embeddings)
-    else:
-        cos, sin = torch.view_as_real(position_embeddings).unbind(-1)
-    rows = torch.cat((cos, sin), dim=-1).float()
-    return rows.expand(batch, -1, -1).reshape(-1, rows.shape[-1])
+__all__ = ["ATTENTION_NAME", "LatentCache", "Patch", "config_of", "patch", "unpatch"]
 
 
 class Patch:
@@ -129,15 +41,22 @@ class Patch:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        base = cast(Any, model).model
-        self._attentions = [(layer, layer.self_attn) for layer in base.layers]
-        self._implementation = base.config._attn_implementation
-        config = config_of(base.config)
-        replacements = [LatentAttention(_checked(attention, config), config) for _, attention in self._attentions]
-        for (layer, _), replacement in zip(self._attentions, replacements, strict=True):
-            layer.self_attn = replacement
-        base.config._attn_implementation = ATTENTION_NAME
-        self._hook = base.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._attentions = latent_attentions(model)
+        self._base = _decoder(model, [attention for _, _, attention in self._attentions])
+        self._implementation = self._base.config._attn_implementation
+        self._layer_types = _layer_types(self._base.config)
+        replaced = [replaceable(attention) for _, _, attention in self._attentions]
+        replacements = [
+            LatentAttention(attention, config_of(cast(Any, attention).config)) if whole else attention
+            for whole, (_, _, attention) in zip(replaced, self._attentions, strict=True)
+        ]
+        for (parent, name, _), replacement in zip(self._attentions, replacements, strict=True):
+            if isinstance(replacement, LatentAttention):
+                setattr(parent, name, replacement)
+            else:
+                cast(Any, replacement).expand_kv = keep_latents
+        self._base.config._attn_implementation = ATTENTION_NAME
+        self._hook = self._base.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -147,9 +66,10 @@ class Patch:
 
     def restore(self) -> None:
         """Put back the original attention layers."""
-        for layer, attention in self._attentions:
-            layer.self_attn = attention
-        cast(Any, self.model).model.config._attn_implementation = self._implementation
+        for parent, name, attention in self._attentions:
+            setattr(parent, name, attention)
+            vars(attention).pop("expand_kv", None)
+        self._base.config._attn_implementation = self._implementation
         self._hook.remove()
 
     def _before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -164,7 +84,8 @@ class Patch:
         given = kwargs.get("input_ids")
         shape = kwargs["inputs_embeds"].shape if given is None else given.shape
         batch, q_len = shape[0], shape[1]
-        valid = _valid(kwargs.get("attention_mask"), q_len)
+        masks = kwargs.get("attention_mask")
+        valid = _valid(masks["full_attention"] if isinstance(masks, dict) else masks, q_len)
         use_cache = kwargs.get("use_cache")
         cache = self._cache(
             kwargs.get("past_key_values"), cast(Any, base.config).use_cache if use_cache is None else use_cache, batch
@@ -177,8 +98,13 @@ class Patch:
             prefix = q_len > 1 and cache.has_prefix
             cache.has_prefix = True
             step = cache.begin(batch, q_len, valid)
-        call = _Call(cache, step, valid, prefix)
-        return (), {**kwargs, "attention_mask": None, "past_key_values": cache, "mla_suite_call": call}
+        call = Call(cache, step, valid, prefix)
+        kwargs = {**kwargs, "past_key_values": cache}
+        if self._layer_types is None:
+            return (), {**kwargs, "attention_mask": None, "mla_suite_call": call}
+        # The kernels of linear layers take no keyword that they do not know, so the call goes where the mask goes.
+        linear = None if q_len == 1 else valid
+        return (), {**kwargs, "attention_mask": {"full_attention": call, "linear_attention": linear}}
 
     def _cache(self, given: Cache | None, use_cache: bool, batch: int) -> LatentCache | None:
         if isinstance(given, LatentCache):
@@ -211,29 +137,42 @@ def _valid(attention_mask: torch.Tensor | None, q_len: int) -> torch.Tensor | No
     return attention_mask[:, -q_len:].bool()
 
 
-def _checked(attention: nn.Module, config: MLAConfig) -> nn.Module:
-    """Refuse an attention layer whose computation is not the one we put in its place."""
-    if type(attention) not in (v2.DeepseekV2Attention, v3.DeepseekV3Attention):
-        raise TypeError(f"patch: attention is a {type(attention).__name__}; a fresh DeepSeek V2 or V3 model is needed")
-    if type(attention.kv_b_proj) is not nn.Linear:
-        raise TypeError(f"patch: kv_b_proj is a {type(attention.kv_b_proj).__name__}; absorption needs a plain Linear")
-    if abs(cast(float, attention.scaling) - config.softmax_scale) > 1e-6 * config.softmax_scale:
-        raise ValueError(
-            f"patch: the model scales scores by {attention.scaling}, its config says {config.softmax_scale}: "
-            "make the two agree"
-        )
-    return attention
+def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
+    """The innermost transformers model that holds these layers; refuses layers that `attend` is not right for."""
+    selecting = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Indexer")}
+    if selecting:
+        given = f"{type(model).__name__} selects each query's keys ({selecting.pop()})"
+        refuse("patch", given, f"only models that attend to all keys are possible: {POSSIBLE}", TypeError)
+    if not attentions:
+        given = f"{type(model).__name__} has no layers of multi-head latent attention (no kv_b_proj)"
+        refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
+    for attention in attentions:
+        if isinstance(attention, LatentAttention) or "expand_kv" in vars(attention):
+            refuse("patch", "this model is patched already", "call unpatch(model) first")
+        check(attention)
+        kv_format_of(cast(Any, attention).kv_b_proj.weight.dtype)
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and attentions[0] in m.modules()]
+    if not holders:
+        refuse("patch", f"{type(model).__name__} holds no transformers model", "give the whole model", TypeError)
+    return holders[-1]
+
+
+def _layer_types(config: Any) -> list[str] | None:
+    """The kinds of the decoder's layers where they differ; None where each has latent attention."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None or set(kinds) <= {"full_attention"}:
+        return None
+    if not set(kinds) <= {"full_attention", "linear_attention"}:
+        given = f"layers of the kinds {sorted(set(kinds))}"
+        refuse("patch", given, f"full_attention and linear_attention are possible: {POSSIBLE}")
+    return kinds
 
 
 def patch(model: nn.Module) -> Patch:
-    """Put `LatentAttention` under a DeepseekV2ForCausalLM or DeepseekV3ForCausalLM, in place.
+    """Put our attention and latent cache under a transformers model with multi-head latent attention, in place.
 
     Raises TypeError or ValueError, before anything changes, for a model that it does not know or that is patched.
     """
-    if not isinstance(model, (v2.DeepseekV2ForCausalLM, v3.DeepseekV3ForCausalLM)):
-        raise TypeError(
-            f"patch: a {type(model).__name__}; possible are DeepseekV2ForCausalLM and DeepseekV3ForCausalLM: load one"
-        )
     if "mla_suite_patch" in vars(model):
         raise ValueError("patch: this model is patched already; call unpatch(model) first")
     applied = Patch(model)
@@ -253,9 +192,5 @@ def _keep_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -
     return attention_mask
 
 
-def _no_attention(*_: Any, **__: Any) -> None:
-    raise TypeError("attention implementation 'mla_suite' is not a function of q, k and v; call patch(model)")
-
-
 AttentionMaskInterface.register(ATTENTION_NAME, _keep_mask)
-AttentionInterface.register(ATTENTION_NAME, _no_attention)
+AttentionInterface.register(ATTENTION_NAME, attend)

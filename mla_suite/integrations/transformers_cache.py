@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from mla_suite.integrations._common import WIDE
 from mla_suite.models.cache import PagedLatentCache, Step, slots
 
+ATTENTION_NAME = "mla_suite"
+
+
+class Call(NamedTuple):
+    """The values that one forward of the model hands to each of its attention layers."""
+
+    cache: LatentCache | None
+    step: Step | None
+    valid: torch.Tensor | None
+    prefix: bool
+
 
 class LatentCache(Cache):
     """The paged latent cache in the place of a transformers cache, for a fixed batch.
+
+    Layers without latent attention, as the linear ones of Kimi Linear, keep the state that transformers gives them.
 
     With `max_len`, pages for `batch` sequences of that many tokens are taken at once and nothing moves afterwards, so
     a compiled decode step runs at any length. Without it the cache grows as it fills, in eager mode only.
@@ -28,15 +41,25 @@ class LatentCache(Cache):
         dtype, device = cast(torch.dtype, model.dtype), cast(torch.device, model.device)
         self.growable = max_len is None
         width = 1 if max_len is None else -(-max_len // page_size)
-        layers = cast(Any, model.config).num_hidden_layers
-        self.paged = PagedLatentCache(layers, batch * width, page_size, kv_format=kv_format_of(dtype), device=device)
+        config = cast(Any, model.config).get_text_config(decoder=True)
+        indices = sorted(cast(int, attention.layer_idx) for _, _, attention in latent_attentions(model))
+        if not indices:
+            raise TypeError(f"LatentCache: a {type(model).__name__} has no layers of latent attention to cache for")
+        self._config = config
+        self._position = {layer_idx: position for position, layer_idx in enumerate(indices)}
+        kv_format = kv_format_of(dtype)
+        self.paged = PagedLatentCache(len(indices), batch * width, page_size, kv_format=kv_format, device=device)
         self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
         self.block_table = self._table()
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._eager = 0  # of the tokens seen, those of eager calls
         self.has_prefix = False
-        super().__init__(layers=[_CacheLayer(batch, not self.growable) for _ in range(layers)])
+        own = DynamicCache(config=config).layers
+        for layer_idx in indices:
+            own[layer_idx] = _CacheLayer(batch, not self.growable)
+        self._others = [layer for layer in own if not isinstance(layer, _CacheLayer)]
+        super().__init__(layers=own)
         for tensor in (*self.paged.layers, self.block_table, self.seq_lens, self.seen):
             torch._dynamo.mark_static_address(tensor)
 
@@ -44,6 +67,18 @@ class LatentCache(Cache):
     def max_len(self) -> int:
         """Tokens per sequence that fit as the cache stands."""
         return self.block_table.shape[1] * self.paged.page_size
+
+    def kv_cache(self, layer_idx: int) -> torch.Tensor:
+        """The cache tensor of the model's layer `layer_idx`."""
+        return self.paged.layers[self._position[layer_idx]]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's new latents and k_pe as they are: our attention function is given them and writes them."""
+        if self._config._attn_implementation != ATTENTION_NAME:
+            raise TypeError("LatentCache: this model's attention is not ours; call patch(model) before using the cache")
+        return key_states, value_states
 
     def begin(self, batch: int, q_len: int, valid: torch.Tensor | None) -> Step:
         """Make room for q_len tokens per sequence, those that `valid` [batch, q_len] marks, and say where they go.
@@ -89,11 +124,15 @@ class LatentCache(Cache):
         if tokens_to_remove > 0:
             given = f"crop({tokens_to_remove})"
             raise ValueError(f"LatentCache: {given}; give -{tokens_to_remove} to drop that number of tokens")
+        for layer in self._others:
+            cast(Any, layer).crop(tokens_to_remove)
         self.seq_lens.add_(tokens_to_remove).clamp_(min=0)
         self.seen.add_(tokens_to_remove).clamp_(min=0)
         self._eager = max(self._eager + tokens_to_remove, 0)
 
     def reset(self) -> None:
+        for layer in self._others:
+            layer.reset()
         self.seq_lens.zero_()
         self.seen.zero_()
         self._eager = 0
@@ -162,6 +201,16 @@ class _CacheLayer(CacheLayerMixin):
 
     def _refuse(self) -> NoReturn:
         raise TypeError("LatentCache: a layer holds no keys and values of its own; call patch(model) before using it")
+
+
+def latent_attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name in it, layer) of every latent attention layer in the model, patched or not."""
+    return [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "kv_b_proj") and hasattr(child, "layer_idx")
+    ]
 
 
 def kv_format_of(dtype: torch.dtype) -> str:

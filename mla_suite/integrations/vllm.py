@@ -175,6 +175,16 @@ def _uniform(query_start_loc: torch.Tensor, q_len: int, tokens: int) -> bool:
     return torch.equal(query_start_loc, starts.clamp(max=int(query_start_loc[-1])))
 
 
+def refuse_options(name: str, alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str) -> None:
+    """Raise NotImplementedError for an option of vLLM's layers that our operators do not have."""
+    options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
+    given = [option for option, value in options.items() if value]
+    if given:
+        raise NotImplementedError(f"{name}: {given[0]} is set; it has none: choose another attention backend")
+    if attn_type != AttentionType.DECODER:
+        raise NotImplementedError(f"{name}: attn_type is {attn_type!r}; it serves decoder self-attention only")
+
+
 class MLASuiteImpl(MLACommonImpl):
     """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
 
@@ -197,14 +207,7 @@ class MLASuiteImpl(MLACommonImpl):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        refused = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-        given = [name for name, value in refused.items() if value]
-        if given:
-            raise NotImplementedError(f"MLASuiteImpl: {given[0]} is set; it has none: choose another attention backend")
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(
-                f"MLASuiteImpl: attn_type is {attn_type!r}; it serves decoder self-attention only"
-            )
+        refuse_options("MLASuiteImpl", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         super().__init__(
             num_heads,
             head_size,

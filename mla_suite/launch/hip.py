@@ -33,7 +33,8 @@ from mla_suite.launch.driver import (
 )
 
 # AMD's own packages, then those of Debian and its derivatives, whose folder is named for the architecture.
-_SDK = (Path("/opt/rocm/lib"), Path("/usr/lib") / (sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"))
+SEARCHED = (Path("/opt/rocm/lib"), Path("/usr/lib") / (sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"))
+"""Folders that may hold a libamdhip64 that torch does not bring itself."""
 
 _NO_DEVICE, _INVALID_DEVICE, _UNKNOWN = 100, 101, 999  # hipError_t
 _NO_GPU = (
@@ -54,7 +55,7 @@ def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
 
 
 def find_library(
-    maps: Path = Path("/proc/self/maps"), torch_lib: Path | None = None, sdk: Sequence[Path] = _SDK
+    maps: Path = Path("/proc/self/maps"), torch_lib: Path | None = None, sdk: Sequence[Path] = SEARCHED
 ) -> str:
     """The HIP runtime to use: the one mapped already, else the one in torch's folder, else the SDK's.
 

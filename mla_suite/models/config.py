@@ -149,6 +149,22 @@ class MLAConfig:
         )
 
     @classmethod
+    def gpu_mode_2025(cls) -> MLAConfig:
+        """GPU MODE's `amd-mla-decode` (2025): R1's sizes, no norms, halves paired, an un-rotated cache of 8192 tokens.
+
+        Its rope table is `cos_sin_table(config, dtype=torch.bfloat16)`.
+        """
+        return cls(
+            hidden_size=7168,
+            num_heads=128,
+            q_lora_rank=1536,
+            max_position=8192,
+            rope_interleaved=False,
+            cache_rotated=False,
+            latent_norms=False,
+        )
+
+    @classmethod
     def tiny(cls) -> MLAConfig:
         """Two layers that run anywhere in milliseconds: the cached token is full size, everything else is small."""
         return cls(

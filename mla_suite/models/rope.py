@@ -33,16 +33,31 @@ def _kept_share(yarn: Yarn, theta: float, dim: int) -> torch.Tensor:
 
 
 def cos_sin_table(
-    config: MLAConfig, max_len: int | None = None, device: torch.device | str | None = None
+    config: MLAConfig,
+    max_len: int | None = None,
+    device: torch.device | str | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """fp32 [max_len, ROPE]: row p holds the cosines of position p, then its sines.
 
     `max_len` defaults to the config's max_position. Under YaRN the rows carry `Yarn.table_factor`.
+
+    `dtype` is the precision of every step: with torch.bfloat16 frequencies, positions, angles, cosines and sines are
+    rounded to bf16, as in GPU MODE's `amd-mla-decode`, and positions from 256 on are no longer all distinct. The table
+    is fp32 all the same. ValueError for such a table under YaRN.
     """
     length = config.max_position if max_len is None else max_len
-    angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(config)
+    if dtype == torch.float32:
+        frequencies = inverse_frequencies(config)
+    elif config.yarn is None:
+        half = config.qk_rope_head_dim // 2
+        frequencies = config.rope_theta ** -(torch.arange(half, dtype=dtype) / half)
+    else:
+        raise ValueError(f"cos_sin_table: dtype {dtype} under YaRN; leave dtype out, or give a config without yarn")
+    angles = torch.arange(length).to(dtype)[:, None] * frequencies
     factor = config.yarn.table_factor if config.yarn else 1.0
-    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1).float() * factor).to(device)
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

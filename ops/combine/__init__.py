@@ -21,7 +21,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class CombineArgs:
-    """The arguments of `combine`, documented there, in the order of the schema."""
+    """The arguments of `combine`, documented there, in the schema's order; the last two are those of `combine.out`."""
 
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
@@ -31,6 +31,7 @@ class CombineArgs:
     num_splits: int = 0
     out_dtype: torch.dtype | None = None
     skip_single: bool = False
+    plus_inf_lse: bool = False
 
 
 class Problem(NamedTuple):
@@ -43,6 +44,7 @@ class Problem(NamedTuple):
     out_dtype: torch.dtype
     skip_single: bool
     splits: int  # of the whole batch; with split_indptr, as many as partial_out has room for
+    plus_inf_lse: bool = False
 
 
 def combine(
@@ -69,7 +71,8 @@ def combine(
     with no split, or only splits of lse -inf, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight,
     gives NaN. A sink of +inf gives out 0 unless an lse is NaN.
     `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves the rows of sequences with exactly one
-    split untouched, for producers that wrote them already.
+    split untouched, for producers that wrote them already. Its lse may have any strides, and with plus_inf_lse=True it
+    is +inf where it would be -inf.
     """
     tensors = partial_out, partial_lse, split_indptr, attn_sink
     # AOTInductor of torch 2.11 and older passes a dtype on by another numbering, and None as it is: bfloat16.
@@ -109,7 +112,8 @@ def check(args: CombineArgs) -> tuple[Output, ...]:
 def describe(args: CombineArgs) -> Problem:
     splits, rows, head_dim_v = args.partial_out.shape
     batch = args.split_indptr.shape[0] - 1 if args.split_indptr is not None else splits // args.num_splits
-    return Problem(batch, rows, head_dim_v, args.num_splits, args.out_dtype or torch.bfloat16, args.skip_single, splits)
+    out_dtype = args.out_dtype or torch.bfloat16
+    return Problem(batch, rows, head_dim_v, args.num_splits, out_dtype, args.skip_single, splits, args.plus_inf_lse)
 
 
 def validate(args: CombineArgs) -> None:
@@ -135,6 +139,7 @@ COMBINE = register(
         ),
         samples=samples.samples,
         outputs=("out", "lse"),
-        out_only=("bool skip_single=False",),
+        out_only=("bool skip_single=False", "bool plus_inf_lse=False"),
+        strided=("lse",),
     )
 )

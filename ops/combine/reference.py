@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mla_suite.core.dispatch import reference_backend
+from mla_suite.ops.combine.lse_layout import empty_lse
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
@@ -22,9 +23,10 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         if args.skip_single and end - first == 1:
             continue
         split_lse = args.partial_lse[first:end]
-        lse[b] = torch.logsumexp(split_lse, dim=0)
+        merged = torch.logsumexp(split_lse, dim=0)
+        lse[b] = merged.masked_fill(merged == -torch.inf, empty_lse(args.plus_inf_lse))
         # The weights are divided by their own sum: an lse of 100 is rounded to 4e-6, and so would they be.
-        shift = lse[b].masked_fill(lse[b] == -torch.inf, 0.0)
+        shift = merged.masked_fill(merged == -torch.inf, 0.0)
         weight = torch.exp(split_lse - shift)
         total = weight.sum(dim=0) if sink is None else weight.sum(dim=0) + torch.exp(sink - shift)
         weight = torch.where(split_lse == -torch.inf, 0.0, weight / total)[:, :, None]

@@ -10,11 +10,13 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.ops.combine.lse_layout import LseLayout, empty_lse
 
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 
 
-@triton.jit(do_not_specialize=["num_splits", "q_len", "rows"])  # one binary for all of them
+# One binary for all sizes of these.
+@triton.jit(do_not_specialize=["num_splits", "q_len", "rows", "lse_tokens", "lse_stride_batch"])
 def combine_kernel(
     partial_out,  # [splits, rows, D_V] fp32
     partial_lse,  # [splits, rows] fp32
@@ -36,6 +38,9 @@ def combine_kernel(
     out_stride_head,
     lse_stride_token,
     lse_stride_head,
+    lse_stride_batch,
+    lse_tokens,
+    empty_lse,  # of a row that no split has keys for
     D_V: tl.constexpr,
     BLOCK: tl.constexpr,
     SKIP_NONE: tl.constexpr,
@@ -94,7 +99,20 @@ def combine_kernel(
         accumulator += tl.sum(weight[:, None] * values, 0)
     place = out + (first_token + token) * out_stride_token + head * out_stride_head
     tl.store(place + column, accumulator.to(out.dtype.element_ty))
-    tl.store(lse + (first_token + token) * lse_stride_token + head * lse_stride_head, merged)
+    at = lse_place(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+    tl.store(lse + at, tl.where(merged == -float("inf"), empty_lse, merged))
+
+
+@triton.jit
+def lse_place(token, head, stride_token, stride_head, stride_batch, tokens):
+    """Where the lse of a query token, counted through the batch, and a head lies (lse_layout.LseLayout)."""
+    return token * stride_token + token // tokens * stride_batch + head * stride_head
+
+
+def lse_numbers(lse: torch.Tensor, plus_inf: bool) -> tuple[int | float, ...]:
+    """The arguments of `lse_place` behind token and head, and the lse of a row without keys."""
+    layout = LseLayout.of(lse)
+    return layout.token, layout.head, layout.batch, layout.tokens, empty_lse(plus_inf)
 
 
 def merge(
@@ -108,10 +126,12 @@ def merge(
     *,
     batch: int,
     num_splits: int,
+    plus_inf_lse: bool,
     skip_none: bool = False,
     skip_single: bool = False,
 ) -> None:
-    """Merge partials [splits, q_len x heads, D_v] into out [tokens, heads, D_v] and lse [tokens, heads]."""
+    """Merge partials [splits, q_len x heads, D_v] into out [tokens, heads, D_v] and lse, [tokens, heads] or [batch,
+    q_len, heads], of any strides."""
     rows, heads = partial_lse.shape[1], out.shape[1]
     if batch == 0 or rows == 0:
         return
@@ -134,8 +154,7 @@ def merge(
         partial_lse.stride(1),
         out.stride(0),
         out.stride(1),
-        lse.stride(0),
-        lse.stride(1),
+        *lse_numbers(lse, plus_inf_lse),
         D_V=out.shape[2],
         BLOCK=BLOCK_SPLITS,
         SKIP_NONE=skip_none,
@@ -157,6 +176,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         lse,
         batch=batch,
         num_splits=args.num_splits,
+        plus_inf_lse=args.plus_inf_lse,
         skip_single=args.skip_single,
     )
 

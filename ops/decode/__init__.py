@@ -28,7 +28,7 @@ Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
 
 @dataclass(frozen=True)
 class DecodeArgs:
-    """The arguments of `decode`, documented there, in the order of the schema."""
+    """The arguments of `decode`, documented there, in the schema's order; the last is that of `decode.out`."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -51,6 +51,7 @@ class DecodeArgs:
     kv_format: str = "bf16"
     num_splits: int = 0
     split_size: int = 0
+    plus_inf_lse: bool = False
 
 
 class Problem(NamedTuple):
@@ -133,7 +134,8 @@ def decode(
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
     A query token that sees no key gives out 0 and lse -inf, whatever the sink.
-    `torch.ops.mla_suite.decode.out(..., out=, lse=)` writes into the caller's tensors.
+    `torch.ops.mla_suite.decode.out(..., out=, lse=)` writes into the caller's tensors. Its lse may have any strides, as
+    a view of [batch, heads, q_len] has, and with plus_inf_lse=True a query token that sees no key gives lse +inf.
 
     >>> q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
     >>> kv_cache = torch.randn(4, 64, 576, dtype=torch.bfloat16)
@@ -280,5 +282,7 @@ DECODE = register(
         ),
         samples=samples.samples,
         outputs=("out", "lse"),
+        out_only=("bool plus_inf_lse=False",),
+        strided=("lse",),
     )
 )

@@ -63,7 +63,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 
         combined = out.new_empty((1, q_len * heads, args.head_dim_v)), lse.new_empty((1, q_len * heads))
         partials = partial_out, partial_lse, None, args.attn_sink  # held by nobody once they are combined
-        combine(None, combined, CombineArgs(*partials, num_splits=len(spans), out_dtype=out.dtype))
+        options = dict(num_splits=len(spans), out_dtype=out.dtype, plus_inf_lse=args.plus_inf_lse)
+        combine(None, combined, CombineArgs(*partials, **options))
         del partials
         out[at] = combined[0].view(q_len, heads, args.head_dim_v)
         lse[at] = combined[1].view(q_len, heads)

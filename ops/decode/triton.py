@@ -20,7 +20,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.device import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
 from mla_suite.ops.decode import triton_config as tuned
 from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
@@ -37,7 +37,8 @@ WORKERS_AT = tl.constexpr(int(Word.WORKERS))
 WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
 
 
-@triton.jit(do_not_specialize=["batch", "q_len", "num_splits", "split_size"])  # one binary for all of them
+# One binary for all sizes of these.
+@triton.jit(do_not_specialize=["batch", "q_len", "num_splits", "split_size", "lse_tokens", "lse_stride_batch"])
 def decode_kernel(
     q,  # [tokens, heads, LATENT + ROPE]
     kv_cache,  # [pages, page, LATENT + ROPE]
@@ -69,6 +70,10 @@ def decode_kernel(
     out_stride_token,
     out_stride_head,
     lse_stride_token,
+    lse_stride_head,
+    lse_stride_batch,
+    lse_tokens,
+    empty_lse,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -114,8 +119,8 @@ def decode_kernel(
                 q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
-                lse_stride_token, row, b, kv_len, first_key, end_key, partial_row, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL,
-                DOT,
+                lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key,
+                end_key, partial_row, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL, DOT,
             )  # fmt: skip
 
 
@@ -123,9 +128,9 @@ def decode_kernel(
 def attend_item(
     q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
-    kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, row, b, kv_len, first_key,
-    end_key, partial_row, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, DOT: tl.constexpr,
+    kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
+    lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key, end_key, partial_row, PAGE: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -196,7 +201,8 @@ def attend_item(
         place = (first_token + token) * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
-        tl.store(lse + (first_token + token) * lse_stride_token + head, result_lse, mask=live)
+        at = lse_place(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     elif partial_out is not None:
         factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
         place = partial_row * q_len * heads + row
@@ -259,7 +265,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     rows = q_len * heads
     if batch == 0 or rows == 0:
         return
-    tokens, flat_out, flat_lse = args.q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    tokens, flat_out = args.q.flatten(0, -3), out.flatten(0, -3)
     if args.kv_format == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     if args.block_table is not None:
@@ -290,7 +296,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.rope_cos_sin,
         args.plan,
         flat_out,
-        flat_lse,
+        lse,
         partial_out,
         partial_lse,
         args.softmax_scale,
@@ -306,7 +312,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.block_table.stride(0) if args.block_table is not None else 0,
         flat_out.stride(0),
         flat_out.stride(1),
-        flat_lse.stride(0),
+        *lse_numbers(lse, args.plus_inf_lse),
         PAGE=page,
         LATENT=args.head_dim_v,
         ROPE=args.q.shape[-1] - args.head_dim_v,
@@ -326,16 +332,15 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             args.cu_seqlens_q,
             args.attn_sink,
             flat_out,
-            flat_lse,
+            lse,
             batch=batch,
             num_splits=splits,
+            plus_inf_lse=args.plus_inf_lse,
             skip_none=args.plan is not None,
         )
     # flatten copies a caller's output whose leading strides do not merge.
     if flat_out.data_ptr() != out.data_ptr():
         out.copy_(flat_out.view(out.shape))
-    if flat_lse.data_ptr() != lse.data_ptr():
-        lse.copy_(flat_lse.view(lse.shape))
 
 
 def _splits(blocks: int, bound: int, units: int) -> int:

@@ -28,7 +28,7 @@ _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
 
 @dataclass(frozen=True)
 class SparseDecodeArgs:
-    """The arguments of `sparse_decode`, documented there, in the order of the schema."""
+    """The arguments of `sparse_decode`, documented there, in the schema's order; the last is that of its `.out`."""
 
     q: torch.Tensor
     kv_caches: Sequence[torch.Tensor]
@@ -43,6 +43,7 @@ class SparseDecodeArgs:
     head_dim_v: int = 512
     num_splits: int = 0
     split_size: int = 0
+    plus_inf_lse: bool = False
 
 
 class Pool(NamedTuple):
@@ -242,5 +243,7 @@ SPARSE_DECODE = register(
         ),
         samples=samples.samples,
         outputs=("out", "lse"),
+        out_only=("bool plus_inf_lse=False",),
+        strided=("lse",),
     )
 )

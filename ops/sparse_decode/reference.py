@@ -11,6 +11,7 @@ import torch
 from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
+from mla_suite.ops.combine.lse_layout import empty_lse
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
@@ -25,8 +26,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         parts = [rows(name, cache, selection[t]) for name, cache, selection in pools]
         keys = parts[0] if len(parts) == 1 else torch.cat(parts)
         scores = args.q[here].float() @ keys.T * args.softmax_scale  # [heads, keys]
-        lse[here] = torch.logsumexp(scores, dim=-1)
-        denominator = lse[here] if args.attn_sink is None else torch.logaddexp(lse[here], args.attn_sink)
+        found = torch.logsumexp(scores, dim=-1)
+        lse[here] = found.masked_fill(found == -torch.inf, empty_lse(args.plus_inf_lse))
+        denominator = found if args.attn_sink is None else torch.logaddexp(found, args.attn_sink)
         out[here] = torch.exp(scores - denominator[:, None]) @ keys[:, : args.head_dim_v]
 
 

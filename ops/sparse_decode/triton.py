@@ -18,7 +18,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch.device import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
 from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
@@ -46,7 +46,9 @@ class Pool(NamedTuple):
     record: Any
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_size"])  # one binary for all of them
+@triton.jit(
+    do_not_specialize=["num_splits", "split_size", "lse_tokens", "lse_stride_batch"]
+)  # one binary for all of them
 def sparse_decode_kernel(
     q,  # [tokens, heads, VALUES + REST]
     pools,  # tuple of POOLS `Pool`s
@@ -64,6 +66,10 @@ def sparse_decode_kernel(
     out_stride_token,
     out_stride_head,
     lse_stride_token,
+    lse_stride_head,
+    lse_stride_batch,
+    lse_tokens,
+    empty_lse,
     POOLS: tl.constexpr,
     VALUES: tl.constexpr,
     REST: tl.constexpr,  # values of a row after those that are V too
@@ -116,7 +122,8 @@ def sparse_decode_kernel(
         place = out + token * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
         tl.store(place[:, None] + column[None, :], value, mask=live[:, None])
-        tl.store(lse + token * lse_stride_token + head, result_lse, mask=live)
+        at = lse_place(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     else:
         factor = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
         place = part * heads + head
@@ -218,7 +225,7 @@ def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: Ar
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     heads, head_dim = args.q.shape[-2:]
-    queries, flat_out, flat_lse = args.q.flatten(0, -3), out.flatten(0, -3), lse.flatten(0, -2)
+    queries, flat_out = args.q.flatten(0, -3), out.flatten(0, -3)
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
@@ -236,7 +243,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         pools,
         args.attn_sink,
         flat_out,
-        flat_lse,
+        lse,
         partial_out,
         partial_lse,
         args.softmax_scale,
@@ -247,7 +254,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         queries.stride(1),
         flat_out.stride(0),
         flat_out.stride(1),
-        flat_lse.stride(0),
+        *lse_numbers(lse, args.plus_inf_lse),
         POOLS=len(pools),
         VALUES=args.head_dim_v,
         REST=head_dim - args.head_dim_v,
@@ -265,15 +272,14 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             None,
             args.attn_sink,
             flat_out,
-            flat_lse,
+            lse,
             batch=tokens,
             num_splits=splits,
+            plus_inf_lse=args.plus_inf_lse,
         )
     # flatten copies a caller's output whose leading strides do not merge.
     if flat_out.data_ptr() != out.data_ptr():
         out.copy_(flat_out.view(out.shape))
-    if flat_lse.data_ptr() != lse.data_ptr():
-        lse.copy_(flat_lse.view(lse.shape))
 
 
 def _pool(

@@ -219,7 +219,7 @@ def echo(asked):
 def test_a_call_is_checked_once_per_metadata():
     asked: list[str] = []
     op = echo(asked)
-    call, out = register._functional(op), register._out(op)
+    call, out = register._functional(op), register._out(register._OutOverload.of(op))
     x = torch.randn(4, 6)
     for _ in range(3):
         assert torch.equal(call(x, [x], scale=0.5), x * 2)
@@ -254,7 +254,7 @@ def test_a_call_is_checked_once_per_metadata():
 
 def test_what_was_refused_is_refused_again():
     x = torch.randn(4, 6)
-    out = register._out(echo([]))
+    out = register._out(register._OutOverload.of(echo([])))
     out(x, [], out=torch.empty(4, 6))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"echo.out: out is torch.float32 \(4, 5\)"):

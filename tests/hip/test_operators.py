@@ -18,6 +18,7 @@ def test_a_sample(drivers, session, op, sample):
     before = session.gpu.dispatches
     record = measure(op, sample, ARCH)
     assert record["wrong"] == ""
+    assert record["largest_difference"], "nothing was compared"
     assert [launch["findings"] for launch in record["launches"]] == [[]] * len(record["launches"])
     assert session.gpu.dispatches - before == len(record["launches"])
     if not record["launches"]:

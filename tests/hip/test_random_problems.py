@@ -7,7 +7,7 @@ import pytest
 from conftest import ARCH
 
 import mla_suite
-from mla_suite.core import arch as archs
+from mla_suite import archs
 from mla_suite.ops.decode.samples import decode_sample
 
 PROBLEMS = 100  # per arch

@@ -382,3 +382,38 @@ def test_dense_decode_compiles_in_one_graph(older):
     metadata = get_mla_metadata(lens, 16, 1) if older else ()
     out, lse = torch.compile(decode, fullgraph=True, backend="aot_eager")(q, lens, *metadata)
     check(out, lse, dense_expected(q, cache.squeeze(2), table, lengths, 576**-0.5, causal=True))
+
+
+def test_calls_in_turn_share_nothing_but_their_metadata():
+    """Two problems whose calls alternate, each recognised by its metadata: results are those of a first call."""
+    problems = []
+    for lengths, q_len, dtype in (([130, 0, 7], 1, torch.bfloat16), ([64, 2], 3, torch.bfloat16), ([9], 1, torch.half)):
+        cache, block_table, cache_seqlens = paged(lengths, 64, dtype=dtype)
+        problems.append((lengths, q_len, cache, block_table, cache_seqlens, get_mla_metadata()[0]))
+    for _ in range(3):
+        for lengths, q_len, cache, block_table, cache_seqlens, holder in problems:
+            q = torch.randn(len(lengths), q_len, 8, 576).to(cache.dtype)
+            out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
+            expected = dense_expected(q, cache.squeeze(2), block_table, lengths, 576**-0.5, True)
+            check(out, lse, expected, cache.dtype)
+
+
+def test_a_recognised_call_is_checked_as_the_first():
+    """A holder of other shapes, other options and bad values are refused after any number of right calls."""
+    cache, block_table, cache_seqlens = paged([130, 7], 64)
+    q, holder, other = torch.randn(2, 1, 8, 576).bfloat16(), get_mla_metadata()[0], get_mla_metadata()[0]
+    flash_mla_with_kvcache(torch.cat((q, q), 2), cache, block_table, cache_seqlens, 512, other, causal=True)
+    for _ in range(3):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
+    with pytest.raises(ValueError, match="heads is 8 and was 16"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, other, causal=True)
+    with pytest.raises(ValueError, match="causal is False and was True"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=False)
+    with pytest.raises(ValueError, match="num_splits is given"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, cache_seqlens, causal=True)
+    with pytest.raises(ValueError, match="is_fp8_kvcache is 1"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, None, None, True, 1)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] is 900"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
+    out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
+    check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))

@@ -9,12 +9,14 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 
+import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine as kernels
 from mla_suite.archs.common import combine_config as config
 from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.core import dispatch, tuning
+from mla_suite.launch import has_kernel
 from mla_suite.ops.combine import COMBINE
 
 NATIVE = BackendCalls(COMBINE, "native")
@@ -39,6 +41,8 @@ def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
         (dict(slices=3), "slices must cut head_dim_v into whole vectors"),
         (dict(slices=64, vec=8), "1 lanes would share a row"),
         (dict(rows=8, waves=4), "4 waves hold 4 rows"),
+        (dict(fixed_splits=7), "fixed_splits is one of 0, 16"),
+        (dict(fixed_splits=16, vec=8, slices=8), "16 splits need a lane each of the 8"),
     ],
 )
 def test_an_illegal_point_is_one_sentence(change, why):
@@ -48,12 +52,17 @@ def test_an_illegal_point_is_one_sentence(change, why):
     assert "\n" not in str(error.value)
 
 
+def test_only_amd_kernels_are_compiled_for_a_number_of_splits():
+    with pytest.raises(ValueError, match="its kernels take any number of splits"):
+        CombineConfig(archs.get("sm_90"), 512, rows=1, vec=4, waves=8, slices=1, fixed_splits=16)
+
+
 # Choosing
 
 
 def cells(**change):
     row = dict(head_dim_v=512, out_dtype="bf16", device_units=304, rows=16, batch=1, splits=64, rows_per_group=2)
-    row |= dict(vec=8, waves=8, slices=1, kind="counted", date="2026-11-21", commit="0123456")
+    row |= dict(vec=8, waves=8, slices=1, fixed_splits=0, kind="counted", date="2026-11-21", commit="0123456")
     return row | change
 
 
@@ -67,13 +76,20 @@ def table(tmp_path, monkeypatch):
         text = "\n".join([",".join(config.FORMAT.header), *(config.FORMAT.line(row) for row in rows)])
         (folder / "gfx942.csv").write_text(text + "\n")
         tuning.clear_cache()
+        dispatch.clear_caches()
 
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
     yield write
     tuning.clear_cache()
+    dispatch.clear_caches()
 
 
-def test_a_row_of_a_table_decides(table):
+@pytest.fixture
+def everything_built(monkeypatch):
+    monkeypatch.setattr(config, "has_kernel", lambda arch, instance: True)
+
+
+def test_a_row_of_a_table_decides(table, everything_built):
     gfx942 = archs.get("gfx942")
     ruled, reason = config.choose(gfx942, 512, "bf16", 16, 1, 64)
     assert reason.startswith("rule")
@@ -88,6 +104,42 @@ def test_a_row_of_a_table_decides(table):
         ruled, waves=16
     )  # too far: the rule
     assert config.choose(gfx942, 512, "fp16", 16, 1, 64)[0] == ruled  # another dtype
+
+
+def test_a_row_for_a_number_of_splits_decides_for_no_other(table, everything_built):
+    gfx942 = archs.get("gfx942")
+    table(cells(vec=4, splits=16, fixed_splits=16))
+    chosen, reason = config.choose(gfx942, 512, "bf16", 16, 1, 16, uniform=True)
+    assert (chosen.rows, chosen.fixed_splits) == (2, 16)
+    assert chosen.instance.endswith("_splits-16")
+    assert "gfx942.csv:2" in reason
+    for splits, uniform in ((16, False), (17, True), (12, True)):
+        other, reason = config.choose(gfx942, 512, "bf16", 16, 1, splits, uniform)
+        assert other == config.rule(gfx942, 512, 16, splits)
+        assert "is for 16 splits of every sequence" in reason
+
+
+def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, monkeypatch):
+    """The native kernel runs as without the row, and one warning says which row and which kernel."""
+    table(cells(splits=8, vec=2), cells(splits=32, vec=2, rows_per_group=8))
+    partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
+    with mla_suite.emulate("gfx942") as gfx942:
+        if not has_kernel(gfx942, config.invariant(gfx942, 512).instance):
+            pytest.skip("combine is not built for gfx942; run `python -m mla_suite build`")
+        named = CombineConfig(gfx942, 512, rows=2, vec=2, waves=8, slices=1)
+        built = config.has_kernel  # a developer's own cache may hold the point
+        monkeypatch.setattr(config, "has_kernel", lambda arch, name: name != named.instance and built(arch, name))
+        results = [mla_suite.combine(partial_out, partial_lse, num_splits=splits) for splits in (8, 8, 16)]
+        choice = mla_suite.explain("combine", partial_out, partial_lse, num_splits=8)
+    assert str(choice).startswith("combine on gfx942 -> native (gfx942): combine_dv-512_rows-1_vec-4")
+    assert f"since {named.instance} of" in str(choice)
+    warned = [record.getMessage() for record in caplog.records if "is not built" in record.getMessage()]
+    assert len(warned) == 1, warned
+    assert f"names kernel {named.instance}, which is not built for gfx942; the rule's kernel runs instead" in warned[0]
+    assert "gfx942.csv:2" in warned[0]
+    wanted = mla_suite.combine(partial_out, partial_lse, num_splits=8)
+    for got, expected in zip(results[0], wanted, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -298,11 +298,10 @@ def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
 
 def compiled(record, point, folder):
     """Assembly text of one point."""
-    constants = dict(D_V=point.head_dim_v, ROWS=point.rows, VEC=point.vec, WAVES=point.waves, SLICES=point.slices)
     out = folder / f"{record.name}-{point.instance}.s"
     command = [
         *compilers.packaged().to_assembly(record.name),
-        *(f"-D{key}={value}" for key, value in constants.items()),
+        *(f"-D{key}={value}" for key, value in point.constants.items()),
         "-DMLA_SUITE_KERNEL=combine_point",
         f"-I{CSRC}",
         "-S",
@@ -320,26 +319,64 @@ def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
 
     Every other point is the one of 128 columns; which of them they are is the other way round on the other arch.
     """
-    machine = emulator.Emulator(arch.name)
     bounds = [0, 2, 2, 11]
     for vec in config.VECS:
         head_dim_v = config.HEAD_DIMS_V[(rows.bit_length() + vec.bit_length() + ARCHS.index(arch.name)) % 2]
         out, lse = partials(11, 5, head_dim_v)
         point = CombineConfig(arch, head_dim_v, rows, vec, waves=8, slices=1)
-        program = machine.load_text(compiled(arch, point, tmp_path), "combine_point")
-
-        def bind(op, instance, place, grid, block, lds, naming, overlap, program=program):
-            def run(params, given):
-                memories = [emulator.Memory.of(*buffer) for buffer in naming(*given)]
-                report = machine.launch(program, grid, block, lds, params, memories)
-                assert not report.findings, report.findings
-
-            return run
-
-        monkeypatch.setattr(kernels, "bind", bind)
+        launch_compiled(point, tmp_path, monkeypatch)
         merged, total = torch.empty(3, 5, head_dim_v), torch.empty(3, 5)
         NATIVE.run(point, (merged, total), out, lse, torch.tensor(bounds, dtype=torch.int32))
         assert_close(merged, total, exact(out, lse, bounds))
+
+
+def launch_compiled(point, folder, monkeypatch):
+    """Compiles a point and has launches of combine run it. Returns the list that gets their reports."""
+    machine, reports = emulator.Emulator(point.arch.name), []
+    program = machine.load_text(compiled(point.arch, point, folder), "combine_point")
+
+    def bind(op, instance, place, grid, block, lds, naming, overlap):
+        def run(params, given):
+            memories = [emulator.Memory.of(*buffer) for buffer in naming(*given)]
+            reports.append(machine.launch(program, grid, block, lds, params, memories))
+            assert not reports[-1].findings, reports[-1].findings
+
+        return run
+
+    monkeypatch.setattr(kernels, "bind", bind)
+    return reports
+
+
+@pytest.mark.parametrize("rows", config.ROWS)
+def test_splits_compiled_in(arch, rows, tmp_path, monkeypatch):
+    """16 splits of every sequence: a row that is dead, one that is NaN, a last workgroup not full, a sink.
+
+    It takes fewer instructions than the kernel for any number, except where a wave has all splits of a row.
+    """
+    vec = (4, 2, 1, 4)[config.ROWS.index(rows)]
+    out, lse = partials(3 * 16, 5)
+    lse[16:32, 2] = -INF
+    lse[1:15, 0] = -INF
+    lse[3, 4] = NAN
+    poison(out[16:32, 2])
+    poison(out[1:15, 0])
+    sink = torch.randn(5)
+    instructions = {}
+    for fixed in (0, 16):
+        point = CombineConfig(arch, 512, rows, vec, waves=8, slices=1, fixed_splits=fixed)
+        reports = launch_compiled(point, tmp_path, monkeypatch)
+        for attn_sink in (None, sink):
+            merged, total = poison(torch.empty(3, 5, 512)), poison(torch.empty(3, 5))
+            NATIVE.run(point, (merged, total), out, lse, None, attn_sink, num_splits=16)
+            assert merged[0, 4].isnan().all()
+            assert total.isnan().nonzero().tolist() == [[0, 4]]
+            assert torch.equal(merged[1, 2], torch.zeros(512))
+            assert total[1, 2] == -INF
+            rest = [0, 1, 3]
+            wanted = exact(out[:, rest], lse[:, rest], [0, 16, 32, 48], None if attn_sink is None else sink[rest])
+            assert_close(merged[:, rest], total[:, rest], wanted)
+        instructions[fixed] = reports[0].instructions()
+    assert instructions[16] < (0.9 if rows < 8 else 1.05) * instructions[0], instructions
 
 
 def test_a_miss_gives_the_same_numbers(arch):

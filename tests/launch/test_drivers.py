@@ -309,3 +309,12 @@ def test_a_driver_loads_objects_of_its_own_and_of_older_releases(old_driver, amd
 def test_an_object_that_nvcc_did_not_make(old_driver, amd_objects):
     with pytest.raises(DriverError, match="was made by clang version .*; build it with nvcc"):
         old_driver(13000).load(amd_objects.find("gfx942", NAME))
+
+
+@pytest.mark.parametrize("rig", ["hip"], indirect=True)
+@pytest.mark.parametrize("call", ["hipModuleLoadData", "hipModuleLaunchKernel"])
+def test_an_error_that_hip_has_no_words_for_keeps_its_number(rig, call):
+    """The runtime answers hipErrorUnknown for every number that it does not know."""
+    rig.stub.fail(call, 4242)
+    with pytest.raises(DriverError, match="HIP error 4242, which this runtime has no words for"):
+        rig.launch()

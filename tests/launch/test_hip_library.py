@@ -1,5 +1,7 @@
 """Which libamdhip64 is used: torch's, and never a second one."""
 
+import platform
+
 import pytest
 
 from mla_suite.launch import cuda, hip
@@ -39,6 +41,15 @@ def test_then_torchs_own_then_the_sdks(maps, tmp_path):
     assert hip.find_library(nothing, tmp_path / "none", [sdk]) == str(sdk / "libamdhip64.so.7")
     with pytest.raises(DriverError, match=r"no libamdhip64 is mapped, nor in .*none, nor in .*; install ROCm"):
         hip.find_library(nothing, tmp_path / "none", [])
+
+
+def test_debians_folder_is_searched_after_amds(maps, tmp_path):
+    """As Debian's libamdhip64-7 and AMD's own package lay themselves out, below another root."""
+    sdk = [tmp_path / folder.relative_to("/") for folder in hip.SEARCHED]
+    debian = touch(tmp_path / f"usr/lib/{platform.machine()}-linux-gnu", "libamdhip64.so.7")
+    assert hip.find_library(maps("/usr/lib/libc.so.6"), tmp_path / "none", sdk) == str(debian / "libamdhip64.so.7")
+    amd = touch(tmp_path / "opt/rocm/lib", "libamdhip64.so")
+    assert hip.find_library(maps("/usr/lib/libc.so.6"), tmp_path / "none", sdk) == str(amd / "libamdhip64.so")
 
 
 def test_two_mapped_copies_are_both_named(maps, tmp_path):

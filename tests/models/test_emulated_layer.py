@@ -16,7 +16,7 @@ ARCH = "gfx942"
 
 def emulated(weights, batch, prefill):
     """One step of `MLA` in the emulator, its plan included -> (reports, explanations), after comparing both outputs."""
-    task = problem(weights, batch, prefill, prefill + 8)
+    task = problem(weights, batch, prefill)
     layer = our_layer(weights)
     with mla_suite.emulate(ARCH) as arch, emulator.configured(collect=True) as reports, Witness() as witness:
         plan = mla_suite.plan(task.step.seq_lens, num_heads=HEADS, num_sm_parts=arch.compute_units, max_seqlen_kv=0)
@@ -47,7 +47,7 @@ def test_contest_layer_on_gfx942(weights, batch, prefill):
 
 @pytest.mark.full
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("prefill", [128, 512, 1024, 2048])
+@pytest.mark.parametrize("prefill", [128, 512, 1024, 2048, 4096, 6144])
 @torch.no_grad()
 def test_contest_layer_on_gfx942_at_every_prefill(weights, batch, prefill):
     check_all_native(*emulated(weights, batch, prefill))

@@ -10,6 +10,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs
+from mla_suite.archs.cdna import decode as cdna_decode
 from mla_suite.archs.common import decode_table
 from mla_suite.build import compilers, manifest
 from mla_suite.core import dispatch, tuning
@@ -77,6 +78,18 @@ def test_both_sides_of_each_published_limit(batch, context):
         assert choose(batch, context + 1, kv_format="bf16", dtype=torch.bfloat16).backend.name == "native"
 
 
+def test_calls_are_counted_by_what_ran_them():
+    args, kwargs = decode_sample([64] * 2, heads=32, q_len=4, **FP8).make(CPU)
+    with decode_table.policy("aiter-pr3003"), dispatch.count_calls() as calls:
+        for context in (64, 8192, 64, 4096):
+            torch.ops.mla_suite.decode(*args, **kwargs | {"max_seqlen_kv": context})
+        mla_suite.decode(*args, **kwargs | {"max_seqlen_kv": 64})
+    native = "decode_fp8_weights_query-fp8_weight-fp8_rows-128"
+    assert calls == {("decode", "native", native): 4, ("decode", "reference", "None"): 1}
+    torch.ops.mla_suite.decode(*args, **kwargs)
+    assert sum(calls.values()) == 5, "only calls within the block"
+
+
 def test_explain_names_the_row():
     args, kwargs = decode_sample([300] * 2, heads=32, q_len=4, **FP8).make(CPU)
     kwargs["max_seqlen_kv"] = 8192
@@ -104,6 +117,27 @@ def test_counted_limits_pick_the_tile():
             assert row.position in choice.supported.reason
             beyond = choose(batch, context + 1, heads=rows, q_len=1, **kind)
             assert beyond.supported.config.rows > choice.supported.config.rows
+
+
+def test_a_row_of_tiles_that_are_not_built_leaves_it_to_the_rule(monkeypatch, caplog):
+    """The native kernel runs in the rule's tiles, and one warning names row and kernel."""
+    ruled = choose(2, 1 << 29).supported.config
+    tiled = choose(2, 1024).supported.config
+    assert tiled != ruled
+    built = cdna_decode.has_kernel
+    monkeypatch.setattr(cdna_decode, "has_kernel", lambda arch, name: name != tiled.instance and built(arch, name))
+    dispatch.clear_caches()
+    try:
+        for context in (1024, 1000):
+            choice = choose(2, context)
+            assert choice.backend.name == "native"
+            assert choice.supported.config == ruled
+    finally:
+        monkeypatch.undo()
+        dispatch.clear_caches()
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 1
+    assert f"names tiles of kernel {tiled.instance}, which is not built for gfx950" in warned[0]
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])

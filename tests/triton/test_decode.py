@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend import CPU, run
+from backend import CPU, check_layouts, run
 
 import mla_suite
 from mla_suite import testing
@@ -52,6 +52,12 @@ def test_decode(sample: Sample) -> None:
     got = run(decode, "decode", hostile(args), kwargs)
     for mine, reference in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 2}, {"planned": True}, {"varlen": True}], ids=str)
+def test_an_lse_of_any_strides(how: dict[str, Any]) -> None:
+    args, kwargs = decode_sample([70, 0, 2], heads=3, q_len=3, page=16, **how, **FP32).make(CPU)
+    check_layouts(decode, "decode", args, kwargs)
 
 
 def test_decode_in_half_precision() -> None:

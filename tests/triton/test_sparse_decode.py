@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend import run
+from backend import check_layouts, run
 
 from mla_suite.core import register
 from mla_suite.core.dispatch import Unsupported
@@ -198,3 +198,12 @@ def test_refusals_are_sentences() -> None:
         answer = sparse.supports(given._replace(**change), None)
         assert isinstance(answer, Unsupported)
         assert ";" in answer.reason
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_lse_of_any_strides(splits: int) -> None:
+    q, kv_caches, indices, _ = problem([("fp32", 3, 8, 20)], 4, 3)
+    indices[0][1] = -1
+    batched = q.view(2, 2, *q.shape[1:]), kv_caches, [indices[0].view(2, 2, -1)], [None], [None]
+    options: dict[str, Any] = dict(kv_formats=["fp32"], softmax_scale=0.2, num_splits=splits)
+    check_layouts(sparse, "sparse_decode", batched, options)

@@ -12,6 +12,7 @@ namespace cdna {
 template <bool converts_bf16>
 struct Wave {
   static constexpr int lanes = 64;
+  static constexpr bool lse_anywhere = false;  // combine: lse is [tokens, heads] by strides, -inf where empty
   static constexpr bool reads_early = false;  // combine: a split of weight zero is not read
 
   // Returns a value that is the same in all lanes of the wave, in a scalar register.

@@ -10,7 +10,7 @@ struct CombineParams {
   const int32_t* cu_seqlens_q;   // [batch + 1] tokens of out, or null: q_len for each sequence
   const float* attn_sink;        // [sink_heads] logits, or null
   void* out;                     // [tokens, heads, D_V] of out_type, each row contiguous
-  float* lse;                    // [tokens, heads]
+  float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   int64_t partial_split_stride;  // elements, like every stride here
   int64_t partial_row_stride;
   int64_t partial_lse_split_stride;
@@ -32,5 +32,9 @@ struct CombineParams {
   uint32_t heads_reciprocal;     // the same for heads
   int32_t heads_shift;
   int32_t workgroups;            // of the launch: persistent_combine's walk what a plan split
+  uint32_t lse_tokens_magic;     // the reciprocal of lse_tokens; it and what follows are not read on CDNA
+  uint32_t lse_tokens_shift;
+  float empty_lse;               // of a row that no split has keys for: -inf or +inf
+  int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
 };
 }  // namespace mla

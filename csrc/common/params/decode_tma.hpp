@@ -23,7 +23,7 @@ struct alignas(64) DecodeTmaParams {
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal cuts by num_splits
   void* out;                     // [tokens, heads, D_V]
-  float* lse;                    // [tokens, heads]
+  float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
   int64_t q_row_stride;          // between rows of queries
@@ -31,6 +31,9 @@ struct alignas(64) DecodeTmaParams {
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
   int64_t out_token_stride;      // between tokens of out
   int64_t out_head_stride;       // between heads of out
+  int64_t lse_token_stride;      // between tokens of lse
+  int64_t lse_head_stride;       // between heads of lse
+  int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
   int32_t batch;
   int32_t heads;
   uint32_t heads_reciprocal;     // 2^32 / heads, rounded up, of more than one: row / heads by one multiplication
@@ -48,6 +51,9 @@ struct alignas(64) DecodeTmaParams {
   int32_t workers;               // rows of the grid, each of which walks the work list
   int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  uint32_t lse_tokens_magic;
+  uint32_t lse_tokens_shift;
+  float empty_lse;               // of a row that sees no key: -inf or +inf
   float softmax_scale;           // positive
 };
 

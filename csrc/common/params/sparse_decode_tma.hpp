@@ -1,5 +1,5 @@
 // The parameters of a sparse_decode launch on sm_90. TMA reads its map where it lies in the launch parameters, on 64
-// bytes: so the map comes first and the size is a multiple of 64 (of which the compiler pads the last four bytes).
+// bytes: so the map comes first, and the struct is aligned to 64.
 #pragma once
 
 #include "common/device.hpp"
@@ -8,16 +8,19 @@ namespace mla {
 
 // The queries are [tokens, heads, D_QK]; D_QK is 576 or 512, D_V is 512. The pools are as in SparseDecodeParams.
 // Strides count elements unless they say bytes.
-struct SparseDecodeTmaParams {
+struct alignas(64) SparseDecodeTmaParams {
   uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal cuts by num_splits
   void* out;                     // [tokens, heads, D_V]
-  float* lse;                    // [tokens, heads]
+  float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, heads], or null when nothing is split
   int64_t out_token_stride;
   int64_t out_head_stride;
+  int64_t lse_token_stride;
+  int64_t lse_head_stride;
+  int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token
   const uint8_t* cache_0;        // [pages, page, token bytes]
   const int32_t* indices_0;      // [tokens, topk] or [entries]: page number * page + token
   const int32_t* indptr_0;       // [tokens + 1] of ragged indices, or null: dense ones
@@ -72,6 +75,9 @@ struct SparseDecodeTmaParams {
   int32_t num_splits;            // cuts per query token when plan is null, at least 1
   int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
   int32_t workers;               // groups of blocks, as wide as the grid, that walk the work list: the grid's height
+  uint32_t lse_tokens_magic;     // division by lse_tokens, as by page
+  uint32_t lse_tokens_shift;
+  float empty_lse;               // of a row without keys: -inf or +inf
   float softmax_scale;           // positive
 };
 

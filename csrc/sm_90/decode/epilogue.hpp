@@ -12,7 +12,7 @@ constexpr uint32_t NO_ROW = ~0u;
 // Where this warp's rows go. A lane stores 16 bytes at a time, of every fourth row.
 struct OutputTarget {
   bool partial;
-  float* lse;          // of the block's rows
+  float* lse;          // of the partial's rows, or of the sequence's first token
   char* begin;         // of the sequence's rows
   uint32_t offset[4];  // from `begin`, in units of 16 bytes; NO_ROW where there is no row
   float factor[2];     // scales the two accumulator rows that this lane holds, which are not the rows it stores
@@ -50,11 +50,11 @@ class Epilogue {
     if (target.partial) {
       const int64_t first = static_cast<int64_t>(partial_row) * Traits::Problem::rows(params_);
       target.begin = reinterpret_cast<char*>(params_.partial_out + first * HEAD_DIM_V + first_column_);
-      target.lse = params_.partial_lse + first + first_row();
+      target.lse = params_.partial_lse + first;
     } else {
       target.begin =
           static_cast<char*>(params_.out) + 2 * (queries.first_token * params_.out_token_stride + first_column_);
-      target.lse = params_.lse + queries.first_token * params_.heads + first_row();
+      target.lse = params_.lse + lse_of_token(params_, queries.first_token);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -67,13 +67,25 @@ class Epilogue {
     return target;
   }
 
-  // Stores the lse of this warp's rows; `from` is where the block's 64 lse lie in shared memory.
+  // Stores the lse of this warp's rows; `from` is where the block's 64 lse lie in shared memory. Lane i of the first 16
+  // has the warp's row i, and learns whether there is one from a lane that stores the row's columns.
   MLA_DEVICE void store_lse(const OutputTarget& target, uint32_t from) const {
-    if (warpgroup_thread() % 8 != 0) return;
+    const int lane = warpgroup_thread() % 32;
+    uint32_t offset = NO_ROW;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (target.offset[i] != NO_ROW)
-        store_global(target.lse[stored_row(i)], ld_shared<float>(from + stored_row(i) * 4));
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t of_row = __shfl_sync(~0u, target.offset[i], lane % 4 * 8);
+      if (lane / 4 == i) offset = of_row;
+    }
+    if (offset == NO_ROW) return;
+    const int row = warpgroup_thread() / 32 * 16 + lane;
+    float lse = ld_shared<float>(from + row * 4);
+    int64_t at = first_row() + row;
+    if (!target.partial) {
+      at = lse_of_row_at(params_, first_row() + row);
+      if (lse == -INFINITE) lse = params_.empty_lse;
+    }
+    store_global(target.lse[at], lse);
   }
 
   // Stores all columns. `tile(i, four)` gives this thread's final values of tile i; it is called in the order of i.

@@ -2,6 +2,7 @@
 // of query token r / heads.
 #pragma once
 
+#include "common/lse_rows.hpp"
 #include "common/params/decode_tma.hpp"
 #include "common/params/sparse_decode_tma.hpp"
 #include "sm_90/decode/work_tile.hpp"
@@ -56,5 +57,13 @@ struct QueryRow {
     return seen < tile.end ? seen : tile.end;
   }
 };
+
+// Elements from the lse of the sequence's first token to that of a row; in sparse decode all rows are of one token.
+MLA_DEVICE int64_t lse_of_row_at(const DecodeTmaParams& params, int row) {
+  const Heads heads(params);
+  const int token = heads.token(row);
+  return token * params.lse_token_stride + heads.head(row, token) * params.lse_head_stride;
+}
+MLA_DEVICE int64_t lse_of_row_at(const SparseDecodeTmaParams& params, int row) { return row * params.lse_head_stride; }
 
 }  // namespace mla::sm_90

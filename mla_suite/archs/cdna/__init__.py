@@ -38,6 +38,8 @@ class CdnaKernels:
         return Unsupported(f"sparse_decode has no kernel for {self.arch.name}; other archs have one")
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
+        if problem.plus_inf_lse:
+            return Unsupported("plus_inf_lse; its kernels give lse -inf where a row has no keys")
         return combine_kernels.supports(problem, self.arch)
 
     def plan(self, problem: PlanProblem) -> Supported | Unsupported:

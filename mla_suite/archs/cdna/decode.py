@@ -25,8 +25,10 @@ from mla_suite.archs.common.decode import (
     query_adjustment,
     shape_of,
 )
+from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
@@ -54,6 +56,13 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = rule(problem, arch, decode_table.TILES.get(use, MAX_ROWS))
+    if row is not None and not has_kernel(arch, config.instance):
+        dispatch.warn_once(
+            config.instance,
+            f"decode: {decode_table.reason(row)} names tiles of kernel {config.instance}, which is not built for "
+            f"{arch.name}; the rule's run instead. `python -m mla_suite build` builds them",
+        )
+        config, row = rule(problem, arch, MAX_ROWS), None
     for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
         if not has_kernel(arch, needed):
             return Unsupported(not_built(needed, arch))
@@ -114,13 +123,17 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
     combined = None
     if slots:
         partials = -(-slots // shape.batch)
+        uniform = not (shape.plan_words or shape.ragged)
         chosen = combine.config_for(
-            config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0
+            config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
         )
-        combined = combine_launch(chosen, args, shape, results, splits.partials)
+        combined = combine_launch(
+            chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
+        )
     grid = (items, config.tiles(shape.rows), 1)
     prepared = Prepared(
-        *(config, grid, 0, False, numbers, copies_q, temporary, not lse.is_contiguous()),
+        # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
+        *(config, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
         *(slots, shape.rows, combined),
     )
     return launch_of(prepared, args, adjust, _pack_pointers)

@@ -63,11 +63,18 @@ def contiguous_outputs(outputs: tuple[torch.Tensor, ...], copies: tuple[bool, bo
     return tuple([torch.empty(t.shape, dtype=t.dtype, device=t.device) if copied else t for t, copied in replaced])
 
 
-def copy_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...]) -> None:
-    """Copy results from temporaries of `contiguous_outputs` into the caller's outputs."""
-    for given, result in zip(outputs, made, strict=True):
-        if result is not given:
-            given.copy_(result)
+def copy_back(outputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...], plus_inf_lse: bool) -> None:
+    """Copy results from temporaries of `contiguous_outputs` into the caller's outputs; with `plus_inf_lse` the lse of
+    rows without keys becomes +inf."""
+    (out, lse), (made_out, made_lse) = outputs, made
+    if made_out is not out:
+        out.copy_(made_out)
+    if made_lse is lse:
+        return
+    if plus_inf_lse:
+        torch.nan_to_num(made_lse, nan=torch.nan, posinf=torch.inf, neginf=torch.inf, out=lse)
+    else:
+        lse.copy_(made_lse)
 
 
 def written_buffers(

@@ -17,6 +17,7 @@ from mla_suite.core.dispatch import Launch, Supported, Unsupported, cached
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.ops.combine import CombineArgs, Problem
+from mla_suite.ops.combine.lse_layout import LseLayout, empty_lse
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
 MAX_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
@@ -47,7 +48,8 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported(f"{problem.rows} rows x {problem.batch} sequences; it takes {MAX_ROWS} rows")
     splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
     out_dtype = OUT_TYPES[problem.out_dtype][1]
-    config, reason = configs.choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits)
+    uniform = problem.num_splits > 0 and not problem.skip_single
+    config, reason = configs.choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits, uniform)
     for needed in (config, configs.unaligned(arch, problem.head_dim_v)):
         if not has_kernel(arch, needed.instance):
             return Unsupported(not_built(needed.instance, arch))
@@ -77,6 +79,7 @@ def prepare(
     config: AnyCombineConfig,
     shape: tuple[int, int, int],
     strides: tuple[tuple[int, ...], ...],
+    lse: tuple[LseLayout, bool],
     aligned: bool,
     out_dtype: torch.dtype,
     sink_heads: int,
@@ -84,12 +87,12 @@ def prepare(
     skip: tuple[bool, bool],
 ) -> CombineLaunch:
     """shape is (batch, rows, heads) with rows = q_len x heads; strides are those of partial_out and partial_lse, which
-    begin with [splits, rows], and of out and lse, which begin with [tokens, heads]; skip is whether sequences without a
-    split, and with one, are left as they are. Sequence b owns the splits that split_indptr says, or num_splits; and the
-    tokens that cu_seqlens_q says, or q_len.
+    begin with [splits, rows], and of out, which begins with [tokens, heads]; lse is where it lies and whether it is
+    +inf where it would be -inf; skip is whether sequences without a split, and with one, are left as they are. Sequence
+    b owns the splits that split_indptr says, or num_splits; and the tokens that cu_seqlens_q says, or q_len.
     """
     batch, rows, heads = shape
-    partial, partial_lse, out, lse = strides
+    partial, partial_lse, out = strides
     # 16-byte accesses must reach every vector of every row.
     whole = (partial[0] | partial[1]) % 4 == 0 and (out[0] | out[1]) * out_dtype.itemsize % 16 == 0
     if config.vec > 1 and not (aligned and whole):
@@ -106,8 +109,7 @@ def prepare(
         partial_lse_row_stride=partial_lse[1],
         out_token_stride=out[0],
         out_head_stride=out[1],
-        lse_token_stride=lse[0],
-        lse_head_stride=lse[1],
+        **lse_numbers(*lse),
         batch=batch,
         q_len=rows // heads,
         heads=heads,
@@ -125,6 +127,19 @@ def prepare(
     if params.fields[len(_POINTERS) - 1].name != _POINTERS[-1]:
         raise RuntimeError("combine: the parameter struct must begin with its pointers")
     return CombineLaunch(config.instance, (grid, 1, 1), config.threads, packed[8 * len(_POINTERS) :])
+
+
+def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
+    """The parameters that say where and how a kernel stores lse."""
+    magic, shift = reciprocal(layout.tokens)
+    return dict(
+        lse_token_stride=layout.token,
+        lse_head_stride=layout.head,
+        lse_batch_stride=layout.batch,
+        lse_tokens_magic=magic,
+        lse_tokens_shift=shift,
+        empty_lse=empty_lse(plus_inf),
+    )
 
 
 def bind_launch(launch: CombineLaunch, place: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
@@ -161,7 +176,8 @@ def prepare_operator(config: CombineConfig, outputs: tuple[torch.Tensor, ...], a
     prepared = prepare(
         config,
         (batch, rows, rows),
-        (partial_out.stride(), partial_lse.stride(), out.stride(), lse.stride()),
+        (partial_out.stride(), partial_lse.stride(), out.stride()),
+        (LseLayout.of(lse), args.plus_inf_lse),
         (partial_out.data_ptr() | out.data_ptr()) % 16 == 0,
         out.dtype,
         1 if args.attn_sink is None else args.attn_sink.shape[0],
@@ -189,10 +205,17 @@ def prepare_operator(config: CombineConfig, outputs: tuple[torch.Tensor, ...], a
 
 @cached
 def config_for(
-    arch: ArchSpec, head_dim_v: int, out_dtype: torch.dtype, rows: int, batch: int, splits: int, fixed: bool
+    arch: ArchSpec,
+    head_dim_v: int,
+    out_dtype: torch.dtype,
+    rows: int,
+    batch: int,
+    splits: int,
+    fixed: bool,
+    uniform: bool = False,
 ) -> CombineConfig:
     """The kernel that combines `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on
-    the batch."""
+    the batch, `uniform` says that all sequences have that many splits and rows."""
     if fixed:
         return configs.invariant(arch, head_dim_v)
-    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
+    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits, uniform)[0]

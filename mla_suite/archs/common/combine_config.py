@@ -10,12 +10,16 @@ import torch
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
-from mla_suite.core import tuning
+from mla_suite.build.instances import instance_id
+from mla_suite.core import dispatch, tuning
 from mla_suite.core.dispatch import Launch
+from mla_suite.launch import has_kernel
 
 HEAD_DIMS_V = (512, 128)
 ROWS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
+FIXED_SPLITS = (0, 16)
+"""Numbers of splits that a kernel may be compiled for; 0: it takes any, also of sequences that differ."""
 STATIC_LDS = {"amd": 65536, "nvidia": 49152}
 """Vendor -> bytes that a workgroup may declare; more needs dynamic shared memory on NVIDIA."""
 
@@ -24,10 +28,11 @@ STATIC_LDS = {"amd": 65536, "nvidia": 49152}
 class CombineConfig:
     """One instance of csrc/common/combine.hpp. Construction raises ValueError, in one sentence, for an illegal point.
 
-    rows    rows of a workgroup ("batch")
-    vec     columns that a lane holds side by side
-    waves   waves of a workgroup; waves x lanes of a wave / lanes of a row / rows teams share the splits of a row
-    slices  workgroups that share the columns of a row
+    rows          rows of a workgroup ("batch")
+    vec           columns that a lane holds side by side
+    waves         waves of a workgroup; waves x lanes of a wave / lanes of a row / rows teams share the splits of a row
+    slices        workgroups that share the columns of a row
+    fixed_splits  splits of every sequence, compiled in (csrc/common/combine_fixed_splits.hpp); 0: any number
     """
 
     arch: ArchSpec = field(repr=False)
@@ -36,6 +41,7 @@ class CombineConfig:
     vec: int
     waves: int
     slices: int
+    fixed_splits: int = 0
     instance: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +49,7 @@ class CombineConfig:
             ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
             ("rows", self.rows, ROWS),
             ("vec", self.vec, VECS),
+            ("fixed_splits", self.fixed_splits, FIXED_SPLITS),
         ):
             if value not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
@@ -58,15 +65,26 @@ class CombineConfig:
             self._raise(f"{self.waves} waves hold {self.threads // self.team} rows")
         if self.lds > STATIC_LDS[self.arch.vendor]:
             self._raise(f"it needs {self.lds} bytes of LDS of {STATIC_LDS[self.arch.vendor]}")
-        point = f"rows-{self.rows}_vec-{self.vec}_waves-{self.waves}_slices-{self.slices}"
-        object.__setattr__(self, "instance", f"combine_dv-{self.head_dim_v}_{point}")
+        if self.fixed_splits and self.arch.vendor != "amd":
+            self._raise("its kernels take any number of splits; fixed_splits is 0")
+        if self.fixed_splits > self.team:
+            self._raise(f"{self.fixed_splits} splits need a lane each of the {self.team} that hold a row")
+        object.__setattr__(self, "instance", instance_id("combine", self.constants))
 
     def __hash__(self) -> int:
         return hash(self.instance)  # at every launch: a str keeps its hash
 
     def _raise(self, why: str) -> None:
         point = f"head_dim_v={self.head_dim_v} rows={self.rows} vec={self.vec} waves={self.waves} slices={self.slices}"
+        point += f" fixed_splits={self.fixed_splits}" if self.fixed_splits else ""
         raise ValueError(f"combine: no kernel at {point} on {self.arch.name}: {why}")
+
+    @property
+    def constants(self) -> dict[str, int | str]:
+        """The macros of the instance, in the order of its name."""
+        point: dict[str, int | str] = dict(D_V=self.head_dim_v, ROWS=self.rows, VEC=self.vec)
+        point |= dict(WAVES=self.waves, SLICES=self.slices)
+        return point | ({"SPLITS": self.fixed_splits} if self.fixed_splits else {})
 
     @property
     def threads(self) -> int:
@@ -95,7 +113,7 @@ class CombineConfig:
     @property
     def resident(self) -> int:
         """Workgroups that a compute unit has room for: the kernel is built to leave it for this many waves."""
-        return (4 if self.parts > 1 else 8) * self.arch.simds // self.waves
+        return (4 if self.parts > 1 or self.fixed_splits else 8) * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
         """Workgroups for `rows` rows over the whole batch."""
@@ -146,10 +164,8 @@ def _illegal_row(arch: str, values: Mapping[str, int | str]) -> str | None:
 
 
 def config_of_row(arch: ArchSpec, values: Mapping[str, int | str]) -> CombineConfig:
-    point = {name: int(values[name]) for name in ("head_dim_v", "rows_per_group", "vec", "waves", "slices")}
-    return CombineConfig(
-        arch, point["head_dim_v"], point["rows_per_group"], point["vec"], waves=point["waves"], slices=point["slices"]
-    )
+    columns = ("head_dim_v", "rows_per_group", "vec", "waves", "slices", "fixed_splits")
+    return CombineConfig(arch, *(int(values[name]) for name in columns))
 
 
 FORMAT = tuning.Format(
@@ -166,16 +182,21 @@ FORMAT = tuning.Format(
         tuning.Integer("vec", 1, 8),
         tuning.Integer("waves", 1, 32),
         tuning.Integer("slices", 1, 128),
+        tuning.Integer("fixed_splits", 0, 64),
     ),
     refuse=_illegal_row,
 )
-"""Tables of combine: the shape, then rows per workgroup, vector width, waves and slices."""
+"""Tables of combine: the shape, then rows per workgroup, vector width, waves, slices and the splits compiled in."""
 
 
 def choose(
-    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int
+    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int, uniform: bool = False
 ) -> tuple[CombineConfig, str]:
-    """The point for a problem, and why: a row of a table within a factor of two, else the rule."""
+    """The point for a problem, and why: a row of a table within a factor of two, else the rule.
+
+    A row whose kernel was not built leaves the problem to the rule, with one warning in the log. `uniform` says that
+    every sequence has exactly `splits`, and that all of them are merged: what fixed_splits needs.
+    """
     key: dict[str, int | str] = dict(
         head_dim_v=head_dim_v,
         out_dtype=out_dtype,
@@ -184,8 +205,19 @@ def choose(
         batch=max(batch, 1),
         splits=max(splits, 1),
     )
-    match = tuning.find(FORMAT, arch.name, key)
-    if match is not None and all(theirs <= 2 * asked and asked <= 2 * theirs for _, asked, theirs in match.moved):
-        return config_of_row(arch, match.row.values), match.reason
+    ruled = rule(arch, head_dim_v, rows * batch, splits)
     reason = f"rule for {rows * batch} rows on {arch.compute_units} compute units"
-    return rule(arch, head_dim_v, rows * batch, splits), reason
+    match = tuning.find(FORMAT, arch.name, key)
+    if match is None or any(theirs > 2 * asked or asked > 2 * theirs for _, asked, theirs in match.moved):
+        return ruled, reason
+    tuned = config_of_row(arch, match.row.values)
+    if tuned.fixed_splits and not (uniform and tuned.fixed_splits == splits):
+        return ruled, f"{reason}, since {match.reason} is for {tuned.fixed_splits} splits of every sequence"
+    if tuned != ruled and not has_kernel(arch, tuned.instance):
+        dispatch.warn_once(
+            tuned.instance,
+            f"combine: {match.reason} names kernel {tuned.instance}, which is not built for {arch.name}; the rule's "
+            "kernel runs instead. `python -m mla_suite tune --build` compiles what tables name",
+        )
+        return ruled, f"{reason}, since {tuned.instance} of {match.reason} is not built"
+    return tuned, match.reason

@@ -1,31 +1,63 @@
-"""The search space of combine: every legal configuration of its kernel that was built."""
+"""The search space of combine: legal configurations of its kernel that were built, or are built for the search."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common.combine import OUT_TYPES
-from mla_suite.archs.common.combine_config import ROWS, VECS, CombineConfig
+from mla_suite.archs.common.combine_config import FIXED_SPLITS, ROWS, VECS, CombineConfig
+from mla_suite.build.builder import build_tuned
+from mla_suite.build.instances import instance
+from mla_suite.core import tuning
 from mla_suite.core.tuning import SearchSpace, Value
 from mla_suite.launch import has_kernel
 
 WAVES = (1, 2, 4, 8, 16)
 SLICES = (1, 2, 4, 8)
+TRIED_VECS = (1, 2, 4)
+TRIED_WAVES = 8  # with these every number of rows and every vector is legal
 
 
 def candidates(problem: Any, arch: ArchSpec) -> Iterator[CombineConfig]:
-    """Every legal point that was built for the arch."""
-    for rows, vec, waves, slices in itertools.product(ROWS, VECS, WAVES, SLICES):
+    """Every legal point that was built for the arch and takes the problem."""
+    uniform = problem.num_splits if not problem.skip_single else 0
+    for point in _legal(arch, problem.head_dim_v, VECS, WAVES, SLICES):
+        if point.fixed_splits in (0, uniform) and has_kernel(arch, point.instance):
+            yield point
+
+
+def _legal(
+    arch: ArchSpec, head_dim_v: int, vecs: Sequence[int], waves: Sequence[int], slices: Sequence[int]
+) -> Iterator[CombineConfig]:
+    for rows, vec, wave, cut, fixed in itertools.product(ROWS, vecs, waves, slices, FIXED_SPLITS):
         try:
-            point = CombineConfig(arch, problem.head_dim_v, rows, vec, waves, slices)
+            yield CombineConfig(arch, head_dim_v, rows, vec, wave, cut, fixed)
         except ValueError:  # an illegal point explains itself; here it only is no candidate
             continue
-        if has_kernel(arch, point.instance):
-            yield point
+
+
+def build(arch: ArchSpec, progress: Callable[[int, int], None] | None = None) -> int:
+    """Compile what a search tries beyond what is built, for rows of 512: rows x vectors x splits compiled in or not.
+
+    Returns how many were compiled, into this user's cache. BuildError where there is no compiler.
+    """
+    return build_points(arch, _legal(arch, 512, TRIED_VECS, (TRIED_WAVES,), (1,)), progress)
+
+
+def build_points(
+    arch: ArchSpec, points: Iterable[CombineConfig], progress: Callable[[int, int], None] | None = None
+) -> int:
+    return build_tuned([instance(arch.name, "combine", point.constants) for point in points], progress=progress)
+
+
+def build_named(arch: ArchSpec, progress: Callable[[int, int], None] | None = None) -> int:
+    """Compile what tuned tables name, this user's included, and what is not built; returns how many."""
+    points = [configs.config_of_row(arch, row.values) for row in tuning.rows(configs.FORMAT, arch.name)]
+    return build_points(arch, {point.instance: point for point in points}.values(), progress)
 
 
 def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
@@ -41,7 +73,8 @@ def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
 
 
 def cells(problem: Any, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Value]:
-    return dict(rows_per_group=point.rows, vec=point.vec, waves=point.waves, slices=point.slices)
+    found = dict(rows_per_group=point.rows, vec=point.vec, waves=point.waves, slices=point.slices)
+    return found | {"fixed_splits": point.fixed_splits}
 
 
-SPACES = {"native": SearchSpace(candidates, configs.FORMAT, str, facts, cells)}
+SPACES = {"native": SearchSpace(candidates, configs.FORMAT, str, facts, cells, build)}

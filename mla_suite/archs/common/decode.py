@@ -24,6 +24,7 @@ from mla_suite.core.dispatch import Launch
 from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
 
@@ -132,13 +133,16 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
     )
 
 
-def combine_launch(config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, partials: int) -> CombineLaunch:
-    """The launch that combines the partials of decode into rows of `out`."""
+def combine_launch(
+    config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, lse: tuple[LseLayout, bool], partials: int
+) -> CombineLaunch:
+    """The launch that combines the partials of decode into rows of `out` and an lse as `combine.prepare` has it."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     return combine.prepare(
         config,
         (shape.batch, rows, shape.heads),
-        ((rows * head_dim_v, head_dim_v), (rows, 1), out.strides[-3:-1], (shape.heads, 1)),
+        ((rows * head_dim_v, head_dim_v), (rows, 1), out.strides[-3:-1]),
+        lse,
         True,  # scratch and results begin on 16 bytes
         out.dtype,
         1 if args.attn_sink is None else shape.heads,
@@ -196,7 +200,7 @@ class Prepared(NamedTuple):
     shared: int  # bytes of dynamic shared memory
     overlap: bool  # the kernel may begin before the one ahead of it on the stream ends
     numbers: bytes  # the parameters after those that hold addresses
-    copies_q: bool  # whether the kernel cannot reach the rows of q, out or lse as they lie
+    copies_q: bool  # whether the kernel cannot reach the rows of q or out as they lie, or write lse as it is wanted
     copies_out: bool
     copies_lse: bool
     slots: int  # partials of all sequences
@@ -218,7 +222,7 @@ def launch_of(
     place = args.q, prepared.grid, config.threads, prepared.shared
     named = partial(_buffers, slots, rows)
     enqueue = bind("decode", config.instance, *place, named, overlap=prepared.overlap)
-    numbers, copies_q = prepared.numbers, prepared.copies_q
+    numbers, copies_q, plus_inf_lse = prepared.numbers, prepared.copies_q, args.plus_inf_lse
     copies = prepared.copies_out, prepared.copies_lse
     copied = any(copies)
     partial_values = slots * rows * args.head_dim_v
@@ -255,7 +259,7 @@ def launch_of(
             leading = pack_combine(partial_at, partial_lse_at, indptr_at, inputs_at[6], inputs_at[9], out_at, lse_at)
             enqueue_combine(leading + combine_numbers, (batch, cu_seqlens_q, attn_sink, plan, (out, lse), scratch))
         if copied:
-            copy_back(outputs, (out, lse))
+            copy_back(outputs, (out, lse), plus_inf_lse)
 
     return launch
 

@@ -30,6 +30,7 @@ from mla_suite.core.dispatch import Launch, Unsupported
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items, splits_of
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
@@ -94,20 +95,26 @@ class Shape(NamedTuple):
     out: Rows  # [tokens, heads, head_dim_v]
     copies_q: bool  # the kernels take a copy
     copies_out: bool
+    lse: tuple[LseLayout, bool]  # as `combine.prepare` has it
+    copies_lse: bool
     tokens: int
     heads: int
     keys: int  # selected keys per query token, in the mean
     plan_words: int  # 0 without a plan
 
 
-def shape_of(args: SparseDecodeArgs, q: torch.Tensor, out: torch.Tensor) -> Shape:
-    """The sizes of a call with queries `q`, which may be an adjusted copy of the argument."""
+def shape_of(args: SparseDecodeArgs, q: torch.Tensor, outputs: tuple[torch.Tensor, ...], any_lse: bool) -> Shape:
+    """The sizes of a call with queries `q`, which may be an adjusted copy of the argument. `any_lse` says that the
+    kernels store lse with any strides and +inf; the others store [tokens, heads] and -inf, and it is converted."""
+    out, lse = outputs
     queries, copies_q = rows_of(q)
     results, copies_out = rows_of(out)
     tokens, heads, _ = results.shape
     keys = sum(index.numel() for index in args.indices) // max(tokens, 1)
     plan_words = 0 if args.plan is None else args.plan.shape[0]
-    return Shape(queries, results, copies_q, copies_out, tokens, heads, keys, plan_words)
+    copies_lse = not any_lse and (args.plus_inf_lse or not lse.is_contiguous())
+    wanted = (LseLayout.of(lse), args.plus_inf_lse) if any_lse else (LseLayout.contiguous(heads), False)
+    return Shape(queries, results, copies_q, copies_out, wanted, copies_lse, tokens, heads, keys, plan_words)
 
 
 def splits_by_size(args: SparseDecodeArgs) -> int:
@@ -142,7 +149,7 @@ def slots_and_tiles(args: SparseDecodeArgs, shape: Shape, splits: int) -> tuple[
 
 
 def numbers_of(
-    kernel: str, leading: tuple[str, ...], args: SparseDecodeArgs, shape: Shape, splits: int, **own: int
+    kernel: str, leading: tuple[str, ...], args: SparseDecodeArgs, shape: Shape, splits: int, **own: int | float
 ) -> tuple[bytes, ...]:
     """The parameters that are no addresses, divided where those of the pools lie."""
     lengths = args.topk_lengths or [None] * len(args.kv_caches)
@@ -180,7 +187,8 @@ def combine_launch(config: AnyCombineConfig, args: SparseDecodeArgs, shape: Shap
     return combine.prepare(
         config,
         (shape.tokens, heads, heads),
-        ((heads * head_dim_v, head_dim_v), (heads, 1), shape.out.strides[:2], (heads, 1)),
+        ((heads * head_dim_v, head_dim_v), (heads, 1), shape.out.strides[:2]),
+        shape.lse,
         True,  # scratch and results begin on 16 bytes
         shape.out.dtype,
         1 if args.attn_sink is None else heads,
@@ -192,7 +200,6 @@ def combine_launch(config: AnyCombineConfig, args: SparseDecodeArgs, shape: Shap
 def launch_of(
     prepared: Prepared,
     args: SparseDecodeArgs,
-    outputs: tuple[torch.Tensor, ...],
     pack_leading: Callable[..., bytes],
 ) -> Launch:
     """The launch of sparse_decode.
@@ -208,7 +215,7 @@ def launch_of(
     copies_selection = any(token_stride(index, 1) is None for index in args.indices) or not all(
         lengths is None or lengths.is_contiguous() for lengths in args.topk_lengths or ()
     )
-    copies = shape.copies_out, not outputs[1].is_contiguous()
+    copies, plus_inf_lse = (shape.copies_out, shape.copies_lse), args.plus_inf_lse
     copied = any(copies)
     partial_values = slots * rows * args.head_dim_v
     scratch_values = partial_values + slots * rows
@@ -248,7 +255,7 @@ def launch_of(
             leading = pack_combine(partial_at, partial_lse_at, indptr_at, 0, sink_at, out_at, lse_at)
             enqueue_combine(leading + combine_numbers, (attn_sink, plan, (out, lse), scratch))
         if copied:
-            copy_back(outputs, (out, lse))
+            copy_back(outputs, (out, lse), plus_inf_lse)
 
     return launch
 

@@ -100,7 +100,7 @@ def _prepare(config: SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spar
     if outputs[0].numel() == 0:
         return lambda outputs, tensors: None
     q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-    shape = shape_of(args, q, outputs[0])
+    shape = shape_of(args, q, outputs, any_lse=False)
     units, tiles = config.arch.compute_units, config.tiles(shape.heads)
     splits = 1
     if not shape.plan_words:
@@ -118,4 +118,4 @@ def _prepare(config: SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spar
         )
         combined = combine_launch(chosen, args, shape, splits)
     prepared = Prepared(config, (groups, tiles, 1), 0, False, numbers, shape, slots, combined)
-    return launch_of(prepared, args, outputs, _pack_leading)
+    return launch_of(prepared, args, _pack_leading)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.archs.common import decode_table
 from mla_suite.archs.common.attention import pack_numbers
@@ -29,6 +30,7 @@ from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
@@ -259,10 +261,12 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
         q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
     splits_magic, splits_shift = reciprocal(splits.number)
     table = args.block_table
+    wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = pack_numbers(
         "decode_tma",
         tensor_maps.LEADING,
         q_row_stride=tensor_maps.pitch(queries.shape, queries.strides),
+        **combine_kernels.lse_numbers(*wanted_lse),
         heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
         page_ids_stride=0 if table is None else table.stride(0),
         page_ids_width=0 if table is None else table.shape[1],
@@ -285,9 +289,9 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
             splits.size > 0,
             shape.plan_words > 0,
         )
-        combined = combine_launch(chosen, args, shape, results, splits.partials)
+        combined = combine_launch(chosen, args, shape, results, wanted_lse, splits.partials)
     prepared = Prepared(
-        *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, not lse.is_contiguous()),
+        *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
         *(slots, shape.rows, combined),
     )
     return launch_of(prepared, args, adjust, tensor_maps.decode_packer(kv_map, q_map))

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 import torch
 
 from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     POINTERS,
@@ -144,7 +145,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if outputs[0].numel() == 0:
         return lambda outputs, tensors: None
     q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-    shape = shape_of(args, q, outputs[0])
+    shape = shape_of(args, q, outputs, any_lse=True)
     if tensor_maps.pitch(shape.q.shape, shape.q.strides) is None:
         shape = shape._replace(q=shape.q.copied(), copies_q=True)
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
@@ -157,7 +158,8 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     slots, items = slots_and_tiles(args, shape, splits)
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, items, tiles)
-    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, workers=groups)
+    lse = combine_kernels.lse_numbers(*shape.lse)
+    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, workers=groups, **lse)
     combined = None
     if slots:
         chosen = combine.config_for(
@@ -173,7 +175,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
         combined = combine_launch(chosen, args, shape, splits)
     q_map = tensor_maps.q_map(shape.q.shape, shape.q.strides, shape.q.dtype, 1)
     prepared = Prepared(config, (tiles, groups, 1), config.lds, True, numbers, shape, slots, combined)
-    return launch_of(prepared, args, outputs, partial(_pack, q_map))
+    return launch_of(prepared, args, partial(_pack, q_map))
 
 
 def _pack(q_map: tensor_maps.TensorMapDesc, q_at: int, *addresses: int) -> bytes:

@@ -1,0 +1,262 @@
+"""The reduction after decode beside a restatement of AITER's stock one, on the grid that pull request 3468 publishes.
+
+    python benchmarks/bench_reduce.py [--csv FILE] [--shapes b64-r16] [--arch gfx942,gfx950]
+
+A shape is query tokens x heads x splits, with KEYS_PER_SPLIT cached keys for each split. Three ways to end its decode:
+
+    ours           combine over that many splits of each token
+    stock          one kernel over general maps (reduce_indptr, reduce_final_map, reduce_partial_map), driven by the
+                   persistent plan of the same sequences: the planner says how many partial tiles there are
+    stock_uniform  the same kernel over ours' partial tiles
+
+A partial tile is the partial result of one token in one split, of all heads. Where the planner splits nothing, the
+stock kernel reads its maps and no more: decode wrote the results. The stock kernel is written here from what AITER
+documents: persistent programs walk (tile, head), merge the tile's partials by an online softmax and write out and lse.
+It is Triton and AITER's is HIP, so its times stand for the formulation, not for that kernel. On a GPU every result is
+compared with fp64 first; times are of graph nodes, the partials found in the cache as decode leaves them. Without a
+GPU: bounds in clocks, of ours by the emulator, and of bytes over the chip's memory rate; never times.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import mla_suite
+from mla_suite import archs
+from mla_suite.archs.common import combine_config
+from mla_suite.bench import counted_search, saving, sets
+from mla_suite.bench.clock import Effort, device_rounds
+from mla_suite.bench.noise import median
+from mla_suite.integrations import metadata_convert
+from mla_suite.launch import emulate
+from mla_suite.testing import Exact, assert_close
+
+if find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+
+HEAD_DIM_V = 512
+KEYS_PER_SPLIT = 256
+PROGRAMS = 4  # of the stock kernel, for each compute unit
+EFFORT = Effort(rounds=3, rest_s=0.02)
+HEADER = ("tokens", "heads", "splits", "runner", "unit", "latency", "gb_per_s", "partial_tiles", "of_stock")
+
+
+class Maps(NamedTuple):
+    """The lists of AITER's planner for its reduction: entries of each tile, its query tokens, rows of partials."""
+
+    indptr: torch.Tensor  # [tiles + 1]
+    final: torch.Tensor  # [tiles, 2]
+    partial: torch.Tensor  # [entries]
+    rows: int  # of the partial tensors
+
+    @property
+    def merged(self) -> int:
+        """Partial tiles that are read: those of tiles with more than one."""
+        counts = self.indptr.diff()
+        return int(counts[counts > 1].sum())
+
+    @property
+    def tiles(self) -> int:
+        """Tiles that are merged."""
+        return int((self.indptr.diff() > 1).sum())
+
+
+def uniform_maps(tokens: int, splits: int, device: torch.device) -> Maps:
+    index: dict[str, Any] = dict(dtype=torch.int32, device=device)
+    first = torch.arange(tokens, **index)
+    entries = torch.arange(tokens * splits, **index)
+    return Maps(torch.arange(tokens + 1, **index) * splits, torch.stack((first, first + 1), 1), entries, len(entries))
+
+
+def planned_maps(tokens: int, heads: int, splits: int, units: int, device: torch.device) -> Maps:
+    """The lists of the plan for `tokens` sequences of splits x KEYS_PER_SPLIT keys over the device's units."""
+    index: dict[str, Any] = dict(dtype=torch.int32, device=device)
+    keys = splits * KEYS_PER_SPLIT
+    lens = torch.full((tokens,), keys, **index)
+    queries = torch.arange(tokens + 1, **index)
+    plan = mla_suite.plan(lens, queries, num_heads=heads, max_seqlen_q=1, max_seqlen_kv=keys, num_sm_parts=units)
+    made = metadata_convert.to_aiter(plan, queries, queries * keys, workers=units, page_size=1, max_seqlen_q=1)
+    return Maps(made.reduce_indptr, made.reduce_final_map, made.reduce_partial_map, tokens + units)
+
+
+class Turn(NamedTuple):
+    """Inputs and outputs of one reduction."""
+
+    partial_out: torch.Tensor  # [rows, heads, HEAD_DIM_V]
+    partial_lse: torch.Tensor  # [rows, heads]
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def turn_of(rows: int, tokens: int, heads: int, device: torch.device) -> Turn:
+    draw = torch.Generator(device).manual_seed(rows)
+    partial_lse = torch.randn(rows, heads, generator=draw, device=device) * 3
+    return Turn(
+        torch.randn(rows, heads, HEAD_DIM_V, generator=draw, device=device),
+        partial_lse,
+        torch.full((tokens, heads, HEAD_DIM_V), torch.nan, dtype=torch.bfloat16, device=device),
+        torch.full((tokens, heads), torch.nan, device=device),
+    )
+
+
+@cache
+def stock_kernel() -> Any:
+    """The restated stock reduction; made at its first use, since Triton is optional."""
+
+    @triton.jit(do_not_specialize=["tiles"])
+    def kernel(partial_out, partial_lse, indptr, final, partial, out, lse, tiles, HEADS: tl.constexpr, D: tl.constexpr):
+        column = tl.arange(0, D)
+        for work in range(tl.program_id(0), tiles * HEADS, tl.num_programs(0)):
+            tile, head = work // HEADS, work % HEADS
+            first, end = tl.load(indptr + tile), tl.load(indptr + tile + 1)
+            if end - first > 1:  # fewer were written where they belong
+                begin, stop = tl.load(final + 2 * tile), tl.load(final + 2 * tile + 1)
+                for token in range(begin, stop):
+                    largest = -float("inf")
+                    total = 0.0
+                    merged = tl.zeros([D], tl.float32)
+                    for entry in range(first, end):
+                        row = (tl.load(partial + entry) + token - begin).to(tl.int64) * HEADS + head
+                        one = tl.load(partial_lse + row)
+                        now = tl.maximum(largest, one)
+                        base = tl.where(now == -float("inf"), 0.0, now)
+                        before, weight = tl.exp(largest - base), tl.exp(one - base)
+                        merged = merged * before + weight * tl.load(partial_out + row * D + column)
+                        total = total * before + weight
+                        largest = now
+                    place = (token - begin + begin.to(tl.int64)) * HEADS + head
+                    result = tl.where(total > 0.0, merged / total, 0.0)
+                    tl.store(out + place * D + column, result.to(out.dtype.element_ty))
+                    tl.store(lse + place, largest + tl.log(total))
+
+    return kernel
+
+
+def run_stock(turn: Turn, maps: Maps, units: int) -> None:
+    heads, tiles = turn.lse.shape[1], maps.indptr.shape[0] - 1
+    grid = (min(PROGRAMS * units, tiles * heads),)
+    tensors = turn.partial_out, turn.partial_lse, *maps[:3], turn.out, turn.lse
+    stock_kernel()[grid](*tensors, tiles, HEADS=heads, D=HEAD_DIM_V, num_warps=4)
+
+
+def run_ours(turn: Turn, splits: int) -> None:
+    torch.ops.mla_suite.combine.out(
+        turn.partial_out,
+        turn.partial_lse,
+        num_splits=splits,
+        out_dtype=turn.out.dtype,
+        out=turn.out,
+        lse=turn.lse,
+    )
+
+
+def check(turn: Turn, maps: Maps) -> None:
+    """Compare what the maps say is merged with fp64. AssertionError where it is off, or a tile was left out."""
+    bounds, wanted = maps.indptr.tolist(), maps.indptr.diff() > 1
+    outs, lses, sizes = [], [], []
+    for tile in wanted.nonzero().flatten().tolist():
+        rows = maps.partial[bounds[tile] : bounds[tile + 1]].long()
+        values, lse = turn.partial_out[rows].double(), turn.partial_lse[rows].double()
+        weights = torch.softmax(lse, 0)[..., None]
+        outs.append((weights * values).sum(0))
+        sizes.append((weights * values.abs()).sum(0))
+        lses.append(torch.logsumexp(lse, 0))
+    exact = Exact(*(torch.stack(parts).cpu() for parts in (outs, lses, sizes)))
+    token = maps.final[:, 0][wanted].long()
+    assert_close(turn.out[token].cpu(), turn.lse[token].cpu(), exact)
+
+
+def moved(merged: int, tiles: int, heads: int) -> int:
+    """Bytes that must be read and written."""
+    return heads * (merged * (HEAD_DIM_V + 1) * 4 + tiles * (HEAD_DIM_V * 2 + 4))
+
+
+class Line(NamedTuple):
+    """One runner on one shape; latency in microseconds on a GPU, else a bound in clocks."""
+
+    shape: tuple[int, int, int]
+    runner: str
+    unit: str
+    latency: float
+    gb_per_s: float
+    partial_tiles: int
+    of_stock: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        speed = f"{self.gb_per_s:.0f}" if self.gb_per_s else ""
+        ratio = f"{self.of_stock:.3f}" if self.of_stock else ""
+        first = (*map(str, self.shape), self.runner, self.unit, f"{self.latency:.2f}")
+        return *first, speed, str(self.partial_tiles), ratio
+
+
+def timed(shape: tuple[int, int, int], device: torch.device) -> Iterator[Line]:
+    """Times on this GPU."""
+    tokens, heads, splits = shape
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    own = uniform_maps(tokens, splits, device)
+    planned = planned_maps(tokens, heads, splits, units, device)
+    runners = {
+        "stock": (planned, lambda turn: run_stock(turn, planned, units)),
+        "stock_uniform": (own, lambda turn: run_stock(turn, own, units)),
+        "ours": (own, lambda turn: run_ours(turn, splits)),
+    }
+    stock_us = 0.0
+    for name, (maps, call) in runners.items():
+        turn = turn_of(maps.rows, tokens, heads, device)
+        call(turn)
+        if maps.tiles:
+            check(turn, maps)
+        us = median(device_rounds(call, [turn], EFFORT))
+        stock_us = stock_us or us
+        speed = moved(maps.merged, maps.tiles, heads) / us / 1e3
+        yield Line(shape, name, "us", us, speed, maps.merged, us / stock_us)
+
+
+def counted(shape: tuple[int, int, int], name: str) -> Iterator[Line]:
+    """Bounds on an AMD arch: bytes for the stock reduction, the emulator's for ours."""
+    tokens, heads, splits = shape
+    cpu, arch = torch.device("cpu"), archs.get(name)
+    rate = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6)
+    own, planned = uniform_maps(tokens, splits, cpu), planned_maps(tokens, heads, splits, arch.compute_units, cpu)
+    for runner, maps in (("stock bytes", planned), ("stock_uniform bytes", own)):
+        clocks = moved(maps.merged, maps.tiles, heads) / rate
+        yield Line(shape, f"{name} {runner}", "clocks", clocks, 0.0, maps.merged, 0.0)
+    with emulate(name):
+        point, _ = combine_config.choose(arch, HEAD_DIM_V, "bf16", heads, tokens, splits, uniform=True)
+        clocks = max(counted_search.bound(point, tokens * heads, splits).values())
+    yield Line(shape, f"{name} ours {point.instance}", "clocks", clocks, 0.0, own.merged, 0.0)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines as CSV too")
+    parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
+    parser.add_argument("--arch", default="gfx942,gfx950", help="AMD archs to count for without a GPU")
+    given = parser.parse_args(arguments)
+    cases = sets.matching({case.id: case for case in sets.named("aiter-3468")}, given.shapes)
+    on_gpu = torch.cuda.is_available()
+    print(torch.cuda.get_device_name() if on_gpu else "no GPU: bounds in clocks", "torch", torch.__version__)
+    print(",".join(HEADER))
+    lines = []
+    for case in cases:
+        shape = case.facts["batch"], case.facts["heads"], case.facts["splits"]
+        found = [timed(shape, torch.device("cuda"))] if on_gpu else [counted(shape, a) for a in given.arch.split(",")]
+        for line in (line for part in found for line in part):
+            lines.append(line)
+            print(",".join(line.cells), flush=True)
+    if given.csv:
+        rows = (HEADER, *(line.cells for line in lines))
+        saving.write_whole(given.csv, "\n".join(",".join(row) for row in rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Our attention under the latent attention layers of any transformers model, which keep all else of their own.
+
+Every such layer of transformers 5.23 does three things in one order: it gives its normed latents and its rotated k_pe
+to the cache, expands what the cache returns with its method `expand_kv`, and calls the attention function that
+`config._attn_implementation` names. `LatentCache.update` returns the new tokens alone, `keep_latents` takes the place
+of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
+
+Latents narrower than our cache's rows are padded with zeros, which change no score and no value.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mla_suite
+from mla_suite.integrations._common import refuse
+from mla_suite.integrations.transformers_cache import Call
+from mla_suite.models import prefill
+from mla_suite.models.absorb import absorbed, head_values
+from mla_suite.models.config import LATENT, ROPE
+
+POSSIBLE = "leave this model as it is"
+
+
+def check(attention: nn.Module) -> None:
+    """Raise TypeError or ValueError for a latent attention layer that computes more than `attend` does."""
+    layer = cast(Any, attention)
+    name = type(layer).__name__
+    if type(layer.kv_b_proj) is not nn.Linear or layer.kv_b_proj.bias is not None:
+        refuse("patch", f"kv_b_proj of {name} is {layer.kv_b_proj}", "absorption needs a plain Linear", TypeError)
+    if not hasattr(layer, "expand_kv"):
+        refuse("patch", f"{name} has no expand_kv", "transformers 5.23 or newer is needed", TypeError)
+    if layer.kv_lora_rank > LATENT or layer.qk_rope_head_dim > ROPE:
+        given = f"kv_lora_rank {layer.kv_lora_rank} and qk_rope_head_dim {layer.qk_rope_head_dim}"
+        refuse("patch", given, f"a cached token is {LATENT} + {ROPE} elements at most: {POSSIBLE}")
+    if getattr(layer, "sliding_window", None) is not None:
+        refuse("patch", f"{name} has a sliding window", f"decode attends to all keys: {POSSIBLE}")
+
+
+def keep_latents(kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The method `expand_kv` of a patched layer: nothing is expanded."""
+    return kv_c, k_pe
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any = None,
+    *,
+    scaling: float | None = None,
+    mla_suite_call: Call | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function as transformers calls it, for the new tokens' latents.
+
+    query [batch, heads, q_len, nope + rope], rotated; key [batch, 1, q_len, kv_lora_rank], the normed latents; value
+    [batch, 1, q_len, rope], the rotated k_pe. The model's hook passes its `Call` as mla_suite_call, or as the mask in
+    models that have masks by kind of layer. Returns ([batch, q_len, heads, v_head_dim], None).
+    """
+    call = attention_mask if mla_suite_call is None else mla_suite_call
+    if not isinstance(call, Call) or not hasattr(module, "kv_b_proj"):
+        raise TypeError(
+            f"patch: attention of a {type(module).__name__} was called outside its model; call patch(model)"
+        )
+    layer, scale = cast(Any, module), cast(float, scaling)
+    q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
+    q_len = q.shape[1]
+    if call.cache is None or call.step is None:
+        k, v = _expanded(layer, key, value)
+        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
+    kv_cache = call.cache.kv_cache(layer.layer_idx)
+    mla_suite.append_kv(
+        _widened(kv_c, LATENT).reshape(-1, LATENT),
+        _widened(k_pe, ROPE).reshape(-1, ROPE),
+        kv_cache,
+        call.step.slot_mapping,
+        kv_format=call.cache.paged.kv_format,
+    )
+    if q_len == 1:
+        return _attend_cached(layer, q, call, kv_cache, call.step.seq_lens, scale, causal=True)[0], None
+    k, v = _expanded(layer, key, value)
+    if not call.prefix:
+        return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
+    own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=call.valid)
+    lens = call.step.seq_lens
+    new = torch.full_like(lens, q_len) if call.valid is None else call.valid.sum(1, dtype=torch.int32)
+    past = _attend_cached(layer, q, call, kv_cache, lens - new, scale, causal=False)
+    return prefill.merged(own, past, query.dtype), None
+
+
+def _attend_cached(
+    layer: Any, q: torch.Tensor, call: Call, kv_cache: torch.Tensor, seq_lens: torch.Tensor, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [batch, q_len, heads, v_head_dim] and lse [batch, q_len, heads] of the first seq_lens tokens cached."""
+    assert call.cache is not None
+    assert call.step is not None
+    rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+    weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
+    w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+    q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
+    q = absorbed(q_nope, q_pe, w_uk)
+    if (rank, rope) != (LATENT, ROPE):
+        latent, pe = q.split([rank, rope], dim=-1)
+        q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)
+    out, lse = mla_suite.decode(
+        q,
+        kv_cache,
+        seq_lens,
+        call.step.block_table,
+        softmax_scale=scale,
+        max_seqlen_q=q.shape[1],
+        causal=causal,
+        kv_format=call.cache.paged.kv_format,
+    )
+    return head_values(out[..., :rank], w_uv), lse
+
+
+def _expanded(layer: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [batch, q_len, heads, dim] of the new tokens, by the layer's own `expand_kv`."""
+    k, v = type(layer).expand_kv(layer, kv_c, k_pe)
+    return k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _widened(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x if x.shape[-1] == size else functional.pad(x, (0, size - x.shape[-1]))

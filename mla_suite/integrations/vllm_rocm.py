@@ -1,0 +1,109 @@
+"""`rocm_sparse_attn_decode` of vLLM's ROCm backend for DeepSeek V4, over our sparse decode.
+
+    import vllm.models.deepseek_v4.amd.rocm as model_code
+    from mla_suite.integrations import vllm_rocm
+
+    model_code.rocm_sparse_attn_decode = vllm_rocm.rocm_sparse_attn_decode
+
+The signature is that of vLLM 0.32's `vllm.v1.attention.ops.rocm_aiter_mla_sparse`. Rows come back as attention leaves
+them: the caller turns them by the inverse rope, as it does after AITER's kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import mla_suite
+from mla_suite.integrations._common import refuse
+
+NAME = "rocm_sparse_attn_decode"
+HEAD_DIM, NOPE, ROPE = 512, 448, 64
+OCP, FNUZ = "dsv4", "dsv4_fnuz"
+
+
+def rocm_sparse_attn_decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    swa_k_cache: torch.Tensor,
+    swa_only: bool,
+    topk_indices: torch.Tensor | None,
+    topk_lens: torch.Tensor | None,
+    swa_indices: torch.Tensor,
+    swa_lens: torch.Tensor | None,
+    swa_ragged_indices: torch.Tensor | None,
+    swa_ragged_indptr: torch.Tensor | None,
+    topk_ragged_indices: torch.Tensor | None,
+    topk_ragged_indptr: torch.Tensor | None,
+    attn_sink: torch.Tensor | None,
+    scale: float,
+    head_dim: int,
+    nope_head_dim: int,
+    rope_head_dim: int,
+    output: torch.Tensor | None,
+    extra_cache_nan_free: bool = False,
+    adaptive_splits: bool = False,
+    inv_rope_positions: torch.Tensor | None = None,
+    inv_rope_cos_sin_cache: torch.Tensor | None = None,
+    output_mxfp8: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> int:
+    """Attend from each decode token to its window and, unless swa_only, to its selected compressed keys.
+
+    q            [tokens, heads, 512]; attn_sink fp32 [at least heads]; output [tokens, heads, 512], written
+    swa_k_cache  uint8 [pages, page, 584], the window's records; kv_cache the compressed ones, of another page size
+    *_indices    int32 [tokens, topk] or [tokens, 1, topk] slots, *_lens int32 [tokens]: that many of them count; used
+                 where the ragged pair, int32 [n] and [tokens + 1], is None
+    The window's records are FNUZ where vLLM's platform says so, the compressed ones are always OCP.
+    extra_cache_nan_free and adaptive_splits change no result and are not used.
+
+    Returns 0: that many leading rows are turned by the inverse rope, so the caller turns all of them.
+    """
+    if output is None or output_mxfp8 is not None:
+        refuse(NAME, "output_mxfp8 is given", "results are written in output's dtype: pass output, and None for it")
+    if (head_dim, nope_head_dim, rope_head_dim) != (HEAD_DIM, NOPE, ROPE):
+        given = f"head_dim {head_dim} of nope {nope_head_dim} and rope {rope_head_dim}"
+        refuse(NAME, given, f"records hold {NOPE} + {ROPE} values")
+    caches, formats = [swa_k_cache], [_window_format()]
+    selections = [_selection("swa", swa_indices, swa_lens, swa_ragged_indices, swa_ragged_indptr)]
+    if not swa_only:
+        if kv_cache is None:
+            refuse(NAME, "swa_only is False without kv_cache", "pass the compressed cache, or swa_only=True")
+        caches.append(kv_cache)
+        formats.append(OCP)
+        selections.append(_selection("topk", topk_indices, topk_lens, topk_ragged_indices, topk_ragged_indptr))
+    out, _ = mla_suite.sparse_decode(
+        q,
+        caches,
+        [indices for indices, _, _ in selections],
+        [indptr for _, indptr, _ in selections],
+        [lengths for _, _, lengths in selections],
+        None if attn_sink is None else attn_sink[: q.shape[1]].float(),
+        kv_formats=formats,
+        softmax_scale=scale,
+    )
+    output.copy_(out)
+    return 0
+
+
+def _selection(
+    name: str,
+    dense: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    ragged: torch.Tensor | None,
+    indptr: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(indices, indptr or None, lengths or None) of one pool, as `sparse_decode` takes them."""
+    if ragged is not None and indptr is not None:
+        return ragged.int(), indptr.int(), None
+    if dense is None:
+        possible = f"pass {name}_indices, or {name}_ragged_indices with {name}_ragged_indptr"
+        refuse(NAME, f"{name} selects nothing", possible)
+    return dense.reshape(dense.shape[0], -1).int(), None, None if lengths is None else lengths.int()
+
+
+def _window_format() -> str:
+    """FNUZ where vLLM's encoder of the window writes it; OCP without vLLM."""
+    try:
+        from vllm.platforms import current_platform  # type: ignore[import-not-found]  # optional
+    except ImportError:
+        return OCP
+    return FNUZ if current_platform.fp8_dtype() is torch.float8_e4m3fnuz else OCP

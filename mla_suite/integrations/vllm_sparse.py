@@ -1,0 +1,236 @@
+"""A vLLM attention backend for models whose indexer selects keys (DeepSeek V3.2, GLM-5), on our sparse decode.
+
+    # vllm serve <model> --attention-backend MLA_SUITE_SPARSE
+
+Installing mla_suite registers it. The interface is that of vLLM's FlashMLA-sparse and ROCm-AITER-sparse backends: the
+indexer leaves positions in a buffer that layers share, and every token, of a prompt or not, goes to `forward_mqa`.
+vLLM's own builder makes the metadata. DeepSeek V4 selects its kernels in its model's code: on ROCm through
+`rocm_sparse_attn_decode`, which `mla_suite.integrations.vllm_rocm` stands in for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+import mla_suite
+from mla_suite.integrations._common import WIDE, refuse
+from mla_suite.integrations.vllm import INVARIANT_SPLIT, PAGE_SIZE, refuse_options
+
+try:
+    from vllm import envs  # type: ignore[import-not-found]  # optional
+    from vllm.model_executor.layers.attention.sparse_mla_attention import (  # type: ignore[import-not-found]
+        SparseMLACommonImpl,
+        SparseMLACommonMetadata,
+        SparseMLACommonMetadataBuilder,
+    )
+    from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
+        AttentionBackend,
+        AttentionCGSupport,
+        MultipleOf,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"mla_suite.integrations.vllm_sparse needs vLLM 0.31 or newer ({error}); install it, or call "
+        "mla_suite.sparse_decode from a backend of your own"
+    ) from error
+
+RECORDS = "fp8_ds_mla"  # vLLM's name of the 656-byte records that are our kv_format v32
+HEAD_DIM = 576
+
+
+class MLASuiteSparseBackend(AttentionBackend):
+    """The class that vLLM selects: it says what is supported and names the other two classes."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", RECORDS]
+
+    @staticmethod
+    def get_name() -> str:
+        return "MLA_SUITE_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type[MLASuiteSparseImpl]:
+        return MLASuiteSparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLASuiteSparseMetadataBuilder]:
+        return MLASuiteSparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PAGE_SIZE
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [HEAD_DIM]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_dcp(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        return False  # prefill context parallelism gathers keys in a workspace of vLLM's, which is not read here
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return True  # tokens are told apart by their request ids, which vLLM makes on the device
+
+
+class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
+    """vLLM's builder for sparse layers; the class adds what vLLM does with a Triton kernel alone."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    metadata_cls = SparseMLACommonMetadata
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Which keys a token sees is in its selection, so tokens of one request need no order among ranks.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
+
+    def _build_req_id_per_token(self, common_attn_metadata: Any) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return super()._build_req_id_per_token(common_attn_metadata)
+        tokens, ends = common_attn_metadata.num_actual_tokens, common_attn_metadata.query_start_loc[1:]
+        owner = torch.searchsorted(ends, torch.arange(tokens, dtype=ends.dtype), right=True)
+        made = self.req_id_per_token_buffer[:tokens]
+        return made.copy_(owner.clamp(max=ends.shape[0] - 1))
+
+
+class MLASuiteSparseImpl(SparseMLACommonImpl):
+    """One layer's attention: all tokens that vLLM does not prefill densely go through `mla_suite.sparse_decode`."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True  # `mla_suite.sparse_decode` returns natural logarithms
+    supports_dcp: bool = True
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        *rest: Any,
+        **mla_args: Any,
+    ) -> None:
+        refuse_options("MLASuiteSparseImpl", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        if mla_args.get("sinks") is not None:
+            refuse("MLASuiteSparseImpl", "sinks are set", "choose another attention backend", NotImplementedError)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            *rest,
+            **mla_args,
+        )
+        self.supports_quant_query_input = False
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
+        if not kv_cache.is_cpu:
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+        elif kv_cache.numel():
+            kv_format = self._kv_format(kv_cache)
+            mla_suite.append_kv(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_format=kv_format)
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [tokens, heads, 576] or its two parts; cache [pages, page, width]; -> out [tokens, heads, 512], lse."""
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        tokens = queries.shape[0]
+        assert self.topk_indices_buffer is not None
+        slots = selected_slots(
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.req_id_per_token[:tokens],
+            attn_metadata.block_table,
+            attn_metadata.block_size,
+            max(self.dcp_world_size, 1),
+            self.dcp_rank,
+            attn_metadata.cp_kv_cache_interleave_size,
+        )
+        return mla_suite.sparse_decode(
+            queries,
+            [kv_c_and_k_pe_cache],
+            [slots],
+            kv_formats=[self._kv_format(kv_c_and_k_pe_cache)],
+            softmax_scale=self.scale,
+            head_dim_v=self.kv_lora_rank,
+            split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+        )
+
+    def _kv_format(self, kv_cache: torch.Tensor) -> str:
+        return "v32" if self.kv_cache_dtype == RECORDS else WIDE[kv_cache.dtype]
+
+
+def selected_slots(
+    indices: torch.Tensor,
+    req_ids: torch.Tensor,
+    block_table: torch.Tensor,
+    page_size: int,
+    ranks: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
+) -> torch.Tensor:
+    """int32 [tokens, topk] slots, page x page_size + offset, of the positions that a sequence's tokens select.
+
+    indices     int32 [tokens, topk] positions in the token's sequence; negative selects nothing
+    req_ids     int32 [tokens] row of block_table of each token
+    block_table int32 [sequences, width]
+    ranks, rank, interleave: with decode context parallelism `interleave` positions in a row lie on one of `ranks`
+                ranks by turns; a position of another rank, and one past the table, selects nothing here.
+    """
+    own, local = indices >= 0, indices
+    if ranks > 1:
+        own = own & (indices // interleave % ranks == rank)
+        local = indices // (interleave * ranks) * interleave + indices % interleave
+    columns = local // page_size
+    own = own & (columns < block_table.shape[1])
+    pages = block_table[req_ids.long()[:, None], torch.where(own, columns, 0).long()]
+    return torch.where(own, pages * page_size + local % page_size, -1).int()

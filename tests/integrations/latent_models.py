@@ -1,0 +1,176 @@
+"""Tiny random models of every folder of transformers that has latent attention, and the table of docs/.
+
+`python tests/integrations/latent_models.py --write` writes docs/transformers_models.md again.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+import transformers
+
+from mla_suite.integrations.transformers import patch, unpatch
+from mla_suite.integrations.transformers_cache import latent_attentions
+from mla_suite.integrations.transformers_layer import LatentAttention
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
+VOCAB = 96
+TINY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None}
+# Positions past original_max_position_embeddings are scaled: the test's prompt crosses it.
+MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# By folder: the class that is patched, and the fields in which its tiny config differs.
+PATCHED = {
+    "axk1": ("AXK1ForCausalLM", {}),
+    "bailing_hybrid": ("BailingHybridForCausalLM", HYBRID | {"head_dim": 16}),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "kimi_k25": ("Kimi_K25ForConditionalGeneration", {}),
+    "kimi_linear": ("KimiLinearForCausalLM", HYBRID | {"linear_head_dim": 16, "linear_num_heads": 4}),
+    "longcat_flash": ("LongcatFlashForCausalLM", {"num_layers": 1, "expert_ffn_hidden_size": 32}),
+    "minicpm3": ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "scale_emb": 1}),
+    "mistral4": ("Mistral4ForCausalLM", {"kv_lora_rank": 256, "rope_parameters": MISTRAL4_ROPE}),
+    "youtu": ("YoutuForCausalLM", {}),
+}
+# By folder: a class whose layers select keys or compress them, and what makes its config small enough for a test.
+REFUSED = {
+    "axk2": ("AXK2ForCausalLM", {"num_hidden_layers": 1}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", {"num_hidden_layers": 1}),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", {"num_hidden_layers": 4}),
+    "dots3_note": ("Dots3NoteForCausalLM", {"num_hidden_layers": 4}),
+    "glm5_next": ("Glm5NextForConditionalGeneration", {"num_hidden_layers": 4}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {"num_hidden_layers": 1}),
+    "hy_v4": ("HYV4ForCausalLM", {"num_hidden_layers": 1}),
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration", {"num_hidden_layers": 1}),
+}
+NOT_LATENT = {"deepseek_ocr2": "its text layers are Llama's, and kv_lora_rank is taken out of its config"}
+
+
+@cache
+def folders() -> frozenset[str]:
+    """The folders of transformers.models that speak of latents, or whose config asks for a model that does."""
+    root = Path(transformers.__file__).parent / "models"
+    found = set()
+    for path in root.glob("*/*_*.py"):
+        if path.name.startswith(("modeling_", "configuration_", "modular_")):
+            text = path.read_text()
+            asks = re.search(r'SubConfigSpec\([^)]*model_type="(deepseek_v[23]|mistral4|longcat_flash|youtu)"', text)
+            if "kv_lora_rank" in text or "expand_kv" in text or asks:
+                found.add(path.parent.name)
+    return frozenset(found | {"deepseek_v4"})  # its latents are compressed by other names
+
+
+def make(folder: str, **changes):
+    """The folder's tiny model with random weights, fp32, on the CPU."""
+    name, own = PATCHED[folder]
+    model_class = getattr(transformers, name)
+    fields = TINY | own | changes
+    if folder == "kimi_k25":
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        fields = {"text_config": {"model_type": "deepseek_v3", **fields}, "vision_config": vision}
+        fields |= {name: TINY[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**fields)).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "self_attn" in parameter_name and parameter_name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_refused(folder: str):
+    """The folder's model without weights."""
+    name, own = REFUSED[folder]
+    model_class = getattr(transformers, name)
+    fields = {"text_config": own} if name.endswith("ForConditionalGeneration") else own
+    with torch.device("meta"):
+        return model_class(model_class.config_class(**fields))
+
+
+def table() -> str:
+    """docs/transformers_models.md, from what `patch` does with each model."""
+    rows = []
+    for folder in sorted(folders()):
+        if folder in PATCHED:
+            model = make(folder)
+            patch(model)
+            layers = [layer for _, _, layer in latent_attentions(model)]
+            how = "whole layer" if isinstance(layers[0], LatentAttention) else "attention"
+            unpatch(model)
+            sizes = type(model).config_class().get_text_config(decoder=True)
+            row = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
+            rows.append(f"| {folder} | `{type(model).__name__}` | yes | {how} | {row} |")
+        elif folder in REFUSED:
+            try:
+                patch(make_refused(folder))
+            except (TypeError, ValueError) as error:
+                name = REFUSED[folder][0]
+                said = str(error).removeprefix(f"patch: {name} ").split("; ")[0]
+                rows.append(f"| {folder} | `{name}` | no | {said} | |")
+        else:
+            rows.append(f"| {folder} | | no | {NOT_LATENT[folder]} | |")
+    version = ".".join(transformers.__version__.split(".")[:2])
+    return INTRODUCTION.format(version=version) + "\n".join(rows) + "\n"
+
+
+INTRODUCTION = """# Models of transformers
+
+Every model of transformers {version} whose code speaks of multi-head latent attention, and what
+`mla_suite.integrations.transformers.patch` does with it. Tiny random models of each patched row give the unpatched
+model's tokens in fp32, eager and compiled with `fullgraph=True` (`tests/integrations/test_transformers_models.py`).
+This page is made by `python tests/integrations/latent_models.py --write`.
+
+*whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
+layer keeps its projections, norms, gates and rope, and calls our attention. The last column is a cached token of the
+folder's default config, in elements; one narrower than 512 + 64 is padded with zeros.
+
+| folder | class | patched | how, or why not | cached token |
+|---|---|---|---|---|
+"""
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(table())
+    else:
+        print(table(), end="")

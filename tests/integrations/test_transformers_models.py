@@ -1,0 +1,151 @@
+"""Every model of transformers with latent attention, tiny and random: patched against unpatched, in fp32."""
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "transformers.models.mistral_large4", reason="transformers 5.23 is missing: pip install mla_suite[hf]"
+)
+
+import latent_models
+from latent_models import NOT_LATENT, PATCHED, REFUSED, VOCAB, make, make_refused
+
+import mla_suite
+from mla_suite.integrations.transformers import LatentCache, patch, unpatch
+
+PROMPT, STEPS = 9, 5
+# Compiling takes seconds a model. Whole layers are compiled in test_transformers.py; `full` has the rest.
+COMPILED = [name if name == "mistral4" else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """The calls that reached our decode."""
+    calls = []
+    decode = mla_suite.decode
+    monkeypatch.setattr(mla_suite, "decode", lambda *args, **kwargs: (calls.append(1), decode(*args, **kwargs))[1])
+    return calls
+
+
+def left_padded():
+    """Two prompts of different lengths, and their mask."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, PROMPT), generator=generator)
+    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [5]])).long()
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def greedy(model, cache=None):
+    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary]."""
+    ids, mask = left_padded()
+    logits, tokens = [], []
+    for _ in range(STEPS):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+        tokens.append(ids)
+        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("folder", PATCHED)
+def test_tokens_are_the_unpatched_models(folder, decodes):
+    model = make(folder)
+    expected, expected_logits = greedy(model)
+    with patch(model):
+        cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
+        tokens, logits = greedy(model, cache)
+        layers = len(cache.paged.layers)
+    assert torch.equal(tokens, expected)
+    assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
+    assert len(decodes) == layers * (STEPS - 1)
+    # fp32 sums in another order: absorbed products run over the latent where the model's run over a head.
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(greedy(model)[0], expected), "unpatched again"
+
+
+@pytest.mark.parametrize("folder", ["mistral4", "minicpm3", "bailing_hybrid"])
+@torch.no_grad()
+def test_a_prompt_in_parts_attends_to_its_cached_prefix(folder, decodes):
+    model = make(folder)
+    ids = left_padded()[0][:1]
+    expected = model(input_ids=ids).logits
+    patch(model)
+    cache = LatentCache(model, 1, PROMPT, page_size=4)
+    parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([4, 3, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+    assert len(decodes) == 2 * len(cache.paged.layers)
+    torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("folder", COMPILED)
+@torch.no_grad()
+def test_a_decode_step_compiles_whole_and_once(folder):
+    model = make(folder)
+    ids, mask = left_padded()
+    expected, _ = greedy(model)
+    patch(model)
+    cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True)
+    lens = mask.sum(1, keepdim=True)
+    for i in range(STEPS - 1):
+        out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
+        assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_generate_of_a_model_with_linear_layers():
+    model = make("kimi_linear")
+    ids, mask = left_padded()
+    options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = model.generate(ids, **options)
+    with patch(model):
+        assert torch.equal(model.generate(ids, **options), expected)
+        cache = LatentCache(model, 2, PROMPT + STEPS)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+        cache.reset()
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
+@pytest.mark.parametrize("folder", REFUSED)
+def test_models_that_select_keys_are_refused(folder):
+    with pytest.raises(
+        TypeError, match=r"selects each query's keys \(\w+Indexer\); only models that attend to all keys"
+    ):
+        patch(make_refused(folder))
+
+
+def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched():
+    model = make("mistral4")
+    cache = LatentCache(model, 2, 16)
+    with pytest.raises(TypeError, match=r"this model's attention is not ours; call patch\(model\)"):
+        model(input_ids=left_padded()[0], past_key_values=cache)
+
+
+def test_unpatch_gives_every_layer_its_own_methods_back():
+    model = make("longcat_flash")
+    names = {name: id(parameter) for name, parameter in model.named_parameters()}
+    patch(model)
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == names
+    with pytest.raises(ValueError, match="patched already"):
+        patch(model.model)
+    unpatch(model)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+    assert not model.model._forward_pre_hooks
+
+
+def test_no_latent_model_of_transformers_is_forgotten():
+    assert set(PATCHED) | set(REFUSED) | set(NOT_LATENT) == latent_models.folders()
+
+
+def test_the_page_of_models_is_what_patch_does():
+    written = latent_models.PAGE.read_text()
+    assert written == latent_models.table(), "run `python tests/integrations/latent_models.py --write`"

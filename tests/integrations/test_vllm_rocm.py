@@ -1,0 +1,91 @@
+"""vLLM's ROCm entry for sparse decode of DeepSeek V4, called as vLLM's model calls it, against fp64."""
+
+import pytest
+import torch
+
+from mla_suite.integrations import vllm_rocm
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+
+TOKENS, HEADS, SCALE = 5, 16, 512**-0.5
+
+
+@pytest.fixture
+def arguments():
+    """A step of 5 tokens: a window of 24 slots in pages of 16, 10 compressed keys in pages of 4."""
+    window = torch.randn(4, 16, 512)
+    compressed = torch.randn(6, 4, 512)
+    sizes = dict(head_dim=512, nope_head_dim=448, rope_head_dim=64)
+    swa_lens, topk_lens = torch.tensor([24, 1, 9, 0, 24]), torch.tensor([10, 10, 0, 0, 3])
+    return dict(
+        q=torch.randn(TOKENS, HEADS, 512).bfloat16(),
+        kv_cache=caches.pack(kv_format("dsv4"), compressed),
+        swa_k_cache=caches.pack(kv_format("dsv4"), window),
+        swa_only=False,
+        topk_indices=torch.stack([torch.randperm(24)[:10] for _ in range(TOKENS)]).int(),
+        topk_lens=topk_lens.int(),
+        swa_indices=torch.stack([torch.randperm(64)[:24] for _ in range(TOKENS)]).int()[:, None],
+        swa_lens=swa_lens.int(),
+        swa_ragged_indices=None,
+        swa_ragged_indptr=None,
+        topk_ragged_indices=None,
+        topk_ragged_indptr=None,
+        attn_sink=torch.randn(64),  # padded beyond the rank's heads, as in vLLM
+        scale=SCALE,
+        output=torch.full((TOKENS, HEADS, 512), torch.nan, dtype=torch.bfloat16),
+        **sizes,
+    )
+
+
+def exact(given):
+    """The definition in fp64: one softmax over both pools, whose denominator has the sink's exp."""
+    rows = []
+    for token in range(TOKENS):
+        keys = [picked(given["swa_k_cache"], given["swa_indices"].flatten(1), given["swa_lens"], token)]
+        if not given["swa_only"]:
+            keys.append(picked(given["kv_cache"], given["topk_indices"], given["topk_lens"], token))
+        keys = torch.cat(keys)
+        scores = given["q"][token].double() @ keys.T * SCALE
+        weights = torch.cat((scores, given["attn_sink"][:HEADS, None].double()), 1).softmax(-1)[:, :-1]
+        rows.append(weights @ keys)
+    return torch.stack(rows)
+
+
+def picked(cache, indices, lengths, token):
+    values = caches.unpack(kv_format("dsv4"), cache).flatten(0, 1).double()
+    return values[indices[token, : int(lengths[token])].long()]
+
+
+def ragged(indices, lengths):
+    rows = [row[: int(count)] for row, count in zip(indices.flatten(1), lengths, strict=True)]
+    return torch.cat(rows), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+
+
+@pytest.mark.parametrize("swa_only", [False, True], ids=["both pools", "window"])
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_results_are_the_definitions(arguments, form, swa_only):
+    arguments["swa_only"] = swa_only
+    if swa_only:
+        arguments["kv_cache"] = None
+    expected = exact(arguments)
+    if form == "ragged":
+        for name in ("swa", "topk"):
+            pair = ragged(arguments[f"{name}_indices"], arguments[f"{name}_lens"])
+            arguments[f"{name}_ragged_indices"], arguments[f"{name}_ragged_indptr"] = pair
+            arguments[f"{name}_indices"] = None
+    turned = vllm_rocm.rocm_sparse_attn_decode(**arguments, inv_rope_positions=torch.zeros(TOKENS))
+    assert turned == 0, "the caller turns every row"
+    torch.testing.assert_close(arguments["output"].double(), expected, rtol=2e-2, atol=2e-2)
+    assert not arguments["output"][3].any(), "a token without keys"
+
+
+def test_what_it_cannot_do_is_refused(arguments):
+    call = vllm_rocm.rocm_sparse_attn_decode
+    with pytest.raises(ValueError, match="output_mxfp8 is given; results are written in output's dtype"):
+        call(**arguments, output_mxfp8=(torch.empty(0), torch.empty(0)))
+    with pytest.raises(ValueError, match="head_dim 576 of nope 512 and rope 64; records hold 448"):
+        call(**(arguments | dict(head_dim=576, nope_head_dim=512)))
+    with pytest.raises(ValueError, match="swa_only is False without kv_cache"):
+        call(**(arguments | dict(kv_cache=None)))
+    with pytest.raises(ValueError, match="topk selects nothing; pass topk_indices, or topk_ragged_indices"):
+        call(**(arguments | dict(topk_indices=None)))

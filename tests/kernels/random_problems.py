@@ -1,0 +1,139 @@
+"""Random problems of the AMD kernels, each a function of its seed, against fp64 within the stated bounds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from decode_grid import CPU, assert_within_bound, chosen, decode, hostile
+from sparse_problems import MODES, attend, exact, in_mode, problem
+
+from mla_suite import archs, emulator
+from mla_suite.archs.cdna.decode_config import FP8_KV_FORMATS, FP8_QUERIES
+from mla_suite.launch import scratch
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode, fp8_weights_bound, poison
+
+DENSE, SPARSE = 1000, 500
+"""How many problems a full run takes of each arch that has the kernels: seeds 0, 1, 2, ..."""
+ROW_KEYS = 128 * 192
+"""Most query rows times keys of a problem, which takes the emulator up to half a second."""
+EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+ORDERS = ("forward", "reverse", "shuffle:1", "shuffle:2")
+"""In which workgroups run."""
+RECORDS = ((("dsv4",), 4), (("v32", "v32_pow2"), 2), (("bf16",), 4))
+"""KV formats that one sparse problem mixes, and its most pools."""
+
+
+def length(draw: random.Random, most: int) -> int:
+    """Sizes at which loops change, or any."""
+    return min(most, draw.choice((*EDGES, draw.randint(0, 400), draw.randint(0, 400))))
+
+
+def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of decode: NaN in every row that no sequence owns, absurd page numbers behind the used ones."""
+    draw = random.Random(f"dense {arch} {seed}")
+    fp8, fp8_query = FP8_KV_FORMATS[archs.get(arch).fp8], FP8_QUERIES[archs.get(arch).fp8]
+    q_len = draw.choice((1, 1, 1, 2, 3, 4, draw.randint(1, 8)))
+    heads = draw.choice((8, 16, 32, 64, 128, draw.randint(1, 16), draw.randint(1, 128)))
+    stored: dict[str, Any] = draw.choice(
+        (
+            {},
+            {"rope": 0},
+            {"rotate": True},
+            {"kv_format": "fp16", "dtype": torch.float16},
+            {"kv_format": "fp16", "dtype": torch.float16, "rope": 0},
+            {"kv_format": fp8},
+            {"kv_format": fp8, "dtype": fp8_query},
+        )
+    )
+    cut: dict[str, Any] = draw.choice(
+        (
+            {},
+            {"num_splits": draw.randint(1, 7)},
+            {"split_size": draw.choice((1, 16, 64, 100, 128))},
+            {"planned": True},
+            {"planned": True, "split_size": draw.choice((64, 128))},
+        )
+    )
+    left = ROW_KEYS // (q_len * heads)
+    if "split_size" in cut and cut["split_size"] < 64:
+        left = min(left, 30 * cut["split_size"])
+    lens = []
+    for _ in range(draw.randint(1, 5)):
+        lens.append(length(draw, left))
+        left -= lens[-1]
+    if not any(lens) and cut.get("planned"):
+        cut = {"planned": True}  # a plan of a split size is refused without the longest length
+    sample = decode_sample(
+        lens,
+        heads=heads,
+        q_len=q_len,
+        page=draw.choice((1, 2, 16, 61, 64, 128, draw.randint(1, 300))),
+        causal=draw.random() < 0.7,
+        sink=draw.random() < 0.3,
+        varlen=draw.random() < 0.3,
+        ragged_pages=draw.random() < 0.3,
+        seed=seed,
+        **stored,
+        **cut,
+    )
+    args, kwargs = hostile(sample, arch)
+    args = list(args)
+    if "rope" in stored or draw.random() < 0.5:
+        kwargs["softmax_scale"] = draw.choice((192**-0.5, -(192**-0.5), 0.0))
+    if args[8] is not None:  # kv_descale, and so q_descale where the queries are fp8
+        args[8] = torch.tensor(draw.uniform(0.01, 0.5))
+        args[7] = torch.tensor([draw.uniform(0.1, 1.0)]) if args[0].element_size() == 1 else None
+    return tuple(args), kwargs
+
+
+def check_dense(arch: str, seed: int) -> None:
+    """One problem in the emulator that is active. AssertionError with the seed for a result outside its bound."""
+    args, kwargs = dense(arch, seed)
+    poison(scratch.take(CPU, 1 << 20))
+    exact_result, rounding = exact_decode(*args, **kwargs), 2.0**-8
+    if getattr(chosen(arch, args, kwargs).supported.config, "fp8_weights", False):
+        exact_result, rounding = exact_result._replace(magnitude=fp8_weights_bound(*args, **kwargs)), 1.0
+    with emulator.configured(order=ORDERS[seed % len(ORDERS)]):
+        out, lse = decode(arch, args, kwargs)
+    _within(out, lse, exact_result, rounding, f"random_problems.dense({arch!r}, {seed})")
+
+
+def sparse(seed: int) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of sparse_decode: repeated and absurd indices into one to four pools, NaN in what is not selected."""
+    draw = random.Random(f"sparse {seed}")
+    torch.manual_seed(seed)
+    mode, (formats, most_pools) = draw.choice(MODES), draw.choice(RECORDS)
+    tokens = draw.choice((2, 4)) if mode == "mtp" else draw.randint(1, 5)
+    heads = draw.choice((16, 64, 128, draw.randint(1, 128)))
+    most = max(8, ROW_KEYS // (tokens * heads))
+    pools = []
+    for _ in range(draw.randint(1, most_pools)):
+        page = draw.choice((1, 2, 16, 61, 64, 256, draw.randint(1, 100)))
+        pools.append((draw.choice(formats), draw.randint(1, 5), page, length(draw, most)))
+        most -= pools[-1][-1]
+    invalid = draw.choice((0.0, 0.2, 0.9))
+    odd = any(page % 2 for _, _, page, _ in pools)  # unpadded pages of 584-byte records would not be aligned to 16
+    args, kwargs = problem(pools, tokens, heads, seed, invalid, padded=odd or draw.random() < 0.5)
+    in_mode(mode, args, kwargs, seed)
+    if draw.random() < 0.3:
+        kwargs["softmax_scale"] = draw.choice((192**-0.5, -(192**-0.5), 0.0))
+    return args, kwargs
+
+
+def check_sparse(seed: int) -> None:
+    """One problem in gfx950's emulator, which is active; against keys rounded to bf16, as v32 records are defined."""
+    args, kwargs = sparse(seed)
+    poison(scratch.take(CPU, 1 << 20))
+    with emulator.configured(order=ORDERS[seed % len(ORDERS)]):
+        out, lse = attend(args, kwargs)
+    _within(out, lse, exact(*args, **kwargs), 2.0**-8, f"random_problems.sparse({seed})")
+
+
+def _within(out: torch.Tensor, lse: torch.Tensor, exact_result: Any, rounding: float, name: str) -> None:
+    try:
+        assert_within_bound(out, lse, exact_result, rounding)
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error

@@ -1,0 +1,192 @@
+"""FlashMLA's interface enqueues what the operator under it enqueues, and nothing else: over a recording CUDA driver.
+
+CPU tensors stand for those of an H200: launches go to a library that records them, and nothing is computed.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from functools import partial
+
+import pytest
+import torch
+from stub_drivers import FakeTorch, Stub
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mla_suite
+from mla_suite import archs
+from mla_suite.archs.common import combine as combine_launches
+from mla_suite.archs.common import decode as decode_launches
+from mla_suite.archs.common import sparse_decode as sparse_launches
+from mla_suite.build.params import load
+from mla_suite.core import dispatch, eager, register
+from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+from mla_suite.launch import has_kernel, launcher, tensor_map
+from mla_suite.launch.cuda import CudaDriver
+
+INT32 = {"dtype": torch.int32}
+MEMORY_ALONE = ("aten::empty", "aten::view", "aten::transpose", "aten::squeeze", "aten::new_empty", "aten::detach")
+
+
+@pytest.fixture
+def launched(stub_folder, monkeypatch):
+    """Kernels by name, with the parameters of each launch."""
+    if not has_kernel("sm_90", "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
+        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+    h200, stub, found = archs.get("sm_90"), Stub(stub_folder / "libcuda.so.1"), []
+    stub.reset(0)
+    stub.library.cuCtxSetCurrent(1)
+    monkeypatch.setattr(launcher, "_make_driver", lambda index: CudaDriver(h200, 0, stub.library, FakeTorch().device()))
+    monkeypatch.setattr(launcher, "_drivers", {})
+    monkeypatch.setattr(launcher, "_prepared", {})
+    monkeypatch.setattr(register, "_validate", lambda *arguments: None)
+    monkeypatch.setattr(eager, "validate", lambda *arguments: None)
+    monkeypatch.setattr(tensor_map, "swizzled", lambda *arguments: (0,) * tensor_map.WORDS)
+    for module in (decode_launches, combine_launches, sparse_launches):
+
+        def bind(op, instance, *args, _bind=module.bind, **kwargs):
+            start = _bind(op, instance, *args, **kwargs)
+            return lambda params, given: found.append((instance, params)) or start(params, given)
+
+        monkeypatch.setattr(module, "bind", bind)
+    dispatch.clear_caches()
+    token = dispatch.emulated.set(h200)
+    with torch.inference_mode():
+        yield found
+    dispatch.emulated.reset(token)
+    dispatch.clear_caches()
+
+
+def dense(batch, heads, q_len, pages=4):
+    """(arguments of the interface, the operator's call of the same)."""
+    q = torch.zeros(batch, q_len, heads, 576).bfloat16()
+    cache = torch.zeros(batch * pages, 64, 1, 576).bfloat16()
+    lens, table = torch.full((batch,), 100, **INT32), torch.zeros(batch, pages, **INT32)
+    holder, _ = get_mla_metadata()
+    face = partial(flash_mla_with_kvcache, q, cache, table, lens, 512, holder, None, 0.1, True)
+    face()
+    plan = holder.tile_scheduler_metadata
+    own = partial(mla_suite.decode, q, cache.squeeze(2), lens, table, plan=plan, softmax_scale=0.1)
+    return face, own
+
+
+def sparse(record, heads):
+    kind = kv_format(record)
+    q = torch.zeros(2, 2, heads, kind.head_dim).bfloat16()
+    pools, index = [caches.empty(kind, 8, page) for page in (64, 2)], torch.zeros(2, 2, 256, **INT32)
+    count = 1 if record == "v32" else 2
+    extra = {} if count == 1 else dict(extra_k_cache=pools[1].unsqueeze(2), extra_indices_in_kvcache=index)
+    holder, _ = get_mla_metadata()
+    face = partial(
+        flash_mla_with_kvcache,
+        q,
+        pools[0].unsqueeze(2),
+        None,
+        None,
+        512,
+        holder,
+        None,
+        0.1,
+        False,
+        True,
+        index,
+        **extra,
+    )
+    formats = [record] * count
+    own = partial(mla_suite.sparse_decode, q, pools[:count], [index] * count, kv_formats=formats, softmax_scale=0.1)
+    return face, own
+
+
+CALLS = {
+    "dense": partial(dense, 4, 16, 1),
+    "dense, one sequence": partial(dense, 1, 128, 1),
+    "dense, several query tokens": partial(dense, 8, 32, 4),
+    "dense, pages of many sequences": partial(dense, 200, 16, 1),
+    "v32": partial(sparse, "v32", 64),
+    "dsv4": partial(sparse, "dsv4", 128),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_the_same_launches(launched, call):
+    """The same kernels with the same numbers, but for what says where lse lies and what an empty row has."""
+    face, own = CALLS[call]()
+    for _ in range(3):
+        face(), own()
+    launched.clear()
+    _, lse = face()
+    mine = launched[:]
+    launched.clear()
+    own()
+    assert [name for name, _ in mine] == [name for name, _ in launched] != []
+    assert lse.is_contiguous()
+    q_len = lse.shape[2]
+    for (name, params), (_, others) in zip(mine, launched, strict=True):
+        kernel = "combine" if "combine" in name else f"{name.split('_dtype')[0].split('_kvformat')[0]}_tma"
+        struct = load(kernel)
+        read, plain = struct.unpack(params), struct.unpack(others)
+        differ = {field for field in read if read[field] != plain[field]} - {
+            f.name for f in struct.fields if f.is_pointer
+        }
+        where = {"lse_token_stride", "lse_head_stride", "lse_batch_stride", "lse_tokens_magic", "lse_tokens_shift"}
+        assert differ <= where | {"empty_lse"}
+        assert (read["empty_lse"], plain["empty_lse"]) == (float("inf"), float("-inf"))
+        assert read["lse"] == lse.data_ptr()
+        assert (read["lse_head_stride"], plain["lse_head_stride"]) == (q_len, 1)
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_operation_of_torch_beside(launched, call):
+    """A call that something watches goes through the dispatcher: all it asks of torch is memory and views."""
+    face, _ = CALLS[call]()
+    face()
+    with Operations() as seen:
+        face()
+    others = [name for name in seen.names if not name.startswith(MEMORY_ALONE)]
+    assert len(others) == 1, others
+    assert others[0] in ("mla_suite::decode", "mla_suite::sparse_decode")
+
+
+@pytest.mark.parametrize("call", ["dense", "v32"])
+def test_functions_that_a_warm_call_enters(launched, call):
+    """Python frames as counted on Python 3.11, and of torch's functions only memory, views and comparisons."""
+    face, own = CALLS[call]()
+    counts = {}
+    for name, function in (("face", face), ("own", own)):
+        for _ in range(3):
+            function()
+        frames, builtins = [], []
+
+        def note(frame, event, argument, frames=frames, builtins=builtins):
+            if event == "call" and "/tests/" not in frame.f_code.co_filename:
+                frames.append(frame.f_code.co_name)
+            if event == "c_call":
+                builtins.append(getattr(argument, "__name__", str(argument)))
+
+        gc.disable()
+        sys.setprofile(note)
+        try:
+            function()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        counts[name] = frames, builtins
+    frames, builtins = counts["face"]
+    assert len(frames) <= len(counts["own"][0]) + 6, f"{frames} beside {counts['own'][0]}"
+    for name in ("nan_to_num", "contiguous", "copy_", "clone", "where", "empty", "new_empty"):
+        assert name not in builtins

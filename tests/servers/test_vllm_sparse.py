@@ -1,0 +1,235 @@
+"""vLLM's own metadata for a V3.2 model, through our sparse backend, against the definition: `tox -e vllm`.
+
+vLLM runs no sparse layer on a CPU, so its builder and its registry are called as its model runner calls them.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
+
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+from mla_suite.integrations import plugins
+from mla_suite.integrations import vllm_sparse as integration
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+
+HEADS, TOPK, PAGE, SCALE = 4, 16, 4, 96**-0.5
+LAYER = "model.layers.0.self_attn.attn"
+CONFIG = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "index_topk": TOPK,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "max_position_embeddings": 128,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+
+
+@pytest.fixture(scope="module")
+def vllm_config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek_v32")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    settings = dict(skip_tokenizer_init=True, dtype="float32", max_model_len=128, max_num_seqs=8, enforce_eager=True)
+    config = EngineArgs(model=str(folder), **settings).create_engine_config()
+    config.compilation_config.static_forward_context[LAYER] = SimpleNamespace(prefill_backend=None)
+    return config
+
+
+def metadata_of(vllm_config, q_lens, seq_lens):
+    """A step's metadata, made by the builder as vLLM's model runner asks for it."""
+    spec = MLAAttentionSpec(block_size=PAGE, num_kv_heads=1, head_size=576, dtype=torch.float32)
+    with set_current_vllm_config(vllm_config):
+        builder = integration.MLASuiteSparseBackend.get_builder_cls()(spec, [LAYER], vllm_config, torch.device("cpu"))
+        starts = torch.nn.functional.pad(torch.tensor(q_lens).cumsum(0), (1, 0)).int()
+        width = -(-max(seq_lens) // PAGE)
+        pages = torch.randperm(len(q_lens) * width).int().view(len(q_lens), width)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            num_reqs=len(q_lens),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=max(q_lens),
+            max_seq_len=max(seq_lens),
+            block_table_tensor=pages,
+            slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64),
+        )
+        return builder.build(0, common)
+
+
+def impl_of(vllm_config, indices, kv_cache_dtype="auto"):
+    """One layer of our backend whose indexer has chosen `indices`."""
+    sizes = dict(q_lora_rank=32, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, qk_head_dim=96)
+    options = (None, None, kv_cache_dtype, None, "decoder", None)
+    with set_current_vllm_config(vllm_config), pytest.MonkeyPatch.context() as patched:
+        from vllm.model_executor.layers.attention import sparse_mla_attention
+
+        patched.setattr(sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1)
+        return integration.MLASuiteSparseImpl(
+            HEADS, 576, SCALE, 1, *options, **sizes, v_head_dim=32, kv_b_proj=None, topk_indices_buffer=indices
+        )
+
+
+def chosen(q_lens, seq_lens):
+    """int32 [tokens, TOPK]: positions before each token, some repeated by none, -1 where there are fewer."""
+    rows = []
+    for q_len, kv_len in zip(q_lens, seq_lens, strict=True):
+        for token in range(q_len):
+            seen = kv_len - q_len + token + 1
+            row = torch.randperm(seen)[:TOPK]
+            rows.append(torch.nn.functional.pad(row, (0, TOPK - len(row)), value=-1))
+    return torch.stack(rows).int()
+
+
+def exact(q, keys, block_table, owner, indices):
+    """The definition in fp64: softmax over the chosen positions of the token's own sequence, and its lse."""
+    outs, lses = [], []
+    for token, row in enumerate(indices):
+        positions = row[row >= 0].long()
+        pages = block_table[owner[token], positions // PAGE].long()
+        own = keys[pages, positions % PAGE].double()
+        scores = q[token].double() @ own.T * SCALE
+        outs.append(scores.softmax(-1) @ own[:, :512])
+        lses.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+STEPS = {"one token each": ([1, 1, 1], [30, 3, 17]), "drafts and a prompt": ([3, 1, 9], [30, 16, 9])}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+def test_results_are_the_definitions(vllm_config, step, cache_dtype):
+    q_lens, seq_lens = STEPS[step]
+    metadata = metadata_of(vllm_config, q_lens, seq_lens)
+    owner = torch.repeat_interleave(torch.arange(len(q_lens)), torch.tensor(q_lens))
+    assert metadata.req_id_per_token.tolist() == owner.tolist()
+    indices = chosen(q_lens, seq_lens)
+    impl = impl_of(vllm_config, indices, cache_dtype)
+    num_pages = metadata.block_table.numel()
+    kind = "v32" if cache_dtype == "fp8_ds_mla" else "fp32"
+    cache = caches.empty(kv_format(kind), num_pages, PAGE)
+    given = torch.randn(num_pages * PAGE, 576)
+    impl.do_kv_cache_update(
+        given[:, :512], given[:, None, 512:], cache, torch.arange(num_pages * PAGE), cache_dtype, torch.ones(1)
+    )
+    keys = caches.unpack(kv_format(kind), cache).float()
+    q = torch.randn(len(owner), HEADS, 576)
+    out, lse = impl.forward_mqa(q.split([512, 64], dim=-1), cache, metadata, None)
+    expected, expected_lse = exact(q, keys, metadata.block_table, owner, indices)
+    bound = 1e-2 if kind == "v32" else 1e-4  # keys of v32 are rounded to bfloat16
+    torch.testing.assert_close(out.double(), expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("interleave", [1, PAGE])
+def test_ranks_of_decode_context_parallelism_add_up(vllm_config, interleave):
+    """Each of two ranks attends to the positions it holds; merged by lse they are the whole."""
+    q_lens, seq_lens, ranks = [1, 2], [30, 18], 2
+    metadata = metadata_of(vllm_config, q_lens, seq_lens)
+    indices = chosen(q_lens, seq_lens)
+    indices[0] = torch.where(indices[0] // interleave % ranks == 1, indices[0], -1)  # rank 0 has none of these
+    owner = torch.tensor([0, 1, 1])
+    rows = torch.randn(len(q_lens), 32, 576)
+    q = torch.randn(3, HEADS, 576)
+    parts = []
+    for rank in range(ranks):
+        position = torch.arange(32)
+        held = position[position // interleave % ranks == rank]
+        width = metadata.block_table.shape[1]
+        cache = torch.full((metadata.block_table.numel(), PAGE, 576), torch.nan)
+        for sequence in range(len(q_lens)):
+            for local, place in enumerate(held.tolist()):
+                if local < width * PAGE:
+                    cache[metadata.block_table[sequence, local // PAGE], local % PAGE] = rows[sequence, place]
+        impl = impl_of(vllm_config, indices)
+        impl.dcp_world_size, impl.dcp_rank = ranks, rank
+        metadata.cp_kv_cache_interleave_size = interleave
+        parts.append(impl.forward_mqa(q, cache, metadata, None))
+    lse = torch.stack([part[1] for part in parts])
+    assert (lse[0, 0] == -torch.inf).all()
+    weights = lse.softmax(0)
+    out = sum(weight[..., None] * part[0] for weight, part in zip(weights, parts, strict=True))
+    table = torch.arange(len(q_lens) * 8).view(len(q_lens), 8)
+    expected, expected_lse = exact(q, rows.view(-1, PAGE, 576), table, owner, indices)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse.logsumexp(0).double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_invariant_token_has_the_same_bits_alone(vllm_config, monkeypatch):
+    q_lens, seq_lens = [1, 1, 1], [30, 3, 17]
+    metadata = metadata_of(vllm_config, q_lens, seq_lens)
+    indices = chosen(q_lens, seq_lens)
+    cache, q = torch.randn(metadata.block_table.numel(), PAGE, 576), torch.randn(3, HEADS, 576)
+    monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
+    together, _ = impl_of(vllm_config, indices).forward_mqa(q, cache, metadata, None)
+    metadata.req_id_per_token = metadata.req_id_per_token[2:]
+    alone, _ = impl_of(vllm_config, indices[2:]).forward_mqa(q[2:], cache, metadata, None)
+    assert torch.equal(alone, together[2:])
+
+
+def test_what_vllms_selector_is_told():
+    plugins.vllm()
+    backend = AttentionBackendEnum["MLA_SUITE_SPARSE"].get_class()
+    assert backend is integration.MLASuiteSparseBackend
+    good = dict(
+        head_size=576,
+        dtype=torch.bfloat16,
+        kv_cache_dtype="fp8_ds_mla",
+        block_size=64,
+        use_mla=True,
+        has_sink=False,
+        use_sparse=True,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=None,
+        attn_type="decoder",
+        use_batch_invariant=True,
+        use_adaptive_verification=True,
+        use_dcp=True,
+    )
+    assert backend.validate_configuration(**good) == []
+    for change, reason in (
+        (dict(use_pcp=True), "PCP not supported"),
+        (dict(has_sink=True), "attention sinks not supported"),
+        (dict(use_sparse=False), "non-sparse not supported"),
+        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype not supported"),
+        (dict(head_size=512), "head_size not supported"),
+    ):
+        assert reason in backend.validate_configuration(**{**good, **change})
+
+
+def test_options_that_it_has_not_are_refused(vllm_config):
+    with pytest.raises(NotImplementedError, match="MLASuiteSparseImpl: sliding_window is set"):
+        integration.MLASuiteSparseImpl(HEADS, 576, SCALE, 1, None, 128, "auto", None, "decoder", None)
