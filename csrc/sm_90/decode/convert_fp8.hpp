@@ -38,24 +38,19 @@ MLA_DEVICE void convert_e4m3(const uint32_t (&stored)[4], uint32_t (&values)[8])
 }
 
 // One lane's part of a key: 16 values of each block of 64 columns, 64 bytes apart in `from` and BLOCK_BYTES in `to`.
-// Rows of an even number of blocks begin at the same bank, so lanes with `odd` keys take each two blocks in the other
-// order.
 template <class Element, int BLOCKS, int BLOCK_BYTES>
-MLA_DEVICE void convert_row(uint32_t from, uint32_t to, uint32_t odd) {
-  constexpr int AHEAD = 2;  // blocks that are read before they are needed
-  if constexpr (BLOCKS % 2 != 0) odd = 0;
-  const uint32_t from_at[2] = {from + odd * 64, from - odd * 64};
-  const uint32_t to_at[2] = {to + odd * BLOCK_BYTES, to - odd * BLOCK_BYTES};
+MLA_DEVICE void convert_row(uint32_t from, uint32_t to) {
+  constexpr int AHEAD = Element::is_bf16 ? 2 : 1;  // blocks that are read before they are needed
   uint32_t stored[AHEAD + 1][4];
 #pragma unroll
-  for (int c = 0; c < AHEAD; ++c) ld_shared_v4(from_at[c % 2] + c * 64, stored[c]);
+  for (int c = 0; c < AHEAD; ++c) ld_shared_v4(from + c * 64, stored[c]);
 #pragma unroll
   for (int c = 0; c < BLOCKS; ++c) {
-    if (c + AHEAD < BLOCKS) ld_shared_v4(from_at[c % 2] + (c + AHEAD) * 64, stored[(c + AHEAD) % (AHEAD + 1)]);
+    if (c + AHEAD < BLOCKS) ld_shared_v4(from + (c + AHEAD) * 64, stored[(c + AHEAD) % (AHEAD + 1)]);
     uint32_t values[8];
     convert_e4m3<Element>(stored[c % (AHEAD + 1)], values);
-    st_shared_v4(to_at[c % 2] + c * BLOCK_BYTES, values[0], values[1], values[2], values[3]);
-    st_shared_v4((to_at[c % 2] ^ 16) + c * BLOCK_BYTES, values[4], values[5], values[6], values[7]);
+    st_shared_v4(to + c * BLOCK_BYTES, values[0], values[1], values[2], values[3]);
+    st_shared_v4((to ^ 16) + c * BLOCK_BYTES, values[4], values[5], values[6], values[7]);
   }
 }
 

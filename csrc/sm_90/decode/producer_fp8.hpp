@@ -56,11 +56,9 @@ class ProducerFp8 : ProducerBase<Traits> {
 
   // A lane's share of the next stage to be copied: its page is loaded while the stage before is converted.
   struct Request {
-    int key;    // the first that the lane copies
-    int count;  // keys that it copies
+    int count;       // keys that it copies
     int warp_count;  // keys that the warp copies
-    int in_table;
-    int page;
+    const char* from;
   };
 
   // The first tile's queries are loaded even where it has no keys: a peer may wait for its half of them.
@@ -87,7 +85,8 @@ class ProducerFp8 : ProducerBase<Traits> {
       for (int first = tile.first; first < tile.end; first += BLOCK_N) {
         const bool own = keys.more();
         const bool next = !own && following.more();
-        const Request request = request_of(own ? keys : following);
+        const Request request = request_of({own ? keys.pages : following.pages, own ? keys.first : following.first,
+                                            own ? keys.end : following.end});
         convert(first, tile.end, kv);
         if (own || next) issue(request);
         keys.first += own ? BLOCK_N : 0;
@@ -115,13 +114,12 @@ class ProducerFp8 : ProducerBase<Traits> {
     const int first = keys.first + warp_ * Traits::RAW_KEYS;
     Request request;
     request.warp_count = max(0, min(keys.end - first, Traits::RAW_KEYS));
-    request.key = first + lane * run;
     request.count = min(run, request.warp_count - lane * run);
-    request.in_table = 0;
-    request.page = 0;
+    request.from = static_cast<const char*>(params_.kv_cache);
     if (request.count > 0) {
-      request.in_table = this->page_of(request.key);
-      request.page = __ldg(keys.pages + request.in_table);
+      const int key = first + lane * run;
+      const int in_table = this->page_of(key);
+      request.from += __ldg(keys.pages + in_table) * params_.kv_page_stride + (key - in_table * params_.page) * ROW_BYTES;
     }
     return request;
   }
@@ -135,10 +133,8 @@ class ProducerFp8 : ProducerBase<Traits> {
     if (request.count > 0) {
       const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
       const int run = min(params_.page & -params_.page, Traits::RAW_KEYS);
-      const char* from = static_cast<const char*>(params_.kv_cache) + request.page * params_.kv_page_stride +
-                         (request.key - request.in_table * params_.page) * ROW_BYTES;
-      bulk_load(raw_ + to_.stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, from, request.count * ROW_BYTES,
-                full, hint);
+      bulk_load(raw_ + to_.stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, request.from,
+                request.count * ROW_BYTES, full, hint);
     }
     to_.next();
   }
@@ -148,9 +144,9 @@ class ProducerFp8 : ProducerBase<Traits> {
     keys.first += BLOCK_N;
   }
 
-  // Converts this warp's keys of a stage. A lane has 16 values of each column block of one key, so that eight lanes read
-  // and write all banks: their two keys are read from the two halves of the banks and written, by the swizzle, to even
-  // and odd positions. Keys past the tile's end become zeros: their scores are masked, but their values are multiplied.
+  // Converts this warp's keys of a stage. A lane has 16 values of each column block of one key, so that eight lanes
+  // write all banks, two keys to even and odd positions by the swizzle. They read all banks, too, but of 512-byte rows,
+  // which begin at the same bank, half of them twice. Keys past the tile's end become zeros: their scores are masked, but their values are multiplied.
   MLA_DEVICE void convert(int first, int end, KvState& kv) {
     const int lane = warpgroup_thread() % 32;
     const int key = lane / 4, part = lane % 4;
@@ -161,7 +157,7 @@ class ProducerFp8 : ProducerBase<Traits> {
     mbarrier_wait(barriers_.raw_full(warp_, from_.stage), from_.parity);
     this->wait_for_empty(kv);
     if (present)
-      convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from, to, key % 2);
+      convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from, to);
     else
 #pragma unroll
       for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c) {

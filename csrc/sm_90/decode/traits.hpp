@@ -63,12 +63,18 @@ struct DecodePolicy {
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA needs fewer than 128 threads that
   // copy, and those fewer than 128 that also dequantise.
-  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma ? 32 : SOURCE == KvSource::gather ? 48 : 56;
-  static constexpr int QK_REGISTERS = SOURCE == KvSource::tma ? 160 : SOURCE == KvSource::gather ? 144 : 136;
+  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma        ? 32
+                                            : SOURCE == KvSource::gather   ? 48
+                                            : SOURCE == KvSource::selected ? 56
+                                                                           : 64;
+  static constexpr int QK_REGISTERS = 192 - PRODUCER_REGISTERS;
   static constexpr int PV_REGISTERS = 160;
   static_assert(PRODUCER_REGISTERS + QK_REGISTERS + 2 * PV_REGISTERS <= 512, "the registers of an SM");
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
-  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma ? 28 : SOURCE == KvSource::gather ? 24 : 22;
+  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
+                                          : SOURCE == KvSource::gather   ? 24
+                                          : SOURCE == KvSource::selected ? 22
+                                                                         : 20;
 };
 
 // The policy of dense decode. Beside what is copied of e4m3 rows there is room for four stages of 576 values.

@@ -77,7 +77,7 @@ class Sm90Config:
             ("dtype", self.dtype, dtypes(self.kv_load)),
             ("width", self.width, WIDTHS),
             ("kv_load", self.kv_load, KV_LOADS),
-            ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load)),
+            ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load, self.width)),
         ):
             if value not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
@@ -110,6 +110,11 @@ class Sm90Config:
         return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else STAGES
 
     @property
+    def keys(self) -> str:
+        """How keys come, as the estimate of time asks: e4m3 rows that no cluster shares are gathered."""
+        return "gather" if self.kv_load == "fp8" and self.width != 576 else self.kv_load
+
+    @property
     def box_blocks(self) -> int:
         """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
         return 1 if self.cluster_mode == "exchange_p" else self.width // 64
@@ -127,9 +132,11 @@ class Sm90Config:
         return _prepare(self, outputs, args)
 
 
-def cluster_modes(kv_load: str) -> tuple[str, ...]:
-    """The cluster modes that have instances, by how keys come."""
-    return {"tma": CLUSTER_MODES, "fp8": ("none", "reduce_o")}.get(kv_load, ("none",))
+def cluster_modes(kv_load: str, width: int) -> tuple[str, ...]:
+    """The cluster modes that have instances. Beside five stages of e4m3 rows of 512 values there is room for none."""
+    if kv_load == "fp8":
+        return ("none", "reduce_o") if width == 576 else ("none",)
+    return CLUSTER_MODES if kv_load == "tma" else ("none",)
 
 
 def dtypes(kv_load: str) -> tuple[str, ...]:
@@ -164,7 +171,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
     for needed in (
-        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load)),
+        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load, config.width)),
         combine_configs.invariant(arch, problem.head_dim_v).instance,
     ):
         if not has_kernel(arch, needed):
@@ -201,7 +208,7 @@ def whole_blocks(split_size: int) -> int:
 def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     """Splits per sequence where arguments say nothing: the tuned row's, else those of the least estimated time."""
     return tuned_splits(config.arch, args, shape) or best_splits(
-        config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
+        config.arch, config.keys, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
     )
 
 
@@ -216,7 +223,7 @@ def _split(
     count = args.num_splits or by_size or split_count(config, args, shape)
     if size:
         return config, Splits(count, count, size), None
-    estimate = Estimate(config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    estimate = Estimate(config.arch, config.keys, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
