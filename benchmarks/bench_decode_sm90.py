@@ -7,7 +7,7 @@ Device time of a call, combine included, by replay of a CUDA graph over inputs t
 L2 holds: the median of rounds after a rest (burst), and at the end of 0.7 s of uninterrupted replay (sustained: the
 power limit then holds the clock). The floor is the larger of two ceilings measured in the same run: a kernel that only
 reads as many bytes, one launch included, and the FLOP at the rate of a large bf16 matrix product. Two sequences of
-every shape are compared with fp64 before it is timed. `--splits` tries half and twice the cuts per sequence as well.
+every shape are compared with fp64 before it is timed. `--splits` tries half and twice the splits per sequence as well.
 `--planned` times a few shapes with a plan, made beforehand, and without, in turns, and nothing else.
 
 FlashMLA's columns were measured on another H200 in the same way (commit 9241ae3, its metadata made beforehand), with
@@ -62,7 +62,7 @@ class Row(NamedTuple):
         return random.Random(self.kv).choices(range(self.q_len, 2 * self.kv), k=self.batch)
 
 
-ROWS = (
+SHAPES = (
     Row(128, 128, 1, 512, 42.1, 1.56),
     Row(128, 128, 1, 2048, 118.0, 1.29),
     Row(128, 128, 1, 4096, 223.2, 1.22),
@@ -118,7 +118,7 @@ PLANNED = (
     "B1 H16 kv1024", "B1 H16 kv8192", "B1 H128 kv1024", "B1 H128 kv8192", "B8 H16 kv~8192", "B32 H32 kv3200",
     "B128 H128 kv512", "B128 H128 kv4096 q1", "B128 H128 kv~4096", "B128 H16 kv4096",
 )  # fmt: skip
-"""Shapes of ROWS, by how their names begin: one or several items of a worker, one or many pieces of a sequence."""
+"""Names of SHAPES, by how their names begin: one or several items of an SM part, one or many splits of a sequence."""
 
 
 def call(turn: Call) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,8 +137,8 @@ def check(turn: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
     assert_right(out[some], lse[some], exact)
 
 
-def unplanned_cuts(row: Row, q: torch.Tensor) -> int:
-    """Cuts per sequence that decode makes where it is given no plan."""
+def unplanned_splits(row: Row, q: torch.Tensor) -> int:
+    """Splits per sequence that decode makes where it is given no plan."""
     arch = dispatch.arch_of(q)
     assert arch is not None
     return best_splits(arch, "tma", row.batch, row.heads * row.q_len, -(-max(row.lens()) // BLOCK_N))
@@ -156,7 +156,7 @@ def without_plan(turn: Call) -> Call:
 
 
 def compare_planned(row: Row, width: int) -> str:
-    """A line: items, pieces and time with a plan beside cuts and time without, rounds of both in turns."""
+    """A line: items, partials and time with a plan beside splits and time without, rounds of both in turns."""
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
     args, kwargs = sample.make(CUDA)
     kwargs["max_seqlen_kv"] = max(row.lens())
@@ -175,16 +175,16 @@ def compare_planned(row: Row, width: int) -> str:
     rounds = [[replay.round(0.05) for replay in replays] for _ in range(3)]
     us, planned_us = (median([pair[i] for pair in rounds]) for i in (0, 1))
     return (
-        f"{row.name:{width}s} {unplanned_cuts(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
+        f"{row.name:{width}s} {unplanned_splits(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
         f"{header[Word.PARTIAL_ROWS]:7d} {planned_us:9.2f} {planned_us / us:6.2f}"
     )
 
 
 def show_planned(names: str, deadline: float) -> bool:
     """Whether no shape failed."""
-    width = by_shape.name_width(ROWS)
-    print(f"{'shape':{width}s}  cuts        us  items  pieces   planned  ratio", flush=True)
-    rows = filter(wanted(names), (row for row in ROWS if row.name.startswith(PLANNED)))
+    width = by_shape.name_width(SHAPES)
+    print(f"{'shape':{width}s}splits        us  items partial   planned  ratio", flush=True)
+    rows = filter(wanted(names), (row for row in SHAPES if row.name.startswith(PLANNED)))
     return print_each(rows, lambda row: compare_planned(row, width), width, deadline)
 
 
@@ -193,7 +193,7 @@ def prepare(row: Row) -> Work:
     sample = decode_sample(row.lens(), heads=row.heads, q_len=row.q_len)
     args, kwargs = sample.make(CUDA)
     kwargs["max_seqlen_kv"] = max(row.lens())
-    splits = None if row.ragged else unplanned_cuts(row, args[0])
+    splits = None if row.ragged else unplanned_splits(row, args[0])
     first = Call(args, kwargs)
     if row.ragged:
         first = with_plan(first, row.heads * row.q_len)
@@ -210,11 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = by_shape.arguments(__doc__)
     parser.add_argument("--planned", action="store_true", help="a few shapes with a plan and without, and no others")
     options = parser.parse_args(argv)
-    if not by_shape.on_hopper("bench_decode_sm90"):
+    if not by_shape.on_its_card("bench_decode_sm90"):
         return 2
     if options.planned:
         return int(not show_planned(options.rows, time.perf_counter() + options.seconds))
-    found, right = by_shape.run(ROWS, DECODE, prepare, options)
+    found, right = by_shape.run(SHAPES, DECODE, prepare, options)
     grid = [timed.us / timed.peer_us for timed in found if " H32 " in timed.name and "~" not in timed.name]
     if grid:
         print(f"32 heads, 4 tokens: {len(grid)} shapes, geometric mean {geometric_mean(grid):.3f} of FlashMLA's time")

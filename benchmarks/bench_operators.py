@@ -44,8 +44,8 @@ def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> t
     op = register.get(case.op)
     call = inputs.make(case, device)
     runner = next(runners.backends(op, call, [backend], device), None)
-    if runner is None or runner.refusal is not None:
-        pytest.skip(f"{case.op} {backend}: {runner.refusal if runner else 'the operator has no such backend'}")
+    if runner is None or runner.unsupported is not None:
+        pytest.skip(f"{case.op} {backend}: {runner.unsupported if runner else 'the operator has no such backend'}")
     right = inputs.expected(case, call)
     info = {"config": runner.config, "reason": runner.reason, "checked": right.source}
     benchmark.extra_info |= info | {"error": runner.error(call, right)}
@@ -69,7 +69,8 @@ def test_device_time(
         meter.add(result.rounds[-1] * 1e-6)
 
     benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
-    result.floor_us, result.bound = ceilings.of(result.bytes, result.flops) if ceilings else (0.0, "")
+    if ceilings is not None:
+        result.floor_us, result.bound = ceilings.of(result.bytes, result.flops, fp8=case.fp8_products)
     benchmark.extra_info |= {
         "bytes": result.bytes,
         "flops": result.flops,

@@ -83,7 +83,7 @@ def planned_maps(tokens: int, heads: int, splits: int, units: int, device: torch
     lens = torch.full((tokens,), keys, **index)
     queries = torch.arange(tokens + 1, **index)
     plan = mla_suite.plan(lens, queries, num_heads=heads, max_seqlen_q=1, max_seqlen_kv=keys, num_sm_parts=units)
-    made = metadata_convert.to_aiter(plan, queries, queries * keys, workers=units, page_size=1, max_seqlen_q=1)
+    made = metadata_convert.to_aiter(plan, queries, queries * keys, num_sm_parts=units, page_size=1, max_seqlen_q=1)
     return Maps(made.reduce_indptr, made.reduce_final_map, made.reduce_partial_map, tokens + units)
 
 

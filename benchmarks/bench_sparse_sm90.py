@@ -82,7 +82,7 @@ def dsv4(batch: int, heads: int, extra: int, peer_us: float, peer_over_floor: fl
     return Row("dsv4", batch, heads, pools, True, peer_us, peer_over_floor)
 
 
-ROWS = (
+SHAPES = (
     v32(128, 128, 183.7, 2.01),
     dsv4(128, 128, 1024, 103.7, 2.15),
     v32(128, 64, 113.0, 2.48),
@@ -165,9 +165,9 @@ def prepare(row: Row) -> Work:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = by_shape.arguments(__doc__).parse_args(argv)
-    if not by_shape.on_hopper("bench_sparse_sm90"):
+    if not by_shape.on_its_card("bench_sparse_sm90"):
         return 2
-    _, right = by_shape.run(ROWS, SPARSE_DECODE, prepare, options)
+    _, right = by_shape.run(SHAPES, SPARSE_DECODE, prepare, options)
     return int(not right)
 
 

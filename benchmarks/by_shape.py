@@ -47,7 +47,7 @@ class Work(NamedTuple):
     """The timed calls of a shape.
 
     turns   calls to rotate through, together too large for the L2
-    splits  cuts per sequence that the operator makes of itself; None with a plan
+    splits  KV splits per sequence that the operator makes of itself; None with a plan
     bytes   and flops of one call
     """
 
@@ -80,7 +80,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--sustained", nargs="?", const="", help=f"also after {SUSTAINED_S} s of load; likewise for some shapes"
     )
-    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the cuts; likewise")
+    parser.add_argument("--splits", nargs="?", const="", help="also with half and twice the splits; likewise")
     parser.add_argument("--json", type=Path, help="write the numbers to this file as they come")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no shape after this time")
     return parser
@@ -94,7 +94,7 @@ def wanted(names: str | None) -> Callable[[Named], bool]:
     return lambda row: not parts or row.name.startswith(parts)
 
 
-def on_hopper(program: str) -> bool:
+def on_its_card(program: str) -> bool:
     """Whether this is a card that the benchmark is about; says so on stderr if not."""
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         return True
@@ -146,7 +146,7 @@ def print_each(rows: Iterable[ShapeT], line: Callable[[ShapeT], str], width: int
 
 
 def measure(row: Shape, op: Op, work: Work, ceilings: Floors, long: bool, alternatives: bool) -> Timed:
-    """The times of a shape: sustained if `long`, with other cuts where it is cut and `alternatives` are asked for."""
+    """The times of a shape: sustained if `long`, with other split counts where `alternatives` are asked for."""
 
     def call(turn: Call) -> object:
         return operator_call(op, turn)
@@ -196,13 +196,13 @@ def name_width(rows: Iterable[Shape]) -> int:
 
 
 def header(width: int) -> str:
-    return f"{'shape':{width}s} cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
+    return f"{'shape':{width}s}splits       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
 
 
 def shown(timed: Timed, width: int) -> str:
     others = " ".join(f"{splits}:{us:.1f}" for splits, us in timed.others.items())
     return (
-        f"{timed.name:{width}s} {timed.splits:>4s} {timed.us:8.2f} {timed.sustained_us:8.2f} {timed.gb_per_s:6.0f} "
+        f"{timed.name:{width}s} {timed.splits:>5s} {timed.us:8.2f} {timed.sustained_us:8.2f} {timed.gb_per_s:6.0f} "
         f"{timed.tflops:5.0f} {timed.floor_us:7.1f} {timed.bound[:3]} {timed.us / timed.floor_us:6.2f} "
         f"{timed.peer_us:8.1f} {timed.peer_over_floor:6.2f} {timed.us / timed.peer_us:6.2f}  {others}"
     )

@@ -1,6 +1,6 @@
 """Is decode as accurate on fp8 queries and keys, 32 heads and 4 query tokens, as AITER's kernel is published to be?
 
-    python benchmarks/check_h32_q4.py [--shapes 1x512,2x2048,4x8192,4x16384] [--csv FILE]
+    python benchmarks/check_h32_q4.py [--shapes 1x512,2x2048,4x8192,4x16384] [--scale-dim 192] [--csv FILE]
 
 A shape is batch x context. Each runs with and without a plan: on this machine's GPU, else in the emulated gfx950, where
 the four shapes take four minutes of CPU time. What is printed is the cosine distance to fp64, q and keys ~ N(0, 1) in
@@ -80,6 +80,7 @@ def lines(batch: int, ctx: int, device: torch.device, scale: float = SCALE) -> I
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(f"{batch}x{ctx}" for batch, ctx in PUBLISHED))
+    parser.add_argument("--scale-dim", type=int, default=192, metavar="N", help="softmax scale 1/sqrt(N) (default 192)")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the lines as CSV too")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,7 +89,7 @@ def main() -> int:
     found = []
     for shape in given.shapes.split(","):
         batch, ctx = map(int, shape.split("x"))
-        for line in lines(batch, ctx, device):
+        for line in lines(batch, ctx, device, given.scale_dim**-0.5):
             found.append(line)
             print(*line.cells, "" if line.holds else "<- larger than published", flush=True)
     if given.csv:

@@ -3,7 +3,7 @@
   python benchmarks/count_crossovers.py COMMIT DATE
 
 Bound of a call in clocks: the larger of memory, at the chip's rate and with nothing shared between row tiles, and of
-what the busiest compute unit does, at the largest of its matrix, vector and LDS clocks per key. Cuts are those that
+what the busiest compute unit does, at the largest of its matrix, vector and LDS clocks per key. Splits are those that
 decode makes by itself. Neither latency nor caches nor the merge are in it, so it is a bound and not a time.
 """
 
@@ -29,10 +29,10 @@ KINDS = {
     ("16bit", "fp8"): {"kv_format": "fp8"},
     ("fp8", "fp8"): {"kv_format": "fp8", "dtype": torch.float8_e4m3fn},
 }
-ROWS = (32, 64, 96, 128)
+BLOCK_MS = (32, 64, 96, 128)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 TILES = (16, 32)
-STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples cuts are uneven
+STEP, LONGEST = MIN_SPLIT, 1 << 15  # keys: between its multiples splits are uneven
 
 
 @cache
@@ -52,11 +52,11 @@ def unit_clocks(kind: tuple[str, str], rows: int) -> float:
 
 def bound(arch: ArchSpec, kind: tuple[str, str], rows: int, tile: int, batch: int, context: int) -> float:
     tiles = -(-rows // tile)
-    cuts = max(1, min(arch.compute_units // (batch * tiles), context // MIN_SPLIT))
-    turns = -(-batch * tiles * cuts // arch.compute_units)
+    splits = max(1, min(arch.compute_units // (batch * tiles), context // MIN_SPLIT))
+    turns = -(-batch * tiles * splits // arch.compute_units)
     nbytes = batch * tiles * context * 576 * (1 if kind[1] == "fp8" else 2)
     memory = nbytes * arch.clock_mhz * 1e6 / arch.memory_bytes_per_s
-    return max(memory, turns * unit_clocks(kind, tile) * -(-context // cuts))
+    return max(memory, turns * unit_clocks(kind, tile) * -(-context // splits))
 
 
 def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iterator[tuple[int, int]]:
@@ -74,7 +74,7 @@ def limits(arch: ArchSpec, kind: tuple[str, str], rows: int, batch: int) -> Iter
 
 def lines(commit: str, date: str) -> Iterator[str]:
     arch = archs.get("gfx950")
-    pairs = [(kind, rows) for kind in KINDS for rows in ROWS]
+    pairs = [(kind, rows) for kind in KINDS for rows in BLOCK_MS]
     for kind, rows in track(pairs, "counting", console=Console(stderr=True)):
         for batch in BATCHES:
             for context, tile in limits(arch, kind, rows, batch):

@@ -142,7 +142,8 @@ def fp8_weights_bound(
     for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format):  # type: ignore[arg-type]  # as decode's
         p, _ = _weights(own.queries, own.keys, own.visible, softmax_scale, own.sink)
         seen = (torch.arange(p.shape[1], device=p.device) < own.visible[:, None]).double()
-        size, steps = own.keys[:, :head_dim_v].abs(), E4M3_ABSOLUTE * p.amax(dim=1, keepdim=True)
+        largest = p.amax(dim=1, keepdim=True) if p.shape[1] else p.new_zeros(p.shape[0], 1)
+        size, steps = own.keys[:, :head_dim_v].abs(), E4M3_ABSOLUTE * largest
         sums = E4M3_RELATIVE * p.sum(1, keepdim=True) + steps * seen.sum(1, keepdim=True)
         found.append(((E4M3_RELATIVE + sums) * (p @ size) + steps * (seen @ size)) / (1 - sums).clamp(min=2.0**-10))
     return torch.cat(found).view(*q.shape[:-1], head_dim_v)

@@ -92,7 +92,7 @@ def test_demo_runs_a_whole_layer_on_emulated_gfx942(capsys: pytest.CaptureFixtur
     assert report["problems"] == []
     assert len(report["parts"]) == 4
     for part in report["parts"]:
-        assert {op: told["backend"] for op, told in part["backends"].items()} == dict.fromkeys(
+        assert {op: found["backend"] for op, found in part["backends"].items()} == dict.fromkeys(
             ("plan", "append_kv", "decode", "combine"), "native"
         )
         assert part["largest_difference"]["cache"] == 0

@@ -1,4 +1,4 @@
-"""The floors of the house: imports run downwards, without circles, and need neither GPU, triton nor a compiler."""
+"""The layers of the package: imports run downwards, without circles, and need neither GPU, triton nor a compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mla_suite"
-FLOORS = {
+LAYERS = {
     "kv_formats": 1,
     "core": 1,
     "archs": 1,  # the records of archs; their kernels are the part "native"
@@ -28,8 +28,8 @@ FLOORS = {
     "cli": 5,
 }
 # Modules of the package itself. `__init__` names the operators, so it is in their layer: layers above may use it.
-HOUSE = {"__init__": 3, "testing": 4, "__main__": 6}
-# Parts of one floor that may use each other, and operators that may use other operators.
+TOP = {"__init__": 3, "testing": 4, "__main__": 6}
+# Parts of one layer that may use each other, and operators that may use other operators.
 SIBLINGS = {
     ("launch", "build"),
     ("launch", "emulator"),
@@ -86,26 +86,26 @@ def imports_of(name: str, path: Path, at_import_only: bool) -> set[str]:
 
 
 def part(name: str) -> str:
-    pieces = name.split(".")
-    if pieces[1:2] == ["archs"] and len(pieces) > 2 and pieces[2] != "spec":
+    names = name.split(".")
+    if names[1:2] == ["archs"] and len(names) > 2 and names[2] != "spec":
         return "native"
-    return pieces[1] if len(pieces) > 1 else "__init__"
+    return names[1] if len(names) > 1 else "__init__"
 
 
-def floor(name: str) -> int:
-    return FLOORS.get(part(name), HOUSE.get(part(name), 0))
+def layer(name: str) -> int:
+    return LAYERS.get(part(name), TOP.get(part(name), 0))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_run_downwards(name):
-    own, own_floor = part(name), floor(name)
-    assert own_floor, f"{name} is on no floor; add its part to FLOORS"
+    own, own_layer = part(name), layer(name)
+    assert own_layer, f"{name} is in no layer; add its part to LAYERS"
     for target in imports_of(name, MODULES[name], at_import_only=False):
-        if part(target) == own or (name == "mla_suite" and floor(target) <= own_floor):
+        if part(target) == own or (name == "mla_suite" and layer(target) <= own_layer):
             continue
-        above = floor(target) > own_floor
-        sideways = floor(target) == own_floor and (own, part(target)) not in SIBLINGS
-        assert not above, f"{name} (floor {own_floor}) imports {target} (floor {floor(target)})"
+        above = layer(target) > own_layer
+        sideways = layer(target) == own_layer and (own, part(target)) not in SIBLINGS
+        assert not above, f"{name} (layer {own_layer}) imports {target} (layer {layer(target)})"
         assert not sideways, f"{name} imports its sibling {target}; only {sorted(SIBLINGS)} may"
 
 
@@ -113,9 +113,9 @@ def test_imports_run_downwards(name):
 def test_operators_use_only_those_listed(name):
     own = name.split(".")[2]
     for target in imports_of(name, MODULES[name], at_import_only=False):
-        pieces = target.split(".")
-        if pieces[1:2] == ["ops"] and len(pieces) > 2 and pieces[2] != own:
-            assert (own, pieces[2]) in OPERATORS, f"{name} imports operator {pieces[2]}"
+        names = target.split(".")
+        if names[1:2] == ["ops"] and len(names) > 2 and names[2] != own:
+            assert (own, names[2]) in OPERATORS, f"{name} imports operator {names[2]}"
 
 
 def test_no_circles():

@@ -1,9 +1,9 @@
 // plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/scheduler.py and
 // ops/plan/reference.py, so that both make the same words. One source for every arch.
 //
-//   search    one workgroup per candidate number of workers: the lower price of its two families -> two words of the
+//   search    one workgroup per candidate number of SM parts: the lower price of its two families -> two words of the
 //             items
-//   balanced  one workgroup: the cheapest candidate's cuts, then the plan
+//   balanced  one workgroup: the cheapest candidate's split points, then the plan
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
 // Every workgroup computes the prefix sum over the batch's costs for itself, which is cheaper than a launch. The two
@@ -23,27 +23,27 @@ namespace mla {
 template <class Wave, int waves>
 struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base = PlanPrefixSum<Wave, waves>;
-  using Base::divide, Base::larger, Base::most_workers, Base::open, Base::round_up, Base::threads;
+  using Base::divide, Base::larger, Base::max_sm_parts, Base::open, Base::round_up, Base::threads;
   using typename Base::SplitPoint, typename Base::Divisor, typename Base::CostPrefixSum, typename Base::Shared;
   template <class Number>
   using SplitPoints = typename Base::template SplitPoints<Number>;
   static constexpr int min_waves = 1;
   static constexpr int64_t MOST = 0x7fffffffffffffff;
   static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
-  static_assert(2 * most_workers <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
+  static_assert(2 * max_sm_parts <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
 
-  // Where the plan is cut within a sequence.
+  // The split points within a sequence.
   struct Entries {
-    int sequence[most_workers + 1];
-    int key[most_workers + 1];
-    int row[most_workers + 1];     // its partial row: one for each before it, one for each first piece
-    int before[most_workers + 1];  // entries of the sequences before each, where these are not too many
+    int sequence[max_sm_parts + 1];
+    int key[max_sm_parts + 1];
+    int row[max_sm_parts + 1];     // its partial row: one for each before it, one for each first split
+    int before[max_sm_parts + 1];  // entries of the sequences before each, where these are not too many
   };
   // Both kernels have the same: an SM does not change its share of shared memory while a block is there, so the second
   // could not begin beside the first.
   struct Memory : Shared {
     Entries entries;
-    uint32_t inverse[most_workers];  // of each number of workers
+    uint32_t inverse[max_sm_parts];  // of each number of SM parts
   };
   // The price of some SM parts of a candidate: the slowest one's cost in each family, and the partials in family 1.
   template <class Number>
@@ -52,7 +52,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     int partials;
   };
 
-  // The price of both families with as many workers as this workgroup's number: the lower one into the items.
+  // The price of both families with as many SM parts as this workgroup's number: the lower one into the items.
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Memory s;
     want_params(p);
@@ -82,7 +82,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     for (int w = 0; w < waves; ++w) partials += prices[w].partials;
     split += merge_cost(p, costs, used.number(), partials);
     const int number = used.number() - 1;
-    if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.workers + number));
+    if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.num_sm_parts + number));
   }
 
   // The price of this wave's SM parts. Each lane has a split point, and the next lane the next; the last has no part.
@@ -102,7 +102,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
         whole = larger(whole, load<Number>(p, costs, point.whole, 0, next.whole, 0));
         split = larger(split, load<Number>(p, costs, point.sequence, point.key, next.sequence, next.key));
       }
-      // One for every cut within a sequence, one more for every such sequence.
+      // One for every split point within a sequence, one more for every such sequence.
       const bool begins = exists && begins_item(point.sequence, point.key, next.sequence, next.key);
       const bool leads = begins && splits_sequence(point.sequence, point.key, next.sequence);
       partials += Wave::count(begins) + Wave::count(leads);
@@ -132,7 +132,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return cost;
   }
 
-  // Whether an item begins at a cut that is not the one before it, and whether it is the first cut of its sequence.
+  // Whether an item begins at a split point (other than the one before it), and whether it is its sequence's first.
   MLA_DEVICE static bool begins_item(int last_sequence, int last_key, int sequence, int key) {
     return key > 0 && !(last_sequence == sequence && last_key == key);
   }
@@ -144,7 +144,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   MLA_DEVICE static int64_t ranked(int64_t cost, int number) { return cost << INDEX_BITS | number; }
   MLA_DEVICE static int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // [workers] of these lie where the items will: 4 words each, and there are at least as many items as workers.
+  // [num_sm_parts] of these lie where the items will: 4 words each, and there are at least as many items as SM parts.
   MLA_DEVICE static int64_t* found_prices(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
 
   // The largest in a wave. Of 64 bits by halves: where the high half is largest, the largest low half, as signed
@@ -170,7 +170,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
-        at_[i] = found_prices(p) + (number < p.workers ? number : p.workers - 1);
+        at_[i] = found_prices(p) + (number < p.num_sm_parts ? number : p.num_sm_parts - 1);
         Wave::want(at_[i]);  // now: the compiler would make it behind the wait
       }
     }
@@ -185,23 +185,23 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     const int64_t* at_[each];
   };
 
-  // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer workers.
+  // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer SM parts.
   MLA_DEVICE static int cheapest(const PlanParams& p, const Look& look) {
     int64_t lowest = look.lowest();
 #pragma unroll 1
-    for (int first = Look::prices; first < p.workers; first += Look::prices)
+    for (int first = Look::prices; first < p.num_sm_parts; first += Look::prices)
       lowest = lower(lowest, Look(p, first).lowest());
     lowest = ~wave_largest(~lowest);
     return static_cast<int>(lowest) & ((1 << INDEX_BITS) - 1);
   }
 
-  // The plan, from cuts of the cheapest candidate. Each new cut inside a sequence is an entry of a list and begins an
-  // item; so does each sequence. Everything else follows from how many entries belong to earlier sequences.
+  // The plan, from the split points of the cheapest candidate. Each new one inside a sequence is an entry of a list and
+  // begins an item; so does each sequence. Everything else follows from how many entries belong to earlier sequences.
   MLA_DEVICE static void balanced(const PlanParams& p) {
     MLA_SHARED Memory s;
     want_params(p);
 #pragma unroll 1
-    for (int i = thread_id(); i < p.workers; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
+    for (int i = thread_id(); i < p.num_sm_parts; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
     // The lengths are as old as the prices' producer, which has waited for theirs; so is who read this memory before.
     Base::prefix_sum(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     write_frame(p, thread_id(), threads);
@@ -210,8 +210,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int best = cheapest(p, look);
-    const bool splits = best >= p.workers;
-    const int number = splits ? best - p.workers : best;
+    const bool splits = best >= p.num_sm_parts;
+    const int number = splits ? best - p.num_sm_parts : best;
     const Divisor used(number + 1, s.inverse[number]);
     const Counts counts =
         fits_32_bits ? list_entries<int32_t>(p, s, used, splits) : list_entries<int64_t>(p, s, used, splits);
@@ -225,21 +225,21 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
 
   // At most as many sequences as SM parts: the split point that reaches a sequence first counts the entries before it.
   // With more sequences, each searches for them.
-  MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.workers; }
+  MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.num_sm_parts; }
 
-  // The list, and where each worker's items begin. A lane has a cut, and the lane before it the one before: the first
-  // has that of the wave before, or none.
+  // The list, and where each SM part's items begin. A lane has a split point, and the lane before it the one before:
+  // the first has that of the wave before, or none.
   template <class Number>
   MLA_DEVICE static Counts list_entries(const PlanParams& p, Memory& s, const Divisor& used, bool splits) {
     Entries& entries = s.entries;
-    constexpr int new_cuts = Wave::lanes - 1;
+    constexpr int new_points = Wave::lanes - 1;
     const SplitPoints<Number> split_points(p, s.costs, used);
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     Counts counts{};
 #pragma unroll 1
-    for (int turn = 0; turn * waves * new_cuts <= p.workers; ++turn) {
-      const int j = (turn * waves + wave) * new_cuts + lane - 1;
-      const bool exists = lane > 0 && j <= p.workers;
+    for (int turn = 0; turn * waves * new_points <= p.num_sm_parts; ++turn) {
+      const int j = (turn * waves + wave) * new_points + lane - 1;
+      const bool exists = lane > 0 && j <= p.num_sm_parts;
       SplitPoint point = split_points.at(j > 0 ? j : 0);
       if (!splits) {
         point.sequence = point.whole;

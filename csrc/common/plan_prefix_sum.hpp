@@ -10,7 +10,7 @@ template <class Wave, int waves>
 struct PlanPrefixSum {
   static constexpr int threads = waves * Wave::lanes;
   static constexpr int most_sequences = 2048;  // whose prefix sum fits in 48 KiB of shared memory beside the tiles
-  static constexpr int most_workers = 1024;
+  static constexpr int max_sm_parts = 1024;
   static constexpr int split_alignment = 64;
   static constexpr int open = 0x7fffffff;
 

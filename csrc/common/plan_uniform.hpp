@@ -61,8 +61,8 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
                  p.splits > 1 ? static_cast<int>(i) : -1);
     }
 #pragma unroll 1
-    for (int w = thread; w <= p.workers; w += all) {
-      const int64_t position = divide(w * s.costs.at[p.batch] + p.workers - 1, p.workers);
+    for (int w = thread; w <= p.num_sm_parts; w += all) {
+      const int64_t position = divide(w * s.costs.at[p.batch] + p.num_sm_parts - 1, p.num_sm_parts);
       const int b = Base::sequence_at(p, s.costs, position);
       int64_t begun = static_cast<int64_t>(b) * p.splits;
       if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(position - s.costs.at[b]);

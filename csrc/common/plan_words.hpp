@@ -20,7 +20,7 @@ struct PlanWords {
   // Shared among `threads_in_all` threads.
   MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
     if (thread == 0) {
-      write_header(p, 0, p.magic, p.version, p.batch, p.workers);
+      write_header(p, 0, p.magic, p.version, p.batch, p.num_sm_parts);
       write_header(p, 4, p.item_capacity, p.split_indptr, p.work_indptr, p.counters);
       write_header(p, 8, p.items, p.item_words, p.num_splits, p.split_size);
     }

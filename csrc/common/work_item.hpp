@@ -6,7 +6,7 @@ namespace mla {
 struct WorkItem {
   int sequence;
   int first_key;
-  int end_key;      // exclusive, already cut at the sequence's length; <= first_key when there is nothing to do
+  int end_key;      // exclusive, already clipped at the sequence's length; <= first_key when there is nothing to do
   int partial_row;  // row of partial_out, or -1: the result is final
 };
 

@@ -96,7 +96,7 @@ static void run_dispatch(const u8* packet, u64 address) {
   if (!run) fault("a dispatch found nobody who executes kernels; start the GPU from mla_suite.emulator");
 }
 
-// Executes one packet; a fault is told and the packet completes, so that nobody waits for it forever.
+// Executes one packet; a fault is reported and the packet completes, so that nobody waits for it forever.
 static void run_packet(Queue& queue, const u8* packet, u64 address) {
   u64 start = now();
   u32 type = field<u16>(packet, 0) & 0xff;

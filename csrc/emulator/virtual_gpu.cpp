@@ -50,7 +50,7 @@ void wake(Queue& queue, u32 event) {
 }
 
 // The hook sets an event without the lock under which a waiter looks at it and falls asleep, so a waiter can miss it. The
-// event stays set, and whoever sets another one wakes every waiter to look again. The spare event is never destroyed;
+// event stays set, and setting another one makes every waiter look again. The spare event is never destroyed;
 // until there is one, and as long as the process does not end, the queue's own last event will do.
 static void wake_again(const Queue& queue) {
   pthread_rwlock_rdlock(&gpu.attached);

@@ -1,4 +1,4 @@
-"""Bounds of AMD kernels, counted by the emulator: the least clocks of a compute unit, per resource. Never times."""
+"""Bounds of kernels, counted by the emulator: the least clocks of a compute unit, per resource. Never times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE_FLOPS = 2 * 10**9
 
 
 def count(case: Case, arch: str) -> Result:
-    """Run the native kernels of an AMD arch in the emulator, check the result, and read the counters.
+    """Run the native kernels of an arch in the emulator, check the result, and read the counters.
 
     The bounds are clocks of one compute unit when the work is spread evenly over all of the chip's. A wrong result, or
     one that the sanitizer objects to, has none.

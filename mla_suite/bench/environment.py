@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import mla_suite
+from mla_suite.launch import cuda, hip
 
 PACKAGE = Path(__file__).absolute().parent.parent
 
@@ -31,7 +32,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
             "arch": gcn.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}",
             "device": properties.name,
             "compute_units": properties.multi_processor_count,
-            "driver": _driver(),
+            "driver": cuda.module_version() or hip.module_version(),
         }
     return {
         **here,
@@ -57,14 +58,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _driver() -> str:
-    nvidia, amd = Path("/proc/driver/nvidia/version"), Path("/sys/module/amdgpu/version")
-    if nvidia.is_file():
-        found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", nvidia.read_text())
-        return found[0] if found else ""
-    return amd.read_text().strip() if amd.is_file() else ""
 
 
 def _commit() -> dict[str, str | bool]:

@@ -263,11 +263,11 @@ def _merge(case: Case, tokens: int, splits: int) -> Report:
     combine = register.get("combine")
     args, kwargs = combine_sample(tokens, case.facts["heads"], splits, sink=bool(case.options["sink"])).make(CPU)
     native = next(backend for backend in combine.backends if backend.name == "native")
-    offer = native.supports(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
-    if not isinstance(offer, Supported):
-        raise ValueError(f"the merge has no kernel: {offer.reason}")
+    answer = native.supports(combine.problem(*args, **kwargs), dispatch.arch_of(args[0]))
+    if not isinstance(answer, Supported):
+        raise ValueError(f"the merge has no kernel: {answer.reason}")
 
     def run(outputs: tuple[torch.Tensor, ...], call: Call) -> None:
-        native.run(offer.config, outputs, combine.Args(*call.args, **call.kwargs))
+        native.run(answer.config, outputs, combine.Args(*call.args, **call.kwargs))
 
     return launches(combine, run, Call(args, kwargs))[0][0]

@@ -1,11 +1,12 @@
-"""The present GPU's best rates, measured in the same run: reading memory, and multiplying matrices."""
+"""The present GPU's best rates, measured in the same run: reading memory, and multiplying matrices of bf16 and fp8."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,14 +26,16 @@ EFFORT = Effort(rounds=2, passes=1)
 class Floors:
     """Measured ceilings of one run.
 
-    read    (bytes, microseconds) of a kernel that only reads, rising; one launch is included
-    tflops  of a bf16 matrix product of 8192 x 8192 x 8192 random values by torch, not throttled
-    source  what measured the reads
+    read        (bytes, microseconds) of a kernel that only reads, rising; one launch is included
+    tflops      of a bf16 matrix product of 8192 x 8192 x 8192 random values by torch, not throttled
+    source      what measured the reads
+    fp8_tflops  of the same product in e4m3; 0 where the GPU or its torch has none, or an older run did not measure it
     """
 
     read: tuple[tuple[int, float], ...]
     tflops: float
     source: str
+    fp8_tflops: float = 0.0
 
     def memory_us(self, moved: int) -> float:
         """Time to read a number of bytes: between measured sizes along a power law, beyond them at the last rate."""
@@ -46,12 +49,13 @@ class Floors:
         share = math.log(moved / low) / math.log(high / low)
         return low_us * (high_us / low_us) ** share
 
-    def compute_us(self, flops: int) -> float:
-        return flops / self.tflops / 1e6
+    def compute_us(self, flops: int, *, fp8: bool = False) -> float:
+        """Time to multiply at the ceiling; `fp8` where both operands are fp8, at the bf16 ceiling if that is all."""
+        return flops / (self.fp8_tflops if fp8 and self.fp8_tflops else self.tflops) / 1e6
 
-    def of(self, moved: int, flops: int) -> tuple[float, str]:
+    def of(self, moved: int, flops: int, *, fp8: bool = False) -> tuple[float, str]:
         """The floor of a case in microseconds, and what it comes from: memory or compute."""
-        memory, compute = self.memory_us(moved), self.compute_us(flops)
+        memory, compute = self.memory_us(moved), self.compute_us(flops, fp8=fp8)
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
     @property
@@ -65,11 +69,11 @@ class Floors:
 
 def from_json(found: dict[str, Any]) -> Floors:
     curve = tuple((int(size), float(us)) for size, us in found["read"])
-    return Floors(curve, float(found["tflops"]), str(found["source"]))
+    return Floors(curve, float(found["tflops"]), str(found["source"]), float(found.get("fp8_tflops", 0.0)))
 
 
 def measure(device: torch.device, effort: Effort = EFFORT) -> Floors:
-    """Measure both ceilings on a GPU: about 15 seconds and 1.2 GB."""
+    """Measure the ceilings on a GPU: about 20 seconds and 1.2 GB."""
     words = torch.randint(-(2**31), 2**31 - 1, (READ_BYTES[-1] // 4 + (32 << 20),), dtype=torch.int32, device=device)
     curve = [(size, _read_us(words, size, effort)) for size in READ_BYTES]
     del words
@@ -77,7 +81,34 @@ def measure(device: torch.device, effort: Effort = EFFORT) -> Floors:
     product = torch.empty_like(left)
     us = median(device_rounds(lambda turn: torch.mm(turn, right, out=product), [left, left.clone()], effort))
     source = "a Triton kernel" if find_spec("triton") else "torch.sum, which reads at 95 % of what a Triton kernel does"
-    return Floors(_rising(curve), 2 * MATRIX**3 / us / 1e6, source)
+    return Floors(_rising(curve), 2 * MATRIX**3 / us / 1e6, source, _fp8_tflops(left, right, effort))
+
+
+def fp8_product(
+    left: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+    """`left` in e4m3, of the flavour that the device multiplies, and the call that gives bf16 `left @ right` of it.
+
+    None where torch has no such product on the device.
+    """
+    one = torch.ones((), device=left.device)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        columns = right.to(dtype).t().contiguous().t()  # the second operand lies by columns
+        product = partial(torch._scaled_mm, mat2=columns, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        try:
+            product(left.to(dtype))
+        except RuntimeError:  # a GPU of the other flavour, or with none
+            continue
+        return left.to(dtype), product
+    return None
+
+
+def _fp8_tflops(left: torch.Tensor, right: torch.Tensor, effort: Effort) -> float:
+    found = fp8_product(left, right)
+    if found is None:
+        return 0.0
+    rows, product = found
+    return 2 * MATRIX**3 / median(device_rounds(product, [rows, rows.clone()], effort)) / 1e6
 
 
 def _rising(curve: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -94,7 +94,7 @@ def html(report: Report, comparisons: Sequence[Comparison] = (), old: Report | N
 def _lead(report: Report) -> str:
     if not report.on_gpu:
         return (
-            "No GPU on this machine: times are those of the reference on its CPU, and what is said of AMD kernels are "
+            "No GPU on this machine: times are those of the reference on its CPU, and those of emulated kernels are "
             "bounds counted in the emulator, never times. Times are medians of rounds; the spread is twice the "
             "distance to the fastest."
         )
@@ -113,6 +113,8 @@ def _facts(report: Report) -> Iterator[str]:
     if report.floors:
         facts["read ceiling"] = f"{report.floors.gb_per_s:.0f} GB/s ({report.floors.source})"
         facts["bf16 matrix ceiling"] = f"{report.floors.tflops:.0f} TFLOP/s"
+        if report.floors.fp8_tflops:
+            facts["fp8 matrix ceiling"] = f"{report.floors.fp8_tflops:.0f} TFLOP/s"
     facts["sets"] = ", ".join(report.sets)
     yield '<dl class="facts">'
     for name, value in facts.items():

@@ -109,6 +109,9 @@ def roofline(report: Report) -> Iterator[Drawn]:
         bandwidth, peak = report.floors.gb_per_s, report.floors.tflops
         axes.plot(xs, [min(x * bandwidth / 1e3, peak) for x in xs], color="#333", linewidth=1.2,
                   label=f"ceilings: {bandwidth:.0f} GB/s, {peak:.0f} TFLOP/s")  # fmt: skip
+        if fp8 := report.floors.fp8_tflops:
+            axes.plot(xs, [min(x * bandwidth / 1e3, fp8) for x in xs], color="#333", linewidth=1.0, linestyle="--",
+                      label=f"with fp8 queries and keys: {fp8:.0f} TFLOP/s")  # fmt: skip
     _log_axes(axes)
     axes.set_xlabel("arithmetic intensity (FLOP per byte of device memory)")
     axes.set_ylabel("achieved rate (TFLOP/s)")
@@ -136,7 +139,7 @@ def counted(report: Report) -> Iterator[Drawn]:
     axes.set_ylabel("kernel and shape")
     axes.set_title("Bounds counted in the emulator")
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    yield "counted", "Bounds of AMD kernels by resource, work spread evenly over the chip.", svg(figure, "counted")
+    yield "counted", "Bounds of emulated kernels by resource, work spread evenly over the chip.", svg(figure, "counted")
 
 
 def ratios(report: Report, comparisons: Sequence[Comparison]) -> Iterator[Drawn]:

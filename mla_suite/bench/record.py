@@ -32,7 +32,7 @@ class Result:
     floor_us, bound      the larger of the two floors, and which it is; 0 and '' where none was measured
     error, checked       relative error, and against what: fp64, reference, or definition (it is the reference itself)
     failure              why there is no time, in a sentence; '' when there is one
-    wrong                the failure is a wrong result, not a refusal
+    wrong                the failure is a wrong result, not an unsupported case
     counted              bounds per compute unit from the emulator's counters, clocks by name; never times
     instructions         wave instructions of all launches, from the same counters; 0 where nothing was counted
     """

@@ -45,7 +45,7 @@ def run(
     """Every case in every pass, so that a shape's rounds lie apart in time; then again those that did not settle.
 
     backends   names to run; empty: native and triton on a GPU, the reference on a CPU
-    emulated   AMD archs whose bounds are counted in the emulator; on a CPU only
+    emulated   archs whose bounds are counted in the emulator; on a CPU only
 
     Stopped, a KeyboardInterrupt, has what was measured when Ctrl-C came.
     """
@@ -53,8 +53,8 @@ def run(
     try:
         _passes(cases, device, effort, backends, with_third_party, emulated, progress, found)
     except KeyboardInterrupt:
-        raise Stopped([result for result in _with_floors(found, floors) if result.rounds]) from None
-    return _with_floors(found, floors)
+        raise Stopped([result for result in _with_floors(cases, found, floors) if result.rounds]) from None
+    return _with_floors(cases, found, floors)
 
 
 def _passes(
@@ -86,10 +86,14 @@ def _passes(
     progress("done", steps)
 
 
-def _with_floors(found: dict[tuple[str, str, str], Result], floors: Floors | None) -> list[Result]:
+def _with_floors(
+    cases: Sequence[Case], found: dict[tuple[str, str, str], Result], floors: Floors | None
+) -> list[Result]:
+    fp8 = {(case.op, case.shape) for case in cases if case.fp8_products}
     for result in found.values():
         if floors is not None:
-            result.floor_us, result.bound = floors.of(result.bytes, result.flops)
+            own = (result.op, result.shape) in fp8
+            result.floor_us, result.bound = floors.of(result.bytes, result.flops, fp8=own)
     return list(found.values())
 
 
@@ -126,8 +130,8 @@ def _case(
     for runner in runners:
         fresh = Result(case.op, case.shape, runner.name, *shape, runner.config, runner.reason)
         result = found.get(fresh.key, fresh)
-        if runner.refusal is not None:
-            result.failure = runner.refusal
+        if runner.unsupported is not None:
+            result.failure = runner.unsupported
         elif not result.failure:
             _measure(result, runner, turns, right, effort, device)
         yield result
@@ -143,7 +147,7 @@ def _measure(
 ) -> None:
     """Append the rounds of one pass to a result; before the first, compare what is computed with what is `right`."""
     run, eager = runner.run, runner.eager
-    assert run is not None  # only a refusal has none
+    assert run is not None  # only an unsupported case has none
     assert eager is not None
     try:
         if right is not None and not result.checked:

@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 class Runner:
     """A backend, or another package's kernel, on one case.
 
-    refusal      why it cannot run the case; None when it can
+    unsupported  why it cannot run the case; None when it can
     run          one call, as it is timed on the device
     answer       its result, comparable with the reference's: outputs were poisoned before
     eager        one call as a user makes it, for host time
@@ -32,7 +32,7 @@ class Runner:
     name: str
     config: str = ""
     reason: str = ""
-    refusal: str | None = None
+    unsupported: str | None = None
     run: Callable[[Call], object] | None = None
     answer: Callable[[Call], Tensors] | None = None
     eager: Callable[[Call], object] | None = None
@@ -56,17 +56,17 @@ def backends(op: Op, call: Call, names: Sequence[str], device: torch.device) -> 
         if backend.name not in names:
             continue
         if device.type not in backend.devices:
-            refusal = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
-            yield Runner(backend.name, refusal=refusal)
+            reason = f"it runs on {' and '.join(backend.devices)}, not on {device.type}"
+            yield Runner(backend.name, unsupported=reason)
             continue
-        offer = backend.supports(problem, arch)
-        if isinstance(offer, Supported):
-            made = configured(op, backend, offer.config, offer.reason)
+        answer = backend.supports(problem, arch)
+        if isinstance(answer, Supported):
+            made = configured(op, backend, answer.config, answer.reason)
             # Users reach what dispatch prefers through the operator; the others only by a direct call.
             eager = (lambda call: operator(*call.args, **call.kwargs)) if backend is chosen else made.run
             yield replace(made, eager=eager)
         else:
-            yield Runner(backend.name, refusal=offer.reason)
+            yield Runner(backend.name, unsupported=answer.reason)
 
 
 def configured(op: Op, backend: Backend, config: Any, reason: str) -> Runner:

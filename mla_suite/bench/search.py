@@ -30,9 +30,9 @@ Timer = Callable[[Runner, Sequence[Call], Effort], list[float]]
 
 
 def spaces(op: str) -> Mapping[str, SearchSpace]:
-    """Returns the search spaces of an operator by backend: archs have the native ones, its folder Triton's."""
+    """Returns the search spaces of an operator by backend: its folder has Triton's, archs have the native ones."""
     found: dict[str, SearchSpace] = {}
-    for module in (f"mla_suite.archs.common.{op}_search", f"mla_suite.ops.{op}.search"):
+    for module in (f"mla_suite.ops.{op}.search", f"mla_suite.archs.common.{op}_search"):
         if find_spec(module) is not None:
             found |= import_module(module).SPACES
     return found
@@ -94,18 +94,18 @@ def search(
     backend = next((b for b in op.backends if b.name == backend_name), None)
     if backend is None:
         raise ValueError(f"{case.op} has no backend {backend_name!r}; it has {', '.join(b.name for b in op.backends)}")
-    offer = backend.supports(problem, arch)
-    if not isinstance(offer, Supported):
-        raise ValueError(f"{case.id}: {backend_name} does not take it: {offer.reason}")
+    answer = backend.supports(problem, arch)
+    if not isinstance(answer, Supported):
+        raise ValueError(f"{case.id}: {backend_name} does not take it: {answer.reason}")
     right = inputs.expected(case, call)
     turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
 
-    present = runners.configured(op, backend, offer.config, offer.reason)
+    present = runners.configured(op, backend, answer.config, answer.reason)
     present.error(call, right)
-    found = Outcome(case, backend_name, problem, offer.config, [], None, [], None)
+    found = Outcome(case, backend_name, problem, answer.config, [], None, [], None)
     times: list[tuple[float, Any, Runner]] = []
     for config in space.candidates(problem, arch):
-        if config == offer.config:
+        if config == answer.config:
             continue
         progress(str(config))
         runner = runners.configured(op, backend, config, "candidate")
@@ -147,9 +147,9 @@ def _baseline(
     for backend in op.backends:
         if backend.name in (tuned, "reference") or device.type not in backend.devices:
             continue
-        offer = backend.supports(problem, arch)
-        if isinstance(offer, Supported):
-            runner = runners.configured(op, backend, offer.config, offer.reason)
+        answer = backend.supports(problem, arch)
+        if isinstance(answer, Supported):
+            runner = runners.configured(op, backend, answer.config, answer.reason)
             runner.error(call, right)
             times.append((backend.name, noise.median(timer(runner, turns, BRIEF))))
     return min(times, key=lambda entry: entry[1]) if times else None

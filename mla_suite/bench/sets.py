@@ -49,6 +49,12 @@ class Case:
         return self.of(lens)
 
     @property
+    def fp8_products(self) -> bool:
+        """Whether queries and keys are both fp8, so that an fp8 matrix product is possible."""
+        query = self.options.get("dtype", torch.bfloat16)
+        return bool(query.itemsize == 1 and str(self.options.get("kv_format", "")).startswith("fp8"))
+
+    @property
     def shape(self) -> str:
         return self.sample.name + ("-plan" if self.planned else "")
 
@@ -195,11 +201,12 @@ def _counted() -> list[Case]:
     dense += [replace(decode(3, 128, 700, planned=True), parts=4), replace(decode(3, 16, 700, planned=True), parts=4)]
     narrow = [decode(1, 16, 1024, kv_format="fp8"), decode(1, 128, 600, kv_format="fp8"), decode(1, 16, 960, **fp8)]
     narrow += [replace(decode(2, 32, 700, 4, page=1, planned=True, **fp8), parts=3)]
+    narrow += [replace(decode(1, 32, 2112, 4, page=1, planned=True, **fp8), parts=2)]  # long enough for fp8 weights
     narrow += [decode(1, 16, 1024, kv_format="fp8_fnuz"), decode(1, 128, 600, **fnuz)]
     selected = [sparse(1, heads, 1, [PoolShape("v32", 16, 64, 512)]) for heads in (16, 128)]
     selected += [sparse(1, 64, 2, [PoolShape("dsv4", 4, 64, 128), PoolShape("dsv4", 8, 64, 256)], sink=True)]
     others = [Case(op, made, {}) for op in ("plan", "append_kv") for made in register.get(op).samples()]
-    return [*dense, *narrow, *selected, combine(4, 16, 8), combine(64, 16, 4), *others]
+    return [*dense, *narrow, *selected, *(combine(*shape) for shape in ((4, 16, 8), (4, 16, 16), (64, 16, 4))), *others]
 
 
 SETS: Mapping[str, NamedSet] = {
@@ -216,8 +223,8 @@ SETS: Mapping[str, NamedSet] = {
         "pull request names the axes, not the list",
         _aiter_pr_3468,
     ),
-    "decode-merge": NamedSet("what decode's cuts leave to combine: sequences x query rows x splits", _decode_merge),
-    "gpu-mode-2025": NamedSet("GPU MODE amd-mla-decode: the attention of its four sizes", _gpu_mode_2025),
+    "decode-merge": NamedSet("what decode's splits leave to combine: sequences x query rows x splits", _decode_merge),
+    "gpu-mode-2025": NamedSet("GPU MODE's decode task of 2025: the attention of its four sizes", _gpu_mode_2025),
     "gpu-mode-2025-layer": NamedSet(
         "the same inside the task's layer: un-rotated keys, 8192 rows per sequence, one token more",
         _gpu_mode_2025_layer,
@@ -226,7 +233,7 @@ SETS: Mapping[str, NamedSet] = {
     "mixed-mla-fp8": NamedSet("the same eight shapes with fp8 keys", partial(_mixed_mla, kv_format="fp8")),
     "v3.2": NamedSet("DeepSeek V3.2 sparse decode: 2048 selected keys of 656 bytes", _v32),
     "v4": NamedSet("DeepSeek V4 sparse decode: a window of 128 keys beside 512 or 1024 compressed ones, sink", _v4),
-    "counted": NamedSet("every kind of AMD kernel on a small problem: the stored baseline of counts", _counted),
+    "counted": NamedSet("every kind of emulated kernel on a small problem: the stored baseline of counts", _counted),
 }
 
 

@@ -85,7 +85,7 @@ def counted(report: Report) -> Table:
 
 
 def failures(results: Iterable[Result]) -> Table:
-    """Tables each shape that was not timed, and why: wrong results first, then refusals, equal reasons together."""
+    """Tables each shape that was not timed, and why: wrong results first, then unsupported; equal reasons together."""
     grouped: dict[tuple[bool, str, str, str], list[str]] = {}
     for result in results:
         if result.failure:

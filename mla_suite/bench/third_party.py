@@ -30,13 +30,13 @@ class ThirdParty:
 
     def runner(self, case: Case, call: Call) -> Runner:
         if case.op != "decode":
-            return Runner(self.name, refusal=f"{self.name} is compared on decode only")
+            return Runner(self.name, unsupported=f"{self.name} is compared on decode only")
         try:
             prepared = self.prepare(importlib.import_module(self.module), call)
         except Exception as error:  # whatever a foreign package raises says why it is no column
-            return Runner(self.name, refusal=f"{type(error).__name__}: {' '.join(str(error).split())}")
+            return Runner(self.name, unsupported=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if isinstance(prepared, str):
-            return Runner(self.name, refusal=prepared)
+            return Runner(self.name, unsupported=prepared)
         run, answer = prepared
         fp8 = call.args[0].element_size() == 1  # what it does with softmax weights is its own affair
         return Runner(self.name, self.version, "installed package", None, run, answer, run, fp8)

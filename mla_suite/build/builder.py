@@ -83,7 +83,7 @@ def build(
     elsewhere = set(known) - {item.arch.name for item in wanted}
 
     def stays(old: KernelEntry) -> bool:
-        """Whether a kernel not built now remains: after a complete build, only those without a compiler here."""
+        """Whether a kernel that is not built now remains; after a complete build only those without a compiler."""
         other = (old.arch, old.kernel) not in replaced
         return other and (not complete or (old.arch in elsewhere and not old.stale))
 

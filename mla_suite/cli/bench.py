@@ -209,7 +209,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     cases = _cases(args, names)
     emulated = [] if device.type == "cuda" or args.no_emulator else _built()
     ceilings, stopped = None, False
-    with _progress("ceilings of this card", len(cases) * effort.passes) as told:
+    with _progress("ceilings of this card", len(cases) * effort.passes) as advance:
         if device.type == "cuda":
             ceilings = floors.measure(device)
         try:
@@ -221,7 +221,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
                 with_third_party=not args.no_third_party,
                 floors=ceilings,
                 emulated=emulated,
-                progress=told,
+                progress=advance,
             )
         except runner.Stopped as stop:
             if not stop.results:
@@ -235,7 +235,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
 
 @contextmanager
 def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, told (what is being measured, steps done)."""
+    """A bar on stderr, called with (what is being measured, steps done)."""
     from rich import progress
     from rich.console import Console
 
@@ -247,7 +247,7 @@ def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def _built() -> list[str]:
-    """AMD archs that have kernels here, and so can be emulated."""
+    """Archs that have kernels here and can be emulated."""
     from mla_suite import archs as arch
     from mla_suite.build import manifest
     from mla_suite.build.errors import ObjectError
@@ -256,7 +256,7 @@ def _built() -> list[str]:
         built = {name for name, _ in manifest.installed().kernels}
     except ObjectError:  # nothing was built: the page and the table then say that bounds were not counted
         return []
-    return [name for name in arch.names() if arch.get(name).vendor == "amd" and name in built]
+    return [name for name in arch.names() if name in built and arch.get(name).emulable]
 
 
 def _again(
@@ -271,7 +271,7 @@ def _again(
         return comparisons
     device = _device(args)
     cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
-    with _progress("suspects", len(cases) * effort.passes) as told:
+    with _progress("suspects", len(cases) * effort.passes) as advance:
         repeated = runner.run(
             cases,
             device,
@@ -279,7 +279,7 @@ def _again(
             backends=args.backend or (),
             with_third_party=False,
             floors=report.floors,
-            progress=told,
+            progress=advance,
         )
     second = {result.key: result for result in repeated if result.rounds}
     slow = {entry.new.key for entry in record.slower(comparisons)}
@@ -327,10 +327,13 @@ def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) 
     if report.floors:
         console.print(
             f"ceilings of this run: read {report.floors.gb_per_s:.0f} GB/s ({report.floors.source}), "
-            f"bf16 matrix product {report.floors.tflops:.0f} TFLOP/s"
+            f"bf16 matrix product {report.floors.tflops:.0f} TFLOP/s, "
+            + (f"fp8 {report.floors.fp8_tflops:.0f} TFLOP/s" if report.floors.fp8_tflops else "fp8 not measured")
         )
     if not report.on_gpu:
-        console.print("No GPU: these are times of the reference on the CPU; bounds of AMD kernels come from counters.")
+        console.print(
+            "No GPU: these are times of the reference on the CPU; bounds of emulated kernels come from counters."
+        )
     tables = (table.times(report, comparisons), table.beside_published(report), table.counted(report))
     for shown in (*tables, table.failures(report.results)):
         if shown.rows:

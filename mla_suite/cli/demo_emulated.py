@@ -114,11 +114,11 @@ def _shown(part: Part, arch: ArchSpec, tell: Callable[[str], None], done: Callab
 
 def _backends(answers: Sequence[Explanation], launches: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Per operator the backend and why. `combine` is no call of the layer: the attention operator launches it."""
-    told = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
-    if "combine" not in told and any(_operator(launch["kernel"]) == "combine" for launch in launches):
-        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to merge what plan cut"
-        told["combine"] = {"backend": "native", "why": why}
-    return told
+    found = {answer.op: {"backend": answer.backend, "why": _why(answer)} for answer in answers}
+    if "combine" not in found and any(_operator(launch["kernel"]) == "combine" for launch in launches):
+        why = f"combine on {answers[0].arch} -> native: launched by the attention operator to combine what plan split"
+        found["combine"] = {"backend": "native", "why": why}
+    return found
 
 
 def _why(answer: Explanation) -> str:
@@ -160,8 +160,8 @@ def show(record: dict[str, Any], console: Console) -> None:
 
     for part in record["parts"]:
         console.rule(part["title"], align="left")
-        for op, told in part["backends"].items():
-            console.print(told["why"], highlight=False, soft_wrap=True, markup=False)
+        for op, found in part["backends"].items():
+            console.print(found["why"], highlight=False, soft_wrap=True, markup=False)
             for launch in part["launches"]:
                 if _operator(launch["kernel"]) == op:
                     console.print(f"  kernel {launch['kernel']}", highlight=False, soft_wrap=True)

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
     own.add_argument("--kv-format", help="the cache's kv_format (default bf16)")
     own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
-    own.add_argument("--num-splits", type=int, help="cuts (default 0: decode's own)")
+    own.add_argument("--num-splits", type=int, help="splits (default 0: decode's own)")
     parser.add_argument(
         "--hip",
         metavar="DIR",
@@ -98,8 +98,8 @@ def _through_hip(folder: Path, arch: str) -> None:
     from mla_suite.launch import launcher
 
     record = archs.get(arch)
-    if record.vendor != "amd":
-        raise ValueError(f"emulate --hip: {arch} is not an AMD arch")
+    if not record.emulable:
+        raise ValueError(f"emulate --hip: {arch} is not emulated; the emulator executes gfx942 and gfx950")
     launcher.install(HipSession(record, user_space.hip_library(folder)))
 
 

@@ -3,6 +3,7 @@
   python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
   python -m mla_suite tune --op combine --set aiter-3468 --write   and store them
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
+  python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers of our tiles, by time
   python -m mla_suite tune --op combine --emulate gfx942,gfx950    without a GPU: by the emulator's bounds in clocks
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +83,8 @@ def _count(args: argparse.Namespace) -> int:
     from mla_suite.core import dispatch
 
     op = args.op or "combine"
+    if op != "combine":
+        raise ValueError(f"--emulate tells configurations of combine apart by their bounds; {op} is searched on a GPU")
     _, space = _space(op, "native")
     facts = environment.describe(torch.device("cpu"))
     commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
@@ -131,11 +135,10 @@ def lint() -> int:
 def _tables() -> Iterator[tuple[Any, str, Path]]:
     """(format, table's name, file) of every table that is there."""
     from mla_suite import archs
-    from mla_suite.archs.common import decode_table
     from mla_suite.bench import search
     from mla_suite.core import register, tuning
 
-    tables = [(decode_table.FORMAT, name) for name in archs.names()]  # counted or published: nothing searches it
+    tables: list[tuple[Any, str]] = []
     for op in register.registry():
         for space in search.spaces(op).values():
             tables += [(space.form, space.table(name)) for name in archs.names()]
@@ -158,7 +161,7 @@ def _tune(args: argparse.Namespace) -> int:
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")
     if not torch.cuda.is_available():
-        raise ValueError("no GPU: configurations are told apart by timing them, and an emulator's bounds are no times")
+        raise ValueError("no GPU: configurations are compared by timing them, and an emulator's bounds are no times")
     device = torch.device("cuda")
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     if facts["arch"] not in arch_records.names():
@@ -166,6 +169,9 @@ def _tune(args: argparse.Namespace) -> int:
     arch = arch_records.get(str(facts["arch"]))
     backend, space = _space(args.op, args.backend)
     cases = _cases(args)
+    if not space.plans:
+        unplanned = (replace(case, planned=False) for case in cases)
+        cases = list({case.id: case for case in unplanned}.values())
     try:
         with steps() as step:
             built = space.build(arch, step)
@@ -182,11 +188,11 @@ def _tune(args: argparse.Namespace) -> int:
         task = bar.add_task("", total=len(cases))
         for case in cases:
 
-            def told(what: str, shape: str = case.shape) -> None:
+            def report(what: str, shape: str = case.shape) -> None:
                 bar.update(task, description=f"{shape} {what}"[:60])
 
             try:
-                outcome = search.search(case, backend, space, arch, device, progress=told)
+                outcome = search.search(case, backend, space, arch, device, progress=report)
             except KeyboardInterrupt:
                 stopped = True
                 break

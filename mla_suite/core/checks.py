@@ -64,7 +64,7 @@ def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | 
 def certain(condition: bool | torch.SymBool) -> bool:
     """Whether a condition on sizes holds; False while sizes that follow from data are not known.
 
-    For refusals that a trace may leave to the call itself, which checks again with the sizes it has.
+    For errors that a trace may leave to the call itself, which checks again with the sizes it has.
     """
     if isinstance(condition, bool):
         return condition
@@ -104,10 +104,10 @@ def without_gaps(value: torch.Tensor) -> bool:
 
 
 def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
-    """Refuse a written tensor that was cut out of a larger one inside a graph traced with dynamic sizes.
+    """Refuse a written tensor that was sliced out of a larger one inside a graph traced with dynamic sizes.
 
-    Inductor (seen on torch 2.13, pytorch issue 198068) then drops the cut's offset and the write lands in the first
-    part. Such a cut shows as an offset computed from sizes; a graph input's offset is a number or a symbol of its own.
+    Inductor (seen on torch 2.13, pytorch issue 198068) then drops the slice's offset and the write lands in the first
+    part. Such a slice shows as an offset computed from sizes; a graph input's offset is a number or its own symbol.
     """
     offset = value.storage_offset()
     expression = getattr(offset.node, "expr", None) if isinstance(offset, torch.SymInt) else None

@@ -13,11 +13,10 @@ goes through the dispatcher, which serves both.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
@@ -27,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import debug, dispatch
+from mla_suite.core import debug, dispatch, mismatch
 from mla_suite.core.op import Op, Output
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -53,7 +52,7 @@ _QUIET = frozenset(
 
 
 class Called(Protocol):
-    """What calls of one overload have in common; an `Op` says it of its functional overload."""
+    """The facts that calls of one overload share; an `Op` has them for its functional overload."""
 
     @property
     def name(self) -> str: ...  # decode, or decode.out
@@ -149,7 +148,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
             if op.mutated:
                 bump_versions([tensors[position] for position in op.mutated])
             return outputs if len(outputs) > 1 else outputs[0] if outputs else None
-    return _through_dispatcher(op, tensors, options) if otherwise is None else otherwise
+    return _through_dispatcher(cast(Op, op), tensors, options) if otherwise is None else otherwise
 
 
 def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> PreparedCall | None:
@@ -262,12 +261,7 @@ def metadata(name: str, tensors: Sequence[Any], options: tuple[Any, ...]) -> tup
     key: list[Any] = [name, None if first.is_cuda else dispatch.arch_of(first), *options]
     add = key.append
     for value in tensors:
-        if value is None:
-            add(None)
-        elif value.__class__ is list:
-            add(tuple(map(_tensor_key, value)))
-        else:
-            add((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() & 15))
+        add(tuple(map(_tensor_key, value)) if value.__class__ is list else _tensor_key(value))
     return tuple(key)
 
 
@@ -390,7 +384,7 @@ def _contiguous(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt
 
 
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """The call through torch.ops, with its refusals of wrong types in one sentence."""
+    """The call through torch.ops, with its errors for wrong types in one sentence."""
     given = {
         name: value if convert is None else convert(value)
         for name, value, convert in zip(op.options, options, op.converters, strict=True)
@@ -401,28 +395,5 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
     try:
         return OpOverload.__call__(getattr(torch.ops.mla_suite, op.name).default, *tensors, **given)
     except RuntimeError as error:
-        mismatch = _MISMATCH.match(str(error))
-        if mismatch is None:
-            raise
-        given = dict(zip(op.arguments, (*tensors, *options), strict=True))
-        _raise_mismatch(op, mismatch["argument"], mismatch["kind"], given)
-
-
-_MISMATCH = re.compile(
-    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
-)
-_KINDS = {
-    **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
-    **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
-    **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
-}
-
-
-def _raise_mismatch(op: Op, argument: str, kind: str, given: dict[str, Any]) -> NoReturn:
-    """TypeError in one sentence for what torch says in eight lines."""
-    value = given[argument]
-    if isinstance(value, (list, tuple)):
-        found = f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
-    else:
-        found = repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
-    raise TypeError(f"{op.name}: {argument} is {found}; it takes {_KINDS.get(kind, kind)}") from None
+        mismatch.refuse(op, dict(zip(op.arguments, (*tensors, *options), strict=True)), error)
+        raise

@@ -21,8 +21,8 @@ class Explanation:
     """One choice, printable.
 
     op, arch   names; arch is None on a CPU that emulates nothing
-    choice     backend, offer (its configuration; its reason names the tuned table's file and row where one decided) and
-               the refusals of the backends preferred to it
+    choice     backend, answer (its configuration; its reason names the tuned table's file and row if one decided) and
+               the reasons of the backends preferred to it
     notes      which context the choice used
     problem    all it could depend on
     """

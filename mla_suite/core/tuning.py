@@ -268,9 +268,9 @@ def _parse(form: Format, arch: str, path: Path, number: int, line: str) -> Row:
     values = {column.name: column.parse(texts[column.name]) for column in (*form.keys, *form.config)}
     provenance = {name: texts[name] for name in _PROVENANCE_COLUMNS}
     _check_provenance(provenance, form.timed)
-    refusal = form.refuse(arch, values)
-    if refusal is not None:
-        raise ValueError(f"this configuration is not legal on {arch}: {refusal}")
+    reason = form.refuse(arch, values)
+    if reason is not None:
+        raise ValueError(f"this configuration is not legal on {arch}: {reason}")
     return Row(path, number, values, provenance)
 
 
@@ -305,6 +305,7 @@ class SearchSpace:
     facts       (problem, arch) -> values of the table's key columns
     cells       (problem, arch, configuration) -> values of its configuration columns
     build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
+    plans       whether its table decides calls with a plan too
     """
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
@@ -313,3 +314,4 @@ class SearchSpace:
     facts: Callable[[Any, ArchSpec], Mapping[str, Value]]
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
     build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0
+    plans: bool = True

@@ -38,7 +38,7 @@ class ParallelMLA(MLA):
         self.shard = parallel.shard(interleave)
 
     def load_full_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Copies a full layer's tensors, cut to this rank's heads."""
+        """Copies a full layer's tensors, sliced to this rank's heads."""
         self.load_weights(weights, tp_rank=self.parallel.rank, tp_size=self.parallel.world)
 
     def decode(

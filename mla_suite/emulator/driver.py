@@ -12,7 +12,7 @@ from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.emulator.report import Report, SanitizerError
-from mla_suite.launch.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_amd_grid
+from mla_suite.launch.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_hip_grid
 
 _log = logging.getLogger("mla_suite.emulator")
 
@@ -84,7 +84,7 @@ class EmulatorDriver:
         with every finding.
         """
         kernel.check(block, dynamic_lds, params)
-        check_amd_grid(grid, block)
+        check_hip_grid(grid, block)
         if buffers is None:
             raise LaunchError("the emulator needs the buffers a kernel may touch; pass `buffers` to launch")
         memories = []

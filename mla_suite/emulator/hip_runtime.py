@@ -16,7 +16,7 @@ Handle = int
 
 
 class HipRuntime:
-    """libamdhip64 through ctypes. Handles and GPU addresses are integers; a refusal is a DriverError in HIP's words."""
+    """libamdhip64 through ctypes. Handles and GPU addresses are integers; an error is a DriverError in HIP's words."""
 
     def __init__(self, library: c.CDLL) -> None:
         self._library = library

@@ -39,7 +39,7 @@ _VRAM, _GTT = 1, 2  # flags of the kernel driver: memory of the GPU, and of the 
 _ENVIRONMENT = {
     # Without interrupts two of ROCr's threads wait by spinning, and the host's does as well.
     "HSA_ENABLE_INTERRUPT": "1",
-    # ROCr would hand out pieces of one allocation, and hipMalloc's bounds could not be told.
+    # ROCr would hand out pieces of one allocation, and hipMalloc's bounds could not be known.
     "HSA_DISABLE_FRAGMENT_ALLOCATOR": "1",
     # HIP would copy up to 16 KiB by a kernel of its own, and the hook has no memory of the host's to pin.
     "GPU_FORCE_BLIT_COPY_SIZE": "0",
@@ -225,7 +225,7 @@ class VirtualGpu:
         c.memmove(self.base + address, data, len(data))
 
     def check(self) -> None:
-        """Raises the first thing that went wrong since the last call: a refusal, or a SanitizerError with findings."""
+        """Raises the first error since the last call: the driver's, or a SanitizerError with findings."""
         with self._lock:
             faults, self._faults = self._faults, []
         if faults:

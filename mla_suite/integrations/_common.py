@@ -1,4 +1,4 @@
-"""Facts and errors that several integrations share: cache formats by dtype, and refusals in one sentence."""
+"""Facts and errors that several integrations share: cache formats by dtype, and one-sentence errors."""
 
 from __future__ import annotations
 

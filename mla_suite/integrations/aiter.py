@@ -5,8 +5,10 @@
 
 Outputs are written in place, into the tensors given. lse is natural, -inf where a query token sees no key, and its
 output is 0. A sequence has (pages - 1) x page_size + kv_last_page_lens keys, none if it has no page. Any number of
-heads, query length and page size is taken. Arguments that only tune AITER's own kernels or planner are accepted and not
-read; each function names them.
+heads, query length and page size is taken. A dense decode enqueues what `decode.out` does and, since AITER's calls
+bring page counts and no lengths, one operation of torch that makes lengths for pages of one token, five for larger
+pages.
+Arguments that only tune AITER's own kernels or planner are accepted and not read; each function names them.
 
 Sparse attention is spelled in either of AITER's ways: kv_indptr per query token over pages of one token, or metadata
 with topk, where kv_indices has topk entries for every query token. Metadata says in its own data that it selects, so a
@@ -168,16 +170,16 @@ def get_mla_metadata_info_v1(
     """(shape, dtype) of the buffers that get_mla_metadata_v1 fills, in AITER's order.
 
     work_metadata_ptrs, work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map; a shape of one
-    dimension is a number. Sized for the current GPU, or 8 workers without one. Only batch_size, and with is_sparse
+    dimension is a number. Sized for the current GPU, or 8 SM parts without one. Only batch_size, and with is_sparse
     max_seqlen_qo, are read: one plan serves any heads, query length and dtype, and a selection is planned per token.
     """
     tiles = batch_size * max_seqlen_qo if is_sparse else batch_size
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    workers = sm_parts(torch.empty(0, device=device), 1)
-    works = tiles + workers
+    num_sm_parts = sm_parts(torch.empty(0, device=device), 1)
+    works = tiles + num_sm_parts
     return (
         (2, torch.uint64),
-        (workers + 1, torch.int32),
+        (num_sm_parts + 1, torch.int32),
         ((works, 8), torch.int32),
         (tiles + 1, torch.int32),
         ((tiles, 2), torch.int32),
@@ -217,7 +219,7 @@ def get_mla_metadata_v1(
 ) -> None:
     """Plan one step and write the plan into the six buffers, in AITER's format (`metadata_convert.to_aiter`), in place.
 
-    work_indptr says how many workers share the work: one fewer than its words. The lists are true to the plan that
+    work_indptr says how many SM parts share the work: one fewer than its words. The lists are true to the plan that
     mla_decode_fwd then runs with, so other kernels may read them too, for one query tile per sequence.
     work_metadata_ptrs [2] gets the addresses of work_indptr and work_info_set. Nothing is read on the host, and no
     plan is wrong for other lengths, only less even.
@@ -259,15 +261,19 @@ def get_mla_metadata_v1(
         q_len, queries = 1, torch.arange(tokens + 1, dtype=torch.int32, device=seq_lens.device)
         begin = queries.long() * topk
         spans = torch.stack((begin, begin + torch.nn.functional.pad(seq_lens, (0, 1))))
-    batch, workers = seq_lens.shape[0], work_indptr.shape[0] - 1
-    if work_info_set.shape[0] < batch + workers or reduce_partial_map.shape[0] < batch + workers:
+    batch, num_sm_parts = seq_lens.shape[0], work_indptr.shape[0] - 1
+    if work_info_set.shape[0] < batch + num_sm_parts or reduce_partial_map.shape[0] < batch + num_sm_parts:
         given = f"work_info_set has {work_info_set.shape[0]} rows, reduce_partial_map {reduce_partial_map.shape[0]}"
-        _refuse(name, given, f"{batch} sequences and {workers} workers need {batch + workers}: see *_info_v1")
+        _refuse(
+            name, given, f"{batch} sequences and {num_sm_parts} SM parts need {batch + num_sm_parts}: see *_info_v1"
+        )
     if reduce_indptr.shape[0] < batch + 1 or reduce_final_map.shape[0] < batch:
         given = f"reduce_indptr has {reduce_indptr.shape[0]} words, reduce_final_map {reduce_final_map.shape[0]} rows"
         _refuse(name, given, f"{batch} sequences need {batch + 1} and {batch}: see *_info_v1")
-    plan = mla_suite.plan(seq_lens, queries, num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=workers)
-    sizes = dict(workers=workers, page_size=page_size, max_seqlen_q=q_len)
+    plan = mla_suite.plan(
+        seq_lens, queries, num_heads=num_heads_per_head_k, max_seqlen_q=q_len, num_sm_parts=num_sm_parts
+    )
+    sizes = dict(num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=q_len)
     if spans is None:
         made = metadata_convert.to_aiter(plan, queries, seqlens_kv_indptr, **sizes)
         metadata_convert.remember(work_info_set, plan, batch)
@@ -387,4 +393,4 @@ def _seq_lens(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tenso
     if not isinstance(kv_last_page_lens, torch.Tensor):
         given = f"kv_last_page_lens is {kv_last_page_lens!r} and page_size is {page_size}"
         _refuse(name, given, "give the tokens in the last page of each sequence, a tensor [batch]")
-    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_lens, 0).int()
+    return torch.where(pages > 0, torch.add(kv_last_page_lens, pages - 1, alpha=page_size), 0).int()

@@ -8,11 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import debug, eager
+from mla_suite.core import eager
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import Op, Output
-
-_checks_enabled = debug.enabled
 
 
 class DirectCall(NamedTuple):
@@ -46,7 +44,7 @@ class DirectCall(NamedTuple):
         """Have `eager.recall(slot, ...)` find calls like this one, which `run` has just made with these outputs."""
         if torch.compiler.is_dynamo_compiling():
             return
-        options = tuple([tuple(value) if isinstance(value, list) else value for value in self.options])
+        options = eager.hashable(self.options)
         key = eager.metadata(f"{self.op.name}.out", self.tensors_of(given) + outputs, options)
         prepared = eager.prepared_call(key)
         if prepared is None:
@@ -58,8 +56,8 @@ class DirectCall(NamedTuple):
 
         def start(outputs: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> None:
             tensors = tensors_of(given)
-            if tensors[0].is_cpu or _checks_enabled():
+            if tensors[0].is_cpu:
                 eager.validate(op, tensors, values)
-            launch(outputs, tensors)
+            launch((), tensors + outputs)  # outputs are the last tensors of `.out`
 
         eager.remember(slot, given, settings, PreparedCall(allocate, start, tuple(map(type, settings)), {}))

@@ -86,9 +86,11 @@ def _older(
     if num_heads_k != 1:
         _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    workers = sm_parts(cache_seqlens, rows)
-    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=workers)
-    made = metadata_convert.to_flash_mla(plan, lengths, workers=workers, columns=metadata_convert.OlderFlashMlaColumn)
+    num_sm_parts = sm_parts(cache_seqlens, rows)
+    plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
+    made = metadata_convert.to_flash_mla(
+        plan, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
+    )
     metadata_convert.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 
@@ -115,7 +117,7 @@ def flash_mla_with_kvcache(
 
     q                [batch, q_len, heads, head_dim]
     k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
-                     kv_format v32) or 584 (V4, dsv4), told apart by the last dimension
+                     kv_format v32) or 584 (V4, dsv4), recognised by the last dimension
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned
     softmax_scale    1 / sqrt(head_dim) if None

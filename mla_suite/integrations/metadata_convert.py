@@ -1,7 +1,7 @@
 """Plans of other libraries: FlashMLA's tile scheduler metadata and AITER's work and reduce lists, to and from ours.
 
 All of it is tensor code that reads nothing on the host, so it can be captured in a CUDA graph. A plan says where
-sequences are cut and who reads which piece; it never changes a result beyond rounding.
+sequences are split and which SM part reads which split; it never changes a result beyond rounding.
 
 FlashMLA (blocks of 64 keys), of every part (a workgroup that persists):
     tile_scheduler_metadata  [parts, 8]   columns `FlashMlaColumn`, before January 2026 `OlderFlashMlaColumn`; a part
@@ -81,15 +81,15 @@ class AiterPlan(NamedTuple):
 
 
 def to_flash_mla(
-    plan: torch.Tensor, seq_lens: torch.Tensor, *, workers: int, columns: FlashMlaColumns = FlashMlaColumn
+    plan: torch.Tensor, seq_lens: torch.Tensor, *, num_sm_parts: int, columns: FlashMlaColumns = FlashMlaColumn
 ) -> FlashMlaPlan:
-    """The plan that `mla_suite.plan(seq_lens, ..., workers=workers)` made, as FlashMLA writes it.
+    """The plan that `mla_suite.plan(seq_lens, ..., num_sm_parts=num_sm_parts)` made, as FlashMLA writes it.
 
-    Cuts go down to multiples of 64 keys. A worker's neighbouring items of one sequence become one split. The lengths
-    must be those the plan was made for: FlashMLA's records end where a sequence ended then.
+    Splits are rounded down to multiples of 64 keys. Neighbouring items of one sequence in an SM part become one split.
+    The lengths must be those the plan was made for: FlashMLA's records end where a sequence ended then.
     """
     batch = seq_lens.shape[0]
-    parts = _parts(plan, batch, workers)
+    parts = _parts(plan, batch, num_sm_parts)
     sequence, items = parts.sequence, parts.items.long()
     first, stop = parts.work_indptr[:-1], parts.work_indptr[1:]
     busy = stop > first
@@ -115,7 +115,7 @@ def to_flash_mla(
         "FIRST_IS_SPLIT": busy & (splits[begins] > 1),
         "LAST_IS_SPLIT": busy & (splits[ends] > 1),
     }
-    metadata = torch.zeros((workers, FLASH_MLA_WORDS), dtype=torch.int32, device=plan.device)
+    metadata = torch.zeros((num_sm_parts, FLASH_MLA_WORDS), dtype=torch.int32, device=plan.device)
     for column in columns:
         if column.name in values:
             metadata[:, column] = values[column.name]
@@ -125,10 +125,10 @@ def to_flash_mla(
 def from_flash_mla(
     tile_scheduler_metadata: torch.Tensor, batch: int, *, columns: FlashMlaColumns = FlashMlaColumn
 ) -> torch.Tensor:
-    """A plan of ours that cuts `batch` sequences where FlashMLA's parts begin, one worker per part."""
+    """A plan of ours that splits `batch` sequences where FlashMLA's parts begin, one SM part for each."""
     begins = tile_scheduler_metadata[:, columns.BEGIN_SEQUENCE].long()
     keys = tile_scheduler_metadata[:, columns.BEGIN_BLOCK].long() * FLASH_MLA_BLOCK
-    return _cut_at(torch.where(begins < batch, begins * _SPAN + keys, batch * _SPAN), batch)
+    return _split_at(torch.where(begins < batch, begins * _SPAN + keys, batch * _SPAN), batch)
 
 
 def to_aiter(
@@ -136,18 +136,20 @@ def to_aiter(
     qo_indptr: torch.Tensor,
     kv_indptr: torch.Tensor,
     *,
-    workers: int,
+    num_sm_parts: int,
     page_size: int,
     max_seqlen_q: int,
 ) -> AiterPlan:
-    """The plan that `mla_suite.plan(..., workers=workers)` made, as AITER writes it: one query tile per sequence.
+    """The plan that `mla_suite.plan(..., num_sm_parts=num_sm_parts)` made, as AITER writes it.
 
-    Cuts go down to whole pages. Partial row r of ours begins at row r x max_seqlen_q of AITER's partial tensors. Works
-    past work_indptr[-1] have batch -1.
+    There is one query tile per sequence, and splits are rounded down to whole pages. Partial row r of ours begins at
+    row r x max_seqlen_q of AITER's partial tensors. Works past work_indptr[-1] have batch -1.
     """
     pages = (kv_indptr - kv_indptr[0]).long()
     spans = torch.stack((pages, torch.cat((pages[1:], pages[-1:]))))
-    return aiter_lists(plan, qo_indptr, spans, workers=workers, page_size=page_size, max_seqlen_q=max_seqlen_q)
+    return aiter_lists(
+        plan, qo_indptr, spans, num_sm_parts=num_sm_parts, page_size=page_size, max_seqlen_q=max_seqlen_q
+    )
 
 
 def aiter_lists(
@@ -155,20 +157,20 @@ def aiter_lists(
     qo_indptr: torch.Tensor,
     spans: torch.Tensor,
     *,
-    workers: int,
+    num_sm_parts: int,
     page_size: int,
     max_seqlen_q: int,
 ) -> AiterPlan:
     """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
     batch = qo_indptr.shape[0] - 1
-    parts = _parts(plan, batch, workers)
+    parts = _parts(plan, batch, num_sm_parts)
     items = parts.items.long()
     used = items[:, Item.SEQUENCE] >= 0
     owner = torch.where(used, items[:, Item.SEQUENCE], 0)
     kv_begin, kv_end = spans[0][owner], spans[1][owner]
     kv_start = torch.minimum(kv_begin + items[:, Item.FIRST_KEY] // page_size, kv_end)
-    cut = torch.minimum(kv_begin + items[:, Item.END_KEY] // page_size, kv_end)
-    kv_stop = torch.where(items[:, Item.END_KEY] == OPEN, kv_end, cut)
+    split_end = torch.minimum(kv_begin + items[:, Item.END_KEY] // page_size, kv_end)
+    kv_stop = torch.where(items[:, Item.END_KEY] == OPEN, kv_end, split_end)
     row, queries = items[:, Item.PARTIAL_ROW], qo_indptr.long()
     works = torch.stack(
         (
@@ -199,7 +201,7 @@ def aiter_lists(
 def from_aiter(
     work_indptr: torch.Tensor, work_info_set: torch.Tensor, kv_indptr: torch.Tensor, *, page_size: int
 ) -> torch.Tensor:
-    """A plan of ours that cuts sequences where AITER's clusters begin, one worker per cluster.
+    """A plan of ours that splits sequences where AITER's clusters begin, one SM part per cluster.
 
     Made for one query tile per sequence. Where AITER has more, its clusters return to the same keys; the plan is right
     then too, but less even.
@@ -212,7 +214,7 @@ def from_aiter(
     # Clamped where it is used as an index: lists that nobody filled must not take a GPU down.
     sequence = torch.where(inside, begins[:, AiterColumn.BATCH], 0).clamp(0, max(batch - 1, 0))
     pages = begins[:, AiterColumn.KV_START] - (kv_indptr[sequence] - kv_indptr[0])
-    return _cut_at(torch.where(inside, sequence * _SPAN + pages * page_size, batch * _SPAN), batch)
+    return _split_at(torch.where(inside, sequence * _SPAN + pages * page_size, batch * _SPAN), batch)
 
 
 class _Parts(NamedTuple):
@@ -224,13 +226,13 @@ class _Parts(NamedTuple):
     sequence: torch.Tensor  # [capacity] of the items, `batch` for unused ones, so that it rises
 
 
-def _parts(plan: torch.Tensor, batch: int, workers: int) -> _Parts:
-    place = Layout(batch, workers, 0)
+def _parts(plan: torch.Tensor, batch: int, num_sm_parts: int) -> _Parts:
+    place = Layout(batch, num_sm_parts, 0)
     words = plan.shape[0] - int(place.items)
     if words < 0 or words % ITEM_WORDS != 0:
         raise ValueError(
-            f"plan has {plan.shape[0]} words, none that {batch} sequences and {workers} workers can have; give the "
-            "batch and workers that mla_suite.plan was given"
+            f"plan has {plan.shape[0]} words, none that {batch} sequences and {num_sm_parts} SM parts can have; give "
+            "the batch and num_sm_parts that mla_suite.plan was given"
         )
     items = plan[place.items :].view(-1, ITEM_WORDS)
     sequence = items[:, Item.SEQUENCE].long()
@@ -243,20 +245,20 @@ def _parts(plan: torch.Tensor, batch: int, workers: int) -> _Parts:
 
 
 def _owner(work_indptr: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-    """The worker of each item."""
+    """the SM part of each item."""
     return torch.searchsorted(work_indptr, item, right=True) - 1
 
 
-def _cut_at(places: torch.Tensor, batch: int) -> torch.Tensor:
-    """A plan whose worker w begins at places[w] = sequence * _SPAN + key."""
+def _split_at(places: torch.Tensor, batch: int) -> torch.Tensor:
+    """A plan whose SM part w begins at places[w] = sequence * _SPAN + key."""
     if batch < 1:
         raise ValueError("a plan of 0 sequences has nothing to convert; pass plan=None")
-    workers = places.shape[0]
+    num_sm_parts = places.shape[0]
     places = places.clamp(0, batch * _SPAN)  # whatever the lists hold, a plan gives every key to somebody
     places = torch.cat((places, places.new_full((1,), batch * _SPAN)))
     places = places.flip(0).cummin(0).values.flip(0)  # who has no work begins where the next one does
-    places[0].fill_(0)  # whatever precedes the first worker's place is still somebody's
-    layout = Layout(batch, workers, batch + workers)
+    places[0].fill_(0)  # whatever precedes the first SM part's position is still somebody's
+    layout = Layout(batch, num_sm_parts, batch + num_sm_parts)
     plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
     header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=0)
     assemble(layout, header, *items_between(Splits(places // _SPAN, places % _SPAN), batch), into=plan)

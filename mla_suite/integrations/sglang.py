@@ -37,6 +37,31 @@ SHORT_EXTEND = 8  # new tokens per sequence that are decoded absorbed: a choice,
 WIDE_PAGE = 64  # smaller pages make page tables so long that reading the lengths on the host is cheaper
 
 
+class _Call:
+    """The arguments with which SGLang calls a backend's forward methods, in its order.
+
+    q [tokens, heads x 576], or [tokens, heads x 512] with q_rope; k and v [tokens, 1, 576], or k of 512 with k_rope.
+    `options` are the keywords beyond these that are not None: sinks, score_mod, aux_tensors and what comes later.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        self.q, self.k, self.v, self.layer, self.forward_batch = q, k, v, layer, forward_batch
+        self.save_kv_cache, self.q_rope, self.k_rope = save_kv_cache, q_rope, k_rope
+        self.options = {name: value for name, value in options.items() if value is not None}
+
+
 class MLASuiteAttnBackend(TritonAttnBackend):
     """Decode of an MLA model through `mla_suite.decode`.
 
@@ -79,55 +104,27 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         ends = super().shared_read_ends(mode)
         return max(ends, type(ends).POST_REPLAY, key=lambda end: end.value)
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Any = None,
-        score_mod: Any = None,
-        aux_tensors: Any = None,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """q [tokens, heads x 576], or [tokens, heads x 512] and q_rope; -> [tokens, heads x 512]."""
-        for name, value in dict(sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors, **kwargs).items():
-            if value is not None:
-                refuse(NAME, f"{name} is given", "scores are plain softmax: choose another attention backend")
-        _check_layer(layer)
-        return self._attend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+    def forward_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Arguments as in `_Call`; -> [tokens, heads x 512]."""
+        call = _Call(*args, **kwargs)
+        for name in call.options:
+            refuse(NAME, f"{name} is given", "scores are plain softmax: choose another attention backend")
+        _check_layer(call.layer)
+        return self._attend(call)
 
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Any = None,
-        score_mod: Any = None,
-        aux_tensors: Any = None,
-        q_rope: torch.Tensor | None = None,
-        k_rope: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward_extend(self, *args: Any, **kwargs: Any) -> Any:
         """Verification of drafts and short extends as `forward_decode`; all else is SGLang's."""
-        plain = sinks is None and score_mod is None and aux_tensors is None and not kwargs and k is not None
-        tokens = q.shape[0]
-        if plain and _absorbed(layer, self._pool(forward_batch)) and self._is_short(forward_batch, tokens):
-            _check_layer(layer)
-            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        given = dict(sinks=sinks, score_mod=score_mod, aux_tensors=aux_tensors, q_rope=q_rope, k_rope=k_rope, **kwargs)
-        given = {name: value for name, value in given.items() if value is not None}
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **given)
+        call = _Call(*args, **kwargs)
+        plain = not call.options and call.k is not None
+        if plain and _absorbed(call.layer, self._pool(call.forward_batch)) and self._is_short(call):
+            _check_layer(call.layer)
+            return self._attend(call)
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        return super().forward_extend(*args, **given)
 
-    def _is_short(self, forward_batch: Any, tokens: int) -> bool:
+    def _is_short(self, call: _Call) -> bool:
         """Returns whether these query tokens are drafts in a chain, or extends of few tokens per sequence."""
+        forward_batch, tokens = call.forward_batch, call.q.shape[0]
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
             # With a topk of 1 the mask of a tree of drafts is the causal one.
@@ -139,23 +136,14 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         # Tokens that pad a captured prefill belong to no sequence.
         return len(lens) > 0 and sum(lens) == tokens and max(lens) <= SHORT_EXTEND
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        q_rope: torch.Tensor | None,
-        k_rope: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _attend(self, call: _Call) -> torch.Tensor:
+        layer, forward_batch, q = call.layer, call.forward_batch, call.q
         pool = self._pool(forward_batch)
-        if k is not None and save_kv_cache:
-            _write(pool, layer, forward_batch, k, v, k_rope)
+        if call.k is not None and call.save_kv_cache:
+            _write(pool, call)
         heads, width, width_v = layer.tp_q_head_num, layer.head_dim, layer.v_head_dim
-        if q_rope is not None:
-            q = torch.cat((q.reshape(-1, heads, width_v), q_rope.reshape(-1, heads, width - width_v)), dim=-1)
+        if call.q_rope is not None:
+            q = torch.cat((q.reshape(-1, heads, width_v), call.q_rope.reshape(-1, heads, width - width_v)), dim=-1)
         queries = q.reshape(-1, heads, width)
         # A new pass begins with another batch, or with a layer that is not further up.
         if forward_batch is not self._batch or layer.layer_id <= self._layer:
@@ -235,9 +223,10 @@ def _check_layer(layer: Any) -> None:
         refuse(NAME, given, "queries are not rescaled by position: choose another attention backend")
 
 
-def _write(pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: Any, k_rope: torch.Tensor | None) -> None:
+def _write(pool: Any, call: _Call) -> None:
     """Write new rows where SGLang says, divided by k_scale as its own backends store them."""
-    slots = forward_batch.out_cache_loc if KVWriteLoc is None else KVWriteLoc.for_batch(forward_batch)
+    layer, batch, k, k_rope = call.layer, call.forward_batch, call.k, call.k_rope
+    slots = batch.out_cache_loc if KVWriteLoc is None else KVWriteLoc.for_batch(batch)
     scale = getattr(layer, "k_scale", None)
     if scale is not None:
         k = k / scale
@@ -245,4 +234,4 @@ def _write(pool: Any, layer: Any, forward_batch: Any, k: torch.Tensor, v: Any, k
     if k_rope is not None:
         pool.set_mla_kv_buffer(layer, slots, k, k_rope)
     else:
-        pool.set_kv_buffer(layer, slots, k, v)
+        pool.set_kv_buffer(layer, slots, k, call.v)

@@ -42,7 +42,7 @@ except ImportError as error:
         "call mla_suite.decode from a backend of your own"
     ) from error
 
-PAGE_SIZE = 64  # sm_90 kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
+PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pages are gathered row by row
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
 
 
@@ -151,9 +151,9 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         plan = None
         if not envs.VLLM_BATCH_INVARIANT:
             rows = self.num_heads * max(getattr(self, "dcp_world_size", 1), 1) * max(q_len, 1)
-            workers = sm_parts(seq_lens_device, rows)
-            made = mla_suite.plan(seq_lens_device, num_heads=rows, num_sm_parts=workers)
-            plan = self._plans.setdefault((batch, workers), made)
+            num_sm_parts = sm_parts(seq_lens_device, rows)
+            made = mla_suite.plan(seq_lens_device, num_heads=rows, num_sm_parts=num_sm_parts)
+            plan = self._plans.setdefault((batch, num_sm_parts), made)
             if plan is not made:
                 plan.copy_(made)
         return MLASuiteDecodeMetadata(

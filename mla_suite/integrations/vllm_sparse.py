@@ -32,7 +32,7 @@ try:
     )
 except ImportError as error:
     raise ImportError(
-        f"mla_suite.integrations.vllm_sparse needs vLLM 0.31 or newer ({error}); install it, or call "
+        f"mla_suite.integrations.vllm_sparse needs vLLM 0.32 or newer ({error}); install it, or call "
         "mla_suite.sparse_decode from a backend of your own"
     ) from error
 
@@ -96,7 +96,7 @@ class MLASuiteSparseBackend(AttentionBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # tokens are told apart by their request ids, which vLLM makes on the device
+        return True  # tokens are recognised by their request ids, which vLLM makes on the device
 
 
 class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
@@ -107,6 +107,9 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+            possible = "keys are read from the GPU's cache alone: serve without it, or choose another attention backend"
+            refuse("MLASuiteSparseMetadataBuilder", "hisparse_config is set", possible, NotImplementedError)
         # Which keys a token sees is in its selection, so tokens of one request need no order among ranks.
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
 

@@ -65,7 +65,7 @@ _DECLARED = (
     _dsv4("dsv4", "DeepSeek V4 record, scales at the end of the block", "e4m3fn", "float8_e4m3fn", 448.0),
     # 224, not FNUZ's own 240: a FNUZ pattern is half its OCP value, so the values keep their OCP bytes and the scale
     # byte grows by one.
-    _dsv4("dsv4_fnuz", "the V4 record with FNUZ values (gfx942)", "e4m3fnuz", "float8_e4m3fnuz", 224.0),
+    _dsv4("dsv4_fnuz", "the V4 record with FNUZ values", "e4m3fnuz", "float8_e4m3fnuz", 224.0),
 )
 
 KV_FORMATS: MappingProxyType[str, KVFormat] = MappingProxyType({declared.name: declared for declared in _DECLARED})

@@ -185,7 +185,7 @@ def _decoded(kv_format: KVFormat, cache: torch.Tensor, field: Field) -> torch.Te
 
 
 def _sized_to(kv_format: KVFormat, width: int) -> KVFormat:
-    """A dense `format` for rows of `width` values as one field: where a row is cut in two does not change its bytes."""
+    """A dense `format` for rows of `width` values as one field: its bytes do not depend on where a row is divided."""
     return kv_format.sized(width, 0) if kv_format.dense else kv_format
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from mla_suite.archs import ArchSpec
@@ -44,6 +45,12 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # The first driver of each CUDA release. A driver loads the objects of every nvcc of its own release and of older ones
 # (NVIDIA's minor version compatibility); CUDA 13 gave cubins a new ELF ABI, 8, which older drivers do not read.
 _FIRST_DRIVERS = {12: 525, 13: 580}
+
+
+def module_version(said: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of the kernel module that is loaded, e.g. 580.159.04; an empty string without one."""
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", said.read_text()) if said.is_file() else None
+    return found[0] if found else ""
 
 
 @cache

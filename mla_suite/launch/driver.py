@@ -17,7 +17,7 @@ Grid = tuple[int, int, int]
 
 
 class DriverError(RuntimeError):
-    """A vendor library is absent, ambiguous, or refused a call; the text is its own explanation."""
+    """A driver library is absent, ambiguous, or refused a call; the text is its own explanation."""
 
 
 class LaunchError(RuntimeError):
@@ -64,14 +64,14 @@ class Kernel:
             )
 
 
-def fits_amd_grid(grid: Grid, block: int) -> bool:
-    """Whether an AMD GPU can be asked for this grid. HIP refuses none: it takes the threads along x modulo 2^32."""
+def fits_hip_grid(grid: Grid, block: int) -> bool:
+    """Whether HIP launches this grid as given. HIP refuses none: it takes the threads along x modulo 2^32."""
     return min(grid) > 0 and grid[0] * block < 1 << 32 and max(grid[1:]) < 1 << 16
 
 
-def check_amd_grid(grid: Grid, block: int) -> None:
+def check_hip_grid(grid: Grid, block: int) -> None:
     """LaunchError for a grid that does not fit. The limit of y and z is that of hipDeviceProp, less one."""
-    if not fits_amd_grid(grid, block):
+    if not fits_hip_grid(grid, block):
         raise LaunchError(
             f"grid {tuple(grid)} x {block} threads; a GPU takes at least one workgroup, fewer than 2^32 threads "
             "along x and at most 65535 workgroups along y and z"

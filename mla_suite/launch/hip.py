@@ -28,8 +28,8 @@ from mla_suite.launch.driver import (
     Naming,
     Start,
     TorchDevice,
-    check_amd_grid,
-    fits_amd_grid,
+    check_hip_grid,
+    fits_hip_grid,
 )
 
 # AMD's own packages, then those of Debian and its derivatives, whose folder is named for the architecture.
@@ -42,6 +42,11 @@ _NO_GPU = (
     "and /dev/dri/renderD* (groups render and video) and what HIP_VISIBLE_DEVICES says; without a GPU, run CPU "
     'tensors in the emulator (`with mla_suite.emulate("gfx942")`)'
 )
+
+
+def module_version(said: Path = Path("/sys/module/amdgpu/version")) -> str:
+    """The version of the kernel module that is loaded; an empty string where it says none."""
+    return said.read_text().strip() if said.is_file() else ""
 
 
 def mapped_copies(maps: Path = Path("/proc/self/maps")) -> list[str]:
@@ -145,7 +150,7 @@ class HipDriver:
     ) -> Start:
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
-        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds and fits_amd_grid(grid, block)
+        fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds and fits_hip_grid(grid, block)
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
@@ -153,7 +158,7 @@ class HipDriver:
                     return start(params, given)
             if len(params) != size or not fits:
                 kernel.check(block, dynamic_lds, params)
-                check_amd_grid(grid, block)
+                check_hip_grid(grid, block)
             # Bytes pass as the address of their contents; byref of a c_char_p is a one-entry array of such addresses,
             # which is what kernelParams wants. Both live for the call only, so threads share nothing.
             code = launch(handle, *shape, c_void_p(stream_of(ordinal)), byref(c_char_p(params)), None)

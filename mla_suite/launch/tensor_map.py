@@ -1,4 +1,4 @@
-"""Tensor maps of sm_90's copy engine (TMA): the driver's 128 opaque bytes that describe a tensor in memory."""
+"""Tensor maps of the copy engine (TMA): the CUDA driver's 128 opaque bytes that describe a tensor in memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _encode(
     box: tuple[int, ...],
 ) -> tuple[int, ...]:
     if not hasattr(library, "cuTensorMapEncodeTiled"):
-        raise DriverError("the NVIDIA driver has no cuTensorMapEncodeTiled; it must be of CUDA 12 or newer")
+        raise DriverError("the CUDA driver has no cuTensorMapEncodeTiled; it must be of CUDA 12 or newer")
     rank = len(sizes)
     words = (ctypes.c_uint64 * (WORDS + 7))()
     first = -ctypes.addressof(words) % 64 // 8  # the driver wants 64-byte alignment

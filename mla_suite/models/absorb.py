@@ -2,7 +2,7 @@
 
 torch's batched product leaves its result heads first, and a pass over it follows: a concatenation with the rotated part
 into q, or a transposition for o_proj. At batch 128 and 128 heads on an H200 these passes took 39 us (Inductor's code,
-which turns q_pe in it) and 3 us beside products of 10. On NVIDIA GPUs bf16 and fp16 go through operators of their own,
+which turns q_pe in it) and 3 us beside products of 10. On CUDA GPUs bf16 and fp16 go through operators of their own,
 `mla_suite_layers::absorb` and `::head_values`, whose Triton kernels write the result where the next step reads it: 10
 us each. Everything else is torch.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_suite.models.operators import TAGS, have_kernels, is_hopper, library, on_its_device
+from mla_suite.models.operators import TAGS, has_large_shared_memory, have_kernels, library, on_its_device
 from mla_suite.models.rope import rotate
 
 MAX_ROWS = 128  # tokens of a program
@@ -111,7 +111,7 @@ def _absorb(
         LATENT=latent,
         ROPE=pe.shape[-1],
         INTERLEAVED=interleaved,
-        ROWS=rows,
+        BLOCK_M=rows,
         OWN=own,
         COLUMNS=min(COLUMNS, own),
         HEADS=HEADS,
@@ -152,7 +152,7 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
         *out.stride()[:2],
         LATENT=latent,
         V=v,
-        ROWS=rows,
+        BLOCK_M=rows,
         COLUMNS=columns,
         DEPTH=depth,
         num_warps=8 if rows == MAX_ROWS else 4,
@@ -162,8 +162,8 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
 
 
 def _stages(device: torch.device) -> int:
-    """Pieces of the operands, 16 or 32 KB each, that are on their way or in use at a time."""
-    return 4 if is_hopper(device) else 2
+    """Stages of the operands, 16 or 32 KB each, that are on their way or in use at a time."""
+    return 4 if has_large_shared_memory(device) else 2
 
 
 def _empty_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:

@@ -29,13 +29,13 @@ def absorb_kernel(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     OWN: tl.constexpr,
     COLUMNS: tl.constexpr,
     HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The first heads x LATENT / OWN programs: OWN columns of a head's latent for ROWS tokens, COLUMNS at a time.
+    """The first heads x LATENT / OWN programs: OWN columns of a head's latent for BLOCK_M tokens, COLUMNS at a time.
 
     Then a program for each token turns its heads' q_pe, HEADS at a time: it waits for one load after another, beside
     the others.
@@ -45,7 +45,7 @@ def absorb_kernel(
     if program < heads * SHARES:
         head = (program // SHARES).to(tl.int64)
         begin = program % SHARES * OWN
-        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
         inside = row < tokens
         row = row.to(tl.int64)[:, None]
         inner = tl.arange(0, NOPE)
@@ -56,7 +56,7 @@ def absorb_kernel(
         for at in tl.range(begin, begin + OWN, COLUMNS, num_stages=STAGES):
             tl.store(out + at, tl.dot(x, tl.load(w + at)).to(q.dtype.element_ty), mask=inside[:, None])
     else:
-        token = (tl.program_id(1) * ROWS + program - heads * SHARES).to(tl.int64)
+        token = (tl.program_id(1) * BLOCK_M + program - heads * SHARES).to(tl.int64)
         if token < tokens:
             HALF: tl.constexpr = ROPE // 2
             pair = tl.arange(0, HALF)[None, :]
@@ -100,21 +100,21 @@ def values_kernel(
     out_head,
     LATENT: tl.constexpr,
     V: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program: COLUMNS values of a head for ROWS tokens."""
+    """One program: COLUMNS values of a head for BLOCK_M tokens."""
     TILES: tl.constexpr = V // COLUMNS
     head = (tl.program_id(0) // TILES).to(tl.int64)
     column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = row < tokens
     row = row.to(tl.int64)
     inner = tl.arange(0, DEPTH)
     x_at = latents + row[:, None] * in_token + head * in_head + inner[None, :]
     w_at = w_uv + head * w_head + column[None, :] * w_row + inner[:, None]
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for start in range(0, LATENT, DEPTH):
         x = tl.load(x_at + start, mask=inside[:, None], other=0.0)
         total = tl.dot(x, tl.load(w_at + start), total)

@@ -80,7 +80,7 @@ class MLA(nn.Module):
 
         Their weights become views of one matrix, under the names they had: state dicts stay as they are, and loading
         one, `.to()`, copying in place and deepcopy keep the two in step. Call it again after giving either projection
-        another tensor. On an NVIDIA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
+        another tensor. On a CUDA GPU an o_proj of many heads gets zeros as its bias, for speed; state dicts do not
         have them. Returns the layer.
         """
         with torch.no_grad():
@@ -229,7 +229,7 @@ class MLA(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, tp_rank: int = 0, tp_size: int = 1) -> None:
-        """Copy a full layer's weights (names as in a DeepSeek checkpoint, no prefix), cut to this rank's heads; fuse.
+        """Copy a full layer's weights (named as in a DeepSeek checkpoint, no prefix), cut to this rank's heads; fuse.
 
         The o_proj bias, if any, goes to rank 0 alone, so that the ranks' sum has it once.
         """
@@ -241,16 +241,16 @@ class MLA(nn.Module):
                 f"load_weights: missing {sorted(set(own) - set(weights))}, not part of this layer "
                 f"{sorted(set(weights) - set(own))}; give exactly the layer's tensors, dequantised"
             )
-        cut = {name: _rank_share(name, tensor, tp_rank, tp_size) for name, tensor in weights.items()}
+        share = {name: _rank_share(name, tensor, tp_rank, tp_size) for name, tensor in weights.items()}
         for name, parameter in own.items():
-            if cut[name].shape != parameter.shape:
+            if share[name].shape != parameter.shape:
                 raise ValueError(
-                    f"load_weights: {name} of rank {tp_rank} of {tp_size} has shape {tuple(cut[name].shape)}, this "
+                    f"load_weights: {name} of rank {tp_rank} of {tp_size} has shape {tuple(share[name].shape)}, this "
                     f"layer takes {tuple(parameter.shape)}: build it with the full config's for_rank({tp_size})"
                 )
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(cut[name])
+                parameter.copy_(share[name])
         self.fuse()
 
     def _down_projections(self) -> tuple[nn.Linear, nn.Linear]:

@@ -1,4 +1,4 @@
-"""The library of the layer's own operators, which are for NVIDIA GPUs; torch's operators compute the same elsewhere.
+"""The library of the layer's own operators, which are for CUDA GPUs; torch's operators compute the same elsewhere.
 
 A program exported on such a GPU names these operators, so whatever runs it imports mla_suite.models.
 """
@@ -12,7 +12,7 @@ import torch
 
 DTYPES = (torch.bfloat16, torch.float16)
 TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-HOPPER = 9  # compute capability
+LARGE_SHARED_MEMORY = 200 << 10  # bytes of a multiprocessor; others have 100 to 164 KiB
 
 library = torch.library.Library("mla_suite_layers", "DEF")
 
@@ -37,6 +37,8 @@ def on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Hopper or later: a block has 227 KB of shared memory, before it 99 KB or more."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a block may have as much shared memory as four stages of operands take."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_MEMORY

@@ -219,7 +219,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     pages, page, _ = kv_cache.shape
     if tokens == 0 or pages * page == 0:
         return
-    if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on NVIDIA, and the kernel writes bytes
+    if kv_cache.element_size() == 1:  # Triton has no e4m3fnuz on every GPU, and the kernel writes bytes
         kv_cache = kv_cache.view(torch.uint8)
     append_kv_kernel[(tokens,)](
         args.kv_c,

@@ -22,8 +22,10 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
     lens = args.seq_lens.tolist()
-    cuts = (
-        Plan.read(args.plan).cuts() if args.plan is not None else _cuts(args.seq_lens, args.num_splits, args.split_size)
+    splits = (
+        Plan.read(args.plan).splits()
+        if args.plan is not None
+        else _splits(args.seq_lens, args.num_splits, args.split_size)
     )
     bounds = args.cu_seqlens_q.tolist() if args.cu_seqlens_q is not None else None
     indptr = args.kv_indptr.tolist() if args.kv_indptr is not None else None
@@ -54,7 +56,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         visible = visible.repeat_interleave(heads)
 
         # An empty split weighs nothing; one is kept so that a sequence without keys has a result.
-        spans = [(first, min(end, length)) for first, end in cuts[b] if first < length] or [(0, 0)]
+        spans = [(first, min(end, length)) for first, end in splits[b] if first < length] or [(0, 0)]
         partial_out = queries.new_empty((len(spans), q_len * heads, args.head_dim_v))
         partial_lse = queries.new_empty((len(spans), q_len * heads))
         for split, (first, end) in enumerate(spans):
@@ -108,7 +110,7 @@ def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     return torch.cat((latent, low * cos - high * sin, high * cos + low * sin), dim=1)
 
 
-def _cuts(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:
+def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequence[Sequence[tuple[int, int]]]:
     """(first_key, end_key) of each split of each sequence, without a plan."""
     lens: list[int] = seq_lens.tolist()
     if num_splits > 0:

@@ -30,10 +30,10 @@ from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 MAX_BLOCKS = 65535  # of a grid's second dimension
-GRANULE = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal cuts fall on its multiples
+ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits fall on its multiples
 ITEMS_AT = tl.constexpr(int(Word.ITEMS))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
-WORKERS_AT = tl.constexpr(int(Word.WORKERS))
+NUM_SM_PARTS_AT = tl.constexpr(int(Word.NUM_SM_PARTS))
 WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
 
 
@@ -51,7 +51,7 @@ def decode_kernel(
     kv_descale,  # [1] fp32, or None
     attn_sink,  # [heads] fp32, or None
     rope_cos_sin,  # [max_len, ROPE] fp32, or None
-    plan,  # int32 words, or None: equal cuts
+    plan,  # int32 words, or None: equal splits
     out,  # [tokens, heads, LATENT]
     lse,  # [tokens, heads] fp32
     partial_out,  # [splits, rows, LATENT] fp32, or None
@@ -82,18 +82,18 @@ def decode_kernel(
     CAUSAL: tl.constexpr,
     DOT: tl.constexpr,  # type of both matrix products' operands
 ):
-    """Grid: (row tiles, blocks); block i takes workers i, i + blocks, ... of a plan, or cut i of batch x num_splits."""
+    """Grid: (row tiles, blocks); block i takes SM parts i, i + blocks, ... of a plan, or split i of all."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     block, blocks = tl.program_id(1), tl.num_programs(1)
     if plan is None:
-        workers = batch * num_splits
+        num_sm_parts = batch * num_splits
     else:
-        workers = tl.load(plan + WORKERS_AT)
-    for worker in range(block, workers, blocks):
+        num_sm_parts = tl.load(plan + NUM_SM_PARTS_AT)
+    for sm_part in range(block, num_sm_parts, blocks):
         if plan is None:
-            first_item, end_item = worker, worker + 1
+            first_item, end_item = sm_part, sm_part + 1
         else:
-            bounds = plan + tl.load(plan + WORK_AT) + worker
+            bounds = plan + tl.load(plan + WORK_AT) + sm_part
             first_item, end_item = tl.load(bounds), tl.load(bounds + 1)
         for item in range(first_item, end_item):
             if plan is None:
@@ -102,10 +102,10 @@ def decode_kernel(
                 split = item % num_splits
                 chunk = split_size
                 if split_size == 0:
-                    granules = (kv_len + GRANULE - 1) // GRANULE
-                    chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+                    kv_blocks = (kv_len + ALIGNMENT - 1) // ALIGNMENT
+                    chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
                 first_key = split * chunk
-                # the last cut is open, as in a plan: no key is lost when a length outgrows what was promised
+                # the last split is open, as in a plan: no key is lost when a length outgrows what was promised
                 end_key = tl.where(split == num_splits - 1, kv_len, tl.minimum(first_key + chunk, kv_len))
                 partial_row = tl.where(num_splits > 1, item, -1) + tl.zeros([], tl.int64)
             else:
@@ -234,13 +234,13 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
 
 
 def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
-    """Whether even tiles of 16 rows could each be cut into eight and all run at once: then small tiles end sooner."""
+    """Whether even tiles of 16 rows could each have eight splits and all run at once: then small tiles end sooner."""
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
 def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | None) -> Tile:
-    """The best measured tile on sm_90; on gfx942 and gfx950 the largest that needs no scratch memory and fits 64 KiB
-    of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
+    """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
+    64 KiB of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
 
     On an H200 (batch 128, 4096 keys; us): 16 rows 173 with these and 211 with 32 keys, 4 warps, 3 stages; 64 rows 327,
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.
@@ -344,11 +344,11 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
 
 
 def _splits(blocks: int, bound: int, units: int) -> int:
-    """Cuts per sequence where none were asked for: a block for every compute unit, but no more than merging repays.
+    """Splits per sequence where none were asked for: a block for every compute unit, but no more than combining repays.
 
-    On an H200 a block takes about 2 us for 64 keys, and merging one more cut takes 0.17 us, so that
-    sqrt(12 x bound / 64) cuts take the least time in all; then as many as cuts of whole granules are.
+    On an H200 a block takes about 2 us for 64 keys, and combining one more split takes 0.17 us, so that
+    sqrt(12 x bound / 64) splits take the least time in all; then as many as splits of whole SPLIT_ALIGNMENTs are.
     """
-    granules = max(-(-bound // SPLIT_ALIGNMENT), 1)
-    most = max(min(units // blocks, math.isqrt(12 * granules)), 1)
-    return -(-granules // -(-granules // most))
+    kv_blocks = max(-(-bound // SPLIT_ALIGNMENT), 1)
+    most = max(min(units // blocks, math.isqrt(12 * kv_blocks)), 1)
+    return -(-kv_blocks // -(-kv_blocks // most))

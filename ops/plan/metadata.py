@@ -1,8 +1,8 @@
-"""The words of a plan: one int32 tensor that says which keys of which sequence each worker reads.
+"""The words of a plan: one int32 tensor that says which keys of which sequence each SM part reads.
 
     header        [16]                      the words of `Word`
     split_indptr  [batch + 1]               partial rows of sequence b: split_indptr[b]..split_indptr[b + 1]
-    work_indptr   [workers + 1]             items of worker w: work_indptr[w]..work_indptr[w + 1]
+    work_indptr   [num_sm_parts + 1]             items of SM part w: work_indptr[w]..work_indptr[w + 1]
     counters      [batch][COUNTERS]         arrival counters, zeroed by plan and reset by the last arriver
     padding       to a multiple of 4 words
     items         [item_capacity][4]        the words of `Item`; 16-byte aligned
@@ -13,11 +13,11 @@ Rules a kernel may rely on:
   empty when first_key is past the end. The last item of a sequence has end_key OPEN, so every key below seq_lens[b] is
   in exactly one item of b, whatever the lengths were when the plan was made.
 - Items are sorted by sequence, then by first_key; every sequence has at least one. Items from the used count up to
-  item_capacity have sequence -1 and belong to no worker; work_indptr[workers] is the used count.
+  item_capacity have sequence -1 and belong to no SM part; work_indptr[num_sm_parts] is the used count.
 - A sequence with one item owns no partial row: the item has partial_row -1 and writes `out` and `lse` itself. A
   sequence with n > 1 items owns n rows, in the order of its items; an empty item stores lse -inf in its row.
-- A launch may have any number of blocks: `for w = block; w < workers; w += blocks`. Only the last arriver at a counter
-  may do more work for it, so no block waits for another.
+- A launch may have any number of blocks: `for w = block; w < num_sm_parts; w += blocks`. Only the last arriver at a
+  counter may do more work for it, so no block waits for another.
 - The header, and every item, begins a multiple of 16 bytes from the tensor's start: one load of 16 bytes reads an item
   where the tensor itself is so aligned. Where split_indptr and work_indptr lie follows from the batch alone, so a
   kernel need not read it from the header first.
@@ -51,7 +51,7 @@ class Word(IntEnum):
     MAGIC = 0
     VERSION = 1
     BATCH = 2
-    WORKERS = 3
+    NUM_SM_PARTS = 3
     ITEM_CAPACITY = 4
     SPLIT_INDPTR = 5  # offset
     WORK_INDPTR = 6  # offset
@@ -80,7 +80,7 @@ class Layout:
     """Where the parts of a plan lie, known from sizes alone (also symbolic ones)."""
 
     batch: Size
-    workers: Size
+    num_sm_parts: Size
     item_capacity: Size
 
     @property
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def counters(self) -> Size:
-        return self.work_indptr + self.workers + 1
+        return self.work_indptr + self.num_sm_parts + 1
 
     @property
     def items(self) -> Size:
@@ -109,7 +109,7 @@ class Layout:
             Word.MAGIC: MAGIC,
             Word.VERSION: VERSION,
             Word.BATCH: self.batch,
-            Word.WORKERS: self.workers,
+            Word.NUM_SM_PARTS: self.num_sm_parts,
             Word.ITEM_CAPACITY: self.item_capacity,
             Word.SPLIT_INDPTR: self.split_indptr,
             Word.WORK_INDPTR: self.work_indptr,
@@ -124,13 +124,13 @@ class Layout:
         return [int(words.get(word, 0)) for word in Word]
 
 
-def layout_for(batch: Size, workers: Size, *, max_seqlen_kv: Size, num_splits: Size, split_size: Size) -> Layout:
+def layout_for(batch: Size, num_sm_parts: Size, *, max_seqlen_kv: Size, num_splits: Size, split_size: Size) -> Layout:
     """The layout of the plan that these arguments of `plan` make."""
     if num_splits > 0:
-        return Layout(batch, workers, batch * num_splits)
+        return Layout(batch, num_sm_parts, batch * num_splits)
     if split_size > 0:
-        return Layout(batch, workers, batch * splits_of(max_seqlen_kv, split_size))
-    return Layout(batch, workers, batch + workers)
+        return Layout(batch, num_sm_parts, batch * splits_of(max_seqlen_kv, split_size))
+    return Layout(batch, num_sm_parts, batch + num_sm_parts)
 
 
 def splits_of(max_seqlen_kv: Size, split_size: Size) -> Size:
@@ -175,7 +175,7 @@ class Plan:
                 f"plan does not begin with {[MAGIC, VERSION]} but {found}; pass a tensor made by mla_suite.plan"
             )
         header = {word: words[word] for word in Word}
-        layout = Layout(header[Word.BATCH], header[Word.WORKERS], header[Word.ITEM_CAPACITY])
+        layout = Layout(header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.ITEM_CAPACITY])
         if len(words) != layout.words:
             raise ValueError(f"plan has {len(words)} words but its header describes {layout.words}; pass it whole")
         items = [
@@ -190,7 +190,7 @@ class Plan:
             items,
         )
 
-    def cuts(self) -> list[list[tuple[int, int]]]:
+    def splits(self) -> list[list[tuple[int, int]]]:
         """(first_key, end_key) of every item of each sequence, in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.header[Word.BATCH])]
         for sequence, first, end, _ in self.items:
@@ -208,7 +208,7 @@ def assemble(
 ) -> None:
     """Write the parts into the plan tensor `into`, without waiting for a device.
 
-    items [item_capacity, 4]; split_indptr [batch + 1]; work_indptr [workers + 1]; any integer dtype.
+    items [item_capacity, 4]; split_indptr [batch + 1]; work_indptr [num_sm_parts + 1]; any integer dtype.
     """
     into.zero_()
     for word, value in enumerate(header):

@@ -22,7 +22,7 @@ from mla_suite.ops.plan.scheduler import (
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     batch = args.seq_lens.shape[0]
-    place = words.layout_for(
+    layout = words.layout_for(
         batch,
         args.num_sm_parts,
         max_seqlen_kv=args.max_seqlen_kv,
@@ -42,14 +42,14 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         )
     else:
         parts = _balanced(kv_lens, costs, args.num_sm_parts)
-    header = place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
-    words.assemble(place, header, *parts, into=outputs[0])
+    header = layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
+    words.assemble(layout, header, *parts, into=outputs[0])
 
 
 def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
-    """Keys per split when each sequence is cut into num_splits equal parts, in whole granules, at least one."""
-    granules = (kv_lens + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
-    return ((granules + num_splits - 1) // num_splits).clamp(min=1) * SPLIT_ALIGNMENT
+    """Keys per split when each sequence has num_splits equal ones: a multiple of SPLIT_ALIGNMENT, at least one."""
+    kv_blocks = (kv_lens + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
+    return ((kv_blocks + num_splits - 1) // num_splits).clamp(min=1) * SPLIT_ALIGNMENT
 
 
 def _uniform(
@@ -65,12 +65,12 @@ def _uniform(
     items = torch.stack((sequence, first, end, row), dim=-1).flatten(0, 1)
 
     present = torch.minimum(end, kv_lens[:, None]) - first
-    # An empty item still costs its look at the plan; 1 keeps every item somewhere on the line.
+    # An empty item still costs its look at the plan; 1 gives every item a position in the prefix sum.
     cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.tile, 1).flatten()
     ends = cost.cumsum(0)
     total = torch.cat((ends.new_zeros(1), ends))[-1]
-    worker = torch.arange(num_sm_parts + 1, device=kv_lens.device)
-    work_indptr = torch.searchsorted(ends - cost, (worker * total + num_sm_parts - 1) // num_sm_parts)
+    part = torch.arange(num_sm_parts + 1, device=kv_lens.device)
+    work_indptr = torch.searchsorted(ends - cost, (part * total + num_sm_parts - 1) // num_sm_parts)
     split_indptr = torch.arange(batch + 1, device=kv_lens.device) * (splits if splits > 1 else 0)
     return split_indptr, work_indptr, items
 
@@ -85,26 +85,26 @@ def _balanced(
     return items_between(balanced_splits(kv_lens, costs, num_sm_parts), batch)
 
 
-def items_between(cut: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One item per sequence start and one per distinct cut inside a sequence: split_indptr, work_indptr, items."""
-    capacity, device = batch + cut.key.shape[0] - 1, cut.key.device
-    repeated = (cut.sequence[1:] == cut.sequence[:-1]) & (cut.key[1:] == cut.key[:-1])
-    new = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), ((cut.key[1:] > 0) & ~repeated).long()))
-    before = new.cumsum(0)  # distinct inner cuts up to and with this one
-    work_indptr = cut.sequence + before
+def items_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """split_indptr, work_indptr, items: an item at each sequence's start and each distinct split point inside one."""
+    capacity, device = batch + points.key.shape[0] - 1, points.key.device
+    repeated = (points.sequence[1:] == points.sequence[:-1]) & (points.key[1:] == points.key[:-1])
+    new = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), ((points.key[1:] > 0) & ~repeated).long()))
+    before = new.cumsum(0)  # distinct inner split points up to and with this one
+    work_indptr = points.sequence + before
 
-    inner = torch.zeros(batch + 1, dtype=torch.int64, device=device).scatter_add_(0, cut.sequence, new)[:-1]
+    inner = torch.zeros(batch + 1, dtype=torch.int64, device=device).scatter_add_(0, points.sequence, new)[:-1]
     start = torch.arange(batch, device=device) + inner.cumsum(0) - inner  # index of each sequence's first item
     splits = inner + 1
     split_indptr = torch.cat((inner.new_zeros(1), torch.where(splits > 1, splits, 0).cumsum(0)))
 
-    # One spare slot at the end swallows what is no item: repeated cuts and cuts at boundaries.
+    # One spare slot at the end swallows what is no item: repeated split points and those at boundaries.
     sequence = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
     first = torch.zeros_like(sequence)
     sequence.scatter_(0, start, torch.arange(batch, device=device))
     slot = torch.where(new > 0, work_indptr, capacity)
-    sequence.scatter_(0, slot, torch.where(new > 0, cut.sequence, -1))
-    first.scatter_(0, slot, torch.where(new > 0, cut.key, 0))
+    sequence.scatter_(0, slot, torch.where(new > 0, points.sequence, -1))
+    first.scatter_(0, slot, torch.where(new > 0, points.key, 0))
 
     used = sequence[:-1] >= 0
     same = used & (sequence[1:] == sequence[:-1])

@@ -98,8 +98,8 @@ def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: 
     cost_sum = torch.cat((kv_lens.new_zeros(1), ends))
 
     used = torch.arange(1, num_sm_parts + 1, device=kv_lens.device)[:, None]
-    cut = torch.arange(num_sm_parts + 1, device=kv_lens.device)
-    position = cost_sum[-1] * torch.minimum(cut, used) // used
+    point = torch.arange(num_sm_parts + 1, device=kv_lens.device)
+    position = cost_sum[-1] * torch.minimum(point, used) // used
     sequence = torch.searchsorted(ends, position, right=True)
     offset, length = position - cost_sum[sequence], keys[sequence]
 
@@ -109,7 +109,7 @@ def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: 
     too_small = (near < min_split) | (length - near < min_split)
     unsplit = sequence + (2 * offset > length + fixed)
     split = sequence + (too_small & (2 * near > length))
-    sequences = torch.stack((unsplit, split))  # [family, used, cut]
+    sequences = torch.stack((unsplit, split))  # [family, used, point]
     inside = torch.stack((torch.zeros_like(near), torch.where(too_small, 0, near)))
 
     cost = _cost(cost_sum, sequences, inside, fixed, partial_rows)
@@ -138,6 +138,6 @@ def _partials(sequence: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
     """Partials of each candidate [family, used]: one for each split within a sequence, one for each such sequence."""
     key, last_key = inside[..., 1:], inside[..., :-1]
     same = sequence[..., 1:] == sequence[..., :-1]
-    cut = (key > 0) & ~(same & (key == last_key))
-    first = cut & ~(same & (last_key > 0))
-    return cut.sum(-1) + first.sum(-1)
+    new = (key > 0) & ~(same & (key == last_key))
+    first = new & ~(same & (last_key > 0))
+    return new.sum(-1) + first.sum(-1)

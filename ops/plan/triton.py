@@ -1,8 +1,8 @@
 """plan in Triton, for GPUs without a kernel of our own: the definition's words, bit for bit.
 
-A balanced plan takes four small kernels: lay the sequences on a line, price every candidate, place the cuts of the
-cheapest, number the sequences' items. A uniform one takes two: write the items, share them out. Nothing is read on
-the host, so a captured plan is made anew at every replay.
+A balanced plan takes four small kernels: the prefix sum of the sequences' costs, the cost of every candidate, the
+split points of the cheapest, and the numbers of the sequences' items. A uniform one takes two: write the items, share
+them out. Nothing is read on the host, so a captured plan is made anew at every replay.
 """
 
 from __future__ import annotations
@@ -28,100 +28,100 @@ HEADER_WORDS = tl.constexpr(metadata.HEADER_WORDS)  # split_indptr follows the h
 ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
 # Sizes that change from call to call; one binary serves them all.
 SIZES = [
-    "header", "batch", "workers", "capacity", "fixed", "tile_rows", "shared", "steps", "num_splits", "split_size",
+    "header", "batch", "num_sm_parts", "capacity", "fixed", "tile_rows", "shared", "steps", "num_splits", "split_size",
     "splits", "work_at", "counters_at", "items_at",
 ]  # fmt: skip
 BLOCK = 1024  # sequences or items a program looks at together
 
 
 @triton.jit(do_not_specialize=SIZES)
-def line_kernel(seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE: tl.constexpr):
-    """Sequences end to end: keys [batch + 1] in whole granules, line [batch + 1] where each begins. One program."""
+def cost_sum_kernel(seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE: tl.constexpr):
+    """Sequences end to end: keys [batch + 1] rounded up, cost_sum [batch + 1]. One program."""
     total = tl.zeros([], tl.int64)
     most = tl.zeros([], tl.int64)
     for start in range(0, batch + 1, SIZE):
         b = start + tl.arange(0, SIZE)
         present = round_up(present_keys(seq_lens, cu_seqlens_q, b, b < batch))
-        price = tl.where(b < batch, present + fixed, 0)
+        cost = tl.where(b < batch, present + fixed, 0)
         tl.store(keys + b, present, mask=b <= batch)
-        tl.store(line + b, total + tl.cumsum(price, 0) - price, mask=b <= batch)
-        total += tl.sum(price, 0)
+        tl.store(cost_sum + b, total + tl.cumsum(cost, 0) - cost, mask=b <= batch)
+        total += tl.sum(cost, 0)
         most = tl.maximum(most, tl.max(present, 0))
     tl.store(longest, most)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def candidates_kernel(
-    line, keys, longest, prices, batch, workers, fixed, tile_rows, shared, steps, WIDTH: tl.constexpr
+    cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, tile_rows, shared, steps, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """prices [2][workers]: of the two families that cut the line into 1 + program equal parts."""
+    """costs [2][num_sm_parts]: of the two families that divide the prefix sum into 1 + program equal parts."""
     used = tl.program_id(0) + 1
-    cut = tl.arange(0, WIDTH)
-    unsplit, split, key = cut_at(cut, used, line, keys, batch, fixed, steps)
-    next_unsplit, next_split, next_key = cut_at(cut + 1, used, line, keys, batch, fixed, steps)
+    point = tl.arange(0, WIDTH)
+    unsplit, split, key = split_point_at(point, used, cost_sum, keys, batch, fixed, steps)
+    next_unsplit, next_split, next_key = split_point_at(point + 1, used, cost_sum, keys, batch, fixed, steps)
     none = tl.zeros_like(key)
-    whole = slowest_worker(line, unsplit, none, next_unsplit, none, fixed, tile_rows)
-    parts = slowest_worker(line, split, key, next_split, next_key, fixed, tile_rows)
+    whole = slowest_sm_part(cost_sum, unsplit, none, next_unsplit, none, fixed, tile_rows)
+    parts = slowest_sm_part(cost_sum, split, key, next_split, next_key, fixed, tile_rows)
     if tl.max(key, 0) > 0:
-        spacing = tl.maximum((tl.load(line + batch) + used - 1) // used, 1)
+        spacing = tl.maximum((tl.load(cost_sum + batch) + used - 1) // used, 1)
         parts += tile_rows * (1 + (tl.load(longest) + spacing - 1) // spacing)
     begins, begins_sequence = items_begun(split, key, next_split, next_key)
     parts += shared * (tl.sum(begins, 0) + tl.sum(begins_sequence, 0))
-    tl.store(prices + used - 1, whole)
-    tl.store(prices + workers + used - 1, parts)
+    tl.store(costs + used - 1, whole)
+    tl.store(costs + num_sm_parts + used - 1, parts)
 
 
 @triton.jit(do_not_specialize=SIZES)
-def cuts_kernel(
-    line, keys, prices, cut_sequence, cut_items, cut_splits, work_indptr, items, batch, workers, fixed, steps,
-    CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
+def split_points_kernel(
+    cost_sum, keys, costs, point_sequence, point_items, point_splits, work_indptr, items, batch, num_sm_parts, fixed,
+    steps, CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The cheapest candidate's cuts: who works from where, and the items that begin at cuts. One program.
+    """The cheapest candidate's split points: where each SM part begins, and the items that begin there. One program.
 
-    A new cut inside a sequence begins an item and ends the one before it. cut_sequence, cut_items and cut_splits
-    [workers + 1] say of each cut its sequence and how many items and split sequences began at the cuts before it.
+    A new split point inside a sequence begins an item and ends the one before it. point_sequence, point_items and
+    point_splits [num_sm_parts + 1] are each split point's sequence and the items and split sequences begun before it.
     """
     index = tl.arange(0, CANDIDATES)
-    price = tl.load(prices + index, mask=index < 2 * workers, other=0)
+    cost = tl.load(costs + index, mask=index < 2 * num_sm_parts, other=0)
     # the index in the low digits makes the first of equals the minimum, as in the definition
-    price = tl.where(index < 2 * workers, price * (2 * workers) + index, 0x7FFFFFFFFFFFFFFF)
-    best = tl.min(price, 0) % (2 * workers)
-    in_parts, used = best >= workers, (best % workers).to(tl.int32) + 1
-    cut = tl.arange(0, WIDTH)
-    unsplit, split, key = cut_at(cut, used, line, keys, batch, fixed, steps)
+    cost = tl.where(index < 2 * num_sm_parts, cost * (2 * num_sm_parts) + index, 0x7FFFFFFFFFFFFFFF)
+    best = tl.min(cost, 0) % (2 * num_sm_parts)
+    in_parts, used = best >= num_sm_parts, (best % num_sm_parts).to(tl.int32) + 1
+    point = tl.arange(0, WIDTH)
+    unsplit, split, key = split_point_at(point, used, cost_sum, keys, batch, fixed, steps)
     sequence, key = tl.where(in_parts, split, unsplit), tl.where(in_parts, key, 0)
-    unsplit, split, last_key = cut_at(tl.maximum(cut - 1, 0), used, line, keys, batch, fixed, steps)
+    unsplit, split, last_key = split_point_at(tl.maximum(point - 1, 0), used, cost_sum, keys, batch, fixed, steps)
     last_sequence, last_key = tl.where(in_parts, split, unsplit), tl.where(in_parts, last_key, 0)
 
     begins, first_in_sequence = items_begun(last_sequence, last_key, sequence, key)
     begun = tl.cumsum(begins, 0)
     split_yet = tl.cumsum(first_in_sequence, 0)
     item = sequence + begun
-    tl.store(work_indptr + cut, item.to(tl.int32), mask=cut <= workers)
+    tl.store(work_indptr + point, item.to(tl.int32), mask=point <= num_sm_parts)
     words = items + item * ITEM_WORDS
     tl.store(words + SEQUENCE, sequence.to(tl.int32), mask=begins > 0)
     tl.store(words + FIRST_KEY, key.to(tl.int32), mask=begins > 0)
     tl.store(words + PARTIAL_ROW, (begun + split_yet - 1).to(tl.int32), mask=begins > 0)
     tl.store(words - ITEM_WORDS + END_KEY, key.to(tl.int32), mask=begins > 0)
-    tl.store(cut_sequence + cut, sequence, mask=cut <= workers)
-    tl.store(cut_items + cut, begun - begins, mask=cut <= workers)
-    tl.store(cut_splits + cut, split_yet - first_in_sequence, mask=cut <= workers)
+    tl.store(point_sequence + point, sequence, mask=point <= num_sm_parts)
+    tl.store(point_items + point, begun - begins, mask=point <= num_sm_parts)
+    tl.store(point_splits + point, split_yet - first_in_sequence, mask=point <= num_sm_parts)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def sequences_kernel(
-    cut_sequence, cut_items, cut_splits, plan, header, batch, workers, capacity, counters_at, items_at, steps,
-    SIZE: tl.constexpr,
+    point_sequence, point_items, point_splits, plan, header, batch, num_sm_parts, capacity, counters_at, items_at,
+    steps, SIZE: tl.constexpr,
 ):  # fmt: skip
     """split_indptr, the first item and the open end of each sequence, and what fills the unused items."""
     b = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     store_frame(plan, b, header, counters_at, items_at)
     items = plan + items_at
-    here = count_below(cut_sequence, workers + 1, b.to(tl.int64), b <= batch, steps)
-    there = count_below(cut_sequence, workers + 1, b.to(tl.int64) + 1, b < batch, steps)
-    items_before = tl.load(cut_items + here, mask=b <= batch, other=0)
-    row = items_before + tl.load(cut_splits + here, mask=b <= batch, other=0)
-    items_after = tl.load(cut_items + there, mask=b < batch, other=0)
+    here = count_below(point_sequence, num_sm_parts + 1, b.to(tl.int64), b <= batch, steps)
+    there = count_below(point_sequence, num_sm_parts + 1, b.to(tl.int64) + 1, b < batch, steps)
+    items_before = tl.load(point_items + here, mask=b <= batch, other=0)
+    row = items_before + tl.load(point_splits + here, mask=b <= batch, other=0)
+    items_after = tl.load(point_items + there, mask=b < batch, other=0)
     tl.store(plan + HEADER_WORDS + b, row.to(tl.int32), mask=b <= batch)
     words = items + (b + items_before) * ITEM_WORDS
     tl.store(words + SEQUENCE, b, mask=b < batch)
@@ -131,7 +131,7 @@ def sequences_kernel(
     tl.store(plan + ITEMS_USED + 0 * b, (batch + items_before).to(tl.int32), mask=b == batch)
     tl.store(plan + PARTIAL_ROWS + 0 * b, row.to(tl.int32), mask=b == batch)
 
-    unused = (b >= batch + tl.load(cut_items + workers)) & (b < capacity)
+    unused = (b >= batch + tl.load(point_items + num_sm_parts)) & (b < capacity)
     words = items + b.to(tl.int64) * ITEM_WORDS
     tl.store(words + SEQUENCE, tl.full(b.shape, -1, tl.int32), mask=unused)
     tl.store(words + FIRST_KEY, tl.zeros_like(b), mask=unused)
@@ -141,10 +141,10 @@ def sequences_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def uniform_kernel(
-    seq_lens, cu_seqlens_q, starts, total_price, items, batch, num_splits, split_size, fixed, splits,
+    seq_lens, cu_seqlens_q, starts, total_cost, items, batch, num_splits, split_size, fixed, splits,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The items of a plan with splits per sequence, and starts [batch x splits] of each on a line. One program."""
+    """The items of a plan with splits per sequence, and starts [batch x splits], their prefix sum. One program."""
     total = tl.zeros([], tl.int64)
     for first in range(0, batch * splits, SIZE):
         item = first + tl.arange(0, SIZE)
@@ -153,8 +153,8 @@ def uniform_kernel(
         kv_len = present_keys(seq_lens, cu_seqlens_q, b, inside)
         chunk = tl.zeros_like(kv_len) + split_size
         if split_size == 0:
-            granules = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
-            chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
+            kv_blocks = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
+            chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
         begin = tl.minimum(split * chunk, OPEN)
         end = tl.where(split == splits - 1, OPEN, tl.minimum(begin + chunk, OPEN))
         words = items + item.to(tl.int64) * ITEM_WORDS
@@ -164,24 +164,24 @@ def uniform_kernel(
         tl.store(words + PARTIAL_ROW, tl.where(splits > 1, item, -1), mask=inside)
         present = tl.minimum(end, kv_len) - begin
         # an empty item costs its look at the plan
-        price = tl.where(inside, tl.where(present > 0, round_up(present) + fixed, 1), 0)
-        tl.store(starts + item, total + tl.cumsum(price, 0) - price, mask=inside)
-        total += tl.sum(price, 0)
-    tl.store(total_price, total)
+        cost = tl.where(inside, tl.where(present > 0, round_up(present) + fixed, 1), 0)
+        tl.store(starts + item, total + tl.cumsum(cost, 0) - cost, mask=inside)
+        total += tl.sum(cost, 0)
+    tl.store(total_cost, total)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def share_kernel(
-    starts, total_price, plan, header, batch, workers, splits, work_at, counters_at, items_at, steps,
+    starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at, steps,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Uniform items dealt to workers in order and by price; split_indptr."""
+    """Uniform items dealt to SM parts in order and by cost; split_indptr."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     item_count = batch * splits
     store_frame(plan, i, header, counters_at, items_at)
-    share = (i.to(tl.int64) * tl.load(total_price) + workers - 1) // workers
-    item = count_below(starts, item_count, share, i <= workers, steps)
-    tl.store(plan + work_at + i, item.to(tl.int32), mask=i <= workers)
+    share = (i.to(tl.int64) * tl.load(total_cost) + num_sm_parts - 1) // num_sm_parts
+    item = count_below(starts, item_count, share, i <= num_sm_parts, steps)
+    tl.store(plan + work_at + i, item.to(tl.int32), mask=i <= num_sm_parts)
     rows = splits if splits > 1 else 0
     tl.store(plan + HEADER_WORDS + i, i * rows, mask=i <= batch)
     tl.store(plan + ITEMS_USED + 0 * i, tl.zeros_like(i) + item_count, mask=i == 0)
@@ -199,14 +199,17 @@ def store_frame(plan, lane, header, counters_at, items_at):
 
 
 @triton.jit
-def cut_at(cut, used, line, keys, batch, fixed, steps):
-    """Cut `cut` of the candidate with `used` equal parts: its sequence where nothing is split, its sequence where
-    something is, and the key before which it lies there (0 at a boundary between sequences)."""
-    total = tl.load(line + batch)
-    place = total * tl.minimum(cut, used) // used
-    # Every sequence costs something, so those that end at or before `place` are those below the one it lies in.
-    sequence = count_below(line + 1, batch, place + 1, cut >= 0, steps)
-    offset, length = place - tl.load(line + sequence), tl.load(keys + sequence)
+def split_point_at(point, used, cost_sum, keys, batch, fixed, steps):
+    """Split point `point` of the candidate with `used` equal parts.
+
+    Returns its sequence where nothing is split, its sequence where something is, and the key before which it lies there
+    (0 at a boundary between sequences).
+    """
+    total = tl.load(cost_sum + batch)
+    position = total * tl.minimum(point, used) // used
+    # Every sequence costs something, so those that end at or before `position` are those below the one it lies in.
+    sequence = count_below(cost_sum + 1, batch, position + 1, point >= 0, steps)
+    offset, length = position - tl.load(cost_sum + sequence), tl.load(keys + sequence)
     near = (offset * length // (length + fixed) + SPLIT_ALIGNMENT // 2) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
     min_split = round_up(fixed // 2)
     too_small = (near < min_split) | (length - near < min_split)
@@ -216,19 +219,19 @@ def cut_at(cut, used, line, keys, batch, fixed, steps):
 
 
 @triton.jit
-def slowest_worker(line, sequence, key, next_sequence, next_key, fixed, tile_rows):
-    """The largest cost of a worker, each from its cut to the next, in fixed costs, keys and partial results."""
+def slowest_sm_part(cost_sum, sequence, key, next_sequence, next_key, fixed, tile_rows):
+    """The largest cost of an SM part, each from its split point to the next: fixed costs, keys and partial results."""
     first, last = (key > 0).to(tl.int64), (next_key > 0).to(tl.int64)
-    place = tl.load(line + sequence) + first * (fixed + key)
-    next_place = tl.load(line + next_sequence) + last * (fixed + next_key)
+    position = tl.load(cost_sum + sequence) + first * (fixed + key)
+    next_position = tl.load(cost_sum + next_sequence) + last * (fixed + next_key)
     same_item = first * last * (sequence == next_sequence).to(tl.int64)
-    load = next_place - place + first * fixed + 2 * tile_rows * (first + last - same_item)
-    return tl.max(tl.where(next_place == place, 0, load), 0)
+    load = next_position - position + first * fixed + 2 * tile_rows * (first + last - same_item)
+    return tl.max(tl.where(next_position == position, 0, load), 0)
 
 
 @triton.jit
 def items_begun(last_sequence, last_key, sequence, key):
-    """Returns 0 or 1 each: whether a work tile begins at this cut, and whether one that splits a sequence does."""
+    """Returns 0 or 1 each: whether a work tile begins at this split point, and whether it is the first split there."""
     same = sequence == last_sequence
     begins = (key > 0) & ~(same & (key == last_key))
     return begins.to(tl.int64), (begins & ~(same & (last_key > 0))).to(tl.int64)
@@ -260,7 +263,7 @@ def present_keys(seq_lens, cu_seqlens_q, b, inside):
 
 @triton.jit
 def round_up(keys):
-    """`keys` up to whole granules."""
+    """`keys` rounded up to SPLIT_ALIGNMENT."""
     return (keys + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
 
 
@@ -275,7 +278,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     num_sm_parts, num_splits, split_size = args.num_sm_parts, args.num_splits, args.split_size
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    place = metadata.layout_for(
+    layout = metadata.layout_for(
         batch,
         args.num_sm_parts,
         max_seqlen_kv=args.max_seqlen_kv,
@@ -283,10 +286,10 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         split_size=args.split_size,
     )
     capacity, work_at, counters_at, items_at = (
-        int(word) for word in (place.item_capacity, place.work_indptr, place.counters, place.items)
+        int(word) for word in (layout.item_capacity, layout.work_indptr, layout.counters, layout.items)
     )
     header = tuple(
-        place.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
+        layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
     )
     fixed, tile_rows, shared = scheduler.scheduler_costs(
         current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
@@ -296,17 +299,17 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     items = plan[items_at:]
     if num_splits or split_size:
         splits = num_splits or int(metadata.splits_of(args.max_seqlen_kv, split_size))
-        starts, total_price = _words(plan.device, capacity, 1)
+        starts, total_cost = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
-            args.seq_lens, args.cu_seqlens_q, starts, total_price, items, batch, args.num_splits, args.split_size,
+            args.seq_lens, args.cu_seqlens_q, starts, total_cost, items, batch, args.num_splits, args.split_size,
             fixed, splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
-            starts, total_price, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at,
+            starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at,
             capacity.bit_length(), SIZE=BLOCK,
         )  # fmt: skip
         return
-    line, keys, longest, prices, *cuts = _words(
+    cost_sum, keys, longest, costs, *points = _words(
         plan.device,
         batch + 1,
         batch + 1,
@@ -317,17 +320,17 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.num_sm_parts + 1,
     )
     steps = batch.bit_length()
-    line_kernel[(1,)](seq_lens, cu_seqlens_q, keys, line, longest, batch, fixed, SIZE=BLOCK)
+    cost_sum_kernel[(1,)](seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE=BLOCK)
     candidates_kernel[(num_sm_parts,)](
-        line, keys, longest, prices, batch, num_sm_parts, fixed, tile_rows, shared, steps,
+        cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, tile_rows, shared, steps,
         WIDTH=triton.next_power_of_2(num_sm_parts),
     )  # fmt: skip
-    cuts_kernel[(1,)](
-        line, keys, prices, *cuts, plan[work_at:], items, batch, num_sm_parts, fixed, steps,
+    split_points_kernel[(1,)](
+        cost_sum, keys, costs, *points, plan[work_at:], items, batch, num_sm_parts, fixed, steps,
         CANDIDATES=triton.next_power_of_2(2 * num_sm_parts), WIDTH=triton.next_power_of_2(num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
-        *cuts, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at,
+        *points, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at,
         (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
     )  # fmt: skip
 

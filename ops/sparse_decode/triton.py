@@ -25,7 +25,7 @@ from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 from mla_suite.ops.sparse_decode.triton_rows import record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-GRANULE = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal cuts of a selection fall on its multiples
+ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits of a selection fall on its multiples
 # Before 3.6 Triton's compiler takes constants within a tuple argument for None, once a loop uses them.
 COMPILES = triton.knobs.runtime.interpret or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 
@@ -90,8 +90,8 @@ def sparse_decode_kernel(
         selected += count_of(pools[i], token)
     chunk = tl.zeros([], tl.int64) + split_size
     if split_size == 0:
-        granules = (selected + GRANULE - 1) // GRANULE
-        chunk = tl.maximum((granules + num_splits - 1) // num_splits, 1) * GRANULE
+        kv_blocks = (selected + ALIGNMENT - 1) // ALIGNMENT
+        chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * ALIGNMENT
     first = split * chunk
     end = tl.where(split == num_splits - 1, selected, tl.minimum(first + chunk, selected))
 
@@ -203,7 +203,7 @@ def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
 
 
 def tile_for(heads: int, dtype: torch.dtype, kv_formats: Sequence[str], arch: ArchSpec | None) -> Tile:
-    """The best measured tile on sm_90; on gfx942 and gfx950 what 64 KiB of LDS hold; a smaller one elsewhere.
+    """The best measured tile where an MMA has 64 rows; on other archs what 64 KiB of LDS hold; a smaller one elsewhere.
 
     On an H200 (128 tokens, 2048 keys of v32; us): 16 heads 252 with these and 519 with 32 keys, 4 warps; 64 heads 309,
     and 442 with 32 keys.
@@ -229,7 +229,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     tokens = queries.shape[0]
     if tokens == 0 or heads == 0:
         return
-    # Triton has no e4m3fnuz on NVIDIA, and the kernel reads bytes whatever the cache calls them.
+    # Triton has no e4m3fnuz on every GPU, and the kernel reads bytes whatever the cache calls them.
     kv_caches = [cache.view(torch.uint8) if cache.element_size() == 1 else cache for cache in args.kv_caches]
     lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)
@@ -315,10 +315,10 @@ def _splits(
     indptrs: Sequence[torch.Tensor | None],
     split_size: int,
 ) -> int:
-    """Cuts per query token where no number was asked for: enough blocks for every compute unit, none under 128 keys.
+    """Splits per query token where no number was asked for: enough blocks for every compute unit, none under 128 keys.
 
     In batch-invariant mode as many as the widths of dense indices need; of ragged indices nothing on the host bounds
-    one token's keys, so they are not cut.
+    one token's keys, so they are not split.
     """
     if split_size:
         ragged = any(indptr is not None for indptr in indptrs)

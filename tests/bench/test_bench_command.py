@@ -32,12 +32,12 @@ def test_quick_set_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_progress_counts_every_shape_of_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes that are added for noise are told, and count nothing."""
+    """Passes that are added for noise are reported, and count nothing."""
     monkeypatch.setattr(noise, "unsettled", lambda rounds: True)
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
     case = sets.combine(1, 2, 2)
-    runner.run([case], torch.device("cpu"), Effort(rounds=1, passes=2), progress=lambda *step: told.append(step))
-    assert told == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MAX_EXTRA, ("done", 2)]
+    runner.run([case], torch.device("cpu"), Effort(rounds=1, passes=2), progress=lambda *step: reported.append(step))
+    assert reported == [(case.id, 0), (case.id, 1), *[(f"{case.id} once more", 2)] * noise.MAX_EXTRA, ("done", 2)]
 
 
 def test_decode_is_checked_against_fp64_and_planned_as_asked(capsys: pytest.CaptureFixture[str]) -> None:

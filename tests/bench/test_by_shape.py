@@ -31,7 +31,7 @@ US = 40.0
 
 
 class Replay:
-    """A graph of calls that takes US for each, and half of it where the caller says how often to cut."""
+    """A graph of calls that takes US for each, and half of it where the caller says how often to split."""
 
     def __init__(self, call: Any, turns: Any) -> None:
         call(turns[0])
@@ -88,7 +88,7 @@ def test_help_says_what_it_is(module: ModuleType, capsys: pytest.CaptureFixture[
 
 
 def test_names_are_wanted_by_how_they_begin() -> None:
-    rows = bench_decode_sm90.ROWS
+    rows = bench_decode_sm90.SHAPES
 
     def names(text: str | None) -> list[str]:
         return [row.name for row in filter(by_shape.wanted(text), rows)]
@@ -105,11 +105,11 @@ def test_every_shape_in_triton_has_its_peer() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     import bench_decode_triton
 
-    assert all(row.flash_mla > 0 for row in bench_decode_triton.ROWS)
-    rows = {row.name: row for row in bench_decode_triton.ROWS}
+    assert all(row.flash_mla > 0 for row in bench_decode_triton.SHAPES)
+    rows = {row.name: row for row in bench_decode_triton.SHAPES}
     assert len(rows) == 26
     assert (rows["B8 H32 kv1200 q4"].flash_mla, rows["B64 H16 kv16384"].flash_mla) == (21.4, 280.1)
-    chosen = [row.name for row in filter(by_shape.wanted("B1 ,B64 H16"), bench_decode_triton.ROWS)]
+    chosen = [row.name for row in filter(by_shape.wanted("B1 ,B64 H16"), bench_decode_triton.SHAPES)]
     assert chosen == [
         "B1 H16 kv1024", "B1 H16 kv4096", "B1 H16 kv8192", "B1 H128 kv1024", "B1 H128 kv8192", "B64 H16 kv16384",
         "B1 H32 kv1200 q4",
@@ -119,14 +119,14 @@ def test_every_shape_in_triton_has_its_peer() -> None:
 def test_a_line_fits_its_header() -> None:
     timed = Timed("B1 H16 kv1024 q1", "32", 9.3, 9.4, 131, 4.4, 2.6, "memory", 11.2, 5.1, {"16": 10.0, "64": 9.94})
     assert by_shape.header(22) == (
-        "shape                  cuts       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
+        "shape                 splits       us   sustd   GB/s    TF   floor     xfloor  FlashMLA xfloor  ratio"
     )
     assert by_shape.shown(timed, 22) == (
-        "B1 H16 kv1024 q1         32     9.30     9.40    131     4     2.6 mem   3.58     11.2   5.10   0.83  "
+        "B1 H16 kv1024 q1          32     9.30     9.40    131     4     2.6 mem   3.58     11.2   5.10   0.83  "
         "16:10.0 64:9.9"
     )
-    assert by_shape.name_width(bench_decode_sm90.ROWS) == 22
-    assert by_shape.name_width(bench_sparse_sm90.ROWS) == 26
+    assert by_shape.name_width(bench_decode_sm90.SHAPES) == 22
+    assert by_shape.name_width(bench_sparse_sm90.SHAPES) == 26
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -141,7 +141,7 @@ def test_every_row_is_timed_and_written(
     assert lines[0] == f"a card: read {CEILINGS.gb_per_s:.0f} GB/s, bf16 product 800 TFLOP/s"
     saved = json.loads(written.read_text())
     assert saved["floors"] == json.loads(json.dumps(CEILINGS.as_json()))
-    names = [row.name for row in module.ROWS]
+    names = [row.name for row in module.SHAPES]
     assert [row["name"] for row in saved["rows"]] == names
     assert [line.split("  ")[0] for line in lines[2 : 2 + len(names)]] == names
     assert all(row["us"] == US and row["sustained_us"] is None and not row["others"] for row in saved["rows"])
@@ -154,7 +154,7 @@ def test_every_row_is_timed_and_written(
 def test_sustained_and_other_cuts_are_of_the_rows_asked_for(card: list[Call], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_decode_sm90, "prepare", prepared)
     options = by_shape.arguments("").parse_args(["--rows", "B8 H16,B128 H128", "--sustained", "B128", "--splits"])
-    found, right = by_shape.run(bench_decode_sm90.ROWS, bench_decode_sm90.DECODE, prepared, options)
+    found, right = by_shape.run(bench_decode_sm90.SHAPES, bench_decode_sm90.DECODE, prepared, options)
     assert right
     assert len(found) == 7
     for timed in found:
@@ -196,7 +196,7 @@ def test_planned_shapes_are_compared_and_nothing_else(
     monkeypatch.setattr(bench_decode_sm90, "compare_planned", lambda row, width: f"{row.name:{width}s} compared")
     assert bench_decode_sm90.main(["--planned"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head == "shape                   cuts        us  items  pieces   planned  ratio"
+    assert head == "shape                 splits        us  items partial   planned  ratio"
     assert len(lines) == len(bench_decode_sm90.PLANNED)
     assert all(line.startswith(bench_decode_sm90.PLANNED) for line in lines)
     assert bench_decode_sm90.main(["--planned", "--rows", "B1 H16"]) == 0

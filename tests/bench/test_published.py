@@ -88,10 +88,11 @@ def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
         assert line.holds, line.cells
 
 
-def test_accuracy_at_the_smaller_softmax_scale_is_as_published_without_a_plan() -> None:
-    """At 1/sqrt(576) scores are closer together and rounding matters more. A plan brings fp8 weights, at 2e-4."""
+@pytest.mark.parametrize(("batch", "ctx"), [(1, 512), pytest.param(2, 2048, marks=pytest.mark.full)])
+def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: int) -> None:
+    """At 1/sqrt(576) scores are closer together and rounding matters more; short contexts keep bf16 weights."""
     if isinstance(manifest.locate(), str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
-    alone, planned = check().lines(1, 512, torch.device("cpu"), 576**-0.5)
-    assert alone.holds, alone.cells
-    assert planned.distance < 3e-4
+    for line in check().lines(batch, ctx, torch.device("cpu"), 576**-0.5):
+        assert line.holds, line.cells
+        assert line.distance < 1e-5

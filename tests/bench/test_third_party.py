@@ -124,7 +124,7 @@ def package(name: str) -> third_party.ThirdParty:
 def test_another_package_reads_the_same_tensors_and_gives_the_same_numbers(name: str, case: Case) -> None:
     call = inputs.make(case, CPU)
     runner = package(name).runner(case, call)
-    assert runner.refusal is None
+    assert runner.unsupported is None
     assert runner.answer is not None
     assert runner.run is not None
     assert runner.error(call, inputs.expected(case, call)) < 5e-3
@@ -145,6 +145,6 @@ REFUSED = [
 
 @pytest.mark.parametrize(("name", "case", "sentence"), REFUSED, ids=[f"{n}-{c.id}" for n, c, _ in REFUSED])
 def test_what_a_peer_cannot_take_is_refused(name: str, case: Case, sentence: str) -> None:
-    refusal = package(name).runner(case, inputs.make(case, CPU)).refusal
-    assert refusal is not None
-    assert sentence in refusal
+    reason = package(name).runner(case, inputs.make(case, CPU)).unsupported
+    assert reason is not None
+    assert sentence in reason

@@ -23,6 +23,7 @@ from mla_suite.bench.search import Outcome
 from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.core.tuning import Format, Integer, SearchSpace
+from mla_suite.launch import declared_kernels
 from mla_suite.ops.decode import search as decode_search
 
 CASE = sets.combine(2, 4, 3)
@@ -203,6 +204,34 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
         assert decode_search.triton_config.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
 
 
+def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
+    """Each kernel is tried once, its row is a limit on batch and context, and the row decides up to there."""
+    from mla_suite.archs.common import decode_search as native_search
+    from mla_suite.archs.common import decode_table
+    from mla_suite.ops.decode import DECODE
+
+    gfx950, space = arch.get("gfx950"), native_search.SPACES["native"]
+    args, kwargs = sets.decode(4, 128, 2048).sample.make(torch.device("cpu"))
+    problem = DECODE.problem(*args, **kwargs)
+    with declared_kernels():
+        configs = list(space.candidates(problem, gfx950))
+        assert [config.rows for config in configs] == [16, 32, 64, 128]
+        assert list(space.candidates(problem, ARCH)) == [], "sm_90 has no tiles to choose"
+        narrow = problem._replace(heads=32)
+        assert [config.rows for config in space.candidates(narrow, gfx950)] == [16, 32]
+    row = {**space.facts(problem, gfx950), **space.cells(problem, gfx950, configs[1]), "kind": "measured"}
+    row |= dict(microseconds="12.5", spread_percent="0.3", device="MI355X", compute_units=256, driver="6.14")
+    row |= dict(software="torch 2.13", date="2026-11-22", commit="abcdef1")
+    path = store.path_for(space.form, space.table("gfx950"), user=True)
+    store.write(space.form, "gfx950", path, [row])
+    facts = gfx950, torch.bfloat16, "bf16", 128, 1
+    for batch, context, decides in ((4, 2048, True), (2, 100, True), (5, 2048, False), (4, 2049, False)):
+        found = decode_table.row_for(*facts, batch, context, False)
+        assert (found is not None) is decides
+        assert found is None or found.values["use"] == "rows32"
+    assert not space.plans, "planned calls do not see the table, so shapes are timed without a plan"
+
+
 def test_the_command_prints_and_stores(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -291,7 +320,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are told apart by timing them")],
+    [([], "name an operator with --op"), (["--op", "decode"], "no GPU: configurations are compared by timing them")],
 )
 def test_the_command_refuses_in_one_sentence(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -328,10 +357,10 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
     assert triton_kernel.supports(problem, ARCH) != tile
     cells = dict(space.facts(problem, ARCH)) | dict(space.cells(problem, ARCH, tile))
     store.write(tiles.FORMAT, "triton-sm_90", path, [row | cells])
-    offered = triton_kernel.supports(problem, ARCH)
-    assert isinstance(offered, Supported)
-    assert offered.config == tile
-    assert f"measured row {path}:2" in offered.reason
+    answer = triton_kernel.supports(problem, ARCH)
+    assert isinstance(answer, Supported)
+    assert answer.config == tile
+    assert f"measured row {path}:2" in answer.reason
     for other in (problem._replace(batch=17), problem._replace(context=1024), problem._replace(split_size=64)):
         changed = triton_kernel.supports(other, ARCH)
         assert isinstance(changed, Supported)

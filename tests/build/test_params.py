@@ -32,6 +32,11 @@ def test_a_struct_ends_on_its_widest_field():
     assert (mirror.name, mirror.size, len(mirror.pack(a=1, b=2))) == ("P", 16, 16)
 
 
+def test_a_struct_may_ask_for_more_alignment():
+    mirror = params.parse("struct alignas(64) P {\n  int64_t a;\n  int32_t b;\n};\n", "p")
+    assert (mirror.name, mirror.size, mirror.pack(a=1, b=2)) == ("P", 64, struct.pack("<qi52x", 1, 2))
+
+
 def test_packing_names_unknown_and_missing_fields():
     mirror = params.parse(PARAMS, "common/params/scale.hpp")
     with pytest.raises(TypeError, match=r"unknown fields \['ins'\], missing fields \['in'\]"):

@@ -27,15 +27,15 @@ def fresh():
 
 
 def backend(name, answer, asked=None, devices=("cpu", "cuda")):
-    def offer(problem, arch):
+    def supports(problem, arch):
         if asked is not None:
             asked.append(problem)
         return answer
 
-    return Backend(name, offer, lambda config, outputs, args: lambda outputs, tensors: None, devices)
+    return Backend(name, supports, lambda config, outputs, args: lambda outputs, tensors: None, devices)
 
 
-def test_first_offer_wins_and_refusals_are_kept():
+def test_first_supported_wins_and_reasons_are_kept():
     backends = (
         backend("native", Unsupported("page 48; it takes 64")),
         backend("triton", Supported("config", "rule")),

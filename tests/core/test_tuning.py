@@ -145,9 +145,9 @@ def test_lint_names_file_line_and_reason(tables, lines, line, words):
     assert len(findings) == 1
     assert findings[0].startswith(f"{path}:{line}: ")
     assert words in findings[0]
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError) as raised:
         find(1, 1024)
-    assert str(refusal.value) == findings[0]
+    assert str(raised.value) == findings[0]
 
 
 def test_lint_reports_every_bad_row(tables):

@@ -98,7 +98,7 @@ def test_random_cases_equal_one_process(world):
     on_ranks(world, random_cases, 20 + world, world)
 
 
-def refusals(rank: int) -> None:
+def errors(rank: int) -> None:
     parallel = Parallel.create(cp_size=2, device_type="cpu")
     q, cache = torch.zeros(1, 1, 3, 576), torch.zeros(2, 4, 576)
     lens, table = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
@@ -114,7 +114,7 @@ def refusals(rank: int) -> None:
 
 
 def test_what_is_refused():
-    on_ranks(2, refusals)
+    on_ranks(2, errors)
 
 
 def test_one_rank_needs_no_group():

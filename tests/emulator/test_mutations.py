@@ -206,10 +206,10 @@ def test_plan(arch):
     if not has_kernel(arch, "plan_step-search_waves-4"):
         pytest.skip(f"plan is not built for {arch}; run `python -m mla_suite build`")
     outcomes: dict[tuple[str, int], set[str]] = {}
-    for lengths, workers, options in (LONG_ONES, MANY, IN_THREE):
+    for lengths, num_sm_parts, options in (LONG_ONES, MANY, IN_THREE):
         lens = torch.tensor(lengths, dtype=torch.int32)
         with mla_suite.emulate(arch), first_launch(2) as found:
-            mla_suite.plan(lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=8192, **options)
+            mla_suite.plan(lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=8192, **options)
         for launch in found:
             for mutation in mutate(launch, ("barrier",)):
                 outcomes.setdefault((launch.kernel, mutation.line), set()).add(mutation.outcome)

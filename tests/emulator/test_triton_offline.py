@@ -49,11 +49,11 @@ def run(
 ) -> tuple[tuple[torch.Tensor, ...], list[Launch]]:
     """The triton backend's outputs, poisoned before it runs, and its launches."""
     module, record = importlib.import_module(f"mla_suite.ops.{op}.triton"), register.get(op)
-    offer = module.supports(record.problem(*args, **kwargs), archs.get(arch))
-    assert isinstance(offer, Supported), offer
+    answer = module.supports(record.problem(*args, **kwargs), archs.get(arch))
+    assert isinstance(answer, Supported), answer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
     with launches(arch) as done:
-        module.run(offer.config, outputs, record.Args(*args, **kwargs))
+        module.run(answer.config, outputs, record.Args(*args, **kwargs))
     return outputs, done
 
 

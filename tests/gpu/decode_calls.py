@@ -1,4 +1,4 @@
-"""Calls of decode on the kernels for sm_90, and what is asked of their results."""
+"""Calls of decode on the native kernels of the GPU here, and what is asked of their results."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from mla_suite.core import dispatch
-from mla_suite.launch import current_arch, has_kernel
+from mla_suite.launch import current_arch
 from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
@@ -22,18 +23,24 @@ HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
-def require_kernels():
-    """Skips where the GPU is not one that decode has kernels for, or they were not built."""
-    arch = current_arch(torch.empty(1, device="cuda"))
-    if arch is None or arch.name != "sm_90":
-        pytest.skip("these are tests of the kernels for sm_90, and this GPU is another")
-    if not has_kernel(arch, "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"):
-        pytest.skip("decode is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
+def here():
+    """The arch of the GPU."""
+    return current_arch(torch.empty(1, device="cuda"))
+
+
+def require_kernels(arch=None):
+    """Skips where a plain decode has no native kernel, with dispatch's reasons; or the GPU is not of the arch named."""
+    if arch is not None and (here() is None or here().name != arch):
+        pytest.skip(f"this is about what only the kernels of {arch} do")
+    args, kwargs = decode_sample((16,)).make(torch.device("cuda"))
+    choice = dispatch.choose("decode", DECODE.backends, DECODE.problem(*args, **kwargs), here(), "cuda")
+    if choice.backend.name != "native":
+        pytest.skip(str(choice))
 
 
 def hostile(sample):
     """decode_grid's, on the GPU."""
-    args, kwargs = decode_grid.hostile(sample, "sm_90")
+    args, kwargs = decode_grid.hostile(sample, here().name)
     return [None if tensor is None else tensor.cuda() for tensor in args], kwargs
 
 

@@ -176,12 +176,12 @@ class Problem:
         self.args = moved(args, device)
         self.right: Tensors = ()
         self.backend = next((each for each in self.op.backends if each.name == backend), None)
-        self.refusal: str | None = f"{name} has no {backend} backend for {device.type}"
+        self.unsupported: str | None = f"{name} has no {backend} backend for {device.type}"
         if self.backend is not None and (anywhere or device.type in self.backend.devices):
             problem = self.op.problem(*self.args, **self.kwargs)
-            offer = self.backend.supports(problem, dispatch.arch_of(dispatch.first_tensor(self.args)))
-            self.refusal = None if isinstance(offer, Supported) else f"{name} {backend}: {offer.reason}"
-            self.config = offer.config if isinstance(offer, Supported) else None
+            answer = self.backend.supports(problem, dispatch.arch_of(dispatch.first_tensor(self.args)))
+            self.unsupported = None if isinstance(answer, Supported) else f"{name} {backend}: {answer.reason}"
+            self.config = answer.config if isinstance(answer, Supported) else None
         self.outputs = tuple(
             torch.empty(o.shape, dtype=o.dtype, device=device) for o in self.op.specify(*self.args, **self.kwargs)
         )

@@ -37,8 +37,8 @@ def graphs_recorded() -> int:
 def test_reduce_overhead(name: str, sample: Sample, backend: str) -> None:
     """One graph without a break, recorded by Inductor and replayed with other values and lengths, right every time."""
     problem = Problem(name, sample, backend, GPU)
-    if problem.refusal is not None:
-        pytest.skip(problem.refusal)
+    if problem.unsupported is not None:
+        pytest.skip(problem.unsupported)
     packet, kwargs = getattr(torch.ops.mla_suite, name), problem.kwargs
     for tensor in tensors(problem.args):  # caches and index tensors of a server stay where they are
         torch._dynamo.mark_static_address(tensor)

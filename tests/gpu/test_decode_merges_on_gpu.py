@@ -1,4 +1,4 @@
-"""How sm_90 merges what decode cut, beside combine: each two cuts in a cluster; few rows while decode still runs."""
+"""How sm_90 combines decode's splits beside combine: each two in a cluster; few rows while decode still runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 @pytest.fixture(autouse=True)
 def gpu():
-    require_kernels()
+    require_kernels("sm_90")
 
 
 EXCHANGES = ("reduce_o", "exchange_p")
@@ -75,7 +75,7 @@ def test_pairs_within_the_rounding_bound(merging, shape, exchange):
 
 @pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
 def test_hard_scores_of_exchanged_probabilities(merging, kind):
-    """Each cut has references of its own, which the other block's results know nothing of."""
+    """Each split has a running max of its own, which the other block's results know nothing of."""
     args, kwargs = decode_sample((700,), heads=40, q_len=2, num_splits=4).make(torch.device("cpu"))
     decode_grid.hard_scores(kind, args)
     moved = [None if tensor is None else tensor.cuda() for tensor in args]
@@ -98,7 +98,7 @@ def test_values_past_the_end_do_no_harm_in_either_block(merging, bits):
 @pytest.mark.parametrize("shape", PAIRS)
 def test_cuts_merged_in_pairs_are_those_merged_by_combine(merging, shape, exchange):
     """To a rounding of the result, which combine computes from partials that were rounded to fp32 on their way; a row
-    that one cut does not see is the other's."""
+    that one split does not see is the other's."""
     args, kwargs = decode_sample(seed=len(shape), **PAIRS[shape]).make(torch.device("cuda"))
     merging(exchange)
     out, lse = decode(args, kwargs)
@@ -120,7 +120,7 @@ def test_a_graph_of_pairs_repeats_its_bits(merging, splits, exchange):
 
 @pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize("bits", [0x7FC0, 0xFFFF, 0x7FFF, 0xFF81])
-def test_nan_of_any_kind_comes_through_an_awaited_merge(merging, bits, exchange):
+def test_nan_of_any_kind_comes_through_a_streaming_combine(merging, bits, exchange):
     """Which waits as long as it sees one certain NaN: results must never be that one."""
     merging(exchange)
     args, kwargs = decode_sample((700,), heads=16, num_splits=20).make(torch.device("cuda"))
@@ -139,7 +139,7 @@ def test_nan_of_any_kind_comes_through_an_awaited_merge(merging, bits, exchange)
 
 @pytest.mark.parametrize("exchange", ["none", "exchange_p"])
 @pytest.mark.parametrize(("heads", "least"), [(16, 5), (64, 2), (128, 3), (128, 32)])
-def test_an_awaited_merge_takes_no_old_partial(monkeypatch, merging, heads, least, exchange):
+def test_a_streaming_combine_takes_no_old_partial(monkeypatch, merging, heads, least, exchange):
     """Calls that follow each other closely, with other inputs in the same scratch, eagerly and as a graph."""
     samples = [decode_sample((1500 + 97 * i,), heads=heads, num_splits=least + i, seed=i) for i in range(12)]
     merging(exchange)

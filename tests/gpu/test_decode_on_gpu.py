@@ -50,21 +50,21 @@ SHAPES = {
     "odd pages, ragged": dict(lens=(700, 100, 1063), page=7, ragged_pages=True, q_len=2),
     "large pages, ragged": dict(lens=(700, 100, 1063), page=256, ragged_pages=True),
     "ragged queries": dict(lens=(700, 100, 1063, 0), q_len=4, varlen=True, sink=True),
-    "cut": dict(lens=(700, 100, 0), heads=40, num_splits=5, sink=True),
-    "few rows, awaited": dict(lens=(3000,), heads=16, num_splits=40),
-    "128 rows, awaited": dict(lens=(6000,), heads=128, num_splits=32),
-    "100 rows, awaited, empty cuts": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True),
-    "awaited, ragged queries": dict(lens=(1500, 600), heads=40, q_len=2, varlen=True, num_splits=8),
-    "awaited, 512 wide, fp16": dict(lens=(5000,), heads=64, rope=0, num_splits=33, **HALF),
-    "few rows, empty cuts": dict(lens=(70, 1, 0, 700), heads=5, num_splits=8, sink=True),
+    "split": dict(lens=(700, 100, 0), heads=40, num_splits=5, sink=True),
+    "few rows, streamed": dict(lens=(3000,), heads=16, num_splits=40),
+    "128 rows, streamed": dict(lens=(6000,), heads=128, num_splits=32),
+    "100 rows, streamed, empty splits": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True),
+    "streamed, ragged queries": dict(lens=(1500, 600), heads=40, q_len=2, varlen=True, num_splits=8),
+    "streamed, 512 wide, fp16": dict(lens=(5000,), heads=64, rope=0, num_splits=33, **HALF),
+    "few rows, empty splits": dict(lens=(70, 1, 0, 700), heads=5, num_splits=8, sink=True),
     "few rows, ragged, odd pages": dict(lens=(70, 300, 1), heads=3, q_len=4, varlen=True, num_splits=6, page=7),
-    "few rows, most cuts": dict(lens=(9000,), heads=1, num_splits=128, **HALF),
-    "two cuts, merged together": dict(lens=(700, 100, 1, 64, 32, 0), heads=128, num_splits=2),
-    "two cuts, four tokens, sink": dict(lens=(700, 1, 2, 34, 1063), heads=32, q_len=4, num_splits=2, sink=True),
-    "two cuts, ragged queries": dict(lens=(700, 100, 3, 0), heads=24, q_len=3, varlen=True, num_splits=2, sink=True),
-    "two cuts, 512 wide, fp16": dict(lens=(700, 90), heads=40, rope=0, num_splits=2, **HALF),
-    "two cuts, all keys": dict(lens=(90, 7), heads=64, q_len=2, causal=False, num_splits=2),
-    "cut by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
+    "few rows, most splits": dict(lens=(9000,), heads=1, num_splits=128, **HALF),
+    "two splits, one cluster": dict(lens=(700, 100, 1, 64, 32, 0), heads=128, num_splits=2),
+    "two splits, four tokens, sink": dict(lens=(700, 1, 2, 34, 1063), heads=32, q_len=4, num_splits=2, sink=True),
+    "two splits, ragged queries": dict(lens=(700, 100, 3, 0), heads=24, q_len=3, varlen=True, num_splits=2, sink=True),
+    "two splits, 512 wide, fp16": dict(lens=(700, 90), heads=40, rope=0, num_splits=2, **HALF),
+    "two splits, all keys": dict(lens=(90, 7), heads=64, q_len=2, causal=False, num_splits=2),
+    "split by size": dict(lens=(700, 100, 0), split_size=48, heads=24),
     "planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True),
     "planned, ragged, sink": dict(lens=(700, 10, 2063, 0), planned=True, varlen=True, q_len=3, sink=True, page=16),
     "planned, nothing split": dict(lens=(64,) * 132, heads=40, planned=True),
@@ -77,11 +77,11 @@ SHAPES = {
     "e4m3 cache": dict(lens=(0, 1, 31, 32, 33, 64, 65, 500), heads=64, q_len=2, kv_format="fp8"),
     "e4m3 cache, pages of 1": dict(lens=(70, 1, 33), page=1, q_len=3, kv_format="fp8"),
     "e4m3 cache, planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True, page=16, kv_format="fp8"),
-    "e4m3 cache, two cuts": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=2, sink=True, kv_format="fp8"),
+    "e4m3 cache, two splits": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=2, sink=True, kv_format="fp8"),
     "e4m3 cache, fp16": dict(lens=(700, 90), heads=8, page=48, kv_format="fp8", dtype=torch.float16),
     "e4m3 cache, 512 wide": dict(lens=(700, 90), heads=40, rope=0, kv_format="fp8"),
     "e4m3 queries": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4, **FP8),
-    "e4m3 queries, 8 cuts": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True, **FP8),
+    "e4m3 queries, 8 splits": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True, **FP8),
     "e4m3 queries, planned, ragged": dict(lens=(*[60, 0, 500] * 40, 3000), q_len=3, planned=True, varlen=True, **FP8),
     "more tiles than SMs": dict(lens=(40,), heads=128, q_len=70, num_splits=1),
     "more sequences than SMs": dict(lens=tuple(40 + i for i in range(140)), heads=65),
@@ -103,7 +103,7 @@ def test_random_problems():
         lens = tuple(draw.randint(0, longest) for _ in range(draw.randint(1, 6)))
         if max(lens) == 0:
             lens = (1, *lens[1:])
-        cut: dict = draw.choice(
+        split: dict = draw.choice(
             (dict(), dict(), dict(num_splits=draw.randint(1, 9)), dict(split_size=draw.choice((32, 100, 256))))
         )
         options = dict(
@@ -117,9 +117,9 @@ def test_random_problems():
             **draw.choice(({}, {}, HALF, FP8, {"kv_format": "fp8"}, {**HALF, "kv_format": "fp8"})),
         )
         try:
-            check(decode_sample(lens, heads=heads, q_len=q_len, seed=number, **cut, **options))
+            check(decode_sample(lens, heads=heads, q_len=q_len, seed=number, **split, **options))
         except AssertionError as error:
-            raise AssertionError(f"problem {number}: {heads=} {q_len=} {lens=} {cut=} {options=}: {error}") from error
+            raise AssertionError(f"problem {number}: {heads=} {q_len=} {lens=} {split=} {options=}: {error}") from error
 
 
 @pytest.mark.parametrize("kind", ["equal", "dominating", "rising", "falling", "large"])
@@ -168,6 +168,7 @@ def test_strided_tensors():
 
 
 def test_what_it_cannot_take_is_refused_in_a_sentence():
+    require_kernels("sm_90")
     for options, sentence in (
         (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
         (dict(kv_format="fp16"), "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
@@ -200,7 +201,7 @@ def test_batch_invariant_bits(heads):
 
 
 def test_two_streams():
-    """Two problems of different shapes at once, each cut so that it needs scratch: every result has the usual bits."""
+    """Two problems of different shapes at once, each split so that it needs scratch: results have the usual bits."""
     problems = [
         hostile(decode_sample(lens, heads=heads, num_splits=9)) for lens, heads in (((3000, 700), 16), ((500,) * 8, 96))
     ]
@@ -276,7 +277,7 @@ def test_a_plan_for_other_lengths_is_still_right():
     args, kwargs = hostile(decode_sample((700, 2100, 3, 64), heads=16, q_len=2))
     stale = torch.tensor([2000, 4, 700, 64], dtype=torch.int32, device="cuda")
     args[PLAN] = mla_suite.plan(stale, num_heads=32, num_sm_parts=132, max_seqlen_kv=2048)
-    assert len(Plan.read(args[PLAN]).items) > 4, "something is cut"
+    assert len(Plan.read(args[PLAN]).items) > 4, "something is split"
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 
 

@@ -94,7 +94,7 @@ def test_a_call_reads_and_allocates_nothing(name: str, sample: Sample, backend: 
     pytest.importorskip("triton", reason="triton is not installed; the `test` extra brings it")
     with without_kernels(name_of_arch) as launched:
         problem = Problem(name, sample, backend, CPU, anywhere=True)
-        if problem.refusal is not None:
+        if problem.unsupported is not None:
             assert not launched
             return
         assert second_call(problem) == []

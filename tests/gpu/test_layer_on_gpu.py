@@ -77,11 +77,11 @@ def with_backend(backend: str) -> None:
     decode = register.get("decode")
     _, kv_cache, table, lens = moved(begin(), GPU)
     q = torch.empty(BATCH, 1, 2, 576, dtype=torch.bfloat16, device=GPU)
-    offered = next(each for each in decode.backends if each.name == backend).supports(
+    answer = next(each for each in decode.backends if each.name == backend).supports(
         decode.problem(q, kv_cache, lens, table, softmax_scale=1.0), dispatch.arch_of(q)
     )
-    if isinstance(offered, dispatch.Unsupported):
-        pytest.skip(f"decode {backend}: {offered.reason}")
+    if isinstance(answer, dispatch.Unsupported):
+        pytest.skip(f"decode {backend}: {answer.reason}")
 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])

@@ -24,8 +24,8 @@ def each(cases: list[tuple[str, Sample]]) -> pytest.MarkDecorator:
 @pytest.fixture
 def problem(name: str, sample: Sample, backend: str) -> Problem:
     found = Problem(name, sample, backend, GPU)
-    if found.refusal is not None:
-        pytest.skip(found.refusal)
+    if found.unsupported is not None:
+        pytest.skip(found.unsupported)
     return found
 
 
@@ -108,9 +108,9 @@ def test_two_streams_at_once(name: str, sample: Sample, backend: str, problem: P
 def test_a_graph_of_all_operators(backend: str) -> None:
     """plan, decode and the rest captured in one graph, as a step of a model is: scratch is theirs in turn."""
     problems = [Problem(name, sample, backend, GPU) for name, sample in FIRST]
-    taken = [one for one in problems if one.refusal is None]
+    taken = [one for one in problems if one.unsupported is None]
     if not taken:
-        pytest.skip(f"{backend}: {problems[0].refusal}")
+        pytest.skip(f"{backend}: {problems[0].unsupported}")
     for one in taken:
         one.load(0)
 

@@ -15,7 +15,7 @@ NATIVE = BackendCalls(PLAN, "native")
 REFERENCE = BackendCalls(PLAN, "reference")
 
 DEVICE = torch.device("cuda")
-WORKERS = (1, 2, 7, 31, 62, 66, 132, 160, 161, 321, 1024)  # of a round of warps, and one more
+NUM_SM_PARTS = (1, 2, 7, 31, 62, 66, 132, 160, 161, 321, 1024)  # of a round of warps, and one more
 BATCHES = (1, 2, 31, 32, 33, 128, FEW, FEW + 1, 600, MAX_SEQUENCES)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 def into(made: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> None:
     """The native kernels' words, or a skip that names what is missing."""
-    offer = NATIVE.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
-    if not isinstance(offer, dispatch.Supported):
-        pytest.skip(str(offer))
-    NATIVE.run(offer.config, (made,), lens, ends, **kwargs)
+    answer = NATIVE.supports(PLAN.problem(lens, ends, **kwargs), dispatch.arch_of(lens))
+    if not isinstance(answer, dispatch.Supported):
+        pytest.skip(str(answer))
+    NATIVE.run(answer.config, (made,), lens, ends, **kwargs)
 
 
 def definition(lens: torch.Tensor, ends: torch.Tensor | None, kwargs: dict[str, int]) -> torch.Tensor:
@@ -48,14 +48,14 @@ def check(seq_lens: list[int], *, cu_seqlens_q: list[int] | None = None, **given
         assert not different, f"words {different[:8]} of {made.numel()} differ, {len(seq_lens)} sequences, {kwargs}"
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("num_sm_parts", NUM_SM_PARTS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_random_lengths(batch: int, workers: int) -> None:
+def test_random_lengths(batch: int, num_sm_parts: int) -> None:
     for longest in (1, 5000, 200_000):
         check(
             torch.randint(0, longest + 1, (batch,)).tolist(),
             num_heads=(16, 128, 300)[longest % 3],
-            num_sm_parts=workers,
+            num_sm_parts=num_sm_parts,
         )
 
 
@@ -81,8 +81,8 @@ def test_sequences_without_a_query_token() -> None:
 def test_equal_splits(batch: int) -> None:
     lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,)).tolist()
     for splits in (dict(num_splits=1), dict(num_splits=33), dict(split_size=64), dict(split_size=4096)):
-        for workers in (1, 132, 304):
-            check(lens, num_sm_parts=workers, max_seqlen_kv=9000 if batch < 100 else 500, **splits)
+        for num_sm_parts in (1, 132, 304):
+            check(lens, num_sm_parts=num_sm_parts, max_seqlen_kv=9000 if batch < 100 else 500, **splits)
 
 
 def test_many_plans_behind_each_other() -> None:

@@ -21,7 +21,7 @@ each = pytest.mark.parametrize(("name", "sample"), CASES, ids=[f"{name}-{sample.
 @each
 def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> None:
     problem = Problem(name, sample, "reference", CPU)
-    assert problem.refusal is None
+    assert problem.unsupported is None
     problem.load(0)
     recorded = Recorded(problem.call, CPU)
     before = problem.right
@@ -35,7 +35,7 @@ def test_the_definition_passes_at_other_lengths(name: str, sample: Sample) -> No
 
 @pytest.mark.parametrize("sample", [sample for name, sample in CASES if name == "plan"], ids=lambda sample: sample.name)
 def test_a_plan_is_right_for_its_own_device(sample: Sample) -> None:
-    """The suite of a GPU asks for its plans first; their cost figures, and so their cuts, are not those of a CPU."""
+    """The suite of a GPU asks for its plans first; their cost figures, and so their splits, are not those of a CPU."""
     for turn in (0, 1, 2):
         token = dispatch.emulated.set(arch_records.get("sm_90"))  # tensors of the CPU count as an H200's
         try:
@@ -58,8 +58,8 @@ def test_an_emulated_gpu_passes_at_other_lengths(name: str, sample: Sample) -> N
     """The same turns, computed by the machine code that an MI300X would run."""
     with mla_suite.emulate("gfx942"):
         problem = Problem(name, sample, "native", CPU)
-        if problem.refusal is not None:
-            pytest.skip(problem.refusal)
+        if problem.unsupported is not None:
+            pytest.skip(problem.unsupported)
         problem.load(0)
         problem.call()
         for turn in (1, 2):
@@ -149,5 +149,5 @@ def test_the_table_counts() -> None:
 def test_refusals_are_sentences() -> None:
     for backend in ("native", "triton"):
         for name, sample in FIRST:
-            reason: Any = Problem(name, sample, backend, CPU).refusal
+            reason: Any = Problem(name, sample, backend, CPU).unsupported
             assert reason is None or reason.startswith(name)

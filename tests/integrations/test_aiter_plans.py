@@ -167,7 +167,7 @@ def test_refused_plans_and_reductions():
             aiter.get_mla_metadata_v1(*lengths, 16, 1, True, *buffers, **changes)
     with pytest.raises(ValueError, match=r"kv_last_page_lens is 16; it is the third argument, a tensor \[batch\]"):
         aiter.get_mla_metadata_v1(*lengths[:2], 16, 1, True, *buffers, 1)
-    with pytest.raises(ValueError, match="2 sequences and 8 workers need 10"):
+    with pytest.raises(ValueError, match="2 sequences and 8 SM parts need 10"):
         aiter.get_mla_metadata_v1(*lengths, 16, 1, True, buffers[0], buffers[1][:9], *buffers[2:])
     outs, reduced = torch.zeros(2, 3, 4, 512), torch.zeros(2, 4, 512, dtype=torch.bfloat16)
     indptr = torch.zeros(3, dtype=torch.int32)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_suite
 from mla_suite.integrations import aiter, flash_mla, metadata_convert
 
-BATCH, HEADS, WORKERS, PAGE = 3, 16, 8, 64
+BATCH, HEADS, NUM_SM_PARTS, PAGE = 3, 16, 8, 64
 
 
 def on_device(*shape, dtype=torch.int32):
@@ -67,7 +67,7 @@ def crossings(call):
 
 
 def a_plan():
-    return mla_suite.plan(on_device(BATCH), num_heads=HEADS, num_sm_parts=WORKERS, max_seqlen_kv=0)
+    return mla_suite.plan(on_device(BATCH), num_heads=HEADS, num_sm_parts=NUM_SM_PARTS, max_seqlen_kv=0)
 
 
 def dense(metadata, num_splits=None, **options):
@@ -158,7 +158,7 @@ CALLS = {
     "aiter, decode with metadata of a selection": lambda: decode_with_metadata(page_size=1, topk=5),
     "aiter, reduce": reduce,
     "aiter, uniform reduce": uniform_reduce,
-    "plan to flash_mla": lambda: metadata_convert.to_flash_mla(a_plan(), on_device(BATCH), workers=WORKERS),
+    "plan to flash_mla": lambda: metadata_convert.to_flash_mla(a_plan(), on_device(BATCH), num_sm_parts=NUM_SM_PARTS),
 }
 
 

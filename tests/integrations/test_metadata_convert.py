@@ -39,9 +39,9 @@ class Toy:
     def expected(self):
         return torch.stack([self.attend(b, 0, n)[0] for b, n in enumerate(self.lengths)])
 
-    def plan(self, workers, **choices):
+    def plan(self, num_sm_parts, **choices):
         return mla_suite.plan(
-            self.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=max(self.lengths) or 1, **choices
+            self.seq_lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=max(self.lengths) or 1, **choices
         )
 
 
@@ -129,25 +129,25 @@ CHOICES = [{}, {"num_splits": 3}, {"split_size": 192}]
 
 
 @pytest.mark.parametrize("choices", CHOICES, ids=["balanced", "num_splits", "split_size"])
-@pytest.mark.parametrize("workers", [1, 5, 20])
+@pytest.mark.parametrize("num_sm_parts", [1, 5, 20])
 @pytest.mark.parametrize("name", LENGTHS)
-def test_flash_mla_and_back(name, workers, choices):
+def test_flash_mla_and_back(name, num_sm_parts, choices):
     toy = Toy(LENGTHS[name])
-    plan, expected = toy.plan(workers, **choices), toy.expected()
+    plan, expected = toy.plan(num_sm_parts, **choices), toy.expected()
     torch.testing.assert_close(run_ours(plan, toy), expected)
-    theirs = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
-    assert theirs.tile_scheduler_metadata.shape == (workers, 8)
+    theirs = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
+    assert theirs.tile_scheduler_metadata.shape == (num_sm_parts, 8)
     torch.testing.assert_close(run_flash_mla(*theirs, toy), expected)
     back = metadata_convert.from_flash_mla(theirs.tile_scheduler_metadata, len(toy.lengths))
     torch.testing.assert_close(run_ours(back, toy), expected)
 
 
 def test_columns_of_the_older_format():
-    toy, workers = Toy(LENGTHS["ragged"]), 5
-    plan = toy.plan(workers)
-    now, splits = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
+    toy, num_sm_parts = Toy(LENGTHS["ragged"]), 5
+    plan = toy.plan(num_sm_parts)
+    now, splits = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
     then, same = metadata_convert.to_flash_mla(
-        plan, toy.seq_lens, workers=workers, columns=metadata_convert.OlderFlashMlaColumn
+        plan, toy.seq_lens, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
     )
     assert torch.equal(then[:, :5], now[:, [0, 2, 1, 3, 4]])
     assert torch.equal(splits, same)
@@ -160,10 +160,12 @@ def test_columns_of_the_older_format():
 @pytest.mark.parametrize("page", [1, 16, 61, 256])
 @pytest.mark.parametrize("name", LENGTHS)
 def test_aiter_and_back(name, page, choices):
-    toy, workers = Toy(LENGTHS[name]), 5
-    plan, expected = toy.plan(workers, **choices), toy.expected()
+    toy, num_sm_parts = Toy(LENGTHS[name]), 5
+    plan, expected = toy.plan(num_sm_parts, **choices), toy.expected()
     qo_indptr, kv_indptr = paged(toy, page)
-    theirs = metadata_convert.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=page, max_seqlen_q=1)
+    theirs = metadata_convert.to_aiter(
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=page, max_seqlen_q=1
+    )
     torch.testing.assert_close(run_aiter(theirs, kv_indptr, page, toy), expected)
     back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=page)
     torch.testing.assert_close(run_ours(back, toy), expected)
@@ -171,11 +173,13 @@ def test_aiter_and_back(name, page, choices):
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_a_balanced_plan_survives_both_ways_word_for_word(name):
-    toy, workers = Toy(LENGTHS[name]), 7
-    plan = mla_suite.plan(toy.seq_lens, num_heads=16, num_sm_parts=workers, max_seqlen_kv=0)
+    toy, num_sm_parts = Toy(LENGTHS[name]), 7
+    plan = mla_suite.plan(toy.seq_lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=0)
     qo_indptr, kv_indptr = paged(toy, 64)
-    flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, workers=workers)
-    aiter = metadata_convert.to_aiter(plan, qo_indptr, kv_indptr, workers=workers, page_size=64, max_seqlen_q=1)
+    flash = metadata_convert.to_flash_mla(plan, toy.seq_lens, num_sm_parts=num_sm_parts)
+    aiter = metadata_convert.to_aiter(
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1
+    )
     assert torch.equal(metadata_convert.from_flash_mla(flash.tile_scheduler_metadata, len(toy.lengths)), plan)
     assert torch.equal(
         metadata_convert.from_aiter(aiter.work_indptr, aiter.work_info_set, kv_indptr, page_size=64), plan
@@ -217,7 +221,7 @@ def test_a_plan_made_by_flash_mla(name):
 
 
 def test_several_query_tiles_per_sequence():
-    """A cluster that returns to the first key for a second tile moves no cut backwards."""
+    """A cluster that returns to the first key for a second tile moves no split backwards."""
     toy = Toy([512])
     works = [(0, 0, 0, 1, 0, 256), (0, 1, 0, 1, 256, 512), (0, 2, 0, 1, 0, 256), (0, 3, 0, 1, 256, 512)]
     info = torch.tensor([(*work, 512 - work[-1], 0) for work in works], dtype=torch.int32)
@@ -245,8 +249,8 @@ def test_lists_that_nobody_filled_make_a_right_plan(seed):
 
 def test_a_plan_of_another_size_is_refused():
     toy = Toy([100, 200])
-    with pytest.raises(ValueError, match="give the batch and workers that mla_suite.plan was given"):
-        metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, workers=4)
+    with pytest.raises(ValueError, match="give the batch and num_sm_parts that mla_suite.plan was given"):
+        metadata_convert.to_flash_mla(toy.plan(4)[:20], toy.seq_lens, num_sm_parts=4)
 
 
 def test_a_remembered_plan_lives_as_long_as_its_tensor_and_stays_in_place():

@@ -292,7 +292,7 @@ def test_vllm_plan_stays_in_place(vllm):
         torch.tensor([10, 5000], dtype=torch.int32), num_heads=HEADS, num_sm_parts=8, max_seqlen_kv=0
     )
     assert torch.equal(second, fresh_plan)
-    # As many sequences of more tokens: more rows, so fewer workers, and a plan of another size.
+    # As many sequences of more tokens: more rows, so fewer SM parts, and a plan of another size.
     drafted = builder.build(torch.tensor([10, 5000], dtype=torch.int32), table, 64).decode.plan
     assert drafted.shape != second.shape
     assert torch.equal(second, fresh_plan)

@@ -283,18 +283,30 @@ def test_our_rope_table_is_the_models(kind):
     assert config.softmax_scale == pytest.approx(model.model.layers[0].self_attn.scaling, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"kv_lora_rank": 128}, {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}],
+    ids=["narrow latents", "linear rope"],
+)
+def test_layers_that_mla_cannot_replace_keep_all_but_their_attention(changes):
+    model = make_model("v3", **changes)
+    ids, mask = left_padded()
+    _, expected, tokens = greedy(model, ids, mask)
+    with patch(model):
+        assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
+        _, logits, _ = greedy(model, ids, mask, tokens=tokens)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_models_we_do_not_know_are_refused_in_a_sentence():
-    with pytest.raises(TypeError, match="a Linear; possible are DeepseekV2ForCausalLM and DeepseekV3ForCausalLM"):
+    with pytest.raises(TypeError, match="Linear has no layers of multi-head latent attention"):
         patch(torch.nn.Linear(1, 1))
-    model = make_model("v3", kv_lora_rank=128)
-    with pytest.raises(ValueError, match="kv_lora_rank 128 and qk_rope_head_dim 64; a cached token is 512"):
+    model = make_model("v3", kv_lora_rank=640)
+    with pytest.raises(ValueError, match="kv_lora_rank 640 and qk_rope_head_dim 64; a cached token is 512"):
         patch(model)
     assert type(model.model.layers[0].self_attn).__name__ == "DeepseekV3Attention"
     with pytest.raises(TypeError, match=r"a model in torch\.float64"):
         patch(make_model("v3", torch.float64))
-    linear = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
-    with pytest.raises(ValueError, match="rope_type 'linear'; default and yarn are possible"):
-        patch(make_model("v3", **linear))
     model = make_model("v3")
     patch(model)
     with pytest.raises(ValueError, match="patched already"):

@@ -48,7 +48,7 @@ def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
             {"kv_format": fp8, "dtype": fp8_query},
         )
     )
-    cut: dict[str, Any] = draw.choice(
+    split: dict[str, Any] = draw.choice(
         (
             {},
             {"num_splits": draw.randint(1, 7)},
@@ -58,14 +58,14 @@ def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         )
     )
     left = ROW_KEYS // (q_len * heads)
-    if "split_size" in cut and cut["split_size"] < 64:
-        left = min(left, 30 * cut["split_size"])
+    if "split_size" in split and split["split_size"] < 64:
+        left = min(left, 30 * split["split_size"])
     lens = []
     for _ in range(draw.randint(1, 5)):
         lens.append(length(draw, left))
         left -= lens[-1]
-    if not any(lens) and cut.get("planned"):
-        cut = {"planned": True}  # a plan of a split size is refused without the longest length
+    if not any(lens) and split.get("planned"):
+        split = {"planned": True}  # a plan of a split size is refused without the longest length
     sample = decode_sample(
         lens,
         heads=heads,
@@ -77,7 +77,7 @@ def dense(arch: str, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ragged_pages=draw.random() < 0.3,
         seed=seed,
         **stored,
-        **cut,
+        **split,
     )
     args, kwargs = hostile(sample, arch)
     args = list(args)

@@ -135,5 +135,5 @@ def in_mode(mode, args, kwargs, seed):
         args[6] = mla_suite.plan(keys, num_heads=q.shape[1], num_sm_parts=7, max_seqlen_kv=0)
     if mode == "mtp":
         args[0] = q.view(-1, 2, *q.shape[1:])
-        indices[:] = [index.view(-1, 2, index.shape[-1]) for index in indices]
+        indices[:] = [index.view(len(q) // 2, 2, index.shape[-1]) for index in indices]
         lengths[0] = torch.randint(0, indices[0].shape[-1] + 1, (len(q) // 2,), generator=generator).int()

@@ -1,4 +1,4 @@
-"""Which of combine's kernels: points that are legal, tuned tables, the rule where they have no row, refusals."""
+"""Which of combine's kernels: points that are legal, tuned tables, the rule where they have no row, errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NATIVE = BackendCalls(COMBINE, "native")
 @pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
 def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
-    for rows, vec in itertools.product(config.ROWS, config.VECS):
+    for rows, vec in itertools.product(config.ROW_COUNTS, config.VECS):
         assert CombineConfig(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
 
 
@@ -38,7 +38,7 @@ def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
         (dict(vec=16), "vec is one of 1, 2, 4, 8"),
         (dict(head_dim_v=192), "head_dim_v is one of 512, 128"),
         (dict(waves=64), "takes 1..16 waves"),
-        (dict(slices=3), "slices must cut head_dim_v into whole vectors"),
+        (dict(slices=3), "slices must divide head_dim_v into whole vectors"),
         (dict(slices=64, vec=8), "1 lanes would share a row"),
         (dict(rows=8, waves=4), "4 waves hold 4 rows"),
         (dict(fixed_splits=7), "fixed_splits is one of 0, 16"),
@@ -121,7 +121,7 @@ def test_a_row_for_a_number_of_splits_decides_for_no_other(table, everything_bui
 
 def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, monkeypatch):
     """The native kernel runs as without the row, and one warning says which row and which kernel."""
-    table(cells(splits=8, vec=2), cells(splits=32, vec=2, rows_per_group=8))
+    table(cells(batch=2, splits=8, vec=2), cells(batch=64, splits=8, vec=2, rows_per_group=8))
     partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
     with mla_suite.emulate("gfx942") as gfx942:
         if not has_kernel(gfx942, config.invariant(gfx942, 512).instance):

@@ -216,8 +216,8 @@ def test_merge_of_ragged_queries(arch):
         0,
         (True, False),
     )
-    cuts, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
-    given = partial_out, partial_lse, cuts, cu_seqlens_q, None, out, lse
+    splits, cu_seqlens_q = (torch.tensor(words, dtype=torch.int32) for words in (bounds, tokens))
+    given = partial_out, partial_lse, splits, cu_seqlens_q, None, out, lse
     launch = kernels.bind_launch(prepared, out, partial(kernels.buffers, partly=True))
     addresses = kernels.pack_pointers(*(0 if tensor is None else tensor.data_ptr() for tensor in given))
     launch(addresses + prepared.numbers, given)
@@ -313,7 +313,7 @@ def compiled(record, point, folder):
     return out.read_text()
 
 
-@pytest.mark.parametrize("rows", config.ROWS)
+@pytest.mark.parametrize("rows", config.ROW_COUNTS)
 def test_every_point_runs(arch, rows, tmp_path, monkeypatch):
     """The 16 points of rows x vec, each compiled and executed: ragged splits, a last workgroup not full.
 
@@ -347,13 +347,13 @@ def launch_compiled(point, folder, monkeypatch):
     return reports
 
 
-@pytest.mark.parametrize("rows", config.ROWS)
+@pytest.mark.parametrize("rows", config.ROW_COUNTS)
 def test_splits_compiled_in(arch, rows, tmp_path, monkeypatch):
     """16 splits of every sequence: a row that is dead, one that is NaN, a last workgroup not full, a sink.
 
     It takes fewer instructions than the kernel for any number, except where a wave has all splits of a row.
     """
-    vec = (4, 2, 1, 4)[config.ROWS.index(rows)]
+    vec = (4, 2, 1, 4)[config.ROW_COUNTS.index(rows)]
     out, lse = partials(3 * 16, 5)
     lse[16:32, 2] = -INF
     lse[1:15, 0] = -INF

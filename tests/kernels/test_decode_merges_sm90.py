@@ -10,13 +10,13 @@ from mla_suite.ops.decode.samples import decode_sample
 
 
 @pytest.mark.parametrize(
-    ("options", "awaited"),
+    ("options", "streamed"),
     [
         (dict(heads=16, num_splits=8), True),
         (dict(heads=64, num_splits=4), True),
         (dict(heads=5, q_len=3, num_splits=8, varlen=True), True),
         (dict(heads=16, num_splits=8, page=7), False),  # gathered: the warps that would fill bring keys
-        (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a cut has three
+        (dict(heads=33, num_splits=8), False),  # 33 rows take as long to fill as four stages, and a split has three
         (dict(heads=128, num_splits=4), True),
         (dict(heads=128, num_splits=3), True),
         (dict(heads=128, q_len=2, num_splits=4), False),  # no room for a workgroup of each row beside
@@ -27,12 +27,12 @@ from mla_suite.ops.decode.samples import decode_sample
         (dict(heads=16, planned=True), False),
     ],
 )
-def test_which_partials_are_awaited(monkeypatch, options, awaited):
+def test_which_partials_are_streamed(monkeypatch, options, streamed):
     merges = []
     monkeypatch.setattr(combine, "bind_launch", lambda merge, *_: merges.append(merge.instance) or (lambda *call: None))
     (*_, fields, _, _), _, _ = launched(monkeypatch, decode_sample((700, 90, 5), **options))
-    assert fields["awaited"] == int(awaited)
-    assert ("streaming" in merges[0]) is awaited
+    assert fields["streaming"] == int(streamed)
+    assert ("streaming" in merges[0]) is streamed
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_which_cuts_a_cluster_merges(monkeypatch, options, exchange):
     merged = exchange != "none"
     launches = []
     monkeypatch.setattr(combine, "bind_launch", lambda *given: launches.append(given) or (lambda *call: None))
-    cut = {} if "split_size" in options else dict(num_splits=2)
-    sample = decode_sample(**dict(lens=(700, 90, 5)) | cut | options)
+    split = {} if "split_size" in options else dict(num_splits=2)
+    sample = decode_sample(**dict(lens=(700, 90, 5)) | split | options)
     (instance, grid, _, shared, fields, _, buffers), _, _ = launched(monkeypatch, sample)
     assert instance.endswith(f"_clustermode-{exchange}")
     assert (len(launches), fields["partial_out"] == 0, "partial_out" not in buffers) == (not merged, merged, merged)
     if merged:
-        assert (grid[1], fields["num_splits"], fields["workers"]) == (6, 2, 6)
+        assert (grid[1], fields["num_splits"], fields["grid_stride"]) == (6, 2, 6)
         assert shared == (210992 + 5 * 4 * 64 + 8 * 20 if exchange == "reduce_o" else 219328)
 
 
 @pytest.mark.parametrize(("keys", "exchange", "blocks"), [(4000, "reduce_o", 9), (1000, "exchange_p", 1)])
 def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, blocks):
-    """Which combine merges: each two cuts are one partial."""
+    """Which combine merges: each two splits are one partial."""
     merges = []
     monkeypatch.setattr(
         combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
@@ -74,7 +74,7 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     sample = decode_sample((keys,) * 16, heads=128, num_splits=4)
     (instance, grid, _, _, fields, _, buffers), _, _ = launched(monkeypatch, sample, asked=boxes)
     assert instance.endswith(f"_clustermode-{exchange}")
-    assert (grid, fields["num_splits"], fields["awaited"]) == ((2, 64, 1), 4, 0)
+    assert (grid, fields["num_splits"], fields["streaming"]) == ((2, 64, 1), 4, 0)
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
-    assert [merge[6] for merge in merges] == [2], "partials of each sequence"
+    assert [merge[7] for merge in merges] == [2], "partials of each sequence"
     assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"

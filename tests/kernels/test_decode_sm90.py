@@ -1,9 +1,10 @@
-"""Checks of sm_90's decode that need no GPU: instances, refusals, split counts, every byte of a launch."""
+"""Checks of sm_90's decode that need no GPU: instances, unsupported problems, split counts, every byte of a launch."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import subprocess
 
 import pytest
@@ -103,7 +104,7 @@ def test_what_was_built():
         assert entry.params_size == params.load("decode_tma").size
 
 
-def offered(monkeypatch, built=True, **options):
+def answer_of(monkeypatch, built=True, **options):
     monkeypatch.setattr(sm_90, "has_kernel", lambda arch, instance: built)
     args, kwargs = decode_sample(options.pop("lens", (70,)), **options).make(CPU)
     return NATIVE.supports(DECODE.problem(*args, **kwargs), H200)
@@ -123,11 +124,11 @@ def offered(monkeypatch, built=True, **options):
     ],
 )
 def test_which_kernel(monkeypatch, options, instance):
-    offer = offered(monkeypatch, **options)
-    assert isinstance(offer, Supported)
-    assert offer.config.instance.startswith(instance)
+    answer = answer_of(monkeypatch, **options)
+    assert isinstance(answer, Supported)
+    assert answer.config.instance.startswith(instance)
     rows = options.get("heads", 16) * options.get("q_len", 1)
-    assert offer.config.tiles(rows) == -(-rows // 64)
+    assert answer.config.tiles(rows) == -(-rows // 64)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +143,9 @@ def test_which_kernel(monkeypatch, options, instance):
     ],
 )
 def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sentence):
-    refusal = offered(monkeypatch, **options)
-    assert isinstance(refusal, Unsupported)
-    assert sentence in refusal.reason
+    answer = answer_of(monkeypatch, **options)
+    assert isinstance(answer, Unsupported)
+    assert sentence in answer.reason
 
 
 def test_a_cache_off_alignment_is_refused(monkeypatch):
@@ -152,8 +153,8 @@ def test_a_cache_off_alignment_is_refused(monkeypatch):
     args, kwargs = decode_sample((70,)).make(CPU)
     flat = torch.zeros(args[1].numel() + 4, dtype=torch.bfloat16)
     shifted = flat[4:].view(args[1].shape)
-    refusal = NATIVE.supports(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
-    assert "kv_cache is aligned to 8 bytes" in refusal.reason
+    answer = NATIVE.supports(DECODE.problem(args[0], shifted, *args[2:], **kwargs), H200)
+    assert "kv_cache is aligned to 8 bytes" in answer.reason
 
 
 def test_the_maps_lie_on_64_bytes():
@@ -167,7 +168,7 @@ def test_every_word_of_a_launch(monkeypatch):
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
     assert (instance, block, shared) == ("decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none", 512, 215104)
     assert overlap, "the kernel says itself where it waits for the one before"
-    assert grid == (2, 9, 1), "two tiles of 64 rows, three cuts of three sequences"
+    assert grid == (2, 9, 1), "two tiles of 64 rows, three splits of three sequences"
     cache, lens, table, sink = args[1], args[2], args[3], args[9]
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
@@ -193,6 +194,12 @@ def test_every_word_of_a_launch(monkeypatch):
         "page_ids_width": table.shape[1],
         "out_token_stride": 40 * 512,
         "out_head_stride": 512,
+        "lse_token_stride": 40,
+        "lse_head_stride": 1,
+        "lse_batch_stride": 0,
+        "lse_tokens_magic": 2**31,
+        "lse_tokens_shift": 0,
+        "empty_lse": -math.inf,
         "batch": 3,
         "heads": 40,
         "q_len": 2,
@@ -205,8 +212,8 @@ def test_every_word_of_a_launch(monkeypatch):
         "splits_shift": 2,
         "split_size": 0,
         "plan_words": 0,
-        "workers": 9,
-        "awaited": 1,
+        "grid_stride": 9,
+        "streaming": 1,
         "causal": 1,
     }
     scale = fields.pop("softmax_scale")
@@ -225,7 +232,7 @@ def test_ragged_queries_and_pages(monkeypatch):
     assert fields["cu_seqlens_q"] == args[6].data_ptr()
     assert (fields["page_ids_width"], fields["page_ids_stride"], fields["partial_out"]) == (0, 0, 0)
     assert "partial_out" not in buffers
-    assert (grid, fields["workers"]) == ((1, 3, 1), 3)
+    assert (grid, fields["grid_stride"]) == ((1, 3, 1), 3)
 
 
 def test_a_plan(monkeypatch):
@@ -233,7 +240,7 @@ def test_a_plan(monkeypatch):
     (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
     assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
-    assert grid == (2, fields["workers"], 1)
+    assert grid == (2, fields["grid_stride"], 1)
     assert grid[0] * grid[1] <= 132
     assert buffers["partial_out"].tensor.shape[0] == most_items(args[11].shape[0], 3), (
         "a row for every item it may have"

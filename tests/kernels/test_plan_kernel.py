@@ -40,10 +40,10 @@ def words(args, kwargs, arch=None):
     if arch is None:
         reference.run(None, tuple(made), PLAN.Args(*args, **kwargs))
         return made[0]
-    offer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
-    assert isinstance(offer, dispatch.Supported), offer
+    answer = NATIVE.supports(PLAN.problem(*args, **kwargs), arch)
+    assert isinstance(answer, dispatch.Supported), answer
     with mla_suite.emulate(arch.name):
-        NATIVE.run(offer.config, tuple(made), *args, **kwargs)
+        NATIVE.run(answer.config, tuple(made), *args, **kwargs)
     return made[0]
 
 
@@ -72,16 +72,17 @@ def test_samples(sample):
     assert choice.backend.name == "native", str(choice)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 7, 132, 304])
+@pytest.mark.parametrize("num_sm_parts", [1, 2, 7, 132, 304])
 @pytest.mark.parametrize("batch", [1, 3, 128])
-def test_balanced(batch, workers):
+def test_balanced(batch, num_sm_parts):
     for longest, rows in ((4096, 16), (200_000, 128)):
         check(
-            (torch.randint(0, longest, (batch,), dtype=torch.int32),), arguments(num_sm_parts=workers, num_heads=rows)
+            (torch.randint(0, longest, (batch,), dtype=torch.int32),),
+            arguments(num_sm_parts=num_sm_parts, num_heads=rows),
         )
 
 
-def test_the_most_workers():
+def test_the_most_sm_parts():
     check((torch.randint(0, 200_000, (3,), dtype=torch.int32),), arguments(num_sm_parts=1024, num_heads=128))
 
 
@@ -128,8 +129,8 @@ def test_the_figures_of_sm_90(monkeypatch, name):
         )
     monkeypatch.setattr(kernels, "_prepare", kernels._prepare.__wrapped__)
     for seq_lens in (lens(8192), lens(*[3200] * 32), lens(*[512] * 128), torch.randint(0, 30_000, (50,)).int()):
-        for rows, workers in ((16, 132), (128, 66), (300, 33)):
-            check((seq_lens,), arguments(num_heads=rows, num_sm_parts=workers), names=(name,))
+        for rows, num_sm_parts in ((16, 132), (128, 66), (300, 33)):
+            check((seq_lens,), arguments(num_heads=rows, num_sm_parts=num_sm_parts), names=(name,))
     check((lens(8192, 70, 3000),), arguments(num_splits=3), names=(name,))
 
 
@@ -138,9 +139,9 @@ def test_uniform(batch):
     seq_lens = torch.randint(0, 9000 if batch < 100 else 500, (batch,), dtype=torch.int32)
     seq_lens[0] = 0
     for num_splits, split_size in ((1, 0), (2, 0), (33, 0), (0, 64), (0, 100), (0, 4096)):
-        for workers in (1, 304):
+        for num_sm_parts in (1, 304):
             given = arguments(
-                num_sm_parts=workers,
+                num_sm_parts=num_sm_parts,
                 max_seqlen_kv=9000 if batch < 100 else 500,
                 num_splits=num_splits,
                 split_size=split_size,
@@ -166,8 +167,8 @@ def test_sequences_without_a_query_token_cost_nothing():
     st.sampled_from(ARCHS),
 )
 @settings(max_examples=20, deadline=None, derandomize=True)
-def test_any_lengths(values, workers, rows, name):
-    check((lens(*values),), arguments(num_sm_parts=workers, num_heads=rows), names=(name,))
+def test_any_lengths(values, num_sm_parts, rows, name):
+    check((lens(*values),), arguments(num_sm_parts=num_sm_parts, num_heads=rows), names=(name,))
 
 
 def test_the_same_words_in_any_order_of_workgroups():

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.gfx950.sparse_decode import RECORDS, ROWS, SparseConfig, record_of, tile_rows
+from mla_suite.archs.gfx950.sparse_decode import BLOCK_MS, RECORDS, SparseConfig, record_of, tile_rows
 from mla_suite.build import compilers, manifest
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
@@ -54,9 +54,9 @@ def test_the_host_reads_and_allocates_nothing(mode):
     in_mode(mode, args, kwargs, seed=1)
     out, lse = attend(args, kwargs)
     environment = dict(os.environ)
-    offered = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
+    answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), GFX950)
     with Recorded() as recorded:
-        NATIVE.run(offered.config, (out, lse), *args, **kwargs)
+        NATIVE.run(answer.config, (out, lse), *args, **kwargs)
     assert set(recorded.names) <= VIEWS, recorded.names
     added = set(os.environ) - set(environment)
     assert all(name.startswith("TORCHINDUCTOR") for name in added), "torch sets its own when a dispatch mode is entered"
@@ -190,7 +190,7 @@ def test_a_config_prints_its_point_alone():
 def test_every_declared_kernel_is_one_of_the_rules():
     built = manifest.installed().kernels
     names = {name for arch, name in built if arch == "gfx950" and name.startswith("sparse_decode_")}
-    assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in ROWS}
+    assert names == {SparseConfig(GFX950, record, rows).instance for record in RECORDS.values() for rows in BLOCK_MS}
 
 
 def test_records_of_mixed_kv_formats():

@@ -66,11 +66,69 @@ def test_deepseek_v4(heads, topk, window_page, extra_page):
         assert cosine_distance(out, exact(*args, **kwargs, rounded=False).out) <= 1e-5
 
 
+FLASH, PRO = (64, 512), (128, 1024)
+
+
+@pytest.mark.parametrize(
+    ("batch", "q_len", "heads", "topk"),
+    [
+        (256, 1, 12, 40),
+        (1, 3, *FLASH),
+        pytest.param(256, 1, *FLASH, marks=pytest.mark.full),
+        pytest.param(2, 3, *FLASH, marks=pytest.mark.full),
+        pytest.param(2, 3, *PRO, marks=pytest.mark.full),
+    ],
+)
+def test_many_requests_and_several_query_tokens(batch, q_len, heads, topk):
+    """256 requests at once, and two drafts verified (three query tokens), with V4's window beside its selection.
+
+    The lengths of the window are ragged, and one request has none.
+    """
+    window = 128 if topk >= 512 else 20
+    pools = [("dsv4", 4, 256, window), ("dsv4", 16, 64, topk)]
+    args, kwargs = problem(pools, batch * q_len, heads, seed=batch + q_len)
+    args[0] = args[0].view(batch, q_len, heads, 512)
+    args[2] = [index.view(batch, q_len, -1) for index in args[2]]
+    args[4][0] = torch.randint(0, window + 1, (batch,), dtype=torch.int32)
+    args[4][0][0] = 0
+    args[5] = torch.randn(heads)
+    check(args, kwargs)
+
+
 def test_deepseek_v32():
     args, kwargs = problem([("v32", 64, 64, 2048)], 2, 128)
     args[0], args[2] = args[0][None], [args[2][0][None]]
     out, _ = check(args, kwargs)
     assert cosine_distance(out, exact(*args, **kwargs, rounded=False).out) <= 1e-5
+
+
+def test_v32_is_defined_on_keys_rounded_to_bf16():
+    """A key's logit moves by up to 2^-9 of scale x sum |q k|, and lse by no more than the logit that moves most."""
+    args, kwargs = problem([("v32", 8, 64, 300)], 4, 16)
+    q, (cache,), *_ = args
+    _, lse = attend(args, kwargs)
+    exact_keys = exact(*args, **kwargs, rounded=False)
+    off = (lse.double() - exact_keys.lse).abs()
+    used = caches.unpack(kv_format("v32"), cache).flatten(0, 1).double().nan_to_num(0.0).abs()
+    moved = (q.double().abs() @ used.T * kwargs["softmax_scale"]).amax(dim=-1) * 2.0**-9
+    assert bool((off <= moved + 1e-4 * exact_keys.lse.abs().clamp(min=1)).all())
+    assert float((off / exact_keys.lse.abs().clamp(min=1)).max()) > 1e-4, "the rounding is seen"
+
+
+@pytest.mark.parametrize(
+    ("formats", "dtype", "sentence"),
+    [
+        (("dsv4", "bf16"), torch.bfloat16, "pools in dsv4, bf16 with rows of 512 values; it takes dsv4"),
+        (("v32", "bf16"), torch.bfloat16, "pools in v32, bf16 with rows of 576 values; it takes dsv4"),
+        (("fp16",), torch.bfloat16, "pools in fp16 with rows of 576 values; it takes dsv4"),
+        (("bf16",), torch.float16, "q is torch.float16; it takes bfloat16"),
+        (("bf16",) * 5, torch.bfloat16, "5 pools; it takes 1 to 4"),
+    ],
+)
+def test_pools_that_no_kernel_reads_together_are_refused(formats, dtype, sentence):
+    args, kwargs = problem([(name, 2, 16, 5) for name in formats], 1, 16)
+    args[0] = args[0].to(dtype)
+    assert sentence in str(mla_suite.explain("sparse_decode", *args, **kwargs))
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])

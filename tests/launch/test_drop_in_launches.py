@@ -21,6 +21,7 @@ from mla_suite.archs.common import decode as decode_launches
 from mla_suite.archs.common import sparse_decode as sparse_launches
 from mla_suite.build.params import load
 from mla_suite.core import dispatch, eager, register
+from mla_suite.integrations import aiter
 from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -160,6 +161,27 @@ def test_no_operation_of_torch_beside(launched, call):
     others = [name for name in seen.names if not name.startswith(MEMORY_ALONE)]
     assert len(others) == 1, others
     assert others[0] in ("mla_suite::decode", "mla_suite::sparse_decode")
+
+
+@pytest.mark.parametrize(
+    ("page", "lengths"),
+    [(1, ["aten::diff"]), (64, ["aten::diff", "aten::gt", "aten::sub", "aten::add", "aten::where"])],
+)
+def test_aiter_adds_what_makes_lengths_of_its_page_counts(launched, page, lengths):
+    """AITER's call has no lengths, which decode takes; out is written in place, and lse is nobody's copy."""
+    q, o = torch.zeros(4, 16, 576).bfloat16(), torch.zeros(4, 16, 512).bfloat16()
+    cache, indices = torch.zeros(512, page, 1, 576).bfloat16(), torch.arange(512, **INT32)
+    indptr, last = torch.arange(5, **INT32) * 128, torch.full((4,), page, **INT32)
+    call = partial(
+        aiter.mla_decode_fwd, q, cache, o, torch.arange(5, **INT32), indptr, indices, last, 1, page, num_kv_splits=4
+    )
+    call()
+    launched.clear()
+    with Operations() as seen:
+        call()
+    kernels = [name for name in seen.names if not name.startswith((*MEMORY_ALONE, "aten::to"))]
+    assert kernels == [*lengths, "mla_suite::decode"]
+    assert [name.split("_")[0] for name, _ in launched] == ["decode", "combine"]
 
 
 @pytest.mark.parametrize("call", ["dense", "v32"])

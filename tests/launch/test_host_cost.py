@@ -30,8 +30,8 @@ NEEDED = {
 }
 
 
-def around_attention(device):
-    """Small calls of the operators around attention, by name."""
+def around_attention(device, ops=mla_suite):
+    """Small calls of the operators around attention, by name; `ops` is where they are found."""
     partial_out, partial_lse = torch.randn(66, 16, 512, device=device), torch.randn(66, 16, device=device)
     out = torch.empty(1, 16, 512, dtype=torch.bfloat16, device=device), torch.empty(1, 16, device=device)
     seq_lens = torch.full((4,), 1000, **INT32, device=device)
@@ -40,28 +40,31 @@ def around_attention(device):
     combine_out = torch.ops.mla_suite.combine.out
     options = {"num_splits": 66, "out_dtype": torch.bfloat16, "out": out[0], "lse": out[1]}
     return {
-        "combine": lambda: mla_suite.combine(partial_out, partial_lse, num_splits=66),
+        "combine": lambda: ops.combine(partial_out, partial_lse, num_splits=66),
         "combine.out": lambda: combine_out(partial_out, partial_lse, **options),
-        "plan": lambda: mla_suite.plan(seq_lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=4096),
-        "append_kv": lambda: mla_suite.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16"),
+        "plan": lambda: ops.plan(seq_lens, num_heads=16, max_seqlen_q=1, num_sm_parts=128, max_seqlen_kv=4096),
+        "append_kv": lambda: ops.append_kv(kv_c, k_pe, cache, slots, kv_format="bf16"),
     }
 
 
-def attention(device):
-    """Small calls of decode by name: one split, a number of splits, a plan."""
+def attention(device, ops=mla_suite):
+    """Small calls of decode by name: one split, a number of splits, a plan, and the caller's outputs."""
     q = torch.randn(4, 1, 16, 576, device=device).bfloat16()
     cache, lens = torch.zeros(16, 64, 576, device=device).bfloat16(), torch.full((4,), 256, **INT32, device=device)
     table = torch.arange(16, **INT32, device=device).view(4, 4)
     plan = mla_suite.plan(lens, num_heads=16, num_sm_parts=128, max_seqlen_kv=256)
-    call = partial(mla_suite.decode, q, cache, lens, table, softmax_scale=0.1)
+    call = partial(ops.decode, q, cache, lens, table, softmax_scale=0.1)
+    out, lse = call(num_splits=1)
+    into = partial(torch.ops.mla_suite.decode.out, *call.args, softmax_scale=0.1, out=out, lse=lse)
     return {
         "decode": partial(call, num_splits=1),
         "decode in splits": partial(call, num_splits=4),
         "decode by plan": partial(call, plan=plan),
+        "decode.out by plan": partial(into, plan=plan),
     }
 
 
-def selection(device):
+def selection(device, ops=mla_suite):
     """Small calls of sparse_decode by name: one pool, whole and split; two with a sink, split and by plan."""
     v32 = caches.empty(declared("v32"), 8, 64, device=device)
     dsv4 = [caches.empty(declared("dsv4"), 8, page, device=device) for page in (64, 2)]
@@ -71,13 +74,13 @@ def selection(device):
     lengths = [torch.full((4,), length, **INT32, device=device) for length in (100, 300)]
     keys, sink = torch.full((4,), 640, **INT32, device=device), torch.randn(64, device=device)
     plan = mla_suite.plan(keys, num_heads=64, num_sm_parts=128, max_seqlen_kv=640)
-    one = partial(mla_suite.sparse_decode, narrow, [v32], [selected], kv_formats=["v32"], softmax_scale=0.1)
-    both = partial(mla_suite.sparse_decode, wide, dsv4, two, attn_sink=sink, kv_formats=["dsv4"] * 2, softmax_scale=0.1)
+    one = partial(ops.sparse_decode, narrow, [v32], [selected], [None], [None], kv_formats=["v32"], softmax_scale=0.1)
+    both = partial(ops.sparse_decode, wide, dsv4, two, [None] * 2, kv_formats=["dsv4"] * 2, softmax_scale=0.1)
     return {
         "sparse_decode v32": partial(one, num_splits=1),
         "sparse_decode v32 in splits": one,
-        "sparse_decode dsv4 with sink": partial(both, topk_lengths=lengths, num_splits=2),
-        "sparse_decode dsv4 by plan": partial(both, plan=plan),
+        "sparse_decode dsv4 with sink": partial(both, lengths, sink, num_splits=2),
+        "sparse_decode dsv4 by plan": partial(both, [None] * 2, sink, plan),
     }
 
 
@@ -103,7 +106,7 @@ def hip(stub_folder, monkeypatch, request):
     dispatch.clear_caches()
 
 
-# Frames as counted on Python 3.11; a frame is a tenth of a microsecond and more. `.out` goes through the dispatcher.
+# Frames as counted on Python 3.11; a frame is a tenth of a microsecond and more.
 @pytest.mark.parametrize(
     ("hip", "name", "launches", "frames"),
     [
@@ -114,6 +117,7 @@ def hip(stub_folder, monkeypatch, request):
         ("gfx942", "decode", 1, 10),
         ("gfx942", "decode in splits", 2, 10),
         ("gfx942", "decode by plan", 2, 10),
+        ("gfx942", "decode.out by plan", 2, 10),
         ("gfx950", "sparse_decode v32", 1, 10),
         ("gfx950", "sparse_decode v32 in splits", 2, 10),
         ("gfx950", "sparse_decode dsv4 with sink", 2, 10),
@@ -121,9 +125,10 @@ def hip(stub_folder, monkeypatch, request):
     ],
     indirect=["hip"],
 )
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_python_frames_of_a_call(hip, name, launches, frames, mode):
-    call, entered = (around_attention("cpu") | attention("cpu") | selection("cpu"))[name], []
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("ops", [mla_suite, torch.ops.mla_suite], ids=["public", "torch.ops"])
+def test_python_frames_of_a_call(hip, name, launches, frames, mode, ops):
+    call, entered = (around_attention("cpu", ops) | attention("cpu", ops) | selection("cpu", ops))[name], []
     with mode():
         for _ in range(2):  # the first is made ready, the second recognised by its metadata, and the next by the last
             call()

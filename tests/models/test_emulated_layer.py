@@ -60,7 +60,7 @@ def test_decode_reads_every_key_once():
     reports, _ = emulated(drawn_weights(dim=256), batch, prefill)
     decode = next(report for report in reports if report.kernel.startswith("decode"))
     keys, row_bytes = batch * (prefill + 1), 1152
-    # Items are cut at any key and read in tiles of 16, so tiles at a cut are filled up with other keys or none.
+    # Items are split at any key and read in tiles of 16, so tiles at a split are filled up with other keys or none.
     assert keys * row_bytes <= decode.loaded["kv_cache"] < 1.25 * keys * row_bytes
     least = keys * 2 * HEADS * (576 + 512) / 2048  # FLOP over a compute unit's 2048 per clock
     assert least <= decode.bound(mla_suite.archs.get(ARCH)).matrix < 1.25 * least

@@ -1,4 +1,4 @@
-"""append_kv: exactly the declared bytes, rotation, skipped and repeated slots, refusals before a byte is written."""
+"""append_kv: exactly the declared bytes, rotation, skipped and repeated slots, errors before a byte is written."""
 
 from __future__ import annotations
 

@@ -191,9 +191,9 @@ def test_a_row_that_sees_nothing(sink):
 # Plans
 
 
-def planned(lens, rows=16, workers=8, **split):
+def planned(lens, rows=16, num_sm_parts=8, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(seq_lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=8192, **split)
+    return mla_suite.plan(seq_lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=8192, **split)
 
 
 @pytest.mark.parametrize("split", [{}, {"num_splits": 5}, {"split_size": 512}], ids=["balanced", "forced", "sized"])
@@ -207,7 +207,7 @@ def test_a_plan_serves_lengths_it_was_not_made_for(made_at, split):
 
 def test_plan_made_at_length_1_used_at_5000():
     args, kwargs = problem(BASE, lens=(5000,))
-    result = mla_suite.decode(*args[:11], planned([1], workers=132), **kwargs)
+    result = mla_suite.decode(*args[:11], planned([1], num_sm_parts=132), **kwargs)
     assert_close(*result, exact_decode(*args, **kwargs))
 
 
@@ -249,12 +249,12 @@ def test_batch_invariant(with_plan, sink):
 
 @given(st.lists(st.integers(0, 300), min_size=0, max_size=5), st.integers(1, 300), st.booleans())
 @few
-def test_splitting_anywhere_and_combining_equals_not_splitting(cuts, length, sink):
+def test_splitting_anywhere_and_combining_equals_not_splitting(splits, length, sink):
     """Each part is a decode of its own over some of the keys, without the mask."""
     row = BASE | {"heads": 4, "causal": False, "kv_format": "fp32", "page": 1, "sink": 0.7 if sink else None}
     args, kwargs = problem(row, lens=(length,), latent=16, rope=8)
     whole = exact_decode(*args, **kwargs)
-    bounds = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    bounds = sorted({0, length, *(split for split in splits if split < length)})
     parts = []
     for first, end in itertools.pairwise(bounds):
         table, lens = args[3][:, first:end], torch.tensor([end - first], dtype=torch.int32)

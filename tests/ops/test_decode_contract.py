@@ -211,10 +211,10 @@ def test_bad_input_is_refused_in_one_sentence_before_anything_is_written(change,
             args[key] = value
         else:
             kwargs[key] = value
-    with pytest.raises((ValueError, TypeError), match=words) as refusal:
+    with pytest.raises((ValueError, TypeError), match=words) as raised:
         mla_suite.decode(*args, **kwargs)
-    assert str(refusal.value).startswith(("decode: ", "kv_format "))
-    assert "\n" not in str(refusal.value)
+    assert str(raised.value).startswith(("decode: ", "kv_format "))
+    assert "\n" not in str(raised.value)
     outputs = {"out": torch.full((2, 1, 4, 16), 7.0).bfloat16(), "lse": torch.full((2, 1, 4), 7.0)}
     with pytest.raises((ValueError, TypeError)):
         torch.ops.mla_suite.decode.out(*args, **kwargs, **outputs)
@@ -327,5 +327,5 @@ def test_memory_is_bounded_by_the_keys_of_one_sequence(heads, planned):
     outputs = torch.empty(3, 1, heads, 512).bfloat16(), torch.empty(3, 1, heads)
     with Allocations() as allocations:
         REFERENCE.run(None, outputs, *args, **kwargs)
-    partials = heads * 512 * 4 * max(len(cuts) for cuts in Plan.read(args[PLAN]).cuts()) if planned else 0
+    partials = heads * 512 * 4 * max(len(splits) for splits in Plan.read(args[PLAN]).splits()) if planned else 0
     assert heads * 512 * 4 < allocations.most <= 4096 * 576 * 2 + 2 * partials

@@ -67,6 +67,17 @@ def test_smoke_cases_of_the_published_policy(batch, context, backend):
     assert choose(batch, context).backend.name == "native", "the default follows our own counts"
 
 
+def test_the_context_is_the_mean_of_the_indices_that_are_given():
+    """Sequences of 8,100 and 60 keys are 4,080 each in the mean, within the limit; their buffer's capacity is not."""
+    args, kwargs = decode_sample([8100, 60], heads=32, q_len=4, page=1, ragged_pages=True, **FP8).make(CPU)
+    total, buffer = 8160, torch.nn.functional.pad(args[5][:8160], (0, 60_000))
+    with decode_table.policy("aiter-pr3003"):
+        for given, backend, context in ((buffer[:total], "native", 4080), (buffer, "reference", 34080)):
+            explained = mla_suite.explain("decode", *args[:5], given, *args[6:], **kwargs)
+            assert explained.choice.backend.name == backend
+            assert f"context {context} keys per sequence, from kv_indices per sequence x page" in str(explained)
+
+
 @pytest.mark.parametrize(("batch", "context"), PUBLISHED)
 def test_both_sides_of_each_published_limit(batch, context):
     with decode_table.policy("aiter-pr3003"):
@@ -141,7 +152,7 @@ def test_a_row_of_tiles_that_are_not_built_leaves_it_to_the_rule(monkeypatch, ca
 
 
 @pytest.mark.parametrize("options", [{"planned": True}, {"num_splits": 2}, {"split_size": 64}])
-def test_counted_limits_are_about_our_own_cuts(options):
+def test_counted_limits_are_about_our_own_splits(options):
     assert choose(1, 64).supported.config.rows == 16
     assert choose(0 if "split_size" in options else 1, 64, **options).supported.config.rows == 128
 
@@ -197,7 +208,7 @@ def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
     import count_crossovers
 
-    monkeypatch.setattr(count_crossovers, "ROWS", (128,))
+    monkeypatch.setattr(count_crossovers, "BLOCK_MS", (128,))
     monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
     monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))
     rows = [line.split(",")[:8] for line in count_crossovers.lines("0000000", "2026-01-01")]

@@ -74,7 +74,7 @@ def test_an_lse_of_any_strides(call, plus_inf, layout):
     getattr(OPERATORS, name).out(*args, **kwargs, out=mine, lse=view, plus_inf_lse=plus_inf)
     assert torch.equal(mine, out)
     assert torch.equal(view, lse.masked_fill(lse == -math.inf, math.inf) if plus_inf else lse)
-    assert room._version > before, "autograd is not told that lse was written"
+    assert room._version > before, "autograd does not know that lse was written"
     view.fill_(7.0)
     assert bool((room == 7.0).all()), "something was written beside lse"
 
@@ -117,7 +117,7 @@ ROOM = torch.zeros(64)
 REFUSED = {
     "expanded": (torch.zeros(1, 2, 3).expand(3, 2, 3), "lse has strides .* rows that share memory cannot be written"),
     "overlapping": (ROOM.as_strided((3, 2, 3), (4, 3, 1)), "lse has strides .* rows that share memory"),
-    "one address": (ROOM.as_strided((3, 2, 3), (6, 1, 2)), "lse has strides .* rows that share memory"),
+    "one address": (ROOM.as_strided((3, 2, 3), (5, 1, 2)), "lse has strides .* rows that share memory"),
     "unaligned": (unaligned(18).view(3, 2, 3), "lse begins at an address that is no multiple of its 4 bytes"),
 }
 

@@ -39,18 +39,18 @@ def on_sm_90(monkeypatch):
     monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
 
 
-def make(lens, *, rows=16, workers=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
+def make(lens, *, rows=16, num_sm_parts=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
     seq_lens = torch.tensor(lens, dtype=torch.int32)
     return mla_suite.plan(
-        seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max_seqlen_kv, **split
+        seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max_seqlen_kv, **split
     )
 
 
-def check(plan, batch, workers, *, most):
+def check(plan, batch, num_sm_parts, *, most):
     """Every promise of the kv_format that does not depend on how the plan was made."""
     read = Plan.read(plan)
     header = read.header
-    assert (header[Word.BATCH], header[Word.WORKERS], header[Word.ITEM_CAPACITY]) == (batch, workers, most)
+    assert (header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.ITEM_CAPACITY]) == (batch, num_sm_parts, most)
     assert header[Word.COUNTERS_PER_SEQUENCE] == COUNTERS
     assert header[Word.ITEMS] % 4 == 0
     assert header[Word.ITEMS_USED] == len(read.items) == read.work_indptr[-1] <= most
@@ -76,7 +76,7 @@ def check(plan, batch, workers, *, most):
 
 
 def cost_of(read, lens, rows):
-    """Cost of a plan's slowest worker and of its merge, from its items alone, by the formula."""
+    """Cost of a plan's slowest SM part and of its merge, from its items alone, by the formula."""
     tile = min(rows, 128)
     splits = [0] * len(lens)
     for sequence, *_ in read.items:
@@ -91,50 +91,50 @@ def cost_of(read, lens, rows):
     return max(loads), tile * max((n for n in splits if n > 1), default=0)
 
 
-def by_hand(lens, sums, workers):
+def by_hand(lens, sums, num_sm_parts):
     """(sequence, first_key) of the items and work_indptr, by the steps of `scheduler.py` in scalar integers.
 
-    As a device kernel would: one prefix sum, then every candidate and cut by itself.
+    As a device kernel would: one prefix sum, then every candidate and split point by itself.
     """
     fixed, tile, shared = sums
     keys = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT for length in lens]
-    line = [0, *itertools.accumulate(length + fixed for length in keys)]
+    cost_sum = [0, *itertools.accumulate(length + fixed for length in keys)]
     min_split = -(-(fixed // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
 
-    def cut_at(place, split):
-        b = bisect.bisect_right(line, place) - 1
+    def split_point_at(position, split):
+        b = bisect.bisect_right(cost_sum, position) - 1
         if b == len(lens):
             return b, 0
         near = (
-            (((place - line[b]) * keys[b] // (keys[b] + fixed)) + SPLIT_ALIGNMENT // 2)
+            (((position - cost_sum[b]) * keys[b] // (keys[b] + fixed)) + SPLIT_ALIGNMENT // 2)
             // SPLIT_ALIGNMENT
             * SPLIT_ALIGNMENT
         )
         if not split:
-            return b + (2 * (place - line[b]) > keys[b] + fixed), 0
+            return b + (2 * (position - cost_sum[b]) > keys[b] + fixed), 0
         if near < min_split or keys[b] - near < min_split:
             return b + (2 * near > keys[b]), 0
         return b, near
 
-    def cost(cuts, used):
+    def cost(points, used):
         loads = []
-        for (b, key), (end_b, end_key) in itertools.pairwise(cuts):
-            load = line[end_b] - line[b] + (fixed + end_key if end_key else 0) - key
+        for (b, key), (end_b, end_key) in itertools.pairwise(points):
+            load = cost_sum[end_b] - cost_sum[b] + (fixed + end_key if end_key else 0) - key
             partials = (key > 0) + (end_key > 0) - (b == end_b and key > 0 and end_key > 0)
             loads.append(0 if (b, key) == (end_b, end_key) else load + 2 * tile * partials)
-        merge = tile * (1 - (-max(keys) // -(-line[-1] // used)))
-        inner = {cut for cut in cuts if cut[1]}
+        merge = tile * (1 - (-max(keys) // -(-cost_sum[-1] // used)))
+        inner = {point for point in points if point[1]}
         return max(loads) + (merge if inner else 0) + shared * (len(inner) + len({b for b, _ in inner}))
 
     candidates = [
-        [cut_at(line[-1] * min(cut, used) // used, split) for cut in range(workers + 1)]
+        [split_point_at(cost_sum[-1] * min(point, used) // used, split) for point in range(num_sm_parts + 1)]
         for split in (False, True)
-        for used in range(1, workers + 1)
+        for used in range(1, num_sm_parts + 1)
     ]
-    best = min(range(2 * workers), key=lambda i: (cost(candidates[i], i % workers + 1), i))
-    items = sorted({*((b, 0) for b in range(len(lens))), *(cut for cut in candidates[best] if cut[1])})
+    best = min(range(2 * num_sm_parts), key=lambda i: (cost(candidates[i], i % num_sm_parts + 1), i))
+    items = sorted({*((b, 0) for b in range(len(lens))), *(point for point in candidates[best] if point[1])})
     starts = {item: i for i, item in enumerate(items)} | {(len(lens), 0): len(items)}
-    return items, [starts[cut] for cut in candidates[best]]
+    return items, [starts[point] for point in candidates[best]]
 
 
 lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=40)
@@ -142,38 +142,40 @@ lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_si
 
 @given(lengths, st.integers(1, 64), st.sampled_from([1, 16, 48, 128, 512]))
 @few
-def test_balanced_plans_keep_every_promise(lens, workers, rows):
-    read = check(make(lens, rows=rows, workers=workers), len(lens), workers, most=len(lens) + workers)
+def test_balanced_plans_keep_every_promise(lens, num_sm_parts, rows):
+    read = check(
+        make(lens, rows=rows, num_sm_parts=num_sm_parts), len(lens), num_sm_parts, most=len(lens) + num_sm_parts
+    )
     min_split = -(-(tile_cost(rows) // 2) // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT
-    for b, cuts in enumerate(read.cuts()):
-        if len(cuts) > 1:
-            sizes = [min(end, -(-lens[b] // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT) - first for first, end in cuts]
-            assert all(first % SPLIT_ALIGNMENT == 0 for first, _ in cuts)
+    for b, splits in enumerate(read.splits()):
+        if len(splits) > 1:
+            sizes = [min(end, -(-lens[b] // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT) - first for first, end in splits]
+            assert all(first % SPLIT_ALIGNMENT == 0 for first, _ in splits)
             assert min(sizes[0], sizes[-1]) >= min_split  # no too_small at the ends of a sequence
             assert min(sizes) >= SPLIT_ALIGNMENT
 
 
 @given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, SM_90]))
 @few
-def test_balanced_plans_are_what_scalar_integers_give(lens, workers, rows, planned_for):
+def test_balanced_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows, planned_for):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "current_arch", lambda tensor: planned_for)
-        read = Plan.read(make(lens, rows=rows, workers=workers))
-    items, work_indptr = by_hand(lens, scheduler_costs(planned_for, rows), workers)
+        read = Plan.read(make(lens, rows=rows, num_sm_parts=num_sm_parts))
+    items, work_indptr = by_hand(lens, scheduler_costs(planned_for, rows), num_sm_parts)
     assert [(sequence, first) for sequence, first, _, _ in read.items] == items
     assert read.work_indptr == work_indptr
 
 
 @given(lengths, st.integers(1, 64), st.sampled_from([16, 128]))
 @few
-def test_balanced_plans_are_never_worse_than_simple_ones(lens, workers, rows):
-    """Not than one sequence after another to the next worker, and within an item of the bound no plan can beat."""
-    slowest, merge = cost_of(Plan.read(make(lens, rows=rows, workers=workers)), lens, rows)
+def test_balanced_plans_are_never_worse_than_simple_ones(lens, num_sm_parts, rows):
+    """Not than one sequence after another to the next SM part, and within an item of the bound no plan can beat."""
+    slowest, merge = cost_of(Plan.read(make(lens, rows=rows, num_sm_parts=num_sm_parts)), lens, rows)
     alone = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) for length in lens]
-    per_worker = -(-len(lens) // workers)
-    grouped = max(sum(alone[i : i + per_worker]) for i in range(0, len(lens), per_worker))
-    assert slowest <= -(-sum(alone) // workers) + max(alone) + SPLIT_ALIGNMENT
-    if len(lens) <= workers:
+    per_sm_part = -(-len(lens) // num_sm_parts)
+    grouped = max(sum(alone[i : i + per_sm_part]) for i in range(0, len(lens), per_sm_part))
+    assert slowest <= -(-sum(alone) // num_sm_parts) + max(alone) + SPLIT_ALIGNMENT
+    if len(lens) <= num_sm_parts:
         assert slowest + merge <= max(alone)
     elif len(set(lens)) == 1:
         assert slowest + merge <= grouped
@@ -181,13 +183,13 @@ def test_balanced_plans_are_never_worse_than_simple_ones(lens, workers, rows):
 
 @given(lengths, st.integers(1, 64), st.integers(1, 9))
 @few
-def test_forced_plans(lens, workers, num_splits):
-    plan = make(lens, workers=workers, num_splits=num_splits)
-    read = check(plan, len(lens), workers, most=len(lens) * num_splits)
+def test_forced_plans(lens, num_sm_parts, num_splits):
+    plan = make(lens, num_sm_parts=num_sm_parts, num_splits=num_splits)
+    read = check(plan, len(lens), num_sm_parts, most=len(lens) * num_splits)
     assert read.header[Word.NUM_SPLITS] == num_splits
-    for length, cuts in zip(lens, read.cuts(), strict=True):
-        assert len(cuts) == num_splits
-        sizes = [max(min(end, length) - first, 0) for first, end in cuts]
+    for length, splits in zip(lens, read.splits(), strict=True):
+        assert len(splits) == num_splits
+        sizes = [max(min(end, length) - first, 0) for first, end in splits]
         assert sum(sizes) == length
         assert sizes == sorted(sizes, reverse=True)
         assert max(sizes) <= -(-length // num_splits) + SPLIT_ALIGNMENT
@@ -195,21 +197,21 @@ def test_forced_plans(lens, workers, num_splits):
 
 @given(lengths, st.integers(1, 64), st.sampled_from([64, 100, 1024]))
 @few
-def test_batch_invariant_plans(lens, workers, split_size):
+def test_batch_invariant_plans(lens, num_sm_parts, split_size):
     read = check(
-        make(lens, workers=workers, max_seqlen_kv=20000, split_size=split_size),
+        make(lens, num_sm_parts=num_sm_parts, max_seqlen_kv=20000, split_size=split_size),
         len(lens),
-        workers,
+        num_sm_parts,
         most=len(lens) * -(-20000 // split_size),
     )
     assert read.header[Word.SPLIT_SIZE] == split_size
-    for cuts in read.cuts():
-        assert [first for first, _ in cuts] == [s * split_size for s in range(-(-20000 // split_size))]
+    for splits in read.splits():
+        assert [first for first, _ in splits] == [s * split_size for s in range(-(-20000 // split_size))]
 
 
 def test_work_is_shared_when_splits_are_forced():
     lens = [8192, 64, 64, 8192]
-    read = Plan.read(make(lens, workers=4, max_seqlen_kv=8192, split_size=1024))
+    read = Plan.read(make(lens, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024))
     loads = [
         sum(max(min(end, lens[b]) - first, 0) for b, first, end, _ in read.items[at:to])
         for at, to in itertools.pairwise(read.work_indptr)
@@ -219,9 +221,9 @@ def test_work_is_shared_when_splits_are_forced():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "rows", "workers", "splits"),
+    ("batch", "length", "rows", "num_sm_parts", "splits"),
     [
-        (128, 6144, 128, 66, 1),  # two whole sequences a worker; splitting would win 1 of 202 and add a merge
+        (128, 6144, 128, 66, 1),  # two whole sequences an SM part; splitting would win 1 of 202 and add a merge
         (128, 8192, 128, 66, 1),
         (32, 256, 128, 132, 1),
         (32, 512, 128, 132, 1),  # halves would cost two prologues and a merge
@@ -231,14 +233,16 @@ def test_work_is_shared_when_splits_are_forced():
         (1, 1, 128, 304, 1),
     ],
 )
-def test_nothing_is_split_without_gain(batch, length, rows, workers, splits):
-    read = check(make([length] * batch, rows=rows, workers=workers), batch, workers, most=batch + workers)
-    assert {len(cuts) for cuts in read.cuts()} == {splits}
+def test_nothing_is_split_without_gain(batch, length, rows, num_sm_parts, splits):
+    read = check(
+        make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
+    )
+    assert {len(found) for found in read.splits()} == {splits}
     assert read.header[Word.PARTIAL_ROWS] == 0
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "rows", "workers", "low", "high"),
+    ("batch", "length", "rows", "num_sm_parts", "low", "high"),
     [
         (1, 4096, 16, 132, 8, 24),
         (1, 131072, 16, 132, 32, 132),
@@ -246,24 +250,27 @@ def test_nothing_is_split_without_gain(batch, length, rows, workers, splits):
         (32, 3200, 128, 132, 2, 4),
     ],
 )
-def test_long_sequences_are_split_in_near_equal_pieces(batch, length, rows, workers, low, high):
-    read = Plan.read(make([length] * batch, rows=rows, workers=workers))
-    for cuts in read.cuts():
-        sizes = [min(end, length) - first for first, end in cuts]
-        assert low <= len(cuts) <= high
+def test_long_sequences_are_split_in_near_equal_splits(batch, length, rows, num_sm_parts, low, high):
+    read = Plan.read(make([length] * batch, rows=rows, num_sm_parts=num_sm_parts))
+    for splits in read.splits():
+        sizes = [min(end, length) - first for first, end in splits]
+        assert low <= len(splits) <= high
         assert max(sizes) - min(sizes) <= 2 * SPLIT_ALIGNMENT
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 128])
 @pytest.mark.parametrize("length", [256, 1024, 2048, 4096, 20000, 131072])
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_equal_sequences_are_cut_as_well_as_any_equal_cut(batch, length, rows):
-    """The best number of equal pieces by trying all; a granule of rounding and one more partial are allowed."""
-    workers, tile_rows = 132, min(rows, 128)
-    slowest, merge = cost_of(Plan.read(make([length] * batch, rows=rows, workers=workers)), [length] * batch, rows)
-    pieces = range(2, workers // batch + 1)
+def test_equal_sequences_are_split_as_well_as_equally(batch, length, rows):
+    """The best number of equal splits by trying all; rounding to SPLIT_ALIGNMENT and one more partial are allowed."""
+    num_sm_parts, tile_rows = 132, min(rows, 128)
+    slowest, merge = cost_of(
+        Plan.read(make([length] * batch, rows=rows, num_sm_parts=num_sm_parts)), [length] * batch, rows
+    )
+    split_counts = range(2, num_sm_parts // batch + 1)
     tried = [
-        -(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows for n in pieces
+        -(-length // n // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) + (2 + n) * tile_rows
+        for n in split_counts
     ]
     assert (
         slowest + merge
@@ -286,35 +293,37 @@ def test_the_figures_of_an_arch():
 
 
 @pytest.mark.parametrize(
-    ("batch", "length", "rows", "workers", "low", "high"),
+    ("batch", "length", "rows", "num_sm_parts", "low", "high"),
     [
-        (1, 8192, 128, 66, 32, 48),  # decode's own cuts there are 32
+        (1, 8192, 128, 66, 32, 48),  # decode's own splits there are 32
         (1, 1024, 128, 66, 12, 16),
         (1, 8192, 16, 132, 43, 132),
         (32, 3200, 128, 66, 2, 2),
         (32, 512, 128, 66, 1, 1),
-        (128, 512, 128, 66, 1, 1),  # two whole sequences a worker: no cut is cheap enough to be worth 128 partials
+        (128, 512, 128, 66, 1, 1),  # two whole sequences an SM part: no split is worth 128 partials
         (128, 6144, 128, 66, 1, 1),
         (64, 16384, 128, 66, 1, 1),
         (128, 4096, 16, 132, 1, 1),
     ],
 )
-def test_pieces_on_sm_90(on_sm_90, batch, length, rows, workers, low, high):
-    read = check(make([length] * batch, rows=rows, workers=workers), batch, workers, most=batch + workers)
-    assert all(low <= len(cuts) <= high for cuts in read.cuts())
+def test_splits_on_sm_90(on_sm_90, batch, length, rows, num_sm_parts, low, high):
+    read = check(
+        make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
+    )
+    assert all(low <= len(splits) <= high for splits in read.splits())
 
 
 def test_ragged_batch_is_within_a_few_percent_of_the_bound():
     lens = torch.randint(1, 8192, (128,), generator=torch.Generator().manual_seed(0)).tolist()
     for rows, slack in ((16, 1.12), (128, 1.25)):
-        slowest, _ = cost_of(Plan.read(make(lens, rows=rows, workers=132)), lens, rows)
+        slowest, _ = cost_of(Plan.read(make(lens, rows=rows, num_sm_parts=132)), lens, rows)
         assert slowest <= slack * (sum(lens) + len(lens) * tile_cost(rows)) / 132
 
 
 def test_sequences_without_query_tokens_cost_nothing():
     cu_seqlens_q = torch.tensor([0, 1, 1, 2], dtype=torch.int32)
-    read = Plan.read(make([4096, 100000, 4096], workers=2, cu_seqlens_q=cu_seqlens_q))
-    assert [len(cuts) for cuts in read.cuts()] == [1, 1, 1]
+    read = Plan.read(make([4096, 100000, 4096], num_sm_parts=2, cu_seqlens_q=cu_seqlens_q))
+    assert [len(splits) for splits in read.splits()] == [1, 1, 1]
     assert read.work_indptr[1] in (1, 2)
 
 
@@ -330,33 +339,33 @@ def test_no_sequences():
 
 
 def test_sizes_follow_from_arguments():
-    assert make([5, 6], workers=3).shape == (layout_for(2, 3, max_seqlen_kv=0, num_splits=0, split_size=0).words,)
+    assert make([5, 6], num_sm_parts=3).shape == (layout_for(2, 3, max_seqlen_kv=0, num_splits=0, split_size=0).words,)
     words = (HEADER_WORDS + 3 + 4 + 2 * COUNTERS + 3) // 4 * 4 + 4 * 5
-    assert make([5, 6], workers=3).numel() == words
-    for workers in (1, 2, 7, 132):
-        assert make([5, 6], workers=workers).numel() >= smallest_words(2)
-        assert most_items(make([5, 6], workers=workers).numel(), 2) >= 2 + workers
+    assert make([5, 6], num_sm_parts=3).numel() == words
+    for num_sm_parts in (1, 2, 7, 132):
+        assert make([5, 6], num_sm_parts=num_sm_parts).numel() >= smallest_words(2)
+        assert most_items(make([5, 6], num_sm_parts=num_sm_parts).numel(), 2) >= 2 + num_sm_parts
     assert TILE_COST % SPLIT_ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("batch", range(6))
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 132])
-def test_where_kernels_find_the_words(batch, workers):
+@pytest.mark.parametrize("num_sm_parts", [1, 2, 3, 4, 132])
+def test_where_kernels_find_the_words(batch, num_sm_parts):
     """Kernels take these positions for granted: their header words, where bounds and items lie, aligned items."""
     source = arch.CSRC / "common" / "plan_header.hpp"
     named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
-    place = layout_for(batch, workers, max_seqlen_kv=100, num_splits=0, split_size=0)
-    header = place.header(num_splits=0, split_size=0, max_seqlen_kv=100)
-    assert header[named["workers"]] == workers
-    assert header[named["items"]] == place.items
-    assert place.items % 4 == 0
-    assert header[named["work_indptr"]] == place.work_indptr == named["words"] + batch + 1
+    layout = layout_for(batch, num_sm_parts, max_seqlen_kv=100, num_splits=0, split_size=0)
+    header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=100)
+    assert header[named["num_sm_parts"]] == num_sm_parts
+    assert header[named["items"]] == layout.items
+    assert layout.items % 4 == 0
+    assert header[named["work_indptr"]] == layout.work_indptr == named["words"] + batch + 1
     assert header[Word.ITEM_WORDS] == named["item_words"]
     assert named["partial_rows"] == Word.PARTIAL_ROWS
-    assert place.items == (place.work_indptr + workers + 1 + named["counters"] * batch + 3) // 4 * 4
-    # A launch's workers are no more than the plan's items, so a bound past the plan's own is still a word of it.
-    slots = most_items(place.words, batch)
-    assert place.work_indptr + slots + 1 <= place.words
+    assert layout.items == (layout.work_indptr + num_sm_parts + 1 + named["counters"] * batch + 3) // 4 * 4
+    # A launch's num_sm_parts are no more than the plan's items, so a bound past the plan's own is still a word of it.
+    slots = most_items(layout.words, batch)
+    assert layout.work_indptr + slots + 1 <= layout.words
 
 
 @pytest.mark.parametrize(

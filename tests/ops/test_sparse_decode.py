@@ -224,10 +224,10 @@ def test_permuting_pages_changes_nothing(name, seed, page):
 
 @few
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.booleans())
-def test_splitting_the_selection_and_combining_equals_not_splitting(seed, cuts, with_sink):
+def test_splitting_the_selection_and_combining_equals_not_splitting(seed, splits, with_sink):
     q, (cache,), (index,), names = problem([("v32", 2, 16, 20)], 2, 8, seed, dtype=torch.float32)
     sink = torch.randn(8, generator=torch.Generator().manual_seed(seed)) if with_sink else None
-    bounds = [0, *sorted(cuts), 20]
+    bounds = [0, *sorted(splits), 20]
     parts = [
         mla_suite.sparse_decode(q, [cache], [index[:, a:b].contiguous()], kv_formats=names, softmax_scale=0.04)
         for a, b in itertools.pairwise(bounds)
@@ -242,13 +242,13 @@ def test_splitting_the_selection_and_combining_equals_not_splitting(seed, cuts, 
 
 @few
 @given(st.sampled_from(["bf16", "fp16", "v32", "dsv4"]), st.integers(0, 10**6), st.integers(1, 12))
-def test_append_then_attend_equals_attending_to_the_rows(name, seed, cut):
+def test_append_then_attend_equals_attending_to_the_rows(name, seed, split):
     one = kv_format(name)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(12, one.head_dim, generator=generator).bfloat16()
     cache = poisoned(name, 3, 5, (), 0)
     slots = torch.randperm(15, generator=generator)[:12]
-    for part in (slice(0, cut), slice(cut, 12)):
+    for part in (slice(0, split), slice(split, 12)):
         new = rows[part]
         mla_suite.append_kv(new[:, : one.latent], new[:, one.latent :], cache, slots[part], kv_format=name)
     q = torch.randn(1, 8, one.head_dim, generator=generator).bfloat16()

@@ -1,4 +1,4 @@
-"""Compares the machine code of two folders of built kernels, so that a change of words can be told from one of code.
+"""Compares the machine code of two folders of built kernels, to distinguish a change of words from one of code.
 
     python tests/packaging/compare_machine_code.py OLD_OBJECTS NEW_OBJECTS [--arch sm_90] [--renamed OLD=NEW ...]
 

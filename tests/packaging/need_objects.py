@@ -42,7 +42,9 @@ def main(names: str) -> int:
         print(f"the objects of {names} are up to date")
         return 0
     print(f"building the objects of {names}: {why}", flush=True)
-    return subprocess.run([sys.executable, "-m", "mla_suite", "build", "--arch", names]).returncode
+    status = subprocess.run([sys.executable, "-m", "mla_suite", "build", "--arch", names]).returncode
+    manifest.forget()
+    return status
 
 
 if __name__ == "__main__":

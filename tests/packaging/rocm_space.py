@@ -74,7 +74,7 @@ def _compile_stub(folder: Path) -> Path | None:
 
 
 def inside(library: str, stub: str) -> int:
-    """In a process of the user space: the library's words and refusals."""
+    """In a process of the user space: the library's words and errors."""
     from contextlib import nullcontext
 
     from mla_suite import archs

@@ -8,6 +8,8 @@ from pathlib import Path
 import amd_gpu
 import pytest
 
+from mla_suite.bench import sets
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -62,7 +64,7 @@ def test_a_requirement_that_cannot_be_had(machine, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", [[], ["support"]])
-@pytest.mark.parametrize(("arch", "steps"), [("gfx942", 6), ("gfx950", 5)])
+@pytest.mark.parametrize(("arch", "steps"), [("gfx942", 7), ("gfx950", 6)])
 def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, steps):
     ran = machine((0, f"2.9.1+rocm6.4 6.4.43484 {arch}"), failing)
     assert amd_gpu.main(arch) == len(failing)
@@ -73,6 +75,15 @@ def test_all_steps_run_and_failures_are_named(machine, capsys, failing, arch, st
     )
     assert last[-1].startswith("left out, rocprofv3 is not on PATH")
     assert len(ran) == steps - 1
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_every_published_grid_is_measured(arch):
+    (step,) = (step for step in amd_gpu.steps(arch) if "--set aiter-3003" in step.command)
+    for name in amd_gpu.PUBLISHED_SETS:
+        assert sets.named(name)
+        assert f"--set {name}" in step.command
+    assert "--op" not in step.command
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])

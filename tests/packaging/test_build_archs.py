@@ -48,12 +48,12 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable
         return SimpleNamespace(files=lambda: ["made/kernel"])
 
     monkeypatch.setattr(build, "build", fake)
-    told = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: told.update(given))
+    found = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
     runpy.run_path(str(ROOT / "setup.py"))
-    command_class = told["cmdclass"]["build_py"]
+    command_class = found["cmdclass"]["build_py"]
     monkeypatch.setattr(command_class.__base__, "run", lambda self: None)
-    distribution = told["distclass"]({"name": "mla_suite"})
+    distribution = found["distclass"]({"name": "mla_suite"})
     distribution.get_command_obj("build").build_temp = str(tmp_path / "temporary")
     command = command_class(distribution)
     command.build_lib = str(tmp_path / "lib")

@@ -5,6 +5,7 @@ import subprocess
 import compile_strictly
 import pytest
 import rocm_env
+import server_env
 
 
 @pytest.fixture
@@ -36,6 +37,22 @@ def test_a_torch_for_rocm_that_is_there(commands):
     ran = commands(0, 0)
     assert rocm_env.main("6.4", "2.9.1") == 0
     assert ran[-1][-1] == ".[test,bench,hf]"
+
+
+def test_a_server_that_cannot_be_had(commands, capsys):
+    ran = commands(0, 1)
+    assert server_env.main("vllm") == 77
+    assert "torch==2.13.0" in ran[0]
+    assert capsys.readouterr().out == "skipped: vllm's packages cannot be had here: pip failed\n"
+
+
+def test_a_server_that_takes_too_long(monkeypatch, capsys):
+    def run(command, timeout, **given):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert server_env.main("sglang") == 77
+    assert capsys.readouterr().out.endswith("installing took more than 300 s\n")
 
 
 def test_a_compiler_that_is_not_installed(commands, tmp_path, capsys):

@@ -14,10 +14,10 @@ SETUP = Path(__file__).parents[2] / "setup.py"
 )
 def test_a_wheel_is_of_the_machine_that_makes_it(monkeypatch, machine, tag):
     setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools is too old to build a wheel")
-    told = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **given: told.update(given))
+    found = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **given: found.update(given))
     runpy.run_path(str(SETUP))
     monkeypatch.setattr(sysconfig, "get_platform", lambda: machine)
-    command = told["cmdclass"]["bdist_wheel"](told["distclass"]({"name": "mla_suite"}))
+    command = found["cmdclass"]["bdist_wheel"](found["distclass"]({"name": "mla_suite"}))
     command.ensure_finalized()
     assert command.get_tag() == ("py3", "none", tag)

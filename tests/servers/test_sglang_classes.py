@@ -25,7 +25,7 @@ from mla_suite.integrations import plugins
 from mla_suite.integrations import sglang as integration
 
 HEADS, LATENT, WIDTH = theirs.HEADS, theirs.LATENT, theirs.WIDTH
-LENGTHS, ROWS = [300, 9, 64], [4, 0, 2]
+LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def filled(runner, lengths, page, k_scale):
     """Give each request pages in random order and fill the pool with rows as SGLang stores them."""
     pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     free, first = torch.randperm(pool.size // page) + 1, 0
-    for row, length in zip(ROWS, lengths, strict=True):
+    for row, length in zip(POOL_ROWS, lengths, strict=True):
         count = -(-length // page)
         slots = (free[first : first + count, None] * page + torch.arange(page)).flatten()[: table.shape[1]]
         table[row, : len(slots)] = slots.int()
@@ -83,12 +83,13 @@ def exact(q, keys, scale):
 def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
     """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
     ends = [
-        runner.req_to_token_pool.req_to_token[row, n - q : n] for row, n, q in zip(ROWS, lengths, q_lens, strict=True)
+        runner.req_to_token_pool.req_to_token[row, n - q : n]
+        for row, n, q in zip(POOL_ROWS, lengths, q_lens, strict=True)
     ]
     slots = torch.cat(ends).long()
     verify = mode.is_target_verify()
     counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
-    batch = theirs.batch(mode, counted, ROWS, slots)
+    batch = theirs.batch(mode, counted, POOL_ROWS, slots)
     if mode == ForwardMode.EXTEND:
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(q_lens), list(q_lens)
     call = backend.forward_decode if mode.is_decode() else backend.forward_extend
@@ -104,7 +105,7 @@ def step(backend, runner, mode, lengths, q_lens, k_scale, *, in_two=False):
             out = call(q.flatten(1), k, k[..., :LATENT], layer, batch)
         assert torch.equal(k, before)  # prefill may still read the rows that it gave
         first = 0
-        for row, length, q_len in zip(ROWS, lengths, q_lens, strict=True):
+        for row, length, q_len in zip(POOL_ROWS, lengths, q_lens, strict=True):
             keys = stored(runner, layer_id, row, length, k_scale or 1.0)
             new = before[first : first + q_len, 0].double()
             bound = 2**-3 * new.abs() if k_scale else 2**-8 * new.abs()  # half a unit in the last place, doubled
@@ -166,7 +167,7 @@ def test_what_stays_with_sglang(monkeypatch, decodes, extends):
     q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
 
     def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, **options):
-        batch = theirs.batch(mode, LENGTHS, ROWS, torch.arange(12))
+        batch = theirs.batch(mode, LENGTHS, POOL_ROWS, torch.arange(12))
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lens), list(lens)
         backend.forward_extend(q, k, k[..., :LATENT], layer or theirs.layer(0), batch, **options)
 

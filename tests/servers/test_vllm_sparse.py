@@ -230,6 +230,11 @@ def test_what_vllms_selector_is_told():
         assert reason in backend.validate_configuration(**{**good, **change})
 
 
-def test_options_that_it_has_not_are_refused(vllm_config):
+def test_options_that_it_has_not_are_refused(vllm_config, monkeypatch):
+    # vLLM's own check of this field wants a GPU, so the field is there for our builder alone.
+    monkeypatch.setattr(integration.SparseMLACommonMetadataBuilder, "__init__", lambda *_: None)
+    asked = SimpleNamespace(attention_config=SimpleNamespace(hisparse_config={}))
+    with pytest.raises(NotImplementedError, match="hisparse_config is set; keys are read from the GPU's cache alone"):
+        integration.MLASuiteSparseMetadataBuilder(None, [LAYER], asked, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match="MLASuiteSparseImpl: sliding_window is set"):
         integration.MLASuiteSparseImpl(HEADS, 576, SCALE, 1, None, 128, "auto", None, "decoder", None)

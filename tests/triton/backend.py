@@ -14,18 +14,18 @@ CPU = torch.device("cpu")
 def run(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """The backend's outputs, poisoned before it runs."""
     record = register.get(op)
-    offer = module.supports(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Supported), offer
+    answer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(answer, Supported), answer
     outputs = tuple(testing.poison(torch.empty(o.shape, dtype=o.dtype)) for o in record.specify(*args, **kwargs))
-    module.run(offer.config, outputs, record.Args(*args, **kwargs))
+    module.run(answer.config, outputs, record.Args(*args, **kwargs))
     return outputs
 
 
 def check_layouts(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The backend writes the lse of `run` by heads and apart, with -inf and +inf for rows that see no key."""
     record = register.get(op)
-    offer = module.supports(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Supported), offer
+    answer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(answer, Supported), answer
     out, lse = run(module, op, args, kwargs)
     assert bool((lse == -torch.inf).any())
     order = (0, 2, 1) if lse.dim() == 3 else (1, 0)
@@ -33,7 +33,7 @@ def check_layouts(module: Any, op: str, args: tuple[Any, ...], kwargs: dict[str,
         room = torch.full((*(lse.shape[axis] + 1 for axis in order), 2), 7.0)
         view = room[(*[slice(1, None)] * lse.dim(), 1)].permute(order)
         mine = torch.full_like(out, 7.0)
-        module.run(offer.config, (mine, view), record.Args(*args, **kwargs, plus_inf_lse=plus_inf))
+        module.run(answer.config, (mine, view), record.Args(*args, **kwargs, plus_inf_lse=plus_inf))
         assert torch.equal(mine, out)
         assert torch.equal(view, lse.masked_fill(lse == -torch.inf, torch.inf) if plus_inf else lse)
         view.fill_(7.0)

@@ -1,4 +1,4 @@
-"""Which tile and how many cuts decode in Triton takes, from metadata alone."""
+"""Which tile and how many splits decode in Triton takes, from metadata alone."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ H200 = arch.get("sm_90")
 @pytest.mark.parametrize(
     ("lens", "heads", "q_len", "options", "rows"),
     [
-        ([64], 128, 1, {}, 16),  # 8 tiles of 16 rows in eight cuts each are 64 blocks of 132
-        ([64], 128, 1, {"planned": True}, 64),  # a plan has a worker for every compute unit as it is
+        ([64], 128, 1, {}, 16),  # 8 tiles of 16 rows in eight splits each are 64 blocks of 132
+        ([64], 128, 1, {"planned": True}, 64),  # a plan has an SM part for every compute unit as it is
         ([64], 128, 1, {"split_size": 256}, 64),  # batch-invariant: it may not see that the batch is small
         ([64] * 2, 128, 1, {}, 16),
         ([64] * 3, 128, 1, {}, 64),
@@ -27,13 +27,13 @@ H200 = arch.get("sm_90")
 )
 def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, options, rows):
     args, kwargs = decode_sample(lens, heads=heads, q_len=q_len, **options).make(torch.device("cpu"))
-    offer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
-    assert isinstance(offer, Supported)
-    assert offer.config.rows == rows
+    answer = decode.supports(register.get("decode").problem(*args, **kwargs), H200)
+    assert isinstance(answer, Supported)
+    assert answer.config.rows == rows
 
 
 @pytest.mark.parametrize(
-    ("blocks", "bound", "cuts"),
+    ("blocks", "bound", "splits"),
     [
         (1, 8192, 32),  # the best of 16, 32 and 64 on an H200
         (32, 1024, 4),  # likewise
@@ -45,13 +45,13 @@ def test_small_tiles_where_compute_units_would_be_idle(lens, heads, q_len, optio
         (200, 1024, 1),
     ],
 )
-def test_cuts(blocks, bound, cuts):
-    assert decode._splits(blocks, bound, 132) == cuts
+def test_cuts(blocks, bound, splits):
+    assert decode._splits(blocks, bound, 132) == splits
 
 
 def test_every_cut_has_keys():
     for bound in range(1, 5000, 37):
         for blocks in (1, 3, 8):
-            cuts = decode._splits(blocks, bound, 132)
+            splits = decode._splits(blocks, bound, 132)
             granules = -(-bound // 64)
-            assert (cuts - 1) * -(-granules // cuts) < granules
+            assert (splits - 1) * -(-granules // splits) < granules

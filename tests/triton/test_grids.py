@@ -30,11 +30,11 @@ def grids(module: Any, op: str, *args: Any, **kwargs: Any) -> list[tuple[int, ..
     """The grids of a backend's launches, none of which happens."""
     found: list[tuple[int, ...]] = []
     record = register.get(op)
-    offer = module.supports(record.problem(*args, **kwargs), None)
-    assert isinstance(offer, Supported), offer
+    answer = module.supports(record.problem(*args, **kwargs), None)
+    assert isinstance(answer, Supported), answer
     outputs = tuple(torch.empty(1, dtype=o.dtype).expand(o.shape) for o in record.specify(*args, **kwargs))
     with patch.object(JITFunction, "run", lambda self, *_, grid, **__: found.append(grid)):
-        module.run(offer.config, outputs, record.Args(*args, **kwargs))
+        module.run(answer.config, outputs, record.Args(*args, **kwargs))
     return found
 
 

@@ -42,13 +42,18 @@ def test_random_lengths(kind: str, mode: str) -> None:
     chance = random.Random(f"{kind} {mode}")
     for _ in range(4):
         batch, rows = chance.choice([1, 2, 3, 8, 33]), chance.choice([1, 16, 64, 128, 512])
-        workers = chance.choice([1, 2, 7, 64, 132])
+        num_sm_parts = chance.choice([1, 2, 7, 64, 132])
         lens = lengths(kind, batch, chance)
         split = {"balanced": {}, "counted": {"num_splits": chance.choice([1, 2, 5])}}.get(mode, {"split_size": 700})
         most = max(max(lens), 1)
         assert_same_words(
             sample(
-                lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=most, varlen=chance.random() < 0.3, **split
+                lens,
+                num_heads=rows,
+                num_sm_parts=num_sm_parts,
+                max_seqlen_kv=most,
+                varlen=chance.random() < 0.3,
+                **split,
             )
         )
 
@@ -57,8 +62,8 @@ def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, reference):
         monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
     chance = random.Random(0)
-    for rows, workers, lens in ((16, 64, [8192]), (128, 40, lengths("ragged", 33, chance)), (512, 16, [9000] * 5)):
-        assert_same_words(sample(lens, num_heads=rows, num_sm_parts=workers, max_seqlen_kv=max(lens)))
+    for rows, num_sm_parts, lens in ((16, 64, [8192]), (128, 40, lengths("ragged", 33, chance)), (512, 16, [9000] * 5)):
+        assert_same_words(sample(lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max(lens)))
 
 
 def test_more_sequences_than_a_block() -> None:

@@ -58,9 +58,9 @@ def shared_of(name: str, sample: Sample, capability: int, chosen: Any) -> int:
     op = register.get(name)
     args, kwargs = sample.make(torch.device("cpu"))
     if chosen is None or isinstance(chosen, ArchSpec):
-        offer = MODULES[name].supports(op.problem(*args, **kwargs), chosen)
-        assert isinstance(offer, Supported), offer
-        chosen = offer.config
+        answer = MODULES[name].supports(op.problem(*args, **kwargs), chosen)
+        assert isinstance(answer, Supported), answer
+        chosen = answer.config
     outputs = tuple(torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs))
     launch = first_launch(lambda: MODULES[name].run(chosen, outputs, op.Args(*args, **kwargs)))
     return shared_bytes(*launch, capability)

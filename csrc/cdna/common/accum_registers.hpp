@@ -7,7 +7,7 @@ namespace cdna {
 
 // Compilers before LLVM 22 give every product an AGPR as its result and, where two paths meet, choose a VGPR if either
 // path uses the value otherwise: they then move all of the output in every iteration of the loop. Seen from the loop, a
-// pinned value is only ever in an AGPR. LLVM 22 decides by itself, and worse if told.
+// pinned value is only ever in an AGPR. LLVM 22 decides by itself, and worse with a hint.
 MLA_DEVICE void pin_to_agpr(f32x4& x) {
 #if __clang_major__ < 22
   asm volatile("" : "+a"(x));

@@ -24,9 +24,9 @@ struct SparseQueryTokens {
   MLA_DEVICE static int word(int x) { return uniform(x); }
 };
 
-// The work tiles of one workgroup. With a plan it takes every workers-th part of the plan, so any number of workgroups
-// processes all of it. Without a plan it takes every workers-th of `num_splits` splits per sequence, equal ones or of
-// split_size keys.
+// The work tiles of one workgroup. With a plan it takes every grid_stride-th SM part of the plan, so any number of
+// workgroups processes all of it. Without a plan it takes every grid_stride-th of `num_splits` splits per sequence, which
+// are equal or of split_size keys.
 template <class Sequences>
 class TileScheduler {
   using Params = typename Sequences::Params;
@@ -58,7 +58,7 @@ class TileScheduler {
       tile = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
                            Sequences::word(words[3])};
       if (++next_ == end_) {
-        part_ += p.workers;
+        part_ += p.grid_stride;
         open_part(p);
       }
     } else {
@@ -68,7 +68,7 @@ class TileScheduler {
       tile.first_key = split * length;
       tile.end_key = split + 1 == p.num_splits ? UNBOUNDED : tile.first_key + length;
       tile.partial_row = p.num_splits > 1 ? next_ : -1;
-      next_ += p.workers;
+      next_ += p.grid_stride;
     }
     const int keys = keys_of(tile.sequence);
     tile.end_key = tile.end_key < keys ? tile.end_key : keys;
@@ -94,7 +94,8 @@ class TileScheduler {
   // Finds the first part with work tiles from part_ on, in steps of the launch's workgroups.
   MLA_DEVICE void open_part(const Params& p) {
     const int32_t* bounds = p.plan + Sequences::word(p.plan[mla::PlanHeader::work_indptr]);
-    for (const int workers = Sequences::word(p.plan[mla::PlanHeader::workers]); part_ < workers; part_ += p.workers) {
+    const int parts = Sequences::word(p.plan[mla::PlanHeader::num_sm_parts]);
+    for (; part_ < parts; part_ += p.grid_stride) {
       next_ = Sequences::word(bounds[part_]);
       end_ = Sequences::word(bounds[part_ + 1]);
       if (next_ < end_) return;

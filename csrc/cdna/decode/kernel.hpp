@@ -37,7 +37,7 @@ class DecodeKernel {
       mla::WorkItem tile = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, tile.sequence);
       if (first_row >= rows.rows) tile.end_key = tile.first_key;  // no query row: nothing to read
-      // LLVM 20 keeps a partial row that a plan names in four registers of every lane unless it is told.
+      // LLVM 20 keeps a partial row that a plan names in four registers of every lane without this hint.
       if constexpr (Mainloop::scalar_partial_row) tile.partial_row = uniform(tile.partial_row);
       WaveMainloop mainloop(p, tile, rows, first_row, lds, wave);
       mainloop.template attend<Producer>(p);

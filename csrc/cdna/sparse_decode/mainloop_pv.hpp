@@ -21,7 +21,7 @@ class PvMma {
 
   MLA_DEVICE static void clear(Output& output) {
 #if __clang_major__ < 22
-    // A constant zero would be kept in registers from one work tile to the next; LLVM 22 needs not be told.
+    // A constant zero would be kept in registers from one work tile to the next; LLVM 22 needs no hint.
     const float zero = mla::bit_cast<float>(rematerialized(0));
 #else
     const float zero = 0.0f;

@@ -19,7 +19,7 @@ struct DecodeParams {
   const float* kv_descale;       // [1], or null
   const float* attn_sink;        // [heads], or null
   const float* rope_cos_sin;     // [max_len, 64], or null
-  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, rows, D_V], or null when nothing is split
@@ -39,9 +39,9 @@ struct DecodeParams {
   int32_t page;                  // keys per page
   uint32_t page_magic;           // ceil(2^(31 + page_shift) / page): key / page by one multiplication
   uint32_t page_shift;           // ceil(log2(page))
-  int32_t num_splits;            // cuts per sequence when plan is null, at least 1
-  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // workgroups that walk the work list
+  int32_t num_splits;            // splits per sequence when plan is null, at least 1
+  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
+  int32_t grid_stride;           // workgroups that walk the work list
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   float softmax_scale;
 };

@@ -21,7 +21,7 @@ struct alignas(64) DecodeTmaParams {
   const float* q_descale;        // [1], or null
   const float* kv_descale;       // [1], or null
   const float* attn_sink;        // [heads], or null
-  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
@@ -42,14 +42,14 @@ struct alignas(64) DecodeTmaParams {
   int32_t page;                  // keys per page
   uint32_t page_magic;
   uint32_t page_shift;
-  int32_t num_splits;            // cuts per sequence when plan is null, at least 1
+  int32_t num_splits;            // splits per sequence when plan is null, at least 1
   uint32_t splits_magic;
   uint32_t splits_shift;
-  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
+  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
   int32_t plan_words;            // 0 without a plan
-  int32_t workers;               // rows of the grid, each of which walks the work list
-  int32_t awaited;               // 1: combine waits for the words of each block's one partial (sm_90/combine)
+  int32_t grid_stride;           // rows of the grid, each of which walks the work list
+  int32_t streaming;             // 1: streaming combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   uint32_t lse_tokens_magic;
   uint32_t lse_tokens_shift;

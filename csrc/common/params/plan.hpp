@@ -16,7 +16,7 @@ struct PlanParams {
   int32_t magic;
   int32_t version;
   int32_t batch;
-  int32_t workers;
+  int32_t num_sm_parts;
   int32_t item_capacity;
   int32_t split_indptr;          // offsets in words, as the next three
   int32_t work_indptr;

@@ -10,7 +10,7 @@ namespace mla {
 struct SparseDecodeParams {
   const void* q;                 // [tokens, heads, D_QK]
   const float* attn_sink;        // [heads], or null
-  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
@@ -71,9 +71,9 @@ struct SparseDecodeParams {
   int32_t heads;
   float softmax_scale;
   int32_t pools;                 // 1 to 4
-  int32_t num_splits;            // cuts per query token when plan is null, at least 1
-  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // workgroups that walk the work list
+  int32_t num_splits;            // splits per query token when plan is null, at least 1
+  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
+  int32_t grid_stride;           // workgroups that walk the work list
 };
 
 }  // namespace mla

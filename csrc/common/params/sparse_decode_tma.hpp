@@ -11,7 +11,7 @@ namespace mla {
 struct alignas(64) SparseDecodeTmaParams {
   uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
   const float* attn_sink;        // [heads], or null
-  const int32_t* plan;           // [words], or null: equal cuts by num_splits
+  const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, heads, D_V], or null when nothing is split
@@ -72,9 +72,9 @@ struct alignas(64) SparseDecodeTmaParams {
   int32_t tokens;                // query tokens
   int32_t heads;
   int32_t pools;                 // 1 to 4
-  int32_t num_splits;            // cuts per query token when plan is null, at least 1
-  int32_t split_size;            // keys per cut in the batch-invariant mode, else 0
-  int32_t workers;               // groups of blocks, as wide as the grid, that walk the work list: the grid's height
+  int32_t num_splits;            // splits per query token when plan is null, at least 1
+  int32_t split_size;            // keys per split in the batch-invariant mode, else 0
+  int32_t grid_stride;           // groups of blocks, as wide as the grid, that walk the work list: the grid's height
   uint32_t lse_tokens_magic;     // division by lse_tokens, as by page
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row without keys: -inf or +inf

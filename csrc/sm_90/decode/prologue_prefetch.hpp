@@ -37,7 +37,7 @@ class ProloguePrefetch {
   template <class Prefetch>
   MLA_DEVICE void for_each_line(const Prefetch& prefetch) const {
     if (params_.plan != nullptr) {
-      const int tile = PlanHeader::items_of(params_.batch, params_.workers) + PlanHeader::item_words * part_;
+      const int tile = PlanHeader::items_of(params_.batch, params_.grid_stride) + PlanHeader::item_words * part_;
       if (lane_ == 0) prefetch(params_.plan);
       if (lane_ == 1) prefetch(params_.plan + PlanHeader::work_of(params_.batch) + part_);
       if (lane_ == 2 && tile < params_.plan_words) prefetch(params_.plan + tile);
@@ -63,7 +63,7 @@ class ProloguePrefetch {
 
   MLA_DEVICE int first_sequence() const {
     if (params_.plan == nullptr) return divided(part_, params_.splits_magic, params_.splits_shift);
-    return static_cast<int>(static_cast<int64_t>(part_) * params_.batch / params_.workers);
+    return static_cast<int>(static_cast<int64_t>(part_) * params_.batch / params_.grid_stride);
   }
 
   MLA_DEVICE const int32_t* pages_of(int sequence) const {

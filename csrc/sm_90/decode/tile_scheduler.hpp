@@ -51,7 +51,7 @@ class TileScheduler {
       // The header is loaded beside this part's bounds, since no address here depends on a loaded value. Past the
       // plan's parts a bound reads some other word of the plan, which has room for as many tiles as the launch has
       // parts.
-      const int parts = ld_global(params.plan + PlanHeader::workers),
+      const int parts = ld_global(params.plan + PlanHeader::num_sm_parts),
                 tiles = ld_global(params.plan + PlanHeader::items);
       load_bounds();
       plan_parts_ = warp_uniform(parts);
@@ -107,7 +107,7 @@ class TileScheduler {
   MLA_DEVICE bool advance() {
     if (params_.plan != nullptr) {
       while (cursor_ >= limit_ || part_ >= plan_parts_) {
-        part_ += params_.workers;
+        part_ += params_.grid_stride;
         if (part_ >= plan_parts_) return false;
         load_bounds();
       }
@@ -122,7 +122,7 @@ class TileScheduler {
     tile_.sequence = divided(cursor_, params_.splits_magic, params_.splits_shift);
     tile_.first = cursor_ - tile_.sequence * params_.num_splits;  // the split's number, until resolve_bounds
     tile_.partial_row = params_.num_splits > 1 ? cursor_ : -1;
-    cursor_ += params_.workers;
+    cursor_ += params_.grid_stride;
     return true;
   }
 

@@ -51,7 +51,7 @@ struct DecodeProblem {
 
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }
   // Whether combine runs beside this kernel and reads the block's one partial word by word (combine/sentinel.hpp).
-  MLA_DEVICE static bool combine_streams(const Params& params) { return params.awaited != 0; }
+  MLA_DEVICE static bool combine_streams(const Params& params) { return params.streaming != 0; }
 };
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.

@@ -54,7 +54,7 @@ class SparseTileScheduler {
       if (cursor + 1 < warp_uniform(__ldg(bounds() + part + 1)))
         write(CURSOR, cursor + 1);
       else
-        open_part(part + params_.workers);
+        open_part(part + params_.grid_stride);
     } else {
       const int splits = params_.num_splits;
       const int split = cursor - token * splits;
@@ -65,7 +65,7 @@ class SparseTileScheduler {
       // The last split is open: whatever split_size is, no key is left over.
       tile.end = split + 1 == splits || first + size > keys ? keys : tile.first + size;
       tile.partial_row = splits > 1 ? cursor : -1;
-      write(CURSOR, cursor + params_.workers);
+      write(CURSOR, cursor + params_.grid_stride);
     }
     if (tile.end > keys) tile.end = keys;
     return tile;
@@ -89,7 +89,7 @@ class SparseTileScheduler {
   MLA_DEVICE const int32_t* plan_tile(int number) const {
     return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::items)) + 4 * static_cast<int64_t>(number);
   }
-  MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::workers)); }
+  MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::num_sm_parts)); }
   MLA_DEVICE const int32_t* bounds() const {
     return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::work_indptr));
   }
@@ -97,7 +97,7 @@ class SparseTileScheduler {
   // Opens the first SM part with tiles from `part` on, in steps of the launch's parts.
   MLA_DEVICE void open_part(int part) const {
     const int count = plan_parts();
-    for (; part < count; part += params_.workers) {
+    for (; part < count; part += params_.grid_stride) {
       const int first = warp_uniform(__ldg(bounds() + part));
       write(CURSOR, first);
       if (first < warp_uniform(__ldg(bounds() + part + 1))) break;

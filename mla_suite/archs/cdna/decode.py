@@ -117,7 +117,7 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
         q_head_stride=queries.strides[-2],
         kv_token_stride=args.kv_cache.stride(1),
         block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
-        workers=items,
+        grid_stride=items,
         **numbers_of(args, shape, results, splits),
     )
     combined = None

@@ -99,7 +99,7 @@ def combined_buffers(
     scratch: torch.Tensor,
 ) -> Iterator[Buffer]:
     """The tensors that the combine of `slots` partials of `rows` rows touches."""
-    out, lse = results[0].flatten(0, -3), results[1].flatten(0, -2)  # views: one stride leads from token to token
+    out, lse = results[0].flatten(0, -3), results[1]  # a view: one stride leads from token to token of out
     partials = shaped(scratch, slots, rows, out.shape[-1])
     indptr = None if plan is None else plan[HEADER_WORDS : HEADER_WORDS + batch + 1]
     partly = plan is not None or cu_seqlens_q is not None

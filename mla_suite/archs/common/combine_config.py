@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mla_suite.core.dispatch import Launch
 from mla_suite.launch import has_kernel
 
 HEAD_DIMS_V = (512, 128)
-ROWS = (1, 2, 4, 8)
+ROW_COUNTS = (1, 2, 4, 8)
 VECS = (1, 2, 4, 8)
 FIXED_SPLITS = (0, 16)
 """Numbers of splits that a kernel may be compiled for; 0: it takes any, also of sequences that differ."""
@@ -47,7 +48,7 @@ class CombineConfig:
     def __post_init__(self) -> None:
         for name, value, possible in (
             ("head_dim_v", self.head_dim_v, HEAD_DIMS_V),
-            ("rows", self.rows, ROWS),
+            ("rows", self.rows, ROW_COUNTS),
             ("vec", self.vec, VECS),
             ("fixed_splits", self.fixed_splits, FIXED_SPLITS),
         ):
@@ -57,7 +58,7 @@ class CombineConfig:
         if self.waves < 1 or self.waves > most:
             self._raise(f"{self.arch.name} takes 1..{most} waves")
         if self.slices < 1 or self.head_dim_v % (self.slices * self.vec) != 0:
-            self._raise("slices must cut head_dim_v into whole vectors")
+            self._raise("slices must divide head_dim_v into whole vectors")
         lanes = self.columns // self.vec
         if lanes & (lanes - 1) or lanes < 4:
             self._raise(f"{lanes} lanes would share a row, a power of two from 4 is needed")
@@ -136,12 +137,18 @@ def rule(arch: ArchSpec, head_dim_v: int, rows: int, splits: int) -> CombineConf
     """
     beside = arch.vendor == "nvidia" and head_dim_v == 512
     if rows >= 3 * arch.compute_units:
-        return CombineConfig(arch, head_dim_v, rows=4, vec=4, waves=4, slices=1)
+        return _config(arch, head_dim_v, 4, 4, 4, 1)
     if 4 * rows >= 3 * arch.compute_units or head_dim_v == 128:
-        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=4 if beside and splits < 32 else 8, slices=1)
+        return _config(arch, head_dim_v, 1, 4, 4 if beside and splits < 32 else 8, 1)
     if beside and 4 * rows > arch.compute_units:
-        return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
-    return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=16 if splits > 96 else 8, slices=4)
+        return _config(arch, head_dim_v, 1, 4, 8, 1)
+    return _config(arch, head_dim_v, 1, 4, 16 if splits > 96 else 8, 4)
+
+
+@lru_cache(maxsize=256)
+def _config(arch: ArchSpec, head_dim_v: int, rows: int, vec: int, waves: int, slices: int) -> CombineConfig:
+    """A configuration, which takes 15 us to prove itself legal: the rule has few."""
+    return CombineConfig(arch, head_dim_v, rows, vec, waves, slices)
 
 
 def invariant(arch: ArchSpec, head_dim_v: int) -> CombineConfig:

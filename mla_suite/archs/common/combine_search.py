@@ -9,7 +9,7 @@ from typing import Any
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common.combine import OUT_TYPES
-from mla_suite.archs.common.combine_config import FIXED_SPLITS, ROWS, VECS, CombineConfig
+from mla_suite.archs.common.combine_config import FIXED_SPLITS, ROW_COUNTS, VECS, CombineConfig
 from mla_suite.build.builder import build_tuned
 from mla_suite.build.instances import instance
 from mla_suite.core import tuning
@@ -33,9 +33,9 @@ def candidates(problem: Any, arch: ArchSpec) -> Iterator[CombineConfig]:
 def _legal(
     arch: ArchSpec, head_dim_v: int, vecs: Sequence[int], waves: Sequence[int], slices: Sequence[int]
 ) -> Iterator[CombineConfig]:
-    for rows, vec, wave, cut, fixed in itertools.product(ROWS, vecs, waves, slices, FIXED_SPLITS):
+    for rows, vec, wave, slice_count, fixed in itertools.product(ROW_COUNTS, vecs, waves, slices, FIXED_SPLITS):
         try:
-            yield CombineConfig(arch, head_dim_v, rows, vec, wave, cut, fixed)
+            yield CombineConfig(arch, head_dim_v, rows, vec, wave, slice_count, fixed)
         except ValueError:  # an illegal point explains itself; here it only is no candidate
             continue
 

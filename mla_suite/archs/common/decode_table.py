@@ -1,6 +1,8 @@
 """decode's tuned table: per arch, which kernel serves a shape, in which tiles of query rows, and with how many splits.
 
-A row of `ops/decode/tuned/<arch>.csv` decides problems of its kind up to its rows, batch and context. Rows belong to a
+A row of `ops/decode/tuned/<arch>.csv` decides problems of its kind up to its rows, batch and context. With kv_indices
+the context is the mean: as many pages as they list over the batch. A caller who knows the total splits a larger buffer
+to it, `kv_indices[:total_pages]`; the whole buffer is taken for as long as its capacity. Rows belong to a
 policy. `default` follows counts of these kernels (benchmarks/count_crossovers.py) and measurements; `aiter-pr3003` is
 the rule that AITER's pull request 3003 published for 32 heads x 4 query tokens in fp8. It compares two kernels of
 others, so it is taken only where it is asked for:
@@ -83,7 +85,7 @@ def row_for(
     if invariant or (_policy == "default" and own_splits):
         return None
     shape = "h32q4" if (heads, q_len) == (32, 4) else ANY
-    kind = (_width(q_dtype), _width(kv_format))
+    kind = (width(q_dtype), width(kv_format))
     fitting = [
         row
         for row in tuning.rows(FORMAT, arch.name)
@@ -106,8 +108,8 @@ def reason(row: Row) -> str:
     return f"{row.provenance['kind']} row {row.position} of policy {row.values['policy']} ({limits})"
 
 
-def _width(kind: torch.dtype | str) -> str:
-    """16bit or fp8; another kind of value, which no row is about, by its own name."""
+def width(kind: torch.dtype | str) -> str:
+    """The table's word for a dtype or KV format, 16bit or fp8; the own name of what no row is about."""
     name = str(kind).removeprefix("torch.")
     if name.startswith(("fp8", "float8")):
         return "fp8"

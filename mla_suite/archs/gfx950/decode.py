@@ -11,6 +11,7 @@ from mla_suite.ops.decode import Problem
 WAVES = 4
 MAX_STAGES = 4
 MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
+MAX_BF16_P_CONTEXT = 2048  # keys: at 128 rows 52 matrix clocks, and for keys, queries and results 52 of memory
 OUTPUT_BYTES = 16 * 512 * 4  # rows of one wave, where those of four are combined
 
 
@@ -55,12 +56,14 @@ class Gfx950Config(CdnaConfig):
 
 
 def config_for(problem: Problem, arch: ArchSpec, most: int = MAX_ROWS) -> Gfx950Config:
-    """The instance for a problem, in tiles of at most `most` rows; it depends on shapes of the queries alone.
+    """The instance for a problem, in tiles of at most `most` rows; in batch-invariant mode by the queries' shape alone.
 
-    fp8 queries keep bf16 weights as long as memory stays the bound.
+    fp8 queries keep bf16 weights as long as memory stays the bound: by rows, and with a plan by context. Without a plan
+    counted rows have given short contexts smaller tiles, whose weights are bf16.
     """
     query = ELEMENTS[problem.q_dtype]
     cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
     rows = tile_rows(problem.heads * problem.q_len, most)
-    fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS
+    short = problem.planned and 0 < problem.context <= MAX_BF16_P_CONTEXT
+    fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
     return Gfx950Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

@@ -28,7 +28,7 @@ from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WAVES = 4
-ROWS = (16, 32, 48, 64, 96, 128)
+BLOCK_MS = (16, 32, 48, 64, 96, 128)
 LEADING = ("q", *POINTERS)
 _pack_leading = packer(len(LEADING)).pack
 
@@ -50,8 +50,8 @@ class SparseConfig:
             self._raise(f"{self.arch.name} has no such kernels, gfx950 has")
         if self.record not in RECORDS.values():
             self._raise(f"records are {', '.join(RECORDS.values())}")
-        if self.rows not in ROWS:
-            self._raise(f"rows are one of {', '.join(map(str, ROWS))}")
+        if self.rows not in BLOCK_MS:
+            self._raise(f"rows are one of {', '.join(map(str, BLOCK_MS))}")
 
     def _raise(self, why: str) -> None:
         raise ValueError(f"sparse_decode: no kernel of {self.record} and {self.rows} rows on {self.arch.name}: {why}")
@@ -75,8 +75,8 @@ class SparseConfig:
 
 def tile_rows(heads: int) -> int:
     """Rows of a workgroup: the fewest of a kernel that hold all heads, or one of the near-equal tiles of many heads."""
-    tiles = -(-heads // ROWS[-1])
-    return next(rows for rows in ROWS if rows * tiles >= heads)
+    tiles = -(-heads // BLOCK_MS[-1])
+    return next(rows for rows in BLOCK_MS if rows * tiles >= heads)
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> SparseConfig:
@@ -108,7 +108,7 @@ def _prepare(config: SparseConfig, outputs: tuple[torch.Tensor, ...], args: Spar
         splits = args.num_splits or (splits_by_size(args) if args.split_size else fill)
     slots, items = slots_and_tiles(args, shape, splits)
     groups = min(items, units) if shape.plan_words else items
-    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "workers": groups}
+    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
     numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
     combined = None
     if slots:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
+from typing import Any
+
+import numpy as np
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config
@@ -46,6 +51,9 @@ class CostModel:
 
 
 FITTED = CostModel()
+_LEAST_COMBINE = FITTED.combine - max(FITTED.streaming_gain, FITTED.exchange_streaming_gain - FITTED.cluster_exchange)
+"""More than two splits take no less to combine, but for cluster_mode reduce_o, which saves a share of decode's time."""
+_LEAST_REDUCE = FITTED.combine + FITTED.cluster_reduce
 MAX_WAVES = 8  # waves of CTAs through equal splits; more even out the last wave by little and cost scratch
 PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA loads are in flight
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
@@ -76,16 +84,32 @@ class Estimate:
         """Groups of CTAs that walk the work tiles."""
         return min(self.batch * splits, self.max_groups)
 
+    def bounds(self, splits: Any) -> tuple[Any, Any, Any]:
+        """For an int64 array of split counts: `decode`, whether combine finds room for all of its CTAs before decode
+        ends, and the least time of both."""
+        items = self.batch * splits
+        groups = np.minimum(items, self.max_groups)
+        times = self._decode(splits, items, groups, np.maximum)
+        room = groups * self.tiles <= self.units - min(grid / resident for resident, grid in self.resident)
+        longer = np.where(room, _LEAST_COMBINE, _LEAST_COMBINE + FITTED.late_combine)
+        reduced = longer + (_LEAST_REDUCE - _LEAST_COMBINE) - FITTED.cluster_reduce_gain * times
+        least = np.minimum(longer, reduced)
+        least[:2] = FITTED.cluster_exchange - FITTED.cluster_reduce_gain * times[:2]  # nothing runs behind decode
+        return times, room, times + least
+
     def busy(self, splits: int) -> int:
         """SMs that have a CTA."""
         return self.groups(splits) * self.tiles
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
-        groups, items = self.groups(splits), self.batch * splits
+        time: float = self._decode(splits, self.batch * splits, self.groups(splits), max)
+        return time
+
+    def _decode(self, splits: Any, items: Any, groups: Any, most: Callable[[Any, Any], Any]) -> Any:
         stage = FITTED.stage + FITTED.busy_stage * groups * self.tiles / self.units
         waves = -(-items // groups)
-        return max(waves * (-(-self.stages // splits) * stage + FITTED.tile), self.read)
+        return most(waves * (-(-self.stages // splits) * stage + FITTED.tile), self.read)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -159,22 +183,20 @@ def _resident(arch: ArchSpec, rows: int) -> tuple[tuple[int, int], ...]:
     return tuple((config.resident, config.grid(rows)) for config in configs)
 
 
-def splits_worth_trying(most: int, stages: int) -> list[int]:
+def splits_worth_trying(most: int, stages: int) -> Any:
     """Split counts up to `most`: of those with equally many stages in a split, the fewest and the fewest even ones.
 
     More splits of the same length only add CTAs, which slow each other down, and partials. `most` itself is one more:
     it leaves combine to the end of decode, when all SMs are free for it.
     """
-    found = []
-    splits = 1
-    while splits <= most:
-        found.append(splits)
-        length = -(-stages // splits)
-        last = min((stages - 1) // (length - 1) if length > 1 else most, most)
-        if splits % 2 and splits < last:
-            found.append(splits + 1)
-        splits = last + 1
-    return found if found[-1] == most else [*found, most]
+    splits = np.arange(1, most + 1)
+    lengths = -(-stages // splits)
+    first = np.ones(most, dtype=bool)
+    np.not_equal(lengths[1:], lengths[:-1], out=first[1:])
+    tried = first.copy()
+    tried[1::2] |= first[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
+    tried[-1] = True
+    return splits[tried]
 
 
 def max_splits(arch: ArchSpec, ctas: int, stages: int) -> int:
@@ -184,19 +206,32 @@ def max_splits(arch: ArchSpec, ctas: int, stages: int) -> int:
 
 @lru_cache(maxsize=4096)
 def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> int:
-    """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time."""
+    """Splits per sequence of at most `stages` x 32 keys: the count that should take the least time.
+
+    Counts are tried from the shortest time that they could take on, until that is longer than a time that was found.
+    """
+    most = max_splits(arch, batch * -(-rows // BLOCK_M), stages)
+    if most == 1:
+        return 1
     estimate = Estimate(arch, kv_load, batch, rows, stages)
-    best, least = 1, estimate.decode(1)
-    share = 1 - FITTED.cluster_reduce_gain
-    # No way to combine takes less than `share` of decode and `cluster_exchange`: from many splits to few, the keys of a
-    # split alone take longer and longer, so the search ends early.
-    for splits in reversed(splits_worth_trying(max_splits(arch, batch * estimate.tiles, stages), stages)):
-        if share * (stages / splits * FITTED.stage + FITTED.tile) + FITTED.cluster_exchange > least:
+    splits = splits_worth_trying(most, stages)
+    decodes, rooms, bounds = estimate.bounds(splits)
+    tried = []
+    least = inf
+    fewer: dict[tuple[bool, ...], tuple[int, float]] = {}
+    order = bounds.argsort(kind="stable").tolist()
+    splits, decodes, rooms, bounds = splits.tolist(), decodes.tolist(), rooms.tolist(), bounds.tolist()
+    for place in order:
+        if bounds[place] > least:
             break
-        decode = estimate.decode(splits)
-        if splits == 1 or decode * share + FITTED.cluster_exchange > least:
+        count, decode = splits[place], decodes[place]
+        # More splits that are combined in the same way take longer to combine, so decode must gain by them.
+        kind = count % 2 == 0, rooms[place], batch * count <= estimate.max_groups
+        before = fewer.get(kind)
+        if before is not None and before[0] < count < most and before[1] <= decode:
             continue
-        total = decode + min(estimate.combines(splits, decode).values())
-        if total <= least:
-            best, least = splits, total
-    return best
+        fewer[kind] = count, decode
+        total = decode + min(estimate.combines(count, decode).values())
+        tried.append((total, count == 1, count))  # one split where all others take longer
+        least = min(least, total)
+    return min(tried)[2]

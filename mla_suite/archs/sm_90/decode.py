@@ -280,8 +280,8 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
         plan_words=shape.plan_words,
         splits_magic=splits_magic,
         splits_shift=splits_shift,
-        workers=groups,
-        awaited=int(streaming is not None),
+        grid_stride=groups,
+        streaming=int(streaming is not None),
         **numbers_of(args, shape, results, splits),
     )
     combined = None

@@ -159,7 +159,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, items, tiles)
     lse = combine_kernels.lse_numbers(*shape.lse)
-    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, workers=groups, **lse)
+    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, **lse)
     combined = None
     if slots:
         chosen = combine.config_for(

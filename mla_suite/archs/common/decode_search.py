@@ -1,0 +1,56 @@
+"""The search space of decode's native kernels: tiles of query rows.
+
+Rows of its table are limits on batch and context (`decode_table`), so that a search over a grid of shapes gives
+crossovers: each row decides down to the next smaller batch and context of the grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mla_suite import archs
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.cdna import CdnaKernels
+from mla_suite.archs.common import decode_table
+from mla_suite.archs.common.decode_table import FORMAT, TILES
+from mla_suite.core.tuning import SearchSpace, Value
+from mla_suite.launch import has_kernel
+
+
+def candidates(problem: Any, arch: ArchSpec) -> Iterator[Any]:
+    """Every tile of the table's whose kernel was built, each kernel once; archs with one tile have none to search."""
+    kernels = archs.kernels(arch)
+    if not isinstance(kernels, CdnaKernels):
+        return
+    seen = set()
+    for most in TILES.values():
+        config = kernels.decode_config(problem, arch, most)
+        if config.instance not in seen and has_kernel(arch, config.instance):
+            seen.add(config.instance)
+            yield config
+
+
+def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
+    return dict(
+        policy="default",
+        shape=decode_table.ANY,
+        query=decode_table.width(problem.q_dtype),
+        cache=decode_table.width(problem.kv_format),
+        rows=problem.heads * problem.q_len,
+        batch=problem.batch,
+        context=problem.context,
+    )
+
+
+def cells(problem: Any, arch: ArchSpec, config: Any) -> Mapping[str, Value]:
+    """The smallest tile of the table's that gives this kernel; the arch's rule splits."""
+    kernels = archs.kernels(arch)
+    assert isinstance(kernels, CdnaKernels)
+    use = next(
+        name for name, most in TILES.items() if kernels.decode_config(problem, arch, most).instance == config.instance
+    )
+    return dict(use=use, num_splits=0)
+
+
+SPACES = {"native": SearchSpace(candidates, FORMAT, str, facts, cells, plans=False)}

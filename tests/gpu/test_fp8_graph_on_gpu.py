@@ -1,0 +1,64 @@
+"""Decode of 32 heads and 4 query tokens in fp8, pages of one token, captured in a graph: on any GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mla_suite
+from mla_suite.bench.runners import fp8_weights
+from mla_suite.core import dispatch
+from mla_suite.launch import current_arch
+from mla_suite.ops.decode import DECODE
+from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.testing import exact_decode
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+
+import decode_grid
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
+LENS, PLAN = 2, 11
+HEADS, Q_LEN = 32, 4
+LENGTHS = ((512, 300, 64, 21), (4, 300, 33, 5), (256, 4, 64, 21))
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["no plan", "plan"])
+def test_a_captured_fp8_graph_replays_at_other_lengths(planned: bool) -> None:
+    """The plan is made inside the graph. Results are within the rounding of P, in fp8 where the kernel keeps it so."""
+    arch = current_arch(torch.empty(1, device="cuda"))
+    fnuz = arch is not None and arch.fp8 == "fnuz"
+    dtype = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    sample = decode_sample(
+        LENGTHS[0], heads=HEADS, q_len=Q_LEN, page=1, kv_format="fp8_fnuz" if fnuz else "fp8", dtype=dtype
+    )
+    args, kwargs = sample.make(torch.device("cuda"))
+    lens, units = args[LENS], torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = dict(num_heads=HEADS, max_seqlen_q=Q_LEN, num_sm_parts=units, max_seqlen_kv=max(LENGTHS[0]))
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        plan = mla_suite.plan(lens, **sizes) if planned else None
+        return torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    plan = mla_suite.plan(lens, **sizes) if planned else None
+    problem = DECODE.problem(*args[:PLAN], plan, **kwargs)
+    config = dispatch.choose("decode", DECODE.backends, problem, arch, "cuda").supported.config
+    rounding = decode_grid.COARSE if fp8_weights(config) else 2.0**-8
+    for lengths in LENGTHS:
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        on_cpu = [None if tensor is None else tensor.cpu() for tensor in args]
+        decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact_decode(*on_cpu, **kwargs), rounding)
