@@ -20,6 +20,7 @@ import decode_grid
 
 Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, _, PLAN = range(12)
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
+FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def here():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from decode_calls import (
     CACHE,
+    FP8,
     HALF,
     LENS,
     PLAN,
@@ -73,6 +74,15 @@ SHAPES = {
     "fp16": dict(lens=(700, 90), heads=24, **HALF),
     "512 wide": dict(lens=(700, 90), heads=128, rope=0),
     "512 wide, fp16, gathered": dict(lens=(700, 90), heads=16, rope=0, page=24, num_splits=2, **HALF),
+    "e4m3 cache": dict(lens=(0, 1, 31, 32, 33, 64, 65, 500), heads=64, q_len=2, kv_format="fp8"),
+    "e4m3 cache, pages of 1": dict(lens=(70, 1, 33), page=1, q_len=3, kv_format="fp8"),
+    "e4m3 cache, planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True, page=16, kv_format="fp8"),
+    "e4m3 cache, two splits": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=2, sink=True, kv_format="fp8"),
+    "e4m3 cache, fp16": dict(lens=(700, 90), heads=8, page=48, kv_format="fp8", dtype=torch.float16),
+    "e4m3 cache, 512 wide": dict(lens=(700, 90), heads=40, rope=0, kv_format="fp8"),
+    "e4m3 queries": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4, **FP8),
+    "e4m3 queries, 8 splits": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True, **FP8),
+    "e4m3 queries, planned, ragged": dict(lens=(*[60, 0, 500] * 40, 3000), q_len=3, planned=True, varlen=True, **FP8),
     "more tiles than SMs": dict(lens=(40,), heads=128, q_len=70, num_splits=1),
     "more sequences than SMs": dict(lens=tuple(40 + i for i in range(140)), heads=65),
 }
@@ -84,7 +94,7 @@ def test_within_the_rounding_bound(shape):
 
 
 def test_random_problems():
-    """200 draws over everything that the kernels take."""
+    """200 draws over everything that the kernels take, each with a cache of its queries' type or of e4m3."""
     draw = random.Random(90)
     for number in range(200):
         heads = draw.choice((1, 2, 5, 8, 16, 24, 32, 40, 64, 96, 127, 128))
@@ -104,7 +114,7 @@ def test_random_problems():
             ragged_pages=draw.random() < 0.3,
             planned=draw.random() < 0.3,
             rope=draw.choice((64, 64, 0)),
-            **(HALF if draw.random() < 0.3 else {}),
+            **draw.choice(({}, {}, HALF, FP8, {"kv_format": "fp8"}, {**HALF, "kv_format": "fp8"})),
         )
         try:
             check(decode_sample(lens, heads=heads, q_len=q_len, seed=number, **split, **options))
@@ -161,7 +171,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence():
     require_kernels("sm_90")
     for options, sentence in (
         (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
-        (dict(kv_format="fp8"), "kv_format fp8 with torch.bfloat16 queries; it takes bf16"),
+        (dict(kv_format="fp16"), "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
     ):
         args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))
         assert sentence in str(mla_suite.explain("decode", *args, **kwargs))
@@ -209,9 +219,10 @@ def test_two_streams():
 
 
 @pytest.mark.parametrize("planned", [False, True])
-def test_a_captured_graph_replays_at_other_lengths(planned):
+@pytest.mark.parametrize("types", [{}, {"kv_format": "fp8"}, FP8], ids=["bf16", "e4m3 cache", "e4m3"])
+def test_a_captured_graph_replays_at_other_lengths(planned, types):
     """Captured at one set of lengths, with its plan or without; replayed at others, it is right at each."""
-    args, kwargs = decode_sample((2000, 1500, 1000, 64), heads=32, q_len=2).make(torch.device("cuda"))
+    args, kwargs = decode_sample((2000, 1500, 1000, 64), heads=32, q_len=2, **types).make(torch.device("cuda"))
     lens, rows = args[LENS], 64
 
     def step():

@@ -30,7 +30,10 @@ NATIVE = BackendCalls(DECODE, "native")
 
 SOURCES = (("tma", "none"), ("tma", "reduce_o"), ("tma", "exchange_p"), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
+POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
+POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
+FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
@@ -47,7 +50,11 @@ def test_every_point_is_declared():
         ({"arch": archs.get("gfx942")}, "gfx942 is not sm_90"),
         ({"dtype": "fp32"}, "dtype is one of bf16, fp16"),
         ({"width": 320}, "width is one of 576, 512"),
-        ({"kv_load": "hope"}, "kv_load is one of tma, gather"),
+        ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
+        ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, gather, fp8"),
+        ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
+        ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, exchange_p"),
         ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
@@ -72,7 +79,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "exchange_p": "ClusterExchangeP"}
     for point in POINTS:
         config = Sm90Config(H200, *point)
-        policy = f"DecodePolicy<KvSource::{config.kv_load}, {clusters[config.cluster_mode]}>"
+        policy = f"DecodePolicyOf<KvSource::{config.kv_load}, {clusters[config.cluster_mode]}, {config.width}>"
         traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}>, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
@@ -111,6 +118,9 @@ def answer_of(monkeypatch, built=True, **options):
         ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_clustermode-none"),
         ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_clustermode-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
+        ({"kv_format": "fp8", "page": 16, "heads": 128}, "decode_dtype-bf16_dqk-576_kvsource-fp8_clustermode-none"),
+        ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
+        ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
     ],
 )
 def test_which_kernel(monkeypatch, options, instance):
@@ -124,9 +134,9 @@ def test_which_kernel(monkeypatch, options, instance):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"kv_format": "fp8"}, "kv_format fp8 with torch.bfloat16 queries; it takes bf16"),
-        ({"kv_format": "fp8", "dtype": torch.float8_e4m3fn}, "q is torch.float8_e4m3fn; it takes bfloat16 or float16"),
-        ({"kv_format": "fp16"}, "kv_format fp16 with torch.bfloat16 queries; it takes bf16"),
+        ({"dtype": torch.float32}, "q is torch.float32; it takes bfloat16, float16 or float8_e4m3fn"),
+        ({"dtype": torch.float8_e4m3fn}, "kv_format bf16 with torch.float8_e4m3fn queries; it takes fp8"),
+        ({"kv_format": "fp16"}, "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
         ({"latent": 256}, "rows of 320 values with head_dim_v 256; it takes 576 or 512 with 512"),
         ({"rotate": True}, "rope_cos_sin; it takes keys that were rotated before they were cached"),
         ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
@@ -163,6 +173,10 @@ def test_every_word_of_a_launch(monkeypatch):
     expected = {
         **{f"kv_map_{i}": i + 1 for i in range(16)},
         **{f"q_map_{i}": i + 1 for i in range(16)},
+        "q": args[0].data_ptr(),
+        "q_descale": 0,
+        "kv_descale": 0,
+        "q_row_stride": 576,
         "kv_cache": cache.data_ptr(),
         "seq_lens": lens.data_ptr(),
         "page_ids": table.data_ptr(),
@@ -250,6 +264,22 @@ def test_scales_are_positive_and_queries_take_theirs(monkeypatch):
     (*_, fields, _, buffers), _, _ = launched(monkeypatch, None, given=(args, kwargs))
     assert fields["softmax_scale"] == 0.5
     assert torch.equal(buffers["q"].tensor, -args[0] * 0.25)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_an_e4m3_cache(monkeypatch, dtype):
+    """The kernel takes both scales and, of e4m3 queries, their address and no map. A pair of splits reduces O."""
+    args, kwargs = decode_sample((700, 90), kv_format="fp8", dtype=dtype, heads=128, page=16, num_splits=2).make(CPU)
+    args = [*args[:7], torch.tensor([0.25]), *args[8:]]
+    (instance, grid, _, shared, fields, *_), _, (out, _) = launched(monkeypatch, None, given=(args, kwargs))
+    name = "fp8" if dtype == torch.float8_e4m3fn else "bf16"
+    assert instance == f"decode_dtype-{name}_dqk-576_kvsource-fp8_clustermode-reduce_o"
+    assert (grid, shared, out.dtype) == ((2, 4, 1), 228928, torch.bfloat16)
+    assert (fields["q"], fields["q_descale"]) == (args[0].data_ptr(), args[7].data_ptr())
+    assert (fields["kv_cache"], fields["kv_descale"]) == (args[1].data_ptr(), args[8].data_ptr())
+    assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
+    assert [fields[f"kv_map_{i}"] for i in range(16)] == [0] * 16
+    assert (fields["q_map_0"] == 0) == (name == "fp8")
 
 
 class FakeDriver:

@@ -78,7 +78,7 @@ def test_the_search_finds_what_trying_all_counts_finds(units):
     count."""
     arch, other = H200.on_device(units), 0
     for batch, rows, stages in itertools.product(BATCHES, ROW_COUNTS, LENGTHS):
-        for kv_load in ("tma", "gather"):
+        for kv_load in ("tma", "gather", "fp8"):
             estimate = Estimate(arch, kv_load, batch, rows, stages)
 
             def total(splits, estimate=estimate):

@@ -10,19 +10,23 @@ namespace mla {
 // row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n) and
 // ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct alignas(64) DecodeTmaParams {
-  uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys are gathered
-  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows
+  uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys come without one
+  uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows; zeros where they are e4m3
+  const void* q;                 // [tokens, heads, D_QK], rows q_row_stride apart
   const void* kv_cache;          // [pages, page, D_QK]
   const int32_t* seq_lens;       // [batch]
   const int32_t* page_ids;       // [batch, page_ids_stride], or [kv_indptr[batch]]
   const int32_t* kv_indptr;      // [batch + 1], or null: first entry of a sequence in page_ids
   const int32_t* cu_seqlens_q;   // [batch + 1], or null
+  const float* q_descale;        // [1], or null
+  const float* kv_descale;       // [1], or null
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
   float* partial_lse;            // [splits, q_len * heads], or null when nothing is split
+  int64_t q_row_stride;          // between rows of queries
   int64_t kv_page_stride;        // between pages
   int64_t page_ids_stride;       // between sequences; unused with kv_indptr
   int64_t out_token_stride;      // between tokens of out

@@ -1,10 +1,12 @@
-// Decode on sm_90: the entry. DTYPE, D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants (arch.toml).
+// Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
+// (arch.toml).
 // README.md describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_o.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
+#include "sm_90/decode/producer_fp8.hpp"
 #include "sm_90/decode/producer_tma.hpp"
 
 namespace mla::sm_90 {
@@ -25,10 +27,14 @@ struct ProducerOf<KvSource::gather, Traits, Scheduler> {
   using Type = ProducerCpAsync<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
+struct ProducerOf<KvSource::fp8, Traits, Scheduler> {
+  using Type = ProducerFp8<Traits, Scheduler>;
+};
+template <class Traits, class Scheduler>
 using Producer = typename ProducerOf<KvSource::KV_SOURCE, Traits, Scheduler>::Type;
 
-using Traits =
-    DecodeTraits<DecodeProblem<DTYPE, D_QK>, DecodePolicy<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE>>;
+using Policy = DecodePolicyOf<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK>;
+using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK>, Policy>;
 using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
 
 }  // namespace mla::sm_90

@@ -30,7 +30,7 @@ MLA_DEVICE void scaled_tile(const AccumulatorO& o, int tile, const float (&facto
 
 template <class Traits>
 class Epilogue {
-  using Element = typename Traits::Element;
+  using Element = typename Traits::OutElement;
   using Params = typename Traits::Params;
   static constexpr int COLUMNS = Traits::STORED_COLUMNS;
 

@@ -38,7 +38,8 @@ struct DecodeKernel {
     if (thread_id() == 96) init_mbarriers(shared);  // in a warp that issues no TMA loads
     if constexpr (Traits::SOURCE == KvSource::tma)
       if (thread_id() == 32) tma_prefetch_descriptor(params.kv_map);
-    if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
+    if constexpr (!Traits::CONVERTS_Q)
+      if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
     // No other role touches global memory before the producer has given it something, so the producer waits for all.
     if constexpr (Traits::SOURCE == KvSource::selected) {
       griddep_wait();
@@ -73,6 +74,9 @@ struct DecodeKernel {
       mbarrier_init(barriers.tile_full(stage), 1);     // the producer
       mbarrier_init(barriers.tile_empty(stage), 128);  // the QK warpgroup
     }
+    if constexpr (Traits::SOURCE == KvSource::fp8)
+      for (int number = 0; number < Traits::PRODUCER_WARPS * Traits::RAW_STAGES; ++number)
+        mbarrier_init(barriers.raw_full(0, number), 1);  // the warp that copies
     if constexpr (Traits::STREAMABLE) mbarrier_init(Cluster::fill(barriers), 32);  // the warp of SentinelFill
     Cluster::init_mbarriers(barriers);
     mbarrier_init_fence();

@@ -29,7 +29,12 @@ class QkSoftmax {
 
   MLA_DEVICE void run() {
     bool any = false;
-    for (; next_tile(); any = true) one_tile();
+    for (; next_tile(); any = true) {
+      // The producer has waited for the previous kernel, which may have written these.
+      if constexpr (Traits::HAS_DESCALE)
+        if (!any) scale_ = fmaxf(scale_ * descale(params_.q_descale) * descale(params_.kv_descale), MIN_SCALE);
+      one_tile();
+    }
     // Where a cluster merges two splits, a CTA has one tile, or none, and its PV warpgroups expect no command behind
     // it.
     if (!Cluster::MERGES_SPLITS || !any) publish_command(STOP);
@@ -203,7 +208,8 @@ class QkSoftmax {
 
   MLA_DEVICE void finish_tile() {
     if constexpr (Cluster::MERGES_SPLITS)
-      return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])});
+      return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])},
+                                    value_scale());
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
@@ -298,7 +304,8 @@ class QkSoftmax {
     write_command(command);
     publish_p();
     if constexpr (Cluster::MERGES_SPLITS)
-      if (command & FINISH) pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f});
+      if (command & FINISH)
+        pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f}, value_scale());
   }
 
   // Waits until every P is read, here and by the peer; then the CTA may end.
@@ -316,7 +323,16 @@ class QkSoftmax {
     clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
   }
 
-  // 1 / denominator of this thread's rows, and their lse without the sink.
+  // What the values are multiplied by. It is loaded anew for every tile, because there is no register to keep it in.
+  MLA_DEVICE float value_scale() const {
+    if constexpr (Traits::HAS_DESCALE)
+      return descale(params_.kv_descale);
+    else
+      return 1.0f;
+  }
+  MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
+
+  // The scale of the values / denominator of this thread's rows, and their lse without the sink.
   MLA_DEVICE void finish_rows(float (&inverse)[2], float (&lse)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -325,7 +341,7 @@ class QkSoftmax {
       float denominator = sum;
       if (any && tile_.partial_row < 0 && params_.attn_sink != nullptr)
         denominator += sink_term(params_, half, row_max_[half]);
-      inverse[half] = any ? __fdividef(1.0f, denominator) : 0.0f;
+      inverse[half] = any ? __fdividef(value_scale(), denominator) : 0.0f;
       lse[half] = lse_of_row(row_max_[half], sum);
     }
   }

@@ -107,7 +107,7 @@ class ProducerBase {
       wait_for_tma_stage(kv_stage(kv));
       if (lane == 0)
         load_q_half(row, half, kv);
-      else if (Traits::SOURCE == KvSource::gather)
+      else if (Traits::SOURCE != KvSource::tma)
         mbarrier_arrive(barriers_.kv_full(kv.stage));
       kv.next();
     }

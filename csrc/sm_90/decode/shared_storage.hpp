@@ -39,6 +39,13 @@ struct SentinelFillStorage {
   alignas(16) uint8_t pattern[PATTERN_BYTES];
 };
 
+// For a producer of e4m3 rows: what each of its warps has copied, and the mbarriers that say when it is there.
+template <class Traits>
+struct RawStorage {
+  uint8_t rows[Traits::PRODUCER_WARPS][Traits::RAW_STAGES][Traits::RAW_STAGE_BYTES];
+  uint64_t full[Traits::PRODUCER_WARPS][Traits::RAW_STAGES];
+};
+
 struct NoStorage {};
 
 // The part that every decode block has. The arrivals of each mbarrier are in kernel.hpp.
@@ -77,8 +84,11 @@ struct SharedStorage {
   static constexpr int TILES = __builtin_offsetof(Block, tiles);
   static constexpr int MBARRIERS = __builtin_offsetof(Block, kv_full);
   static constexpr int CLUSTER_PART = sizeof(Block);  // of ClusterStorage
-  static constexpr int BYTES =
+  static constexpr int CLUSTER_END =
       CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
+  static constexpr int RAW = (CLUSTER_END + 127) / 128 * 128;  // RawStorage, in whole turns of the banks
+  static constexpr int BYTES =
+      Traits::SOURCE == KvSource::fp8 ? RAW + static_cast<int>(sizeof(RawStorage<Traits>)) : CLUSTER_END;
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };
@@ -96,6 +106,12 @@ struct Mbarriers {
   MLA_DEVICE uint32_t p_empty(int stage) const { return at(__builtin_offsetof(Block, p_empty), stage); }
   MLA_DEVICE uint32_t tile_full(int stage) const { return at(__builtin_offsetof(Block, tile_full), stage); }
   MLA_DEVICE uint32_t tile_empty(int stage) const { return at(__builtin_offsetof(Block, tile_empty), stage); }
+
+  // The mbarriers of RawStorage.
+  MLA_DEVICE uint32_t raw_full(int warp, int stage) const {
+    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::RAW +
+           __builtin_offsetof(RawStorage<Traits>, full) + 8 * (warp * Traits::RAW_STAGES + stage);
+  }
 
   // An address within what only this kind of cluster has.
   MLA_DEVICE uint32_t in_cluster(int offset) const {

@@ -11,6 +11,7 @@ constexpr float INFINITE = __builtin_huge_valf();
 // A row's running max is raised only when a thread's P of the row, summed over the keys of one stage, exceeds this.
 // Until then P may exceed 1, which costs a floating-point format nothing, no max is computed and O is not rescaled.
 constexpr float RESCALE_THRESHOLD = 256.0f;
+constexpr float MIN_SCALE = 1e-30f;  // stands for a scale of 0, where a masked score of -inf times it would be NaN
 constexpr float LOWEST = -1e38f;  // the running max of a row that has seen no key
 
 // 2^x by the hardware's approximation; denormal results are flushed to zero.

@@ -21,13 +21,31 @@ constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
 MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 
 // How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
-// box; or selected one by one, and dequantised where needed (sparse_decode/).
-enum class KvSource { gather, tma, selected };
+// box; selected one by one, and dequantised where needed (sparse_decode/); or as e4m3 rows, by bulk copies from pages of
+// any size, which the producer converts.
+enum class KvSource { gather, tma, selected, fp8 };
+
+// The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
+// is exact in both, and fp16 takes a quarter of the instructions.
+template <class Query>
+struct QueryTypes {
+  using Element = Query;
+  using OutElement = Query;
+  static constexpr bool CONVERTS_Q = false;  // the producer converts queries, too
+};
+template <>
+struct QueryTypes<fp8> {
+  using Element = fp16;
+  using OutElement = bf16;
+  static constexpr bool CONVERTS_Q = true;
+};
 
 // The problem that a block computes. A row is (query token, head); its sequence has `rows` of them.
-template <class Element_, int HEAD_DIM_QK_>
+template <class Query, int HEAD_DIM_QK_>
 struct DecodeProblem {
-  using Element = Element_;
+  using Element = typename QueryTypes<Query>::Element;
+  using OutElement = typename QueryTypes<Query>::OutElement;
+  static constexpr bool CONVERTS_Q = QueryTypes<Query>::CONVERTS_Q;
   using Params = DecodeTmaParams;
   static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
 
@@ -45,24 +63,38 @@ struct DecodePolicy {
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA needs fewer than 128 threads that
   // copy, and those fewer than 128 that also dequantise.
-  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma ? 32 : SOURCE == KvSource::gather ? 48 : 56;
-  static constexpr int QK_REGISTERS = SOURCE == KvSource::tma ? 160 : SOURCE == KvSource::gather ? 144 : 136;
+  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma        ? 32
+                                            : SOURCE == KvSource::gather   ? 48
+                                            : SOURCE == KvSource::selected ? 56
+                                                                           : 64;
+  static constexpr int QK_REGISTERS = 192 - PRODUCER_REGISTERS;
   static constexpr int PV_REGISTERS = 160;
   static_assert(PRODUCER_REGISTERS + QK_REGISTERS + 2 * PV_REGISTERS <= 512, "the registers of an SM");
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
-  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma ? 28 : SOURCE == KvSource::gather ? 24 : 22;
+  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
+                                          : SOURCE == KvSource::gather   ? 24
+                                          : SOURCE == KvSource::selected ? 22
+                                                                         : 20;
 };
+
+// The policy of dense decode. Beside what is copied of e4m3 rows there is room for four stages of 576 values.
+template <KvSource SOURCE, class Cluster, int HEAD_DIM_QK>
+using DecodePolicyOf =
+    DecodePolicy<SOURCE, Cluster, SOURCE == KvSource::fp8 && HEAD_DIM_QK == 576 ? 4 : Cluster::STAGES>;
 
 template <class Problem_, class Policy_>
 struct DecodeTraits {
   using Problem = Problem_;
   using Policy = Policy_;
   using Element = typename Problem::Element;
+  using OutElement = typename Problem::OutElement;
   using Params = typename Problem::Params;
   using Cluster = typename Policy::Cluster;
   static constexpr int HEAD_DIM_QK = Problem::HEAD_DIM_QK;
   static constexpr KvSource SOURCE = Policy::SOURCE;
   static constexpr int STAGES = Policy::STAGES;
+  static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
+  static constexpr bool HAS_DESCALE = SOURCE == KvSource::fp8;  // scores and results take q_descale and kv_descale
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
   // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B].
@@ -76,7 +108,7 @@ struct DecodeTraits {
   // Column blocks that one TMA load brings.
   static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P ? 1 : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
-  static constexpr int SPLIT_ALIGNMENT = SOURCE == KvSource::tma ? BLOCK_N : 1;
+  static constexpr int SPLIT_ALIGNMENT = SOURCE == KvSource::tma || SOURCE == KvSource::fp8 ? BLOCK_N : 1;
   static constexpr int FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 : 128;  // one thread issues TMA, or all copy
 
   // Output columns of this block, and those of them that one PV warpgroup stores.
@@ -102,6 +134,12 @@ struct DecodeTraits {
   static constexpr int P_STAGES = 2;  // so that a P V can queue behind the last one
   static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
   static constexpr int TILE_STAGES = 4;
+
+  // For e4m3 rows: each producer warp copies its RAW_KEYS of every stage as they are stored, RAW_STAGES stages ahead.
+  static constexpr int PRODUCER_WARPS = 4;
+  static constexpr int RAW_STAGES = 2;
+  static constexpr int RAW_KEYS = BLOCK_N / PRODUCER_WARPS;
+  static constexpr int RAW_STAGE_BYTES = RAW_KEYS * HEAD_DIM_QK;
 
   // Whether combine can run beside this kernel; ClusterReduceO leaves the producer no idle warp to fill partials.
   static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O;

@@ -39,6 +39,19 @@ MLA_DEVICE int ld_global(const int32_t* address) {
   return value;
 }
 
+MLA_DEVICE float ld_global(const float* address) {
+  float value;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(address) : "memory");
+  return value;
+}
+
+MLA_DEVICE void ld_global_v4(const void* address, uint32_t (&to)[4]) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "l"(address)
+               : "memory");
+}
+
 // Loads from L2 a word that another kernel may be writing; bypasses L1, so that no stale copy stays there.
 MLA_DEVICE int ld_relaxed_gpu(const int32_t* address) {
   int value;

@@ -41,6 +41,15 @@ MLA_DEVICE void tma_load_multicast(uint32_t to, const void* map, int x, int y, i
       : "memory");
 }
 
+// Copies contiguous bytes to shared memory, a multiple of 16 between addresses that are. They count on the mbarrier.
+MLA_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t cache_hint) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(cache_hint)
+      : "memory");
+}
+
 // Prefetches a box into L2. Coordinates outside the tensor are ignored.
 MLA_DEVICE void tma_prefetch(const void* map, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y),

@@ -9,13 +9,14 @@
 
 namespace mla::sm_90 {
 
-// Element types of the products, as tags.
+// Element types, as tags: those of the products, and one (e4m3) that is converted before it is multiplied.
 struct bf16 {
   static constexpr bool is_bf16 = true;
 };
 struct fp16 {
   static constexpr bool is_bf16 = false;
 };
+struct fp8 {};
 
 // Shared-memory operand descriptor. Offsets are in bytes. What `leading` and `stride` mean depends on the layout:
 // - swizzled, contiguous along K (keys of Q K^T): stride leads to the next 8 rows; leading is unused.

@@ -13,9 +13,11 @@ namespace mla::sm_90 {
 template <class KvFormat_>
 struct SparseDecodeProblem {
   using Element = bf16;
+  using OutElement = bf16;
   using KvFormat = KvFormat_;
   using Params = SparseDecodeTmaParams;
   static constexpr int HEAD_DIM_QK = KvFormat::HEAD_DIM_QK;
+  static constexpr bool CONVERTS_Q = false;
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }
   MLA_DEVICE static bool combine_streams(const Params&) { return false; }
@@ -47,7 +49,7 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   using Params = typename Problem::Params;
   static constexpr int CLUSTER_SIZE = Base::Cluster::SHARES_KV ? 2 : 1;
   static_assert(CLUSTER_SIZE == 1 || KvFormat::NEEDS_DEQUANT, "two CTAs share the work of dequantising");
-  static constexpr int PRODUCER_WARPS = 4;
+  static constexpr int PRODUCER_WARPS = Base::PRODUCER_WARPS;
   static constexpr int FULL_ARRIVALS = PRODUCER_WARPS;
   static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)
   static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_SIZE;    // that a CTA's warp brings

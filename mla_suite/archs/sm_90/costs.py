@@ -64,18 +64,19 @@ _STREAMING_SHARE = max(4 / waves / slices for slices, waves in STREAMING_POINTS)
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma' or 'gather': clusters and streaming are for 'tma'
+    kv_load  'tma', 'gather' or 'fp8': clusters are for 'tma' and, those that reduce O, for 'fp8'; streaming for 'tma'
     """
 
-    __slots__ = ("arch", "batch", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles", "tma",
-                 "units")  # fmt: skip
+    __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",
+                 "tma", "units")  # fmt: skip
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
         self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
+        self.clusters = () if kv_load == "gather" else ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
-        self.read = batch * stages * BLOCK_N * 1152 / FITTED.read_bytes
+        self.read = batch * stages * BLOCK_N * (576 if kv_load == "fp8" else 1152) / FITTED.read_bytes
         self.resident = _resident(arch, batch * rows)
         self.tall = min(rows, BLOCK_M) > PROLOGUE_ROWS
 
@@ -138,8 +139,8 @@ class Estimate:
         return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - items * self.tiles)
 
     def one_tile(self, splits: int) -> bool:
-        """Whether every CTA has one work tile, whose keys come by TMA."""
-        return self.tma and self.batch * splits <= self.max_groups
+        """Whether every CTA has one work tile, and clusters have instances."""
+        return bool(self.clusters) and self.batch * splits <= self.max_groups
 
     def in_pairs(self, splits: int) -> bool:
         """Whether the two CTAs of a cluster can combine each two splits."""
@@ -161,6 +162,8 @@ class Estimate:
         behind = self.combine(free, splits // 2) if splits > 2 else 0.0
         own = self.decode(splits) if decode is None else decode
         times["reduce_o"] = FITTED.cluster_reduce - FITTED.cluster_reduce_gain * own + 2 * port + behind
+        if "exchange_p" not in self.clusters:
+            return times
         times["exchange_p"] = FITTED.cluster_exchange + behind
         if splits > 2:
             streams = room and splits // 2 <= MAX_STREAMED_SPLITS

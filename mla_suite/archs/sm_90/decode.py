@@ -38,12 +38,15 @@ STAGES = 5
 REDUCE_BYTES = 5 * 4 * BLOCK_M + 8 * (4 + 4 * 4)  # cluster_mode reduce_o: the statistics of both splits, and barriers
 SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern that the sentinels are filled from
 EXCHANGE_STAGES = 4
+FP8_STAGES = {576: 4, 512: 5}
+RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
+PRODUCER_WARPS = 4
 # cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
 # both splits, barriers, and the sentinel pattern of one row's half.
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 WIDTHS = (576, 512)
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-KV_LOADS = ("tma", "gather")
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+KV_LOADS = ("tma", "gather", "fp8")
 CLUSTER_MODES = ("none", "reduce_o", "exchange_p")
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
 
@@ -52,9 +55,10 @@ MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results
 class Sm90Config:
     """One instance of csrc/sm_90/decode/decode.cu. Construction raises ValueError, in a sentence, for an illegal point.
 
-    dtype     type of queries, cache and result
+    dtype     type of queries; the result has it, too, or bf16 for fp8
     width     values of a cached row
-    kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages
+    kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages;
+              'fp8': keys of any pages are e4m3, which threads convert. Otherwise they have the type of the queries
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
               partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; 'none' without a cluster, as
               for gathered keys
@@ -70,10 +74,10 @@ class Sm90Config:
         if self.arch.name != "sm_90":
             self._raise(f"{self.arch.name} is not sm_90")
         for name, value, possible in (
-            ("dtype", self.dtype, tuple(ELEMENTS.values())),
+            ("dtype", self.dtype, dtypes(self.kv_load)),
             ("width", self.width, WIDTHS),
             ("kv_load", self.kv_load, KV_LOADS),
-            ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load)),
+            ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load, self.width)),
         ):
             if value not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
@@ -93,11 +97,22 @@ class Sm90Config:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         beside = {"none": SENTINEL_BYTES, "reduce_o": REDUCE_BYTES, "exchange_p": EXCHANGE_BYTES}[self.cluster_mode]
+        if self.kv_load == "fp8":
+            cluster = 0 if self.cluster_mode == "none" else beside
+            raw = RAW_STAGES * (BLOCK_N * self.width + 8 * PRODUCER_WARPS)
+            return -(-(alone + cluster) // 128) * 128 + raw
         return alone + (beside if self.kv_load == "tma" else 0)
 
     @property
     def stages(self) -> int:
+        if self.kv_load == "fp8":
+            return FP8_STAGES[self.width]
         return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else STAGES
+
+    @property
+    def keys(self) -> str:
+        """How keys come, as the estimate of time asks: e4m3 rows that no cluster shares are gathered."""
+        return "gather" if self.kv_load == "fp8" and self.width != 576 else self.kv_load
 
     @property
     def box_blocks(self) -> int:
@@ -117,13 +132,22 @@ class Sm90Config:
         return _prepare(self, outputs, args)
 
 
-def cluster_modes(kv_load: str) -> tuple[str, ...]:
-    """The cluster modes that have instances, by how keys come."""
+def cluster_modes(kv_load: str, width: int) -> tuple[str, ...]:
+    """The cluster modes that have instances. Beside five stages of e4m3 rows of 512 values there is room for none."""
+    if kv_load == "fp8":
+        return ("none", "reduce_o") if width == 576 else ("none",)
     return CLUSTER_MODES if kv_load == "tma" else ("none",)
+
+
+def dtypes(kv_load: str) -> tuple[str, ...]:
+    """The types of queries that have instances, by how keys come."""
+    return tuple(ELEMENTS.values()) if kv_load == "fp8" else ("bf16", "fp16")
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
+    if problem.kv_format == "fp8":
+        return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, "fp8")
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "gather"
     return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
 
@@ -147,7 +171,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
     for needed in (
-        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load)),
+        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load, config.width)),
         combine_configs.invariant(arch, problem.head_dim_v).instance,
     ):
         if not has_kernel(arch, needed):
@@ -160,9 +184,10 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
 def _unsupported(problem: Problem) -> str | None:
     """Why the kernels cannot take a problem; None when they can."""
     if problem.q_dtype not in ELEMENTS:
-        return f"q is {problem.q_dtype}; it takes bfloat16 or float16"
-    if problem.kv_format != ELEMENTS[problem.q_dtype]:
-        return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {ELEMENTS[problem.q_dtype]}"
+        return f"q is {problem.q_dtype}; it takes bfloat16, float16 or float8_e4m3fn"
+    if problem.kv_format not in ("fp8", ELEMENTS[problem.q_dtype]):
+        known = " or ".join(dict.fromkeys((ELEMENTS[problem.q_dtype], "fp8")))
+        return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {known}"
     if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
     if problem.rope:
@@ -183,7 +208,7 @@ def whole_blocks(split_size: int) -> int:
 def split_count(config: Sm90Config, args: DecodeArgs, shape: Shape) -> int:
     """Splits per sequence where arguments say nothing: the tuned row's, else those of the least estimated time."""
     return tuned_splits(config.arch, args, shape) or best_splits(
-        config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
+        config.arch, config.keys, shape.batch, shape.rows, -(-shape.bound // BLOCK_N)
     )
 
 
@@ -198,7 +223,7 @@ def _split(
     count = args.num_splits or by_size or split_count(config, args, shape)
     if size:
         return config, Splits(count, count, size), None
-    estimate = Estimate(config.arch, config.kv_load, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    estimate = Estimate(config.arch, config.keys, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
     mode = estimate.cluster_mode(count)
     partials, runs = (count, 2) if mode == "none" else (count // 2, 4)
     streaming = None
@@ -223,7 +248,8 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     if _needs_no_plan(args):
         unplanned = _prepare(config, outputs, replace(args, plan=None))
         return lambda outputs, tensors: unplanned(outputs, (*tensors[:-1], None))
-    adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None)
+    keys_are_fp8 = config.kv_load == "fp8"  # whose kernel takes q_descale itself
+    adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not keys_are_fp8)
     q = args.q if adjust is None else adjust(args.q, args.q_descale)
     shape = shape_of(args, q, out)
     config, splits, streaming = _split(config, args, shape)
@@ -237,13 +263,16 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     kv_map = None
     if config.kv_load == "tma":
         kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
-    q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
+    q_map = None
+    if queries.dtype.itemsize > 1:
+        q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
     splits_magic, splits_shift = reciprocal(splits.number)
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = pack_numbers(
         "decode_tma",
         tensor_maps.LEADING,
+        q_row_stride=tensor_maps.pitch(queries.shape, queries.strides),
         **combine_kernels.lse_numbers(*wanted_lse),
         heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
         page_ids_stride=0 if table is None else table.stride(0),

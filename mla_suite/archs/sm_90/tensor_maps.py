@@ -17,7 +17,7 @@ MAX_OUT_SPAN = 2**35  # elements from a sequence's first result to its last: 32 
 
 _MAPS = tuple(f"{what}_map_{word}" for what in ("kv", "q") for word in range(tensor_map.WORDS))
 _POINTERS = (
-    *("kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q"),
+    *("q", "kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q", "q_descale", "kv_descale"),
     *("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse"),
 )
 LEADING = (*_MAPS, *_POINTERS)
@@ -35,8 +35,8 @@ class TensorMapDesc(NamedTuple):
     box: tuple[int, ...]
 
 
-def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc) -> Callable[..., bytes]:
-    """(*addresses in decode's order) -> the parameters LEADING; keys is None where none are mapped.
+def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> Callable[..., bytes]:
+    """(*addresses in decode's order) -> the parameters LEADING; keys or queries are None where they are not mapped.
 
     A cache without pages has no address; nothing of it is read, but a map needs one. Maps are kept by address: a key of
     everything they depend on would take 0.4 us more to look up.
@@ -45,14 +45,22 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc) -> Callabl
     query_maps: dict[int, tuple[int, ...]] = {}
 
     def pack_leading(
-        q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, _qd: int, _kd: int, sink: int,
+        q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, q_descale: int, kv_descale: int,
+        sink: int,
         _rope: int, plan: int, *outputs: int,
     ) -> bytes:  # fmt: skip
+<<<<<<< HEAD
+        kv_words = _NO_MAP if keys is None else tensor_map.swizzled(kv or q, *keys)
+        q_words = _NO_MAP if queries is None else tensor_map.swizzled(q, *queries)
+        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan
+        return _pack_leading(*kv_words, *q_words, *sources, *outputs)
+=======
         kv_words = _NO_MAP
         if keys is not None:
             kv_words = key_maps.get(kv or q) or _made(key_maps, kv or q, keys)
         q_words = query_maps.get(q) or _made(query_maps, q, queries)
         return _pack_leading(*kv_words, *q_words, kv, lens, table or indices, indptr, cu_q, sink, plan, *outputs)
+>>>>>>> main
 
     return pack_leading
 

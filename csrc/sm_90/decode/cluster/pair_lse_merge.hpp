@@ -66,11 +66,11 @@ struct PairOffsets {
 };
 
 // From the running max and sum of this thread's rows in this CTA's split, and the peer's in its own: the scales of both
-// splits' O, which is not divided by anything yet, and the rows' lse. It uses the approximations that P is computed
+// splits' O, which is not divided by anything yet nor multiplied by the scale of the values, and the rows' lse. It uses the approximations that P is computed
 // with, because the epilogue waits for it.
 template <class Traits>
 MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t shared, const float (&row_max)[2],
-                               const float (&sum)[2]) {
+                               const float (&sum)[2], float value_scale) {
   using Offsets = PairOffsets<Traits>;
   const Mbarriers<Traits> barriers(shared);
   const bool leads = warpgroup_thread() % 4 == 0;
@@ -95,7 +95,7 @@ MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t s
     float denominator = both;
     if (both != 0.0f && params.num_splits == 2 && params.attn_sink != nullptr)  // NaN included
       denominator += sink_term(params, half, common);
-    const float inverse = __fdividef(1.0f, denominator);
+    const float inverse = __fdividef(value_scale, denominator);
     if (!leads) continue;
     st_shared(row_at + Offsets::SCALE, merge_scale(own, own_part, inverse));
     st_shared(row_at + Offsets::SCALE + BLOCK_M * 4, merge_scale(peer, peer_part, inverse));
