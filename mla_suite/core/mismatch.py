@@ -1,4 +1,4 @@
-"""Torch's refusals of arguments of another type, which take eight lines, in one sentence."""
+"""Torch's errors for arguments of another type, which take eight lines, in one sentence."""
 
 from __future__ import annotations
 
