@@ -156,7 +156,8 @@ INTRODUCTION = """# Models of transformers
 
 Every model of transformers {version} whose code speaks of multi-head latent attention, and what
 `mla_suite.integrations.transformers.patch` does with it. Tiny random models of each patched row give the unpatched
-model's tokens in fp32, eager and compiled with `fullgraph=True` (`tests/integrations/test_transformers_models.py`).
+model's tokens in fp32 (`tests/integrations/test_transformers_models.py`). A compiled decode step with `fullgraph=True`
+is tested there as well: `mistral4` with every run, the other rows by `tox run -e full`.
 This page is made by `python tests/integrations/latent_models.py --write`.
 
 *whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
