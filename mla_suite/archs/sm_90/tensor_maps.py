@@ -49,18 +49,13 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> 
         sink: int,
         _rope: int, plan: int, *outputs: int,
     ) -> bytes:  # fmt: skip
-<<<<<<< HEAD
-        kv_words = _NO_MAP if keys is None else tensor_map.swizzled(kv or q, *keys)
-        q_words = _NO_MAP if queries is None else tensor_map.swizzled(q, *queries)
-        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan
-        return _pack_leading(*kv_words, *q_words, *sources, *outputs)
-=======
-        kv_words = _NO_MAP
+        kv_words = q_words = _NO_MAP
         if keys is not None:
             kv_words = key_maps.get(kv or q) or _made(key_maps, kv or q, keys)
-        q_words = query_maps.get(q) or _made(query_maps, q, queries)
-        return _pack_leading(*kv_words, *q_words, kv, lens, table or indices, indptr, cu_q, sink, plan, *outputs)
->>>>>>> main
+        if queries is not None:
+            q_words = query_maps.get(q) or _made(query_maps, q, queries)
+        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan
+        return _pack_leading(*kv_words, *q_words, *sources, *outputs)
 
     return pack_leading
 
