@@ -223,7 +223,9 @@ def test_batch_invariant_across_a_boundary_of_the_table(heads, tmp_path, monkeyp
             "batch": batch,
             "splits": 4,
         }
-        config = dict(zip(("rows_per_group", "vec", "waves", "slices"), point, strict=True), num_splits=4)
+        config = dict(
+            zip(("rows_per_group", "vec", "waves", "slices"), point, strict=True), num_splits=4, fixed_splits=0
+        )
         lines.append(form.line({**problem, **config, "kind": "counted", "date": "2026-01-01", "commit": "0123456"}))
     table = tmp_path / "combine" / "gfx942.csv"
     table.parent.mkdir()

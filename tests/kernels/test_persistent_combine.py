@@ -13,11 +13,14 @@ import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import PersistentCombineConfig
+from mla_suite.build.params import load
 from mla_suite.emulator import Emulator, Memory
+from mla_suite.ops.combine.lse_layout import LseLayout
 from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
 from mla_suite.testing import assert_close, poison
 
 THREADS = 4 * 64
+POINTERS = 7 * 8  # bytes of the addresses that begin the parameters
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +54,14 @@ class Merge:
         point = PersistentCombineConfig(archs.get("sm_90"), 512)
         launch = native.prepare(
             *(point, (self.batch, rows, self.heads)),
-            ((rows * 512, 512), (rows, 1), (self.heads * 512, 512), (self.heads, 1)),
+            ((rows * 512, 512), (rows, 1), (self.heads * 512, 512)),
+            (LseLayout.contiguous(self.heads), False),
             *(True, torch.float32, self.heads, 1, (True, False)),
         )
-        numbers = launch.numbers[:-8] + struct.pack("<ii", workgroups, 0)
-        assert launch.numbers[-8:] == struct.pack("<ii", launch.grid[0], 0), "the workgroups come last"
+        fields = load("combine")
+        values = fields.unpack(bytes(POINTERS) + launch.numbers)
+        assert values["workgroups"] == launch.grid[0]
+        numbers = fields.pack(**{**values, "workgroups": workgroups})[POINTERS:]
         named = dict(partial_out=self.partial_out, partial_lse=self.partial_lse, plan=self.plan)
         named |= dict(tokens=self.tokens if self.ragged else None, sink=self.sink, out=self.out, lse=self.lse)
         places = {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in named.items()}
@@ -66,7 +72,7 @@ class Merge:
             if tensor is not None
         ]
         machine = Emulator("gfx942")
-        params = struct.pack("<7Q", *places.values()) + numbers
+        params = struct.pack(f"<{POINTERS // 8}Q", *places.values()) + numbers
         program = machine.load_text(text, "persistent_combine")
         report = machine.launch(program, (workgroups, 1, 1), THREADS, 0, params, memories)
         assert not report.findings, "\n".join(map(str, report.findings))
