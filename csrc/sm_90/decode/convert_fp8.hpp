@@ -58,17 +58,17 @@ MLA_DEVICE void convert_row(uint32_t from, uint32_t to) {
 // `from` is null.
 template <class Element, int BOXES>
 MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
-  constexpr int TOGETHER = 3;  // boxes whose loads are in flight at the same time
+  constexpr int BATCH = 3;  // boxes whose loads are in flight at the same time
 #pragma unroll 1
-  for (int first = 0; first < BOXES; first += TOGETHER) {
-    uint32_t stored[TOGETHER][4];
+  for (int first = 0; first < BOXES; first += BATCH) {
+    uint32_t stored[BATCH][4];
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
+    for (int i = 0; i < BATCH; ++i) {
       stored[i][0] = stored[i][1] = stored[i][2] = stored[i][3] = 0;
       if (from != nullptr && first + i < BOXES) ld_global_v4(from + (first + i) * 32, stored[i]);
     }
 #pragma unroll
-    for (int i = 0; i < TOGETHER; ++i) {
+    for (int i = 0; i < BATCH; ++i) {
       if (first + i >= BOXES) continue;
       uint32_t values[8];
       convert_e4m3<Element>(stored[i], values);

@@ -323,7 +323,7 @@ class QkSoftmax {
     clear_keys<Traits, HEAD_DIM_V>(shared_ + Storage::KV + stage * Traits::STAGE_BYTES, used);
   }
 
-  // What the values are multiplied by. It is loaded anew for every tile, because there is no register to keep it in.
+  // The scale of the values. It is loaded anew for every tile, because there is no register to keep it in.
   MLA_DEVICE float value_scale() const {
     if constexpr (Traits::HAS_DESCALE)
       return descale(params_.kv_descale);
