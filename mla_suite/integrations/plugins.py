@@ -17,7 +17,7 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create
 def vllm() -> None:
     """Put our dense backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside.
 
-    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE.
+    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE. Twice is once.
     """
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
         AttentionBackendEnum,
@@ -26,7 +26,9 @@ def vllm() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, "mla_suite.integrations.vllm.MLASuiteBackend")
     if hasattr(AttentionBackendEnum, "register"):
-        register_backend(SPARSE_NAME, "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend")
+        # A new name is registered once; from then on it is a member, which may be registered again.
+        entry = AttentionBackendEnum.__members__.get(SPARSE_NAME, SPARSE_NAME)
+        register_backend(entry, "mla_suite.integrations.vllm_sparse.MLASuiteSparseBackend")
 
 
 def sglang() -> None:
