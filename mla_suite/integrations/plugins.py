@@ -17,7 +17,8 @@ DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create
 def vllm() -> None:
     """Put our dense backend behind `--attention-backend CUSTOM`, the entry that vLLM keeps for backends from outside.
 
-    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE. Twice is once.
+    vLLM 0.32 and 0.33 take new names as well: the backend for models with an indexer is MLA_SUITE_SPARSE. A process
+    may call this twice.
     """
     from vllm.v1.attention.backends.registry import (  # type: ignore[import-not-found]  # optional
         AttentionBackendEnum,
