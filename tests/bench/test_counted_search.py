@@ -49,6 +49,7 @@ def test_the_command_writes_the_same_counted_rows_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLA_SUITE_TUNED_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # kernels that are compiled on demand go there
     arguments = ["tune", "--emulate", ARCH, "--shapes", "b1-r16-s2-", "b256-r8-s2-", "--user", "--write"]
     texts = []
     try:
@@ -58,6 +59,7 @@ def test_the_command_writes_the_same_counted_rows_every_time(
             texts.append((tmp_path / "combine" / f"{ARCH}.csv").read_text())
         rows = tuning.load(combine_config.FORMAT, ARCH, tmp_path / "combine" / f"{ARCH}.csv")
     finally:
+        manifest.forget()
         tuning.clear_cache()
         dispatch.clear_caches()
     assert texts[0] == texts[1]

@@ -203,7 +203,7 @@ def test_a_user_without_a_home(read_only_package, csrc, monkeypatch):
 def test_a_cache_that_cannot_be_made(read_only_package, csrc, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert "no code objects were built into" in manifest.locate(csrc, read_only_package)
-    with pytest.raises(BuildError, match=r"neither .* nor the cache can be written .*; set XDG_CACHE_HOME"):
+    with pytest.raises(BuildError, match=r"cannot be written, nor can the cache be written .*; set XDG_CACHE_HOME"):
         locations.writable_objects(csrc, read_only_package)
 
 
