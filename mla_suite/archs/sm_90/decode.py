@@ -266,13 +266,16 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     q_map = None
     if queries.dtype.itemsize > 1:
         q_map = tensor_maps.q_map(queries.shape, queries.strides, queries.dtype, shape.q_len)
+    q_row_stride = tensor_maps.pitch(queries.shape, queries.strides)
+    if q_row_stride is None:
+        raise RuntimeError(f"decode: rows of queries with strides {queries.strides} are not evenly apart, even copied")
     splits_magic, splits_shift = reciprocal(splits.number)
     table = args.block_table
     wanted_lse = LseLayout.of(lse), args.plus_inf_lse
     numbers = pack_numbers(
         "decode_tma",
         tensor_maps.LEADING,
-        q_row_stride=tensor_maps.pitch(queries.shape, queries.strides),
+        q_row_stride=q_row_stride,
         **combine_kernels.lse_numbers(*wanted_lse),
         heads_reciprocal=(2**32 - 1) // shape.heads + 1 if shape.heads > 1 else 0,
         page_ids_stride=0 if table is None else table.stride(0),
