@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, entry_point, fresh, modules
+from server_calls import HEADS, LATENT, WIDTH, attend, entry_point, fresh, modules
 
 
 @pytest.fixture
