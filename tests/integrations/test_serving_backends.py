@@ -64,7 +64,10 @@ def vllm(monkeypatch):
             )
             return self.metadata_cls(batch, tokens, decode)
 
-    class MLACommonImpl:
+    class MLAAttentionImpl:
+        """The base of dense and sparse layers."""
+
+    class MLACommonImpl(MLAAttentionImpl):
         """Keeps its arguments; calls forward_mqa with the tokens of the decodes."""
 
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
@@ -87,6 +90,7 @@ def vllm(monkeypatch):
         vllm__v1__attention__backend=dict(
             AttentionCGSupport=SimpleNamespace(UNIFORM_BATCH=2),
             AttentionType=SimpleNamespace(DECODER="decoder"),
+            MLAAttentionImpl=MLAAttentionImpl,
             MultipleOf=int,
         ),
     )
