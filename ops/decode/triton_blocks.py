@@ -1,5 +1,5 @@
-"""What a block of keys adds, in Triton: to scores by the rope part, whose keys are cached as they were rotated, or not
-and turned as they are read; and to the state of the softmax."""
+"""Steps of a block of keys in Triton: the rope part of scores, whose keys are cached as they were rotated, or not
+and turned as they are read; and the state of the softmax."""
 
 from __future__ import annotations
 
