@@ -18,10 +18,9 @@ MAX_PROGRAMS = 128  # of a launch, each with flags of its own; below the compute
 MAX_RANKS = 16
 MAX_BLOCK = 8192  # values in a program's registers: 8 warps of 32
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-_CALLS_AT = tl.constexpr(
-    4 * MAX_RANKS * MAX_PROGRAMS
-)  # bytes: behind [ranks][MAX_PROGRAMS] flags, each program's calls
-HEADER_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS + 4 * MAX_PROGRAMS
+FLAG_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS  # [ranks][MAX_PROGRAMS]; behind them every program counts its calls
+_CALLS_AT = tl.constexpr(FLAG_BYTES)
+HEADER_BYTES = FLAG_BYTES + 4 * MAX_PROGRAMS
 _HEADER = tl.constexpr(HEADER_BYTES)
 
 
