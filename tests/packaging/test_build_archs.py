@@ -1,4 +1,4 @@
-"""MLA_SUITE_ARCHS limits what `pip install .` compiles."""
+"""MLA_SUITE_ARCHS and MLA_SUITE_DISABLE_FP16 limit what `pip install .` compiles."""
 
 import os
 import runpy
@@ -27,21 +27,38 @@ def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
     assert done.stderr == f"MLA_SUITE_ARCHS names {wrong}; the archs are gfx942, gfx950, sm_90\n"
 
 
+def test_fp16_is_disabled_by_1_alone():
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info"],
+        cwd=ROOT,
+        env=os.environ | {"MLA_SUITE_DISABLE_FP16": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    wanted = "MLA_SUITE_DISABLE_FP16 is 'yes'; it takes 1, which leaves out kernels for fp16 caches, or 0\n"
+    assert done.stderr == wanted
+
+
 @pytest.mark.parametrize(
-    ("named", "archs"),
-    [(None, None), ("", None), ("sm_90", ["sm_90"]), (" sm_90, gfx942,", ["gfx942", "sm_90"])],
+    ("named", "archs", "without_fp16"),
+    [
+        *((None, None, None), ("", None, "0"), ("sm_90", ["sm_90"], "1")),
+        (" sm_90, gfx942,", ["gfx942", "sm_90"], None),
+    ],
 )
 @pytest.mark.parametrize("editable", [False, True])
-def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable):
+def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_fp16, editable):
     """The build is replaced by one that notes what it is asked for and leaves a file for each arch."""
-    if named is None:
-        monkeypatch.delenv("MLA_SUITE_ARCHS", raising=False)
-    else:
-        monkeypatch.setenv("MLA_SUITE_ARCHS", named)
+    for variable, value in (("MLA_SUITE_ARCHS", named), ("MLA_SUITE_DISABLE_FP16", without_fp16)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
     asked = []
 
-    def fake(archs, csrc, out):
-        asked.append((archs, out))
+    def fake(archs, csrc, out, fp16):
+        asked.append((archs, fp16, out))
         if not editable:
             (out / "made").mkdir(parents=True)
             (out / "made" / "kernel").write_text("built")
@@ -59,11 +76,13 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable
     command.build_lib = str(tmp_path / "lib")
     command.editable_mode = editable
     command.run()
-    ((given, out),) = asked
+    ((given, fp16, out),) = asked
     assert given == archs
+    assert fp16 is (without_fp16 != "1")
     if editable:
         assert out == ROOT / "mla_suite" / "objects"
         assert not (tmp_path / "lib").exists()
     else:
-        assert out.name == "-".join(["objects", *(archs or [])]), "a selection is not mixed with another one's objects"
+        parts = ["objects", *(archs or []), *([] if fp16 else ["no-fp16"])]
+        assert out.name == "-".join(parts), "a selection is not mixed with another one's objects"
         assert (tmp_path / "lib/mla_suite/objects/made/kernel").read_text() == "built"
