@@ -178,7 +178,7 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both, sparse needs indices")
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, 1, 0, 1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -241,7 +241,7 @@ def flash_mla_sparse_fwd(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, plan = given
-    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan
+    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:

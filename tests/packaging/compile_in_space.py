@@ -50,7 +50,7 @@ def main(name: str, out: str, *options: str) -> int:
 
 
 def compiler(folder: Path, name: str, sdk: Path) -> Path:
-    """What `build --rocm` is given for a user space: its hipcc where it has one, else its clang.
+    """The program that `build --rocm` is given: the hipcc of a user space that has one, else its clang.
 
     Programs of a user space need its loader, so `sdk` gets scripts that start them under it.
     """

@@ -1,4 +1,4 @@
-"""MLA_SUITE_ARCHS limits what `pip install .` compiles."""
+"""MLA_SUITE_ARCHS and MLA_SUITE_DISABLE_FP16 limit what `pip install .` compiles."""
 
 import os
 import runpy
@@ -27,22 +27,39 @@ def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
     assert done.stderr == f"MLA_SUITE_ARCHS names {wrong}; the archs are gfx942, gfx950, sm_90\n"
 
 
+def test_fp16_is_disabled_by_1_alone():
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info"],
+        cwd=ROOT,
+        env=os.environ | {"MLA_SUITE_DISABLE_FP16": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    wanted = "MLA_SUITE_DISABLE_FP16 is 'yes'; it takes 1, which leaves out kernels for fp16 caches, or 0\n"
+    assert done.stderr == wanted
+
+
 @pytest.mark.parametrize(
-    ("named", "archs"),
-    [(None, None), ("", None), ("sm_90", ["sm_90"]), (" sm_90, gfx942,", ["gfx942", "sm_90"])],
+    ("named", "archs", "without_fp16"),
+    [
+        *((None, None, None), ("", None, "0"), ("sm_90", ["sm_90"], "1")),
+        (" sm_90, gfx942,", ["gfx942", "sm_90"], None),
+    ],
 )
 @pytest.mark.parametrize("editable", [False, True])
-def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable):
+def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_fp16, editable):
     """The build is replaced by one that notes what it is asked for; the tree holds the objects of every arch."""
-    if named is None:
-        monkeypatch.delenv("MLA_SUITE_ARCHS", raising=False)
-    else:
-        monkeypatch.setenv("MLA_SUITE_ARCHS", named)
+    for variable, value in (("MLA_SUITE_ARCHS", named), ("MLA_SUITE_DISABLE_FP16", without_fp16)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
     asked = []
     tree = manifest.read(locations.PACKAGE_OBJECTS)
 
-    def fake(archs, csrc, out):
-        asked.append((archs, out))
+    def fake(archs, csrc, out, fp16):
+        asked.append((archs, out, fp16))
         return tree
 
     monkeypatch.setattr(build, "build", fake)
@@ -58,7 +75,7 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable
     left_over.parent.mkdir(parents=True)
     left_over.touch()
     command.run()
-    assert asked == [(archs, ROOT / "mla_suite" / "objects")]
+    assert asked == [(archs, ROOT / "mla_suite" / "objects", without_fp16 != "1")]
     assert left_over.exists() == editable
     if editable:
         return
