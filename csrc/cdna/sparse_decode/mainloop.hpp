@@ -251,16 +251,6 @@ class SparseMainloop {
     }
   }
 
-  MLA_DEVICE static float lane_max(const f32x4 (&s)[key_tiles]) {
-    float largest = s[0][0];
-#pragma unroll
-    for (int i = 1; i < 4 * key_tiles; ++i) {
-      const float score = s[i / 4][i % 4];
-      largest = __builtin_fmaxf(largest, score);
-    }
-    return largest;
-  }
-
   MLA_DEVICE void publish_p(int n, const f32x4 (&s)[wave_rows][key_tiles], float (&sum)[wave_rows]) const {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) {

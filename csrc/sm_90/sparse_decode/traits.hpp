@@ -87,15 +87,4 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   }
 };
 
-static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
-                      sizeof(Pool) &&
-                  __builtin_offsetof(SparseDecodeTmaParams, tokens) -
-                          __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
-                      MAX_POOLS * sizeof(Pool),
-              "selection: Pool mirrors the parameters");
-
-MLA_DEVICE const Pool& pool_at(const SparseDecodeTmaParams& params, int i) {
-  return reinterpret_cast<const Pool*>(&params.cache_0)[i];
-}
-
 }  // namespace mla::sm_90

@@ -296,8 +296,6 @@ class RowSplitWave {
     }
   }
 
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
-
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;
   const Lane lane_;

@@ -190,4 +190,18 @@ struct PvFp8 {
   }
 };
 
+// Makes left operands of `pair` column tiles from `first` on, of which `values` holds the transposed reads.
+template <class Pv, int pair, int products, int tiles, int reads>
+MLA_DEVICE void columns_of(const u32x2 (&values)[tiles][reads], int first,
+                           typename Pv::Columns (&columns)[pair][products]) {
+#pragma unroll
+  for (int i = 0; i < pair * products; ++i) {
+    u32x2 read[Pv::reads];
+#pragma unroll
+    for (int k = 0; k < Pv::reads; ++k) read[k] = values[first + i % pair][i / pair * Pv::reads + k];
+    columns[i % pair][i / pair] = Pv::columns(read);
+  }
+  if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+}
+
 }  // namespace cdna::mfma_16x16x32

@@ -87,16 +87,6 @@ struct TileSoftmax {
       }
   }
 
-  MLA_DEVICE static float lane_max(const Scores& scores) {
-    float largest = scores[0][0];
-#pragma unroll
-    for (int n = 1; n < 4 * score_tiles; ++n) {
-      const float score = scores[n / 4][n % 4];
-      largest = __builtin_fmaxf(largest, score);
-    }
-    return largest;
-  }
-
   // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so
   // far.
   MLA_DEVICE static float raise_max(Row& row, float lane_max, float scale, const Lane& lane) {
