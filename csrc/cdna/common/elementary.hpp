@@ -1,5 +1,5 @@
-// The elementary functions that every CDNA arch has as instructions. Denormal results of exp2 are flushed to zero, which
-// the softmax of an attention row allows.
+// The elementary functions that every CDNA arch has as instructions. exp2 flushes denormal results to zero, which the
+// softmax of an attention row allows.
 #pragma once
 
 #include "cdna/common/types.hpp"

@@ -105,7 +105,8 @@ class SparseMainloop {
       __builtin_amdgcn_sched_barrier(0);
       mla::block_sync();
       multiply_values(n, lds_ + stage, valid, sum);
-      // The next iteration's counters stay behind its last product, whose operands they could otherwise overwrite at once.
+      // The next iteration's counters stay behind the last product, whose operands they could otherwise overwrite at
+      // once.
       __builtin_amdgcn_sched_barrier(0);
       stage = next;
       bits = next_bits;

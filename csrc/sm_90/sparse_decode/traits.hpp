@@ -26,7 +26,7 @@ struct SparseDecodeProblem {
 template <class KvFormat, class Cluster>
 using SparseDecodePolicy = DecodePolicy<KvSource::selected, Cluster, KvFormat::STAGES>;
 
-// A producer warp's own memory: the lists of the query token, where the tile scheduler is, and what is known of the
+// A producer warp's own memory: the lists of the query token, the state of the tile scheduler, and the addresses of the
 // tokens that were looked up.
 template <bool SCALES_APART>
 struct ProducerScratch {

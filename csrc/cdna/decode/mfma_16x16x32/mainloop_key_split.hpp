@@ -125,7 +125,7 @@ class KeySplitWave {
     }
     mla::block_sync();
     float scale[waves];
-    float max = mla::RowSoftmax::NOTHING;
+    float max = mla::RowSoftmax::LOWEST;
     float total = 0.0f;
     float total_divisor = 0.0f;
 #pragma unroll
@@ -145,7 +145,7 @@ class KeySplitWave {
     if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
-      scale[w] *= Softmax::output_scale(result.weight, total, total_divisor) * Epilogue::value_scale(p);
+      scale[w] *= Softmax::output_scale(result.scale, total, total_divisor) * Epilogue::value_scale(p);
     }
 
     constexpr int share = AccumO::tiles / waves;

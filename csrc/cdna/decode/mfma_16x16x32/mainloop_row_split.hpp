@@ -150,7 +150,7 @@ class RowSplitWave {
       const float divisor = softmax_[r].divisor();
       const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
       if (lane.group == 0) target.store_lse(result.lse);
-      const float scale = Softmax::output_scale(result.weight, sum, divisor) * Epilogue::value_scale(p);
+      const float scale = Softmax::output_scale(result.scale, sum, divisor) * Epilogue::value_scale(p);
       target.template store<4, AccumO::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * scale;

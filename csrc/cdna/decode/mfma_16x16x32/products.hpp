@@ -150,7 +150,8 @@ struct PvFp8 {
   static constexpr int keys = keys_;
   static constexpr int reads = keys / 32;
   static constexpr int words = keys / 16;
-  static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the running max raises it
+  // With as much headroom as the threshold, any score above the running max raises it.
+  static constexpr float headroom = mla::RowSoftmax::RESCALE_THRESHOLD;
   static constexpr bool normalizes_by_rounded_sum = true;
   static constexpr bool converted = false;
   static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");

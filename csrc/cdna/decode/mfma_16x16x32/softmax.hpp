@@ -36,7 +36,7 @@ struct AccumO {
 template <bool normalizes_by_rounded_sum>
 struct SoftmaxRow : mla::RowSoftmax {
   MLA_DEVICE void clear() {
-    max = NOTHING;
+    max = LOWEST;
     sum = 0.0f;
   }
   MLA_DEVICE void scale(float alpha) { sum *= alpha; }
@@ -51,7 +51,7 @@ struct SoftmaxRow<true> : mla::RowSoftmax {
   // No constants: LLVM 20 and 21 would store two of them at once, and then keep all three fields in LDS.
   MLA_DEVICE void clear() {
     const float zero = mla::bit_cast<float>(rematerialized(0));
-    max = NOTHING;
+    max = LOWEST;
     sum = zero;
     rounded_sum = zero;
   }
