@@ -42,23 +42,22 @@ class BuildWithObjects(build_py):
         sys.path.insert(0, str(ROOT))
         from mla_suite import build
 
-        # An editable install keeps what the source tree holds of other archs; a wheel holds the named ones alone.
+        # Both kinds of install build in the source tree, so that the second one compiles nothing again. An editable
+        # install keeps what the tree holds of other archs; a wheel carries the named ones alone.
         package = ROOT / "mla_suite" / "objects"
-        staged = Path(self.get_finalized_command("build").build_temp).absolute() / "-".join(
-            ["objects", *ARCHS, *([] if FP16 else ["no-fp16"])]
-        )
         try:
-            out = package if self.editable_mode else staged
-            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=out, fp16=FP16)
+            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=package, fp16=FP16)
         except (build.BuildError, build.ObjectError) as error:
             sys.exit(str(error))
         if self.editable_mode:
             return
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
-        shutil.rmtree(target, ignore_errors=True)  # the objects that the source tree's own builds left there
-        for name in manifest.files():
+        shutil.rmtree(target, ignore_errors=True)  # files of another selection
+        shipped = manifest.of(ARCHS or KNOWN)
+        for name in shipped.files():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(staged / name, target / name)
+            shutil.copyfile(package / name, target / name)
+        (target / "manifest.json").write_text(shipped.to_json(), encoding="utf-8")
 
 
 class PlatformDistribution(Distribution):

@@ -324,9 +324,10 @@ def test_an_installed_clang_is_used_in_the_same_steps(built, tmp_path, clang, ll
 
 
 def hipcc(root, clang, lld=True):
-    """A hipcc as Debian has it: its clang lies elsewhere, and its hipconfig names the folder."""
+    """A hipcc as Debian has it: its clang lies elsewhere, and its hipconfig names the folder, or CUDA's beside one."""
     shell(root / "bin/hipcc", "echo hipcc must not be called; exit 1")
-    shell(root / "bin/hipconfig", f'test "$1" = --hipclangpath && echo {root / "llvm-22/bin"}')
+    answer = f'test "$HIP_PLATFORM" = amd && echo {root / "llvm-22/bin"} || echo /usr/local/cuda'
+    shell(root / "bin/hipconfig", f'test "$1" = --hipclangpath && {{ {answer}; }}')
     shell(root / "llvm-22/bin/clang++", clang)
     if lld:
         shell(root / "llvm-22/bin/ld.lld", clang.replace("clang", "ld.lld"))

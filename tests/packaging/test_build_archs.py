@@ -5,11 +5,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mla_suite import build
+from mla_suite.build import locations, manifest
 
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools is too old to build a wheel")
 ROOT = Path(__file__).parents[2]
@@ -49,20 +49,18 @@ def test_fp16_is_disabled_by_1_alone():
 )
 @pytest.mark.parametrize("editable", [False, True])
 def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_fp16, editable):
-    """The build is replaced by one that notes what it is asked for and leaves a file for each arch."""
+    """The build is replaced by one that notes what it is asked for; the tree holds the objects of every arch."""
     for variable, value in (("MLA_SUITE_ARCHS", named), ("MLA_SUITE_DISABLE_FP16", without_fp16)):
         if value is None:
             monkeypatch.delenv(variable, raising=False)
         else:
             monkeypatch.setenv(variable, value)
     asked = []
+    tree = manifest.read(locations.PACKAGE_OBJECTS)
 
     def fake(archs, csrc, out, fp16):
-        asked.append((archs, fp16, out))
-        if not editable:
-            (out / "made").mkdir(parents=True)
-            (out / "made" / "kernel").write_text("built")
-        return SimpleNamespace(files=lambda: ["made/kernel"])
+        asked.append((archs, out, fp16))
+        return tree
 
     monkeypatch.setattr(build, "build", fake)
     found = {}
@@ -70,19 +68,21 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_
     runpy.run_path(str(ROOT / "setup.py"))
     command_class = found["cmdclass"]["build_py"]
     monkeypatch.setattr(command_class.__base__, "run", lambda self: None)
-    distribution = found["distclass"]({"name": "mla_suite"})
-    distribution.get_command_obj("build").build_temp = str(tmp_path / "temporary")
-    command = command_class(distribution)
+    command = command_class(found["distclass"]({"name": "mla_suite"}))
     command.build_lib = str(tmp_path / "lib")
     command.editable_mode = editable
+    left_over = tmp_path / "lib/mla_suite/objects/sm_90/of_another_selection.cubin"
+    left_over.parent.mkdir(parents=True)
+    left_over.touch()
     command.run()
-    ((given, fp16, out),) = asked
-    assert given == archs
-    assert fp16 is (without_fp16 != "1")
+    assert asked == [(archs, ROOT / "mla_suite" / "objects", without_fp16 != "1")]
+    assert left_over.exists() == editable
     if editable:
-        assert out == ROOT / "mla_suite" / "objects"
-        assert not (tmp_path / "lib").exists()
-    else:
-        parts = ["objects", *(archs or []), *([] if fp16 else ["no-fp16"])]
-        assert out.name == "-".join(parts), "a selection is not mixed with another one's objects"
-        assert (tmp_path / "lib/mla_suite/objects/made/kernel").read_text() == "built"
+        return
+    carried = manifest.read(tmp_path / "lib/mla_suite/objects")
+    assert {arch for arch, _ in carried.kernels} == set(archs or ["gfx942", "gfx950", "sm_90"])
+    assert carried.kernels == {key: entry for key, entry in tree.kernels.items() if not archs or key[0] in archs}
+    assert carried.libraries == tree.libraries
+    assert carried.files() == sorted(
+        path.relative_to(carried.root).as_posix() for path in carried.root.rglob("*") if path.is_file()
+    )
