@@ -141,7 +141,13 @@ def connect(group: Any, timeout_s: float) -> None:
     dist.barrier(_resolve(group))  # nobody stores into a buffer before its flags are zero
     polls = min(int(timeout_s * POLLS_PER_SECOND), MAX_POLLS)
     _memories[str(group)] = PeerMemory(
-        peers, handle.rank, capacity, polls, peer_triton.MAX_PROGRAMS, (buffer, handle, views)
+        own=buffer.view(torch.int32),
+        peers=peers,
+        rank=handle.rank,
+        capacity=capacity,
+        polls=polls,
+        programs=peer_triton.MAX_PROGRAMS,
+        held=(buffer, handle, views),
     )
     _capacities[str(group)] = capacity
 
