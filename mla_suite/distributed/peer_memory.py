@@ -33,7 +33,6 @@ library.define(
 class PeerMemory:
     """One rank's view of a group's memory.
 
-    own       int32: this rank's buffer
     peers     int64 [ranks]: the address of every rank's buffer, as this rank reaches it
     rank      this rank in the group
     capacity  bytes that a rank may send to another in one call
@@ -42,7 +41,6 @@ class PeerMemory:
     held      what keeps the memory alive
     """
 
-    own: torch.Tensor
     peers: torch.Tensor
     rank: int
     capacity: int
@@ -85,13 +83,13 @@ class PeerMemory:
         block = max(1, min(4096 // dim, _power_of_two(items, self.programs)))
         if items:
             peer_triton.merge_kernel[(self.programs,)](
-                *(out, lse, attn_sink, merged, merged_lse, self.own, self.peers, self.rank, items, heads),
-                *(own_heads, 0 if own_heads == heads else own_heads, self.capacity, self.polls),
+                *(out, lse, attn_sink, merged, merged_lse, self.peers, self.rank, items, heads, own_heads),
+                *(0 if own_heads == heads else own_heads, self.capacity, self.polls),
                 WORLD=self.ranks,
                 DIM=dim,
                 BLOCK=block,
                 num_warps=max(2, min(8, block * dim // 512)),
-                **peer_triton.options(),
+                **peer_triton.OPTIONS,
             )
         return merged, merged_lse
 
@@ -102,12 +100,12 @@ class PeerMemory:
         block = max(512, min(peer_triton.MAX_BLOCK, _power_of_two(values, self.programs)))
         if values:
             peer_triton.reduce_kernel[(self.programs,)](
-                *(x, out, self.own, self.peers, self.rank, values, self.capacity, self.polls),
+                *(x, out, self.peers, self.rank, values, self.capacity, self.polls),
                 WORLD=self.ranks,
                 BLOCK=block,
                 GATHER=gather,
                 num_warps=max(2, block // 1024),
-                **peer_triton.options(),
+                **peer_triton.OPTIONS,
             )
 
 
@@ -141,13 +139,7 @@ def connect(group: Any, timeout_s: float) -> None:
     dist.barrier(_resolve(group))  # nobody stores into a buffer before its flags are zero
     polls = min(int(timeout_s * POLLS_PER_SECOND), MAX_POLLS)
     _memories[str(group)] = PeerMemory(
-        own=buffer.view(torch.int32),
-        peers=peers,
-        rank=handle.rank,
-        capacity=capacity,
-        polls=polls,
-        programs=peer_triton.MAX_PROGRAMS,
-        held=(buffer, handle, views),
+        peers, handle.rank, capacity, polls, peer_triton.MAX_PROGRAMS, (buffer, handle, views)
     )
     _capacities[str(group)] = capacity
 

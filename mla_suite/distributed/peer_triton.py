@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 
-import torch
 import triton
 import triton.language as tl
 
@@ -20,21 +19,13 @@ MAX_RANKS = 16
 MAX_BLOCK = 8192  # values in a program's registers: 8 warps of 32
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 FLAG_BYTES = 4 * MAX_RANKS * MAX_PROGRAMS  # [ranks][MAX_PROGRAMS]; behind them every program counts its calls
-_CALLS_AT = tl.constexpr(FLAG_BYTES // 4)
+_CALLS_AT = tl.constexpr(FLAG_BYTES)
 HEADER_BYTES = FLAG_BYTES + 4 * MAX_PROGRAMS
 _HEADER = tl.constexpr(HEADER_BYTES)
 
 
-def options() -> dict[str, bool]:
-    """How the kernels are compiled and launched on this machine.
-
-    Where the GPU can start a kernel before the one ahead of it ends, it does, and the kernel waits for that end itself.
-    Assertions are on for the flag that does not come; Triton's own checks of integers would come along with them.
-    """
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return {"OVERLAP": False}
-    overlap = torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
-    return {"OVERLAP": overlap, "sanitize_overflow": False} | ({"launch_pdl": True} if overlap else {})
+# Assertions are on for the flag that does not come; Triton's own checks of integers would come along with them.
+OPTIONS = {} if os.environ.get("TRITON_INTERPRET") == "1" else {"sanitize_overflow": False}
 
 
 @triton.jit
@@ -44,7 +35,7 @@ def _slice(peers, owner, writer, call, capacity, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _signal_and_wait(own, peers, rank, call, polls, WORLD: tl.constexpr):
+def _signal_and_wait(peers, rank, call, polls, WORLD: tl.constexpr):
     """Tells every peer that this program's data has arrived there, and waits for theirs."""
     program = tl.program_id(0)
     tl.debug_barrier()  # every thread's stores are before the flag
@@ -54,7 +45,7 @@ def _signal_and_wait(own, peers, rank, call, polls, WORLD: tl.constexpr):
         tl.atomic_xchg(flag, call, sem="release", scope="sys")
     for step in tl.static_range(1, WORLD):
         peer = (rank + step) % WORLD
-        flag = own + peer * _MAX_PROGRAMS + program
+        flag = (tl.load(peers + rank) + 4 * (peer * _MAX_PROGRAMS + program)).to(tl.pointer_type(tl.int32))
         left = polls
         # A peer may be one call ahead already. The difference stays right when the numbers wrap around.
         while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - call < 0) & (left > 0):
@@ -64,11 +55,9 @@ def _signal_and_wait(own, peers, rank, call, polls, WORLD: tl.constexpr):
 
 
 @triton.jit
-def _begin(own, OVERLAP: tl.constexpr):
+def _begin(peers, rank):
     """-> where this program counts its calls, and the number of this one."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    counter = own + _CALLS_AT + tl.program_id(0)
+    counter = (tl.load(peers + rank) + _CALLS_AT + 4 * tl.program_id(0)).to(tl.pointer_type(tl.int32))
     return counter, tl.load(counter) + 1
 
 
@@ -76,7 +65,6 @@ def _begin(own, OVERLAP: tl.constexpr):
 def reduce_kernel(
     x,  # [values]
     out,  # [values], the sum over all ranks; or [WORLD, values], x of every rank
-    own,  # int32 words of this rank's buffer
     peers,  # [WORLD] int64, addresses of the ranks' buffers
     rank,
     values,
@@ -85,12 +73,11 @@ def reduce_kernel(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
     GATHER: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Grid: the same number of programs in every call. The sum is made in fp32 in the order of the ranks, so that all
     ranks have the same bits."""
     program = tl.program_id(0)
-    counter, call = _begin(own, OVERLAP)
+    counter, call = _begin(peers, rank)
     blocks = (values + BLOCK - 1) // BLOCK
     for block in range(program, blocks, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
@@ -100,16 +87,16 @@ def reduce_kernel(
             to = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
             tl.store(to + at, value, mask=at < values)
     if program < blocks:
-        _signal_and_wait(own, peers, rank, call, polls, WORLD)
+        _signal_and_wait(peers, rank, call, polls, WORLD)
     for block in range(program, blocks, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        mine = tl.load(x + at, mask=at < values)
+        own = tl.load(x + at, mask=at < values)
         total = tl.zeros([BLOCK], tl.float32)
         for writer in tl.static_range(0, WORLD):
             address = _slice(peers, rank, writer, call, capacity, WORLD)
             source = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
             arrived = tl.load(source + at, mask=(at < values) & (writer != rank), cache_modifier=".cg")
-            value = tl.where(writer == rank, mine, arrived)
+            value = tl.where(writer == rank, own, arrived)
             if GATHER:
                 tl.store(out + writer * values + at, value, mask=at < values)
             else:
@@ -126,7 +113,6 @@ def merge_kernel(
     attn_sink,  # [heads] fp32, or None
     merged,  # [rows, own_heads, DIM]
     merged_lse,  # [rows, own_heads] fp32
-    own,  # int32 words of this rank's buffer
     peers,  # [WORLD] int64, addresses of the ranks' buffers
     rank,
     items,  # rows x own_heads
@@ -138,11 +124,10 @@ def merge_kernel(
     WORLD: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,  # rows of the result in a tile
-    OVERLAP: tl.constexpr,
 ):
     """Grid: the same number of programs in every call. A slice is [rows x own_heads, DIM] values, then their lse."""
     program = tl.program_id(0)
-    counter, call = _begin(own, OVERLAP)
+    counter, call = _begin(peers, rank)
     lse_at = items.to(tl.int64) * (DIM * out.dtype.element_ty.primitive_bitwidth // 8)
     blocks = (items + BLOCK - 1) // BLOCK
     column = tl.arange(0, DIM)[None, :]
@@ -159,7 +144,7 @@ def merge_kernel(
             lse_to = (address + lse_at).to(tl.pointer_type(tl.float32))
             tl.store(lse_to + item, tl.load(lse + source, mask=live), mask=live)
     if program < blocks:
-        _signal_and_wait(own, peers, rank, call, polls, WORLD)
+        _signal_and_wait(peers, rank, call, polls, WORLD)
     for block in range(program, blocks, tl.num_programs(0)):
         item = block * BLOCK + tl.arange(0, BLOCK)
         live = item < items
@@ -183,9 +168,9 @@ def merge_kernel(
                 values + item[:, None] * DIM + column, mask=elsewhere[:, None], other=0.0, cache_modifier=".cg"
             )
             here = live & (writer == rank)
-            mine = tl.load(out + source[:, None].to(tl.int64) * DIM + column, mask=here[:, None], other=0.0)
+            own = tl.load(out + source[:, None].to(tl.int64) * DIM + column, mask=here[:, None], other=0.0)
             weight = tl.exp(tl.where(writer == rank, own_lse, theirs) - shift)
-            value = tl.where(writer == rank, mine, arrived).to(tl.float32)
+            value = tl.where(writer == rank, own, arrived).to(tl.float32)
             weights += weight
             total += tl.where(weight[:, None] == 0.0, 0.0, weight[:, None] * value)
         seen = weights != 0.0  # NaN stays NaN

@@ -28,10 +28,7 @@ def on_shared_ranks(world, function):
     peers = torch.tensor([buffer.data_ptr() for buffer in shared])
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(
-            target=_rank,
-            args=(function, PeerMemory(shared[r].view(torch.int32), peers, r, CAPACITY, 1 << 20, PROGRAMS)),
-        )
+        fork.Process(target=_rank, args=(function, PeerMemory(peers, r, CAPACITY, 1 << 20, PROGRAMS)))
         for r in range(world)
     ]
     for process in ranks:
