@@ -17,9 +17,8 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import metadata_convert
-from mla_suite.integrations._common import WIDE
-from mla_suite.integrations._common import refuse as _refuse
+from mla_suite.integrations import WIDE, metadata_convert
+from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.plan import sm_parts

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import KV_FORMATS
+from mla_suite.integrations import FP8, KV_FORMATS, refuse
 from mla_suite.ops.plan import sm_parts
 
 try:
@@ -34,6 +34,7 @@ try:
     from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
         AttentionCGSupport,
         AttentionType,
+        MLAAttentionImpl,
         MultipleOf,
     )
 except ImportError as error:
@@ -175,21 +176,11 @@ def _uniform(query_start_loc: torch.Tensor, q_len: int, tokens: int) -> bool:
     return torch.equal(query_start_loc, starts.clamp(max=int(query_start_loc[-1])))
 
 
-def refuse_options(name: str, alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str) -> None:
-    """Raise NotImplementedError for an option of vLLM's layers that our operators do not have."""
-    options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-    given = [option for option, value in options.items() if value]
-    if given:
-        raise NotImplementedError(f"{name}: {given[0]} is set; it has none: choose another attention backend")
-    if attn_type != AttentionType.DECODER:
-        raise NotImplementedError(f"{name}: attn_type is {attn_type!r}; it serves decoder self-attention only")
-
-
-class MLASuiteImpl(MLACommonImpl):
-    """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
+class MLASuiteLayer(MLAAttentionImpl):
+    """Shared by the dense and the sparse layer, which name it before vLLM's own class among their bases."""
 
     can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True  # `mla_suite.decode` returns natural logarithms
+    lse_base_on_e: bool = True  # our operators return natural logarithms
     supports_dcp: bool = True
     supports_pcp: bool = False
 
@@ -204,10 +195,22 @@ class MLASuiteImpl(MLACommonImpl):
         kv_cache_dtype: str,
         logits_soft_cap: float | None,
         attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        *rest: Any,
         **mla_args: Any,
     ) -> None:
-        refuse_options("MLASuiteImpl", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        options = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "sinks": mla_args.get("sinks") is not None,
+        }
+        name, possible = type(self).__name__, "choose another attention backend"
+        for option, value in options.items():
+            if value:
+                refuse(name, f"{option} is set", possible, NotImplementedError)
+        if attn_type != AttentionType.DECODER:
+            given = f"attn_type is {attn_type!r}, and it serves decoder self-attention only"
+            refuse(name, given, possible, NotImplementedError)
         super().__init__(
             num_heads,
             head_size,
@@ -218,7 +221,7 @@ class MLASuiteImpl(MLACommonImpl):
             kv_cache_dtype,
             logits_soft_cap,
             attn_type,
-            kv_sharing_target_layer_name,
+            *rest,
             **mla_args,
         )
         # Queries stay in 16 bits beside an fp8 cache: quantising them costs a launch and accuracy.
@@ -236,18 +239,20 @@ class MLASuiteImpl(MLACommonImpl):
         """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-            return
-        if kv_cache.numel() == 0:
-            return
-        cache, fp8 = self._as_stored(kv_cache)
-        mla_suite.append_kv(
-            kv_c_normed,
-            k_pe.squeeze(1),
-            cache,
-            slot_mapping.flatten(),
-            k_scale.reshape(1).float() if fp8 else None,
-            kv_format=KV_FORMATS[cache.dtype],
-        )
+        elif kv_cache.numel():
+            cache, kv_format = self._as_stored(kv_cache)
+            descale = k_scale.reshape(1).float() if kv_format in FP8.values() else None
+            mla_suite.append_kv(
+                kv_c_normed, k_pe.squeeze(1), cache, slot_mapping.flatten(), descale, kv_format=kv_format
+            )
+
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """Returns the cache in the dtype of its values, and its KV format."""
+        raise NotImplementedError
+
+
+class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
+    """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
 
     def forward_mqa(
         self,
@@ -258,7 +263,7 @@ class MLASuiteImpl(MLACommonImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [tokens, heads, 576] or its two parts; cache [pages, page, 576]; -> out [tokens, heads, 512], lse."""
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        cache, fp8 = self._as_stored(kv_c_and_k_pe_cache)
+        cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
         out, lse = mla_suite.decode(
@@ -267,19 +272,19 @@ class MLASuiteImpl(MLACommonImpl):
             decode.seq_lens,
             decode.block_table,
             cu_seqlens_q=decode.cu_seqlens_q,
-            kv_descale=layer._k_scale.reshape(1) if fp8 else None,
+            kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             plan=decode.plan,
             softmax_scale=self.scale,
             max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
-            kv_format=KV_FORMATS[cache.dtype],
+            kv_format=kv_format,
             split_size=INVARIANT_SPLIT if decode.plan is None else 0,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 
     _forward_decode = forward_mqa  # its name before 2026
 
-    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Returns the cache in the dtype of its values, which vLLM allocates as bytes, and whether that is fp8."""
-        fp8 = self.kv_cache_dtype.startswith("fp8")
-        return (kv_cache.view(current_platform.fp8_dtype()) if fp8 else kv_cache), fp8
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        # vLLM allocates an fp8 cache as bytes.
+        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
+        return cache, KV_FORMATS[cache.dtype]

@@ -18,12 +18,12 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
 from mla_suite.ops.decode import triton_config as tuned
+from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
-from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
 from mla_suite.ops.plan.metadata import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
@@ -197,18 +197,11 @@ def attend_item(
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
         scores = tl.where(seen, scores * scale, -float("inf"))
-        before = m_i
-        m_i = tl.maximum(before, tl.max(scores, 1))
-        shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(before - shift)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i, l_i, alpha, p = softmax_step(scores, m_i, l_i)
         accumulator = accumulator * alpha[:, None]
         accumulator = tl.dot(p.to(DOT), latent, accumulator, input_precision="ieee")
 
-    seen = l_i > 0.0
-    result_lse = tl.where(seen, m_i / LOG2E + tl.log(l_i), -float("inf"))
-    result_lse = tl.where(l_i != l_i, l_i, result_lse)  # NaN stays NaN
+    result_lse = natural_lse(m_i, l_i)
     if partial_row < 0:
         denominator = l_i
         if attn_sink is not None:

@@ -13,7 +13,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.plan import metadata, reference, samples, scheduler
 
 SCHEMA = (

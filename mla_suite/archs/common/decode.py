@@ -24,7 +24,7 @@ from mla_suite.core.dispatch import Launch
 from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
 

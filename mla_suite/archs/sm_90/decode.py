@@ -31,7 +31,7 @@ from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
