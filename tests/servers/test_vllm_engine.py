@@ -103,15 +103,25 @@ def assert_same(found, expected):
     torch.testing.assert_close(found[1], expected[1][:count], rtol=0, atol=1e-4)
 
 
-def test_mixed_prompts(checkpoint, expected, calls):
-    """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
-    batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
-    with vllm_engine.engine(checkpoint[0], ours=True) as llm:
+class TestOneEngine:
+    """Tests that share an engine, since starting one takes most of a test's time."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, checkpoint, expected):
+        with vllm_engine.engine(checkpoint[0], ours=True, chunks=vllm_engine.MAX_LEN) as llm:
+            yield llm
+
+    def test_mixed_prompts(self, llm, expected, calls, monkeypatch):
+        """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
+        batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
+        plan, plans = integration.mla_suite.plan, []
+        monkeypatch.setattr(integration.mla_suite, "plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
         assert_same(vllm_engine.generate(llm, batch), expected)
         steps = [lens for lens, _ in calls]
         assert len(steps) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
         assert [5] in steps  # prompts of up to 8 tokens are decoded
         assert [1, 1, 1, 1] in steps
+        llm.reset_prefix_cache()
         core, finished = llm.llm_engine, {}
         waiting = [(0, ids) for ids in batch] + [(3, late[0]), (5, late[1])]
         for step in range(4 * vllm_engine.NEW_TOKENS):
@@ -119,19 +129,20 @@ def test_mixed_prompts(checkpoint, expected, calls):
                 if when == step:
                     core.add_request(str(name), {"prompt_token_ids": ids}, vllm_engine.sampling())
             finished.update({done.request_id: done.outputs[0].token_ids for done in core.step() if done.finished})
-    answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
-    assert answers == expected[0][: len(waiting)]
-    assert any(packed and max(lens) > 1 and min(lens) == 1 for lens, packed in calls)
+        answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
+        assert answers == expected[0][: len(waiting)]
+        assert any(packed and max(lens) > 1 and min(lens) == 1 for lens, packed in calls)
+        assert len(plans) * LAYERS == len(calls)  # one plan serves the layers of a step
 
-
-def test_prefix_caching_and_chunked_prefill(checkpoint, expected, calls):
-    """Prompts in chunks of 16 tokens; the second time all but their last page comes from the cache."""
-    with vllm_engine.engine(checkpoint[0], ours=True, chunks=16) as llm:
+    def test_prefix_caching_and_chunked_prefill(self, llm, expected, calls, monkeypatch):
+        """Prompts in chunks of 16 tokens; the second time all but their last page comes from the cache."""
+        llm.reset_prefix_cache()
+        monkeypatch.setattr(llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
         for _ in range(2):
             before = len(calls)
             assert_same(vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS)), expected)
-    extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
-    assert any(1 in lens and max(lens) > 1 for lens in extends)
+        extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
+        assert any(1 in lens and max(lens) > 1 for lens in extends)
 
 
 def test_fp8_cache(checkpoint, calls, monkeypatch):
@@ -178,6 +189,22 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
         vllm_engine.generate(llm, batch)
     assert rows >= LAYERS * (sum(LENGTHS) + len(batch) * (vllm_engine.NEW_TOKENS - 1))
     assert checked >= LAYERS * len(batch) * (vllm_engine.NEW_TOKENS - 1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "tokens", "bound", "expected"),
+    [
+        ([0, 1, 2, 3], 3, 0, (1, True)),
+        ([0, 1, 2, 2], 3, 1, (1, True)),  # the last sequence pads a captured batch
+        ([0, 1, 1, 2], 3, 1, (1, False)),
+        ([0, 4, 8], 8, 4, (4, True)),
+        ([0, 4, 8, 8], 12, 4, (4, True)),
+        ([0, 4, 6, 6], 12, 4, (4, False)),  # the second has fewer, however the batch is padded
+        ([0, 1, 4], 4, 3, (3, False)),
+    ],
+)
+def test_query_lengths_of_a_step(starts, tokens, bound, expected):
+    assert integration._query_lengths(torch.tensor(starts, dtype=torch.int32), tokens, bound) == expected
 
 
 def test_what_vllms_selector_is_told():
