@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import WIDE, refuse
+from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.vllm import INVARIANT_SPLIT, PAGE_SIZE, MLASuiteLayer
 
 try:

@@ -149,6 +149,17 @@ def test_a_part_of_a_build_keeps_the_rest(csrc, tmp_path):
         build(ARCHS, csrc=csrc, out=out, kernels=["scald"])
 
 
+def test_a_build_without_fp16(csrc, tmp_path):
+    """Kernels of that dtype are not built, and those of an earlier build go."""
+    out = tmp_path / "objects"
+    edit(csrc / "gfx942" / "arch.toml", "64, 256", '64], DTYPE = ["bf16", "fp16"')
+    made = build(["gfx942"], csrc=csrc, out=out)
+    assert [name for _, name in made.kernels] == ["scale_threads-64_dtype-bf16", "scale_threads-64_dtype-fp16"]
+    made = build(["gfx942"], csrc=csrc, out=out, fp16=False)
+    assert [name for _, name in made.kernels] == ["scale_threads-64_dtype-bf16"]
+    assert len(list((out / "gfx942").iterdir())) == 2
+
+
 def test_two_processes_at_once(csrc, tmp_path):
     script = (
         "import sys; from pathlib import Path; from mla_suite.build import build; "
@@ -313,9 +324,10 @@ def test_an_installed_clang_is_used_in_the_same_steps(built, tmp_path, clang, ll
 
 
 def hipcc(root, clang, lld=True):
-    """A hipcc as Debian has it: its clang lies elsewhere, and its hipconfig names the folder."""
+    """A hipcc as Debian has it: its clang lies elsewhere, and its hipconfig names the folder, or CUDA's beside one."""
     shell(root / "bin/hipcc", "echo hipcc must not be called; exit 1")
-    shell(root / "bin/hipconfig", f'test "$1" = --hipclangpath && echo {root / "llvm-22/bin"}')
+    answer = f'test "$HIP_PLATFORM" = amd && echo {root / "llvm-22/bin"} || echo /usr/local/cuda'
+    shell(root / "bin/hipconfig", f'test "$1" = --hipclangpath && {{ {answer}; }}')
     shell(root / "llvm-22/bin/clang++", clang)
     if lld:
         shell(root / "llvm-22/bin/ld.lld", clang.replace("clang", "ld.lld"))
