@@ -240,6 +240,23 @@ def test_what_vllms_selector_is_told():
     assert select_common_block_size(48, [backend]) == 48
 
 
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (dict(alibi_slopes=[0.5] * 4), "alibi_slopes is set; choose"),
+        (dict(sliding_window=128), "sliding_window is set; choose"),
+        (dict(logits_soft_cap=30.0), "logits_soft_cap is set; choose"),
+        (dict(sinks=torch.zeros(4)), "sinks is set; choose"),
+        (dict(attn_type="encoder"), "attn_type is 'encoder', and it serves decoder self-attention only; choose"),
+    ],
+)
+def test_options_that_it_has_not_are_refused(change, given):
+    options = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None)
+    sizes = dict(num_heads=4, head_size=576, scale=0.1, num_kv_heads=1, attn_type="decoder")
+    with pytest.raises(NotImplementedError, match=f"MLASuiteImpl: {given} another attention backend"):
+        integration.MLASuiteImpl(**{**sizes, **options, **change})
+
+
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
     """A server of three processes finds the backend by the entry points that this package ships."""
     folder, root = checkpoint[0], Path(__file__).parents[2]
