@@ -25,7 +25,7 @@ KEEPING = tuple(f"benchmark_{name}" for name in ("autosave", "save", "json", "co
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", default="quick", help=f"shapes of bench_operators: {', '.join(sets.SETS)}")
     parser.addoption("--backend", default=None, help="native, triton or reference (default: those of this device)")
-    parser.addoption("--no-floors", action="store_true", help="leave out the GPU's ceilings, which take 20 seconds")
+    parser.addoption("--no-floors", action="store_true", help="leave out the ceilings of the GPU, which take 20 s")
     parser.addoption("--arch", default=None, help="AMD archs to count for without a GPU (default: all that are built)")
 
 
