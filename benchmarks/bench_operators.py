@@ -1,15 +1,14 @@
 """Every operator's backends on a named set of shapes, tracked by pytest-benchmark.
 
-    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-autosave
-    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-compare \\
-        --benchmark-compare-fail=median:5%
+    pytest benchmarks --set flashmla -k device_time --benchmark-autosave
+    pytest benchmarks --set flashmla -k device_time --benchmark-compare --benchmark-compare-fail=median:5%
 
 On a GPU the statistic that is stored and compared is the device time of a call, by replay of a CUDA graph with cold
 caches; host time until an eager call returns is a benchmark beside it. Without a GPU the statistic is what the emulator
 counts for AMD kernels: the bound of a compute unit in clocks, and wave instructions. Those are the same on every
 machine, so the stored baseline of set `counted` holds to the last instruction:
 
-    pytest benchmarks/bench_operators.py --benchmark-enable --set counted \\
+    pytest benchmarks --set counted -k "clocks or instructions" \\
         --benchmark-compare=benchmarks/baselines/counted.json --benchmark-compare-fail=median:0%
 
 Every result is compared with fp64 or the reference before it is measured. What was run, its error, the rates that the
@@ -36,7 +35,8 @@ ROUNDS = 8
 @pytest.fixture(scope="session")
 def ceilings(device: torch.device, request: pytest.FixtureRequest) -> floors.Floors | None:
     enabled = not request.config.getoption("benchmark_disable") or request.config.getoption("benchmark_enable")
-    return floors.measure(device) if device.type == "cuda" and enabled else None
+    wanted = enabled and not request.config.getoption("no_floors")
+    return floors.measure(device) if device.type == "cuda" and wanted else None
 
 
 def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> tuple[Runner, Call]:

@@ -18,7 +18,6 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import FP8, KV_FORMATS, refuse
-from mla_suite.ops.plan import sm_parts
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -97,15 +96,19 @@ class MLASuiteBackend(MLACommonBackend):
 
 @dataclass
 class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
-    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share."""
+    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share.
 
-    plan: torch.Tensor | None = None  # None in batch-invariant mode
+    The first layer makes the plan. In a captured step it is captured with it, so a replay waits for no host.
+    """
+
+    split_size: int = 0  # batch-invariant mode, which has no plan
+    plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
 
 
 class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
-    """Makes one plan per step, on the device, into a tensor that stays where a captured graph reads it."""
+    """Says how many query tokens the sequences of a step have; everything else is vLLM's."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.VARLEN
@@ -121,7 +124,6 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
         speculation = getattr(vllm_config, "speculative_config", None)
         self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
-        self._plans: dict[tuple[int, int], torch.Tensor] = {}
 
     def _build_decode(
         self,
@@ -141,39 +143,37 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
                 f"MLASuiteMetadataBuilder: {num_decode_tokens} query tokens of {batch} sequences with decode context "
                 "parallel; a rank's keys carry no positions to mask by: decode one token per sequence"
             )
-        q_len = int(query_start_loc_cpu.diff().max())
-        uniform = _uniform(query_start_loc_cpu, q_len, num_decode_tokens)
+        q_len, uniform = _query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
         if envs.VLLM_BATCH_INVARIANT:
             q_len = self.reorder_batch_threshold
             uniform = q_len == 1  # the same kernel for packed queries whatever their lengths
         elif self._adaptive and q_len > 1:
             # The device may have moved drafts from one sequence to another since the host counted them.
             q_len, uniform = max(max_query_len, q_len) if max_query_len else self.reorder_batch_threshold, False
-        plan = None
-        if not envs.VLLM_BATCH_INVARIANT:
-            rows = self.num_heads * max(getattr(self, "dcp_world_size", 1), 1) * max(q_len, 1)
-            num_sm_parts = sm_parts(seq_lens_device, rows)
-            made = mla_suite.plan(seq_lens_device, num_heads=rows, num_sm_parts=num_sm_parts)
-            plan = self._plans.setdefault((batch, num_sm_parts), made)
-            if plan is not made:
-                plan.copy_(made)
         return MLASuiteDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            plan=plan,
-            max_seqlen_q=max(q_len, 1),
+            split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+            max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
         )
 
 
-def _uniform(query_start_loc: torch.Tensor, q_len: int, tokens: int) -> bool:
-    """Returns whether every sequence has q_len query tokens, but for sequences at the end that pad a captured batch."""
+def _query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> tuple[int, bool]:
+    """The most query tokens of a sequence, at least 1, and whether all have as many.
+
+    Sequences at the end that pad a captured batch have none and count as the others. max_query_len is a bound, or 0.
+    """
     batch = query_start_loc.shape[0] - 1
-    if tokens != batch * q_len:
-        return False
+    q_len = 1 if max_query_len == 1 else max(int(query_start_loc.diff().max()), 1)
+    last = int(query_start_loc[-1])
+    if tokens != batch * q_len or last % q_len:
+        return q_len, False
+    if last == tokens:  # no sequence has more, so none has fewer
+        return q_len, True
     starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
-    return torch.equal(query_start_loc, starts.clamp(max=int(query_start_loc[-1])))
+    return q_len, torch.equal(query_start_loc, starts.clamp(max=last))
 
 
 class MLASuiteLayer(MLAAttentionImpl):
@@ -266,6 +266,8 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
+        if decode.plan is None and not decode.split_size:
+            decode.plan = mla_suite.plan(decode.seq_lens, num_heads=queries.shape[-2], max_seqlen_q=decode.max_seqlen_q)
         out, lse = mla_suite.decode(
             queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
             cache,
@@ -278,7 +280,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
             kv_format=kv_format,
-            split_size=INVARIANT_SPLIT if decode.plan is None else 0,
+            split_size=decode.split_size,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 

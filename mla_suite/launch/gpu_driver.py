@@ -1,4 +1,4 @@
-"""What the drivers of GPUs share: kernels are loaded once, recurring launches are bound once, every call is checked.
+"""The common part of GPU drivers: kernels are loaded once, recurring launches are bound once, every call is checked.
 
 A subclass knows its library: how a module is loaded, how a launch is packed, and what its error codes mean.
 """
@@ -91,7 +91,7 @@ class GpuDriver(ABC):
         """Loads a code object; called once for each entry."""
 
     def _advice(self, code: int) -> str:
-        """What to do about an error code, behind its explanation; empty where the explanation says all."""
+        """Advice about an error code, which follows its explanation; empty where there is none."""
         return ""
 
     def _call(self, function: str, *arguments: Any) -> None:
