@@ -94,10 +94,8 @@ class Estimate:
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
         # Clusters combine each two splits; no combine reads with more than all SMs.
-        partials_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes)
-        combine = np.where(
-            room, (splits - 1) * (partials_us / 2 if self.clusters else partials_us), FITTED.late_combine
-        )
+        split_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes) / (2 if self.clusters else 1)
+        combine = np.where(room, (splits - 1) * split_us, FITTED.late_combine)
         if not self.clusters:
             combine += FITTED.combine
             combine[0] = 0.0

@@ -158,17 +158,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     why = _unsupported(problem)
     if why is not None:
         return Unsupported(why)
-    row = decode_table.row_for(
-        arch,
-        problem.q_dtype,
-        problem.kv_format,
-        problem.heads,
-        problem.q_len,
-        problem.batch,
-        problem.context,
-        problem.split_size > 0,
-        own_splits=problem.planned or problem.num_splits > 0,
-    )
+    row = decode_table.row_of(arch, problem)
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
