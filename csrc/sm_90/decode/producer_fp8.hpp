@@ -29,19 +29,8 @@ class ProducerFp8 : ProducerBase<Traits> {
         raw_(shared + Storage::RAW + warp_ * (Traits::RAW_STAGES * Traits::RAW_STAGE_BYTES)) {}
 
   MLA_DEVICE void run() {
-    if (warp_ == PREFETCH_WARP) {
-      const ProloguePrefetch<Traits> prefetch(params_);
-      prefetch.to_l2();
-      if (params_.plan != nullptr) {
-        griddep_wait();
-        griddep_launch_dependents();
-        prefetch.to_l1();
-      }
-    }
-    const bool in_memory = this->first_tile_in_memory();
-    if (in_memory) this->wait_for_previous_kernel();
-    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
-    if (!in_memory) this->wait_for_previous_kernel();
+    if (warp_ == PREFETCH_WARP) this->prefetch();
+    Scheduler scheduler = this->template start_scheduler<Scheduler>();
     bring_tiles(scheduler);
   }
 
