@@ -75,9 +75,11 @@ def _sequences(
     attn_sink: torch.Tensor | None = None,
     rope_cos_sin: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    cp_tot_seq_lens: torch.Tensor | None = None,
     *,
     causal: bool,
     kv_format: str,
+    ranks: tuple[int, int, int] = (1, 0, 1),
 ) -> Iterator[_Sequence]:
     page, heads = kv_cache.shape[1], q.shape[-2]
     tokens = cu_seqlens_q.tolist() if cu_seqlens_q is not None else range(0, q.shape[:-2].numel() + 1, q.shape[1])
@@ -92,7 +94,13 @@ def _sequences(
         queries = flat[tokens[b] : tokens[b + 1]]
         queries = queries if q_descale is None else queries * q_descale.double()
         q_len = queries.shape[0]
-        last = torch.arange(length - q_len + 1, length + 1, **here) if causal else torch.full((q_len,), length, **here)
+        last = torch.full((q_len,), length, **here)
+        if causal:
+            total = length if cp_tot_seq_lens is None else int(cp_tot_seq_lens[b])
+            world, rank, run = ranks
+            local = torch.arange(length, **here)
+            positions = local // run * run * world + rank * run + local % run  # of this rank's keys, in the sequence
+            last = (positions <= torch.arange(total - q_len, total, **here)[:, None]).sum(1)
         sink = torch.full((heads,), -torch.inf, **here) if attn_sink is None else attn_sink
         yield _Sequence(queries.flatten(0, 1), keys, last.repeat_interleave(heads), sink.repeat(q_len))
 
@@ -104,12 +112,16 @@ def exact_decode(
     head_dim_v: int = 512,
     causal: bool = True,
     kv_format: str = "bf16",
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
     **choices: int,
 ) -> Exact:
     """Exact result of `mla_suite.decode` on the same arguments. Splits and plans (`choices`) change nothing."""
+    options: dict[str, Any] = dict(causal=causal, kv_format=kv_format, ranks=(cp_world_size, cp_rank, cp_interleave))
     found = [
         attention(own.queries, own.keys, own.visible, softmax_scale, head_dim_v, own.sink)
-        for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format)  # type: ignore[arg-type]  # as decode's
+        for own in _sequences(q, *tensors, **options)  # type: ignore[arg-type]  # as decode's
     ]
     joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
     shape = q.shape[:-1]

@@ -172,8 +172,10 @@ def _clang_of_hipcc(hipcc: Path) -> AmdCompiler:
     BuildError when its hipconfig does not name that clang, or no lld lies beside it.
     """
     hipconfig = hipcc.with_name(hipcc.name.replace("hipcc", "hipconfig"))
+    question = [str(hipconfig), "--hipclangpath"]
+    amd = {**os.environ, "HIP_PLATFORM": "amd"}  # beside a CUDA it may name that one's folder
     try:
-        done = subprocess.run([str(hipconfig), "--hipclangpath"], check=True, capture_output=True, text=True)
+        done = subprocess.run(question, env=amd, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"{hipcc} has no hipconfig beside it that names its clang ({error})") from error
     folder = Path(done.stdout.strip())

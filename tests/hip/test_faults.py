@@ -1,13 +1,14 @@
 """Planted faults: everything that is wrong in what HIP hands to the GPU is noticed, and said in a sentence."""
 
 import ctypes
+import subprocess
 from dataclasses import replace
 
 import pytest
 from conftest import ARCH
 from launches import Placed, loaded_at, one_decode, recorded
 
-from mla_suite.build import manifest
+from mla_suite.build import compilers, manifest
 from mla_suite.emulator.report import SanitizerError
 from mla_suite.emulator.virtual_gpu import VirtualGpuError
 from mla_suite.launch.driver import DriverError, LaunchError
@@ -120,6 +121,29 @@ def test_a_corrupted_kernel_descriptor(session, placed):
     session.runtime.synchronize(session.stream())
     session.gpu.write(where, bytes([right]))
     with pytest.raises(VirtualGpuError, match="is damaged"):
+        session.gpu.check()
+
+
+def test_a_kernel_of_a_programs_own_is_refused_in_a_sentence(session, tmp_path):
+    """It bears a known kernel's name; its bytes are not the manifest's."""
+    known = next(entry for (arch, _), entry in manifest.installed().kernels.items() if arch == ARCH)
+    compiler, source = compilers.packaged(), tmp_path / "own.hip"
+    source.write_text(f'extern "C" __attribute__((global)) void {known.symbol}(int* out) {{ *out = 1; }}\n')
+    steps = [
+        [*compiler.to_assembly(ARCH), "-S", str(source), "-o", str(tmp_path / "own.s")],
+        [*compiler.to_relocatable(ARCH), str(tmp_path / "own.s"), "-o", str(tmp_path / "own.o")],
+        [*compiler.to_object(), str(tmp_path / "own.o"), "-o", str(tmp_path / "own.hsaco")],
+    ]
+    for step in steps:
+        subprocess.run(step, check=True)
+    module, function, address = ctypes.c_void_p(), ctypes.c_void_p(), session.runtime.malloc(4096)
+    session.runtime.call("hipModuleLoadData", ctypes.byref(module), (tmp_path / "own.hsaco").read_bytes())
+    session.runtime.call("hipModuleGetFunction", ctypes.byref(function), module, known.symbol.encode())
+    packed = ctypes.byref(ctypes.c_void_p(ctypes.addressof(ctypes.c_void_p(address))))
+    session.runtime.call("hipModuleLaunchKernel", function, 1, 1, 1, 64, 1, 1, 0, None, packed, None)
+    session.runtime.call("hipDeviceSynchronize")
+    session.runtime.free(address)
+    with pytest.raises(VirtualGpuError, match=rf"is none of the \d+ that the manifest has for {ARCH}"):
         session.gpu.check()
 
 

@@ -26,6 +26,7 @@ from skip import skip
 from mla_suite.build.locations import cache_root, locked
 
 RECORD = "packages.json"
+OS_RELEASE = Path("/etc/os-release")
 
 
 class Unavailable(Exception):
@@ -60,7 +61,7 @@ SPACES = {
         {"libamdhip64-7": "7.2.4", "libamd-comgr3": "7.2.4", "libhsa-runtime64-1": "7.2.4"},
         {"libamdhip64-dev": "7.2.4"},
     ),
-    "clang21": Space(("forky",), {"clang-21": "1:21.1.8", "lld-21": "1:21.1.8"}),
+    "clang21": Space(("forky",), {"clang-21": "1:21.1.8", "lld-21": "1:21.1.8", "hipcc": "7.0.2"}),
     "clang22": Space(("forky",), {"clang-22": "1:22.1.8", "lld-22": "1:22.1.8"}),
 }
 
@@ -162,7 +163,7 @@ def _configure(work: Path, suites: tuple[str, ...]) -> Path:
 
 def _mirror() -> str:
     """Where this machine's apt has its own Debian release from."""
-    release = Path("/etc/os-release").read_text() if Path("/etc/os-release").is_file() else ""
+    release = OS_RELEASE.read_text() if OS_RELEASE.is_file() else ""
     codename = re.search(r'^VERSION_CODENAME="?([\w-]+)', release, re.M)
     if not re.search(r"^ID=debian$", release, re.M) or codename is None:
         raise Unavailable("the user spaces are Debian's packages, and this machine is not a Debian release")

@@ -87,7 +87,7 @@ def inside(library: str, stub: str) -> int:
         opened.hipGetErrorName.restype = opened.hipGetErrorString.restype = ctypes.c_char_p
     for code in CODES:
         said = [(opened.hipGetErrorName(code), opened.hipGetErrorString(code)) for opened in (real, ours)]
-        if None in said[0] or (said[1][0] != b"hipErrorUnknown" and said[0] != said[1]):
+        if said[0] != said[1]:
             print(f"of error {code} the library says {said[0]}, our stub {said[1]}", file=sys.stderr)
             return 1
     driver = HipDriver(archs.get("gfx942"), 0, real, TorchDevice(lambda: 0, lambda _: 0, lambda _: nullcontext()))

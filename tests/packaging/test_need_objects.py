@@ -75,3 +75,18 @@ def test_a_tree_without_objects(commands, monkeypatch, capsys):
     assert need_objects.main("gfx942") == 0
     assert capsys.readouterr().out == "building the objects of gfx942: no code objects were built\n"
     assert len(commands) == 1
+
+
+def test_objects_of_nvcc_count_by_its_version(commands, monkeypatch):
+    installed = manifest.installed()
+    entries = [entry for (arch, _), entry in installed.kernels.items() if arch == "sm_90"]
+    if not entries:
+        pytest.skip("no sm_90 objects are built here")
+    item = next(item for item in need_objects.instances("sm_90") if item.id == entries[0].id)
+    monkeypatch.setattr(need_objects, "instances", lambda arch: (item,))
+    for version, up_to_date in ((entries[0].compiler, True), ("nvcc 12.0.1", False)):
+        found = compilers.NvidiaCompiler("/elsewhere/nvcc", version)
+        monkeypatch.setattr(compilers, "find_nvidia", lambda found=found: found)
+        assert (need_objects.lacking(["sm_90"]) == "") == up_to_date
+    monkeypatch.setattr(compilers, "find_nvidia", lambda: None)
+    assert need_objects.lacking(["sm_90"]) == "no nvcc of CUDA 12 or newer serves here for sm_90"

@@ -28,7 +28,7 @@ from mla_suite.archs.common.decode import (
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 

@@ -17,7 +17,7 @@ from mla_suite.core.dispatch import Launch, Supported, Unsupported, cached
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.ops.combine import CombineArgs, Problem
-from mla_suite.ops.combine.lse_layout import LseLayout, empty_lse
+from mla_suite.ops.combine.reference import LseLayout, empty_lse
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
 MAX_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits

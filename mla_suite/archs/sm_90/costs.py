@@ -86,16 +86,27 @@ class Estimate:
 
     def bounds(self, splits: Any) -> tuple[Any, Any, Any]:
         """For an int64 array of split counts: `decode`, the SMs that it leaves free, the least time with combine."""
+        # Numbers below 2^53 divide and round up exactly in fp64, in half the time of NumPy's integers.
         items = self.batch * splits
-        groups = np.minimum(items, self.max_groups)
-        times = self._decode(splits, items, groups, np.maximum)
-        free = self.units - groups * self.tiles
-        room = free >= min(grid / resident for resident, grid in self.resident)  # for all CTAs of combine
-        longer = np.where(room, _LEAST_COMBINE, _LEAST_COMBINE + FITTED.late_combine)
-        reduced = longer + (_LEAST_REDUCE - _LEAST_COMBINE) - FITTED.cluster_reduce_gain * times
-        least = np.minimum(longer, reduced)
-        least[:2] = FITTED.cluster_exchange - FITTED.cluster_reduce_gain * times[:2]  # nothing runs behind decode
-        return times, free, times + least
+        busy = np.minimum(items, self.max_groups) * self.tiles
+        waves, length = np.ceil(items / self.max_groups), np.ceil(self.stages / splits)
+        times = self._decode(length, waves, busy, np.maximum)
+        free = self.units - busy
+        room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
+        # Clusters combine each two splits; no combine reads with more than all SMs.
+        partials_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes)
+        combine = np.where(
+            room, (splits - 1) * (partials_us / 2 if self.clusters else partials_us), FITTED.late_combine
+        )
+        if not self.clusters:
+            combine += FITTED.combine
+            combine[0] = 0.0
+            return times, free, times + combine
+        least = _LEAST_COMBINE if self.tma else FITTED.combine
+        reduced = (1 - FITTED.cluster_reduce_gain) * times
+        bounds = np.minimum(times + least, reduced + _LEAST_REDUCE) + combine
+        bounds[:2] = reduced[:2] + FITTED.cluster_exchange  # nothing runs behind decode
+        return times, free, bounds
 
     def busy(self, splits: int) -> int:
         """SMs that have a CTA."""
@@ -103,13 +114,13 @@ class Estimate:
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
-        time: float = self._decode(splits, self.batch * splits, self.groups(splits), max)
+        waves, length = -(-self.batch * splits // self.max_groups), -(-self.stages // splits)
+        time: float = self._decode(length, waves, self.busy(splits), max)
         return time
 
-    def _decode(self, splits: Any, items: Any, groups: Any, most: Callable[[Any, Any], Any]) -> Any:
-        stage = FITTED.stage + FITTED.busy_stage * groups * self.tiles / self.units
-        waves = -(-items // groups)
-        return most(waves * (-(-self.stages // splits) * stage + FITTED.tile), self.read)
+    def _decode(self, length: Any, waves: Any, busy: Any, most: Callable[[Any, Any], Any]) -> Any:
+        stage = FITTED.stage + FITTED.busy_stage * busy / self.units
+        return most(waves * (length * stage + FITTED.tile), self.read)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -190,11 +201,10 @@ def splits_worth_trying(most: int, stages: int) -> Any:
     it leaves combine to the end of decode, when all SMs are free for it.
     """
     splits = np.arange(1, most + 1)
-    lengths = -(-stages // splits)
-    first = np.ones(most, dtype=bool)
-    np.not_equal(lengths[1:], lengths[:-1], out=first[1:])
-    tried = first.copy()
-    tried[1::2] |= first[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
+    lengths = np.ceil(stages / splits)
+    tried = np.ones(most, dtype=bool)
+    np.not_equal(lengths[1:], lengths[:-1], out=tried[1:])
+    tried[1::2] |= tried[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
     tried[-1] = True
     return splits[tried]
 

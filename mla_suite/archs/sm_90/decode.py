@@ -13,6 +13,7 @@ from mla_suite.archs.common import decode_table
 from mla_suite.archs.common.attention import pack_numbers
 from mla_suite.archs.common.combine import AnyCombineConfig, not_built
 from mla_suite.archs.common.decode import (
+    INPUTS,
     Prepared,
     Shape,
     Splits,
@@ -30,7 +31,7 @@ from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel, tensor_map
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
 
@@ -47,6 +48,7 @@ WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 KV_LOADS = ("tma", "gather", "fp8")
 CLUSTER_MODES = ("none", "reduce_o", "exchange_p")
+PLAN = INPUTS.index("plan")
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
 
 
@@ -246,7 +248,7 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
         return lambda outputs, tensors: None
     if _needs_no_plan(args):
         unplanned = _prepare(config, outputs, replace(args, plan=None))
-        return lambda outputs, tensors: unplanned(outputs, (*tensors[:-1], None))
+        return lambda outputs, tensors: unplanned(outputs, (*tensors[:PLAN], None, *tensors[PLAN + 1 :]))
     keys_are_fp8 = config.kv_load == "fp8"  # whose kernel takes q_descale itself
     adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not keys_are_fp8)
     q = args.q if adjust is None else adjust(args.q, args.q_descale)
