@@ -22,10 +22,7 @@ class ProducerTma : ProducerBase<Traits> {
   MLA_DEVICE void run() {
     const int warp = warp_uniform(warpgroup_thread() / 32);
     if (warp == PREFETCH_WARP) return prefetch();
-    const bool in_memory = this->first_tile_in_memory();
-    if (in_memory) this->wait_for_previous_kernel();
-    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
-    if (!in_memory) this->wait_for_previous_kernel();
+    Scheduler scheduler = this->template start_scheduler<Scheduler>();
     if (warp == Q_WARP)
       Cluster::EXCHANGES_P ? load_queries_and_peer_keys(scheduler) : load_queries(scheduler);
     else if (warp == TILE_WARP)
@@ -38,13 +35,7 @@ class ProducerTma : ProducerBase<Traits> {
 
  private:
   MLA_DEVICE void prefetch() const {
-    const ProloguePrefetch<Traits> prefetch(params_);
-    prefetch.to_l2();
-    if (params_.plan != nullptr) {
-      griddep_wait();
-      griddep_launch_dependents();
-      prefetch.to_l1();
-    }
+    Base::prefetch();
     if constexpr (Traits::STREAMABLE)
       if (Traits::combine_streams(params_)) SentinelFill<Traits>(params_, shared_ - Storage::KV).run();
   }

@@ -41,7 +41,6 @@ SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern th
 EXCHANGE_STAGES = 4
 FP8_STAGES = {576: 4, 512: 5}
 RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
-PRODUCER_WARPS = 4
 # cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
 # both splits, barriers, and the sentinel pattern of one row's half.
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
@@ -101,7 +100,7 @@ class Sm90Config:
         beside = {"none": SENTINEL_BYTES, "reduce_o": REDUCE_BYTES, "exchange_p": EXCHANGE_BYTES}[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
-            raw = RAW_STAGES * (BLOCK_N * self.width + 8 * PRODUCER_WARPS)
+            raw = RAW_STAGES * (BLOCK_N * self.width + 2 * 8)
             return -(-(alone + cluster) // 128) * 128 + raw
         return alone + (beside if self.kv_load == "tma" else 0)
 
