@@ -1,7 +1,7 @@
 """Builds the code objects while the package is built, without torch. Metadata is in pyproject.toml.
 
-MLA_SUITE_ARCHS=gfx942,sm_90 in the environment of `pip install .` limits the objects to these archs; the default is all
-of them.
+In the environment of `pip install .`, MLA_SUITE_ARCHS=gfx942,sm_90 limits the objects to these archs (the default is
+all of them) and MLA_SUITE_DISABLE_FP16=1 leaves out kernels for fp16 caches.
 """
 
 import os
@@ -28,6 +28,11 @@ ARCHS = sorted({name.strip() for name in os.environ.get("MLA_SUITE_ARCHS", "").s
 if not set(ARCHS) <= set(KNOWN):
     sys.exit(f"MLA_SUITE_ARCHS names {', '.join(sorted(set(ARCHS) - set(KNOWN)))}; the archs are {', '.join(KNOWN)}")
 
+DISABLE_FP16 = os.environ.get("MLA_SUITE_DISABLE_FP16", "0")
+if DISABLE_FP16 not in ("0", "1"):
+    sys.exit(f"MLA_SUITE_DISABLE_FP16 is {DISABLE_FP16!r}; it takes 1, which leaves out kernels for fp16 caches, or 0")
+FP16 = DISABLE_FP16 == "0"
+
 
 class BuildWithObjects(build_py):
     """Copies the Python files, then compiles the kernels into the package that is being built."""
@@ -37,21 +42,22 @@ class BuildWithObjects(build_py):
         sys.path.insert(0, str(ROOT))
         from mla_suite import build
 
-        # An editable install keeps what the source tree holds of other archs; a wheel holds the named ones alone.
+        # Both kinds of install build in the source tree, so that the second one compiles nothing again. An editable
+        # install keeps what the tree holds of other archs; a wheel carries the named ones alone.
         package = ROOT / "mla_suite" / "objects"
-        staged = Path(self.get_finalized_command("build").build_temp).absolute() / "-".join(["objects", *ARCHS])
         try:
-            out = package if self.editable_mode else staged
-            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=out)
+            manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=package, fp16=FP16)
         except (build.BuildError, build.ObjectError) as error:
             sys.exit(str(error))
         if self.editable_mode:
             return
         target = Path(self.build_lib).absolute() / "mla_suite" / "objects"
-        shutil.rmtree(target, ignore_errors=True)  # the objects that the source tree's own builds left there
-        for name in manifest.files():
+        shutil.rmtree(target, ignore_errors=True)  # files of another selection
+        shipped = manifest.of(ARCHS or KNOWN)
+        for name in shipped.files():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(staged / name, target / name)
+            shutil.copyfile(package / name, target / name)
+        (target / "manifest.json").write_text(shipped.to_json(), encoding="utf-8")
 
 
 class PlatformDistribution(Distribution):

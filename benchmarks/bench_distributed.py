@@ -1,18 +1,21 @@
 """A layer and a long context over two or more GPUs, beside one GPU in the same run.
 
-    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--json FILE]
+    torchrun --nproc-per-node 2 benchmarks/bench_distributed.py [--csv FILE]
 
 Tensor parallel: a decode step of DeepSeek V3's attention layer (hidden 7168, 128 heads, batch 128, bf16), compiled with
 fullgraph and captured in a CUDA graph. Context parallel: attention of one sequence of 128 heads over its keys dealt to
 the ranks, compiled and captured likewise. Each result is compared with one GPU's before it is timed. The time is that
-of a graph of equal calls divided by their number; the slowest rank counts. Collectives are timed alone as well.
+of a graph of equal calls divided by their number; the slowest rank counts. Collectives are timed alone as well, through
+peer memory and through NCCL, with the bytes that a rank sends.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import date
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -22,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 import mla_suite
-from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, cp_decode
-from mla_suite.distributed.parallel import all_to_all, gather, initialise
+from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, cp_decode, peer_memory
+from mla_suite.distributed.context import merge_ranks
+from mla_suite.distributed.parallel import gather, initialise
 from mla_suite.models import MLA, MLAConfig, PagedLatentCache, Step, cos_sin_table
 
 FULL = MLAConfig(hidden_size=7168, num_heads=128, q_lora_rank=1536, max_position=8192)
@@ -93,7 +97,12 @@ def layer_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]
         error = relative(together(*arguments), alone(*arguments))
         assert error < 2e-2, error
         one, many = graph_us(partial(alone, *arguments)), graph_us(partial(together, *arguments))
-        rows.append({"what": f"layer B{BATCH} kv {kv_len}", "one_us": one, "many_us": many, "error": error})
+        torch._dynamo.reset()
+        with through_nccl():
+            together(*arguments)
+            nccl = graph_us(partial(together, *arguments))
+        what = f"layer B{BATCH} kv {kv_len}"
+        rows.append({"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "error": error})
     return rows
 
 
@@ -101,11 +110,11 @@ def context_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any
     """One sequence of 128 heads: all keys on one GPU, and dealt to the ranks."""
     rows = []
     shard = parallel.shard(PAGE)
-    for kv_len in CONTEXTS:
+    for kv_len, q_len in ((CONTEXTS[0], 1), (CONTEXTS[0], 4), (CONTEXTS[1], 1)):
         pages = kv_len // PAGE
         generator = torch.Generator(device).manual_seed(kv_len)
         cache = torch.randn(pages, PAGE, 576, device=device, generator=generator, dtype=torch.bfloat16)
-        q = torch.randn(1, 1, 128, 576, device=device, generator=generator).bfloat16()
+        q = torch.randn(1, q_len, 128, 576, device=device, generator=generator).bfloat16()
         dist.broadcast(cache, 0)
         dist.broadcast(q, 0)
         own = cache[shard.rank :: shard.world].contiguous()  # whole pages are dealt in turn
@@ -114,46 +123,81 @@ def context_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any
         own_table = table[:, : own.shape[0]].contiguous()
         torch._dynamo.reset()
 
+        own_lens = shard.local_lens(lens)  # a step has them once for all layers
+
         @torch.compile(fullgraph=True)
         def alone(q: torch.Tensor, cache: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            return mla_suite.decode(q, cache, lens, table, softmax_scale=192**-0.5)[0]
+            return mla_suite.decode(q, cache, lens, table, softmax_scale=192**-0.5, max_seqlen_q=q.shape[1])[0]
 
         @torch.compile(fullgraph=True)
-        def spread(q: torch.Tensor, cache: torch.Tensor, lens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-            group = parallel.cp_group
-            return cp_decode(q, cache, lens, table, shard=shard, group=group, softmax_scale=192**-0.5)[0]
+        def spread(
+            q: torch.Tensor, cache: torch.Tensor, lens: torch.Tensor, own_lens: torch.Tensor, table: torch.Tensor
+        ) -> torch.Tensor:
+            group, scale = parallel.cp_group, 192**-0.5
+            options: dict[str, Any] = dict(shard=shard, group=group, local_seq_lens=own_lens, softmax_scale=scale)
+            return cp_decode(q, cache, lens, table, **options)[0]
 
-        mine, exact = spread(q, own, lens, own_table), alone(q, cache, lens, table)
+        mine, exact = spread(q, own, lens, own_lens, own_table), alone(q, cache, lens, table)
         heads = 128 // shard.world
         error = relative(mine, exact[:, :, shard.rank * heads : (shard.rank + 1) * heads])
         assert error < 1e-2, error
         one = graph_us(partial(alone, q, cache, lens, table))
-        many = graph_us(partial(spread, q, own, lens, own_table))
-        rows.append({"what": f"decode B1 H128 kv {kv_len}", "one_us": one, "many_us": many, "error": error})
+        many = graph_us(partial(spread, q, own, lens, own_lens, own_table))
+        half = graph_us(partial(alone, q, own, own_lens, own_table)) if q_len == 1 else None
+        torch._dynamo.reset()
+        with through_nccl():
+            spread(q, own, lens, own_lens, own_table)
+            nccl = graph_us(partial(spread, q, own, lens, own_lens, own_table))
+        what = f"decode B1 H128 q_len {q_len} kv {kv_len}"
+        rows.append(
+            {"what": what, "one_us": one, "many_us": many, "nccl_us": nccl, "own_keys_us": half, "error": error}
+        )
         del cache, own
         torch.cuda.empty_cache()
     return rows
 
 
+@contextmanager
+def through_nccl() -> Iterator[None]:
+    """Collectives go through NCCL, as between hosts."""
+    capacities = dict(peer_memory._capacities)
+    peer_memory._capacities.clear()
+    try:
+        yield
+    finally:
+        peer_memory._capacities.update(capacities)
+
+
 def collective_rows(parallel: Parallel, device: torch.device) -> list[dict[str, Any]]:
-    """The collectives of a step alone."""
+    """The collectives of a step alone: what the link and the wait for the other rank cost."""
     rows = []
-    for tokens in (1, 128):
+    own_heads = 128 // parallel.world
+    for tokens in (1, 32, 128):
         hidden = torch.randn(tokens, 7168, device=device).bfloat16()
-        partial = torch.randn(parallel.world, tokens, 128 // parallel.world, 514, device=device).bfloat16()
-        queries = torch.randn(tokens, 128 // parallel.world, 576, device=device).bfloat16()
-        cases = {
-            f"all_reduce {tokens} x 7168 bf16": lambda x=hidden: parallel.sum_over_all(x),
-            f"all_to_all {tokens} x 128 x 514 bf16": lambda x=partial: all_to_all(x, parallel.all_group),
-            f"all_gather {tokens} x 128 x 576 bf16": lambda x=queries: gather(x, parallel.all_group, parallel.world),
+        out = torch.randn(tokens, 1, 128, 512, device=device).bfloat16()
+        lse = torch.randn(tokens, 1, 128, device=device)
+        queries = torch.randn(tokens, own_heads, 576, device=device).bfloat16()
+        shard, group = parallel.shard(), parallel.cp_group
+        sent = (parallel.world - 1) * tokens
+        cases: dict[str, tuple[Callable[[], object], int]] = {
+            f"sum {tokens} x 7168 bf16": (partial(parallel.sum_over_all, hidden), sent * 7168 * 2),
+            f"merge {tokens} x 128 x 512 bf16": (partial(merge_ranks, out, lse, shard, group), sent * own_heads * 1028),
+            f"gather {tokens} x 128 x 576 bf16": (
+                partial(gather, queries, group, shard.world),
+                sent * own_heads * 1152,
+            ),
         }
-        rows += [{"what": name, "many_us": graph_us(call)} for name, call in cases.items()]
+        for what, (call, sent_bytes) in cases.items():
+            peers = graph_us(call)
+            with through_nccl():
+                nccl = graph_us(call)
+            rows.append({"what": what, "many_us": peers, "nccl_us": nccl, "sent_bytes": sent_bytes})
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows to this file as well")
+    parser.add_argument("--csv", type=Path, help="write the rows to this file as well")
     arguments = parser.parse_args()
     device = initialise()
     world = dist.get_world_size()
@@ -161,17 +205,39 @@ def main() -> None:
         raise SystemExit("bench_distributed: needs one GPU per rank; the demo command runs on CPUs")
     tp = Parallel.create(tp_size=world, device_type="cuda")
     cp = Parallel.create(cp_size=world, device_type="cuda")
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        rows = collective_rows(tp, device)
-        rows += layer_rows(tp, device)
-        rows += context_rows(cp, device)
-    if dist.get_rank() == 0:
-        for row in rows:
-            one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.2f}x" if "one_us" in row else ""
-            print(f"{row['what']:36}{row['many_us']:9.1f} us on {world} {one}", flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"device": torch.cuda.get_device_name(), "rows": rows}, indent=1))
+        for measured in (collective_rows(cp, device), layer_rows(tp, device), context_rows(cp, device)):
+            rows += measured
+            if dist.get_rank() == 0:
+                report(measured, world)
+                if arguments.csv:
+                    save(arguments.csv, rows, world)
     dist.destroy_process_group()
+
+
+def report(rows: list[dict[str, Any]], world: int) -> None:
+    for row in rows:
+        one = f"{row['one_us']:9.1f} us on one, {row['many_us'] / row['one_us']:.3f}x" if "one_us" in row else ""
+        print(f"{row['what']:36}{row['many_us']:9.1f} us on {world}, NCCL {row['nccl_us']:.1f} {one}", flush=True)
+
+
+def save(path: Path, rows: list[dict[str, Any]], world: int) -> None:
+    """A CSV whose first lines say where the numbers come from."""
+    about = {
+        "device": f"{world} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "date": f"{date.today()}",
+        "command": f"torchrun --nproc-per-node {world} benchmarks/bench_distributed.py --csv FILE",
+    }
+    columns = ("what", "one_us", "many_us", "nccl_us", "own_keys_us", "sent_bytes", "error")
+    with path.open("w", newline="") as file:
+        file.writelines(f"# {key}: {value}\n" for key, value in about.items())
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        for row in rows:
+            values = (row.get(column) for column in columns)
+            writer.writerow([f"{value:.4g}" if isinstance(value, float) else value for value in values])
 
 
 if __name__ == "__main__":

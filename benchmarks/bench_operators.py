@@ -1,15 +1,14 @@
 """Every operator's backends on a named set of shapes, tracked by pytest-benchmark.
 
-    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-autosave
-    pytest benchmarks/bench_operators.py --benchmark-enable --set flashmla --benchmark-compare \\
-        --benchmark-compare-fail=median:5%
+    pytest benchmarks --set flashmla -k device_time --benchmark-autosave
+    pytest benchmarks --set flashmla -k device_time --benchmark-compare --benchmark-compare-fail=median:5%
 
 On a GPU the statistic that is stored and compared is the device time of a call, by replay of a CUDA graph with cold
 caches; host time until an eager call returns is a benchmark beside it. Without a GPU the statistic is what the emulator
 counts for AMD kernels: the bound of a compute unit in clocks, and wave instructions. Those are the same on every
 machine, so the stored baseline of set `counted` holds to the last instruction:
 
-    pytest benchmarks/bench_operators.py --benchmark-enable --set counted \\
+    pytest benchmarks --set counted -k "clocks or instructions" \\
         --benchmark-compare=benchmarks/baselines/counted.json --benchmark-compare-fail=median:0%
 
 Every result is compared with fp64 or the reference before it is measured. What was run, its error, the rates that the
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_suite.bench import bounds, clock, floors, inputs, meter, noise, runners
+from mla_suite.bench import bounds, clock, floors, inputs, noise, runners
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.record import Result
 from mla_suite.bench.runners import Runner
@@ -36,7 +35,8 @@ ROUNDS = 8
 @pytest.fixture(scope="session")
 def ceilings(device: torch.device, request: pytest.FixtureRequest) -> floors.Floors | None:
     enabled = not request.config.getoption("benchmark_disable") or request.config.getoption("benchmark_enable")
-    return floors.measure(device) if device.type == "cuda" and enabled else None
+    wanted = enabled and not request.config.getoption("no_floors")
+    return floors.measure(device) if device.type == "cuda" and wanted else None
 
 
 def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> tuple[Runner, Call]:
@@ -52,7 +52,7 @@ def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> t
     return runner, call
 
 
-@pytest.mark.benchmark(group="device time", timer=meter.meter)
+@pytest.mark.benchmark(group="device time", timer=clock.meter)
 def test_device_time(
     benchmark: Any, case: Case, backend: str, gpu: torch.device, ceilings: floors.Floors | None
 ) -> None:
@@ -66,9 +66,9 @@ def test_device_time(
 
     def one_round() -> None:
         result.rounds.append(replay.round())
-        meter.add(result.rounds[-1] * 1e-6)
+        clock.add_to_meter(result.rounds[-1] * 1e-6)
 
-    benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
+    benchmark.pedantic(one_round, setup=clock.reset_meter, rounds=ROUNDS)
     if ceilings is not None:
         result.floor_us, result.bound = ceilings.of(result.bytes, result.flops, fp8=case.fp8_products)
     benchmark.extra_info |= {
@@ -111,15 +111,15 @@ def counts(case: Case, arch: str, benchmark: Any, stored: frozenset[str]) -> Res
     return result
 
 
-@pytest.mark.benchmark(group="clocks", timer=meter.meter)
+@pytest.mark.benchmark(group="clocks", timer=clock.meter)
 def test_clocks(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """The highest bound of a compute unit, work spread evenly over the chip's: never a time."""
     result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(meter.add, (result.counted[bounds.limiter(result.counted)],), setup=meter.reset)
+    benchmark.pedantic(clock.add_to_meter, (result.counted[bounds.limiter(result.counted)],), setup=clock.reset_meter)
 
 
-@pytest.mark.benchmark(group="instructions", timer=meter.meter)
+@pytest.mark.benchmark(group="instructions", timer=clock.meter)
 def test_instructions(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """Wave instructions of all launches."""
     result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(meter.add, (float(result.instructions),), setup=meter.reset)
+    benchmark.pedantic(clock.add_to_meter, (float(result.instructions),), setup=clock.reset_meter)

@@ -26,7 +26,7 @@ from mla_suite.bench.inputs import Call, rotation
 from mla_suite.bench.noise import median
 from mla_suite.core import register
 from mla_suite.core.op import Op, Sample
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.append_kv.samples import sample as append_sample
 from mla_suite.ops.plan import sm_parts
 from mla_suite.ops.plan.samples import sample as plan_sample

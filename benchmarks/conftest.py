@@ -18,10 +18,14 @@ from mla_suite.build.errors import ObjectError
 COUNTED = {"clocks": "clock", "instructions": "instruction"}
 """Groups whose statistic is no time, and its unit."""
 
+KEEPING = tuple(f"benchmark_{name}" for name in ("autosave", "save", "json", "compare", "compare_fail"))
+"""Options that store a run or compare it, which a run without measurements could not."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--set", default="quick", help=f"shapes of bench_operators: {', '.join(sets.SETS)}")
     parser.addoption("--backend", default=None, help="native, triton or reference (default: those of this device)")
+    parser.addoption("--no-floors", action="store_true", help="leave out the ceilings of the GPU, which take 20 s")
     parser.addoption("--arch", default=None, help="AMD archs to count for without a GPU (default: all that are built)")
 
 
@@ -29,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--set") not in sets.SETS:
         given = config.getoption("--set")
         raise pytest.UsageError(f"--set {given}: there is no such set of shapes; there are {', '.join(sets.SETS)}")
+    if any(config.getoption(name, None) for name in KEEPING):
+        config.option.benchmark_enable = True  # pyproject.toml disables benchmarks, or each test would measure
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ for _link in ("ops", "csrc"):
         )
 
 if importlib.util.find_spec("torch") is not None:
-    from mla_suite.core.debug import debug as debug
+    from mla_suite.core.checks import debug as debug
     from mla_suite.core.explain import explain as explain
     from mla_suite.launch import emulate as emulate
     from mla_suite.ops.append_kv import append_kv as append_kv

@@ -12,7 +12,8 @@ import torch
 
 from mla_suite import archs
 from mla_suite.__main__ import main
-from mla_suite.cli import marked, support
+from mla_suite.bench import saving
+from mla_suite.cli import support
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,7 +47,7 @@ def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_support_table_is_current() -> None:
     made, bad = support.table()
     assert bad == []
-    assert marked.section(README, "support") == f"{made}\n", "run `python -m mla_suite support --write README.md`"
+    assert saving.section(README, "support") == f"{made}\n", "run `python -m mla_suite support --write README.md`"
 
 
 def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
@@ -63,7 +64,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
 def test_the_headline_is_the_summary_of_the_saved_rows() -> None:
     made = "\n".join(bench_flashmla().summary(SAVED["rows"]))
     command = "python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json"
-    assert marked.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
+    assert saving.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
 
 
 def test_the_headline_names_what_it_was_measured_on() -> None:

@@ -1,10 +1,10 @@
 // append_kv: rotates, quantises and writes new tokens into a paged cache of any layout. One pipeline for every arch.
 //
-// A workgroup writes one token, or `group` neighbours. First all of it looks for later tokens with the same slots,
-// which would be the ones that stay. Of many tokens every later slot is looked up in what the workgroup knows of its
-// own: that all compare all would take ten times as long as writing 65536 of them. Rows as append_row.hpp has them are
-// under way during the look, two to a wave; of others each wave takes pieces: up to 128 latent values, or those of one
-// scale, or the rope part.
+// A workgroup writes one token, or `group` neighbours. Where a later token has the same slot, that one is written
+// instead, so the workgroup first scans the later slots for duplicates of its own. With many tokens it looks each later
+// slot up in a table of its own slots, because comparing all with all would take ten times as long as writing 65536
+// tokens. The rows of append_row.hpp are loaded during the scan, two to a wave. Rows of other formats are written in
+// pieces, each by one wave: up to 128 latent values, or those of one scale, or the rope part.
 #pragma once
 
 #include "common/append_row.hpp"
@@ -15,23 +15,23 @@ namespace mla {
 template <class Wave, int most_tokens>
 struct AppendKv {
   using Row = AppendRow<Wave>;
-  // With one token, the most pieces that a row of today's formats has: 7 tiles and the rope part. With many, all warps.
+  // One token needs a wave for each piece of its row: at most 7 tiles and the rope part. Many tokens take all waves.
   static constexpr int waves = most_tokens == 1 ? 8 : 1024 / Wave::lanes;
   static constexpr int threads = waves * Wave::lanes;
   static constexpr int min_waves = 4;
   static constexpr int marks = 2048;                    // words of the filter, a bit for each of as many slots
   static constexpr int chains = 512;                    // of the table; neighbouring slots are in different ones
-  static constexpr bool two = Wave::lanes == 32;        // rows of a wave under way, else one: 36 KB of a workgroup
-  static constexpr int step = two ? 2 * waves : waves;  // from a wave's row to the one that takes its place
-  static constexpr int ahead = 8;                       // slots that a thread asks for together
+  static constexpr bool two = Wave::lanes == 32;        // a wave loads two rows ahead, else one: 36 KB of a workgroup
+  static constexpr int step = two ? 2 * waves : waves;  // from a wave's row to the next in the same registers
+  static constexpr int ahead = 8;                       // slots that a thread loads together
   static constexpr int piece = 128;                     // values; no layout has a longer tile
-  // The piece of values without a scale of their own. With many tokens a wave has one piece after the other, so a piece
-  // is what is under way together: with 128 values memory would wait.
+  // Values of a piece without scales. With many tokens a wave loads one piece after the other, so a piece must be large
+  // enough to keep memory busy; 128 values are not.
   static constexpr int plain_piece = most_tokens == 1 ? 128 : 512;
   static_assert((chains & (chains - 1)) == 0, "append_kv: a chain's number is the low bits of a slot");
 
-  // The tokens of a workgroup by their slots: from heads[slot % chains] a chain of tokens, counted from 1, up to 0. The
-  // filter has a bit for every slot modulo 65536: of later slots one in a hundred at most is looked for in vain.
+  // The workgroup's tokens by slot: heads[slot % chains] begins a chain of tokens, counted from 1, which ends with 0.
+  // The filter has a bit for every slot modulo 65536, so at most one later slot in a hundred is looked up in vain.
   struct Table {
     int filter[marks];
     int heads[chains];
@@ -40,7 +40,7 @@ struct AppendKv {
     int stale[most_tokens];  // 1 where a later token has the slot
   };
 
-  // The token's slot, or -1 where nothing is to be written.
+  // Returns the token's slot, or -1 where nothing is to be written.
   MLA_DEVICE static int slot_of(const AppendKvParams& p, int token) {
     if (token >= p.tokens) return -1;
     const int64_t slot = index_at(p.slot_mapping, p.wide_slots, token);
@@ -64,7 +64,7 @@ struct AppendKv {
     }
   }
 
-  // One token by two waves, whose loads are under way while all look for its slot.
+  // Writes one token by two waves, which load it while the whole workgroup scans for its slot.
   MLA_DEVICE static void write_token(const AppendKvParams& p, int wave) {
     const int token = block_id_x(), lane = thread_id() % Wave::lanes;
     const int slot = slot_of(p, token);
@@ -89,8 +89,8 @@ struct AppendKv {
     for (int i = wave; i < pieces; i += waves) write_piece(p, token, slot, i, pieces, length);
   }
 
-  // A wave has every waves-th row. Of its first two it asks for all before the look, of each other as soon as the row
-  // two before is written.
+  // Each wave writes every waves-th row. It loads its first two before the scan, and each other row as soon as the
+  // registers of an earlier one are free.
   MLA_DEVICE static void write_rows(const AppendKvParams& p, Table& table, int wave, int first, int count) {
     const int lane = thread_id() % Wave::lanes;
     Row even, odd;
@@ -146,7 +146,7 @@ struct AppendKv {
     else write_latent<false>(Wave::again(p), record, token, i, length, lane);
   }
 
-  // Whether a later token has the slot. All threads of the workgroup get the same answer.
+  // Returns whether a later token has the slot, the same in all threads of the workgroup.
   MLA_DEVICE static bool written_later(const AppendKvParams& p, int token, int slot) {
     MLA_SHARED int found[waves];
     const int thread = thread_id();
@@ -197,7 +197,7 @@ struct AppendKv {
     block_sync();
   }
 
-  // Low words of the slots of a thread's next tokens, all under way together; past the last any will do.
+  // Loads the low words of the slots of a thread's next tokens together; past the last token they are 0.
   MLA_DEVICE static void load_later(const AppendKvParams& p, int base, uint32_t (&later)[ahead]) {
     const auto* words = static_cast<const uint32_t*>(p.slot_mapping);
     for (int i = 0; i < ahead; ++i) {
@@ -238,8 +238,8 @@ struct AppendKv {
     else store_values<ENCODED_E4M3FNUZ>(latents, first, count, lane, values);
   }
 
-  // A lane's values of a piece, every Wave::lanes-th of the `count` from `from` on, or 0. All are asked for before the
-  // first is looked at: what the type decides once for each would make every load wait for the one before.
+  // Loads a lane's values of a piece: every Wave::lanes-th of the `count` from `from` on, or 0. All loads are issued
+  // before the first is converted, because a branch on the type between them would make each wait for the one before.
   template <int n>
   MLA_DEVICE static void load_values(const AppendKvParams& p, int64_t from, int count, int lane, float (&values)[n]) {
     if (p.in_type == ENCODED_FP32) {
@@ -261,7 +261,7 @@ struct AppendKv {
     }
   }
 
-  // The scale of a tile.
+  // Returns the scale of a tile.
   template <int count>
   MLA_DEVICE static float scale_of(const AppendKvParams& p, const float (&values)[count], int lane) {
     int largest = 0;
@@ -272,7 +272,7 @@ struct AppendKv {
     return tile_scale<Wave>(p, Wave::template max_over<Wave::lanes>(largest, lane));
   }
 
-  // The rope part, then the padding of the record.
+  // Writes the rope part, then the padding of the record.
   MLA_DEVICE static void write_rest(const AppendKvParams& p, const Record& record, int token, int lane) {
     uint8_t* ropes = record.field(p.rope_per_block, p.rope_stride, p.rope_offset);
     const int64_t row = token * p.k_pe_stride;

@@ -1,6 +1,6 @@
-// combine for sequences that all have the same number of splits, known when the kernel is compiled: no loop over splits,
-// no look-up of where a sequence's splits begin, and no exchange of log-sum-exps between the parts of a row, since lane
-// i of every part owns that of split i.
+// combine for sequences that all have the same number of splits, known when the kernel is compiled. It has no loop over
+// splits, does not look up where a sequence's splits begin, and exchanges no log-sum-exps between the parts of a row,
+// because lane i of every part owns that of split i.
 //
 // It takes num_splits equal to FIXED, and neither split_indptr, cu_seqlens_q, skip_none nor skip_single.
 #pragma once

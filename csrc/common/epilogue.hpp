@@ -1,4 +1,5 @@
-// Where a finished row goes: out and lse when the item is its sequence's only one, else one row of the partials.
+// The target of a finished row: out and lse when the work tile is its sequence's only one, else one row of the partial
+// results.
 #pragma once
 
 #include "common/device.hpp"
@@ -12,8 +13,8 @@ namespace mla {
 template <class Policy, class Element>
 class RowSink {
  public:
-  MLA_DEVICE RowSink(const DecodeParams& p, const WorkItem& item, const SequenceRows& rows, int row)
-      : final_(item.partial_row < 0), stored_(row < rows.rows), absent_(!final_ && !stored_ && row < p.rows) {
+  MLA_DEVICE RowSink(const DecodeParams& p, const WorkItem& tile, const SequenceRows& rows, int row)
+      : final_(tile.partial_row < 0), stored_(row < rows.rows), absent_(!final_ && !stored_ && row < p.rows) {
     const int token = SequenceRows::token_of(p, row);
     const int head = row - token * p.heads;
     if (final_) {
@@ -21,7 +22,7 @@ class RowSink {
       out_ = static_cast<char*>(p.out) + at * Element::bytes;
       lse_ = p.lse + rows.first_token * p.heads + row;
     } else {
-      const int64_t at = static_cast<int64_t>(item.partial_row) * p.rows + row;
+      const int64_t at = static_cast<int64_t>(tile.partial_row) * p.rows + row;
       out_ = reinterpret_cast<char*>(p.partial_out + at * VALUE_DIM);
       lse_ = p.partial_lse + at;
     }
@@ -29,28 +30,28 @@ class RowSink {
     sink_ = has_sink_ && stored_ ? p.attn_sink[head] : 0.0f;
   }
 
-  // The factor that turns a row's accumulated output into what is stored, and its lse.
+  // Returns the scale of a row's accumulated output, and its lse.
   MLA_DEVICE RowResult<Policy> finish(float max, float sum) const {
     RowResult<Policy> result = RowResult<Policy>::of(max, sum);
     if (has_sink_) result.add_sink(sink_);
     return result;
   }
 
-  // Rows that a short sequence of a ragged batch lacks are marked empty, so that merging never reads them.
+  // Rows that a short sequence of a ragged batch lacks are marked as empty, so that combine never reads them.
   MLA_DEVICE void store_lse(float lse) const {
     if (stored_ || absent_) *lse_ = stored_ ? lse : MINUS_INFINITY;
   }
 
-  // `count` pieces of the row: piece(i, values) fills N consecutive values and returns their first column, a multiple
-  // of N; N is 4 or 8. One branch for all of them: a branch per piece costs scalar registers the kernels do not have.
-  template <int N, int count, class Piece>
-  MLA_DEVICE void store(const Piece& piece) const {
+  // Stores `count` vectors of the row: vector(i, values) fills N consecutive values and returns their first column, a
+  // multiple of N; N is 4 or 8. All share one branch, for a branch per vector costs scalar registers the kernels lack.
+  template <int N, int count, class Vector>
+  MLA_DEVICE void store(const Vector& vector) const {
     if (!stored_) return;
     if (final_) {
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         Vec<float, N> values;
-        const int column = piece(i, values);
+        const int column = vector(i, values);
         Vec<uint32_t, N / 2> packed;
 #pragma unroll
         for (int n = 0; n < N; n += 2) packed[n / 2] = Policy::template pack<Element>(values[n], values[n + 1]);
@@ -60,7 +61,7 @@ class RowSink {
 #pragma unroll
       for (int i = 0; i < count; ++i) {
         Vec<float, N> values;
-        const int column = piece(i, values);
+        const int column = vector(i, values);
 #pragma unroll
         for (int n = 0; n < N; n += 4) {
           *reinterpret_cast<Vec<float, 4>*>(out_ + (column + n) * 4) =

@@ -3,6 +3,7 @@
 
 #include "common/device.hpp"
 #include "common/params/decode.hpp"
+#include "common/rank_keys.hpp"
 
 namespace mla {
 
@@ -33,9 +34,11 @@ struct SequenceRows {
     return static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(p.heads));
   }
 
-  // Keys below this are visible to the token: the last q_len keys belong to the queries themselves.
+  // Keys below this are visible to the token: the last q_len keys of the sequence belong to the queries themselves.
   MLA_DEVICE int visible_keys(const DecodeParams& p, int token) const {
-    return p.causal ? kv_len - (q_len - 1 - token) : kv_len;
+    if (!p.causal) return kv_len;
+    const int later = q_len - 1 - token;
+    return p.cp_tot_seq_lens ? keys_of_rank(p, p.cp_tot_seq_lens[sequence] - later) : kv_len - later;
   }
 };
 

@@ -6,33 +6,7 @@
 
 namespace mla {
 
-// One group of SparseDecodeParams' pool fields.
-struct Pool {
-  const uint8_t* cache;
-  const int32_t* indices;
-  const int32_t* indptr;
-  const int32_t* lengths;
-  int64_t page_bytes;
-  int64_t index_stride;
-  int32_t slots;
-  int32_t page;
-  uint32_t page_magic;
-  uint32_t page_shift;
-  int32_t topk;
-  int32_t tokens_per_length;
-};
-
-constexpr int MAX_POOLS = 4;
-static_assert(__builtin_offsetof(SparseDecodeParams, cache_1) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
-                  sizeof(Pool),
-              "selection: Pool mirrors the parameters");
-static_assert(__builtin_offsetof(SparseDecodeParams, tokens) - __builtin_offsetof(SparseDecodeParams, cache_0) ==
-                  MAX_POOLS * sizeof(Pool),
-              "selection: the parameters have MAX_POOLS groups");
-
-MLA_DEVICE const Pool& pool_at(const SparseDecodeParams& p, int i) {
-  return reinterpret_cast<const Pool*>(&p.cache_0)[i];
-}
+constexpr int MAX_POOLS = sizeof(SparseDecodeParams::pool) / sizeof(Pool);
 
 // The indices of one query token in one pool.
 struct PoolList {

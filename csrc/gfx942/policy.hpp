@@ -3,17 +3,14 @@
 #pragma once
 
 #include "cdna/common/convert.hpp"
+#include "cdna/common/elementary.hpp"
 #include "cdna/common/mfma_16x16x16.hpp"
 
 namespace gfx942 {
 
-struct Policy {
+struct Policy : cdna::Elementary {
   static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 65536;
-
-  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
-  MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
-  MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
   // Return two values rounded to Element, the first in the low half: to nearest even for results, and by a cheaper
   // rounding for P (this arch has no bf16 conversion).

@@ -2,18 +2,14 @@
 // the arch.
 #pragma once
 
-#include "cdna/common/types.hpp"
+#include "cdna/common/elementary.hpp"
 #include "common/kv_format.hpp"
 
 namespace gfx950 {
 
-struct Policy {
+struct Policy : cdna::Elementary {
   static constexpr int waves = 4;  // one per SIMD: a wave may use all 512 registers of its lanes
   static constexpr int lds_bytes = 163840;
-
-  MLA_DEVICE static float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
-  MLA_DEVICE static float log2(float x) { return __builtin_amdgcn_logf(x); }
-  MLA_DEVICE static float reciprocal(float x) { return __builtin_amdgcn_rcpf(x); }
 
   // Return two values rounded to Element, to nearest even, the first in the low half.
   template <class Element>

@@ -14,7 +14,6 @@ import torch
 
 from mla_suite.bench.clock import Effort, cold_bytes, device_rounds
 from mla_suite.bench.noise import median
-from mla_suite.launch.device import compute_units
 
 READ_BYTES = tuple(65536 * n for n in (4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
 """256 KiB to 1 GiB."""
@@ -129,10 +128,4 @@ def _read_us(words: torch.Tensor, size: int, effort: Effort) -> float:
         return median(device_rounds(torch.sum, windows, effort))
     from mla_suite.bench import stream_kernel
 
-    sink = torch.empty(1, dtype=torch.int32, device=words.device)
-    units = compute_units(words.device)
-
-    def rounds(shape: stream_kernel.Shape) -> list[float]:
-        return device_rounds(lambda turn: stream_kernel.read(turn, sink, shape, units), windows, effort)
-
-    return min(median(rounds(shape)) for shape in stream_kernel.SHAPES)
+    return stream_kernel.fastest_us(windows, effort)

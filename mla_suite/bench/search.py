@@ -45,6 +45,7 @@ class Outcome:
     present, best   configurations; `best` is the fastest finalist other than the present one
     verdict         of best against present; worth storing only when it is `faster`
     baseline        the fastest other backend and its microseconds; None when there is none
+    left_to         whether the baseline is faster than both beyond noise, and the table can leave the shape to it
     tried, refused  how many configurations were timed; and why others were not
     """
 
@@ -57,12 +58,16 @@ class Outcome:
     best_rounds: list[float]
     verdict: Verdict | None
     baseline: tuple[str, float] | None = None
+    baseline_rounds: list[float] = field(default_factory=list)
+    left_to: bool = False
     tried: int = 0
     refused: list[str] = field(default_factory=list)
 
     @property
     def kept(self) -> str | None:
-        """Why nothing is to be stored, in a sentence; None when `best` is."""
+        """Why nothing is to be stored, in a sentence; None when `best` is, or that the shape is left to another."""
+        if self.left_to:
+            return None
         if self.verdict is None:
             return "no other configuration could be run and was right"
         if self.verdict.word != "faster":
@@ -127,7 +132,16 @@ def search(
         best = min(range(len(finalists)), key=lambda index: noise.median(rounds[index]))
         found.best, found.best_rounds = finalists[best][1], rounds[best]
         found.verdict = noise.judge(found.present_rounds, found.best_rounds)
-    found.baseline = _baseline(op, backend_name, problem, arch, call, turns, right, device, timer)
+    other = _baseline(op, backend_name, problem, arch, call, turns, right, device, timer)
+    if other is not None:
+        name, us, runner = other
+        own = min((found.present_rounds, found.best_rounds), key=lambda r: noise.median(r) if r else float("inf"))
+        if us < noise.median(own) and space.leaves(name) is not None:
+            for _ in range(THOROUGH.passes):
+                found.baseline_rounds += timer(runner, turns, THOROUGH)
+            us = noise.median(found.baseline_rounds)
+            found.left_to = noise.judge(own, found.baseline_rounds).word == "faster"
+        found.baseline = name, us
     return found
 
 
@@ -141,8 +155,8 @@ def _baseline(
     right: Right,
     device: torch.device,
     timer: Timer,
-) -> tuple[str, float] | None:
-    """The fastest other backend that users could be given; the reference is no baseline."""
+) -> tuple[str, float, Runner] | None:
+    """The fastest other backend that users could be given, and a brief time; the reference is no baseline."""
     times = []
     for backend in op.backends:
         if backend.name in (tuned, "reference") or device.type not in backend.devices:
@@ -151,29 +165,32 @@ def _baseline(
         if isinstance(answer, Supported):
             runner = runners.configured(op, backend, answer.config, answer.reason)
             runner.error(call, right)
-            times.append((backend.name, noise.median(timer(runner, turns, BRIEF))))
+            times.append((backend.name, noise.median(timer(runner, turns, BRIEF)), runner))
     return min(times, key=lambda entry: entry[1]) if times else None
 
 
 def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Mapping[str, Any]) -> dict[str, object]:
-    """The row of an outcome's best configuration, with its provenance. ValueError when that cannot be given."""
+    """The row of an outcome's best configuration, or of the backend that it leaves the shape to, with its provenance.
+
+    ValueError when that cannot be given.
+    """
     if not environment["commit"]:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
-    us = noise.median(outcome.best_rounds)
-    baseline = (
-        dict(baseline=outcome.baseline[0], baseline_microseconds=f"{outcome.baseline[1]:.3f}")
-        if outcome.baseline
-        else {}
-    )
+    rounds, baseline, chosen = outcome.best_rounds, outcome.baseline, None
+    if outcome.left_to and outcome.baseline is not None:
+        rounds, chosen = outcome.baseline_rounds, space.leaves(outcome.baseline[0])
+        baseline = outcome.backend, noise.median(outcome.present_rounds)
+    us = noise.median(rounds)
+    beside = dict(baseline=baseline[0], baseline_microseconds=f"{baseline[1]:.3f}") if baseline else {}
     named = ("cuda", "rocm", "torch", "triton")
     versions = " ".join(f"{name} {environment[name]}" for name in named if environment[name])
     return {
         **space.facts(outcome.problem, arch),
-        **space.cells(outcome.problem, arch, outcome.best),
+        **(chosen or space.cells(outcome.problem, arch, outcome.best)),
         "kind": "measured",
         "microseconds": f"{us:.3f}",
-        "spread_percent": f"{100 * noise.spread(outcome.best_rounds) / us:.1f}",
-        **baseline,
+        "spread_percent": f"{100 * noise.spread(rounds) / us:.1f}",
+        **beside,
         "device": environment["device"],
         "compute_units": environment["compute_units"],
         "driver": environment["driver"] or "unknown",

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from mla_suite.bench.clock import Effort, device_rounds
+from mla_suite.bench.noise import median
+from mla_suite.launch.launcher import compute_units
 
 
 class Shape(NamedTuple):
@@ -31,8 +37,16 @@ def read_kernel(source, sink, blocks, BLOCK: tl.constexpr):
         tl.store(sink, total)
 
 
-def read(words: torch.Tensor, sink: torch.Tensor, shape: Shape, compute_units: int) -> None:
+def read(words: torch.Tensor, sink: torch.Tensor, shape: Shape, units: int) -> None:
     """Read all of `words` [n] int32, n a multiple of 16384 below 2^31, and write nothing."""
     blocks = words.numel() // shape.block
-    grid = min(blocks, shape.programs * compute_units) if shape.programs else blocks
+    grid = min(blocks, shape.programs * units) if shape.programs else blocks
     read_kernel[(grid,)](words, sink, blocks, BLOCK=shape.block, num_warps=shape.warps)
+
+
+def fastest_us(windows: Sequence[torch.Tensor], effort: Effort) -> float:
+    """Time to read one of `windows`, which are read in turn, in the fastest of the shapes."""
+    sink = torch.empty(1, dtype=torch.int32, device=windows[0].device)
+    units = compute_units(windows[0].device)
+    calls = [partial(read, sink=sink, shape=shape, units=units) for shape in SHAPES]
+    return min(median(device_rounds(call, windows, effort)) for call in calls)

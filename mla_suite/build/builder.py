@@ -39,6 +39,7 @@ def build(
     jobs: int | None = None,
     kernels: Sequence[str] | None = None,
     emulator: bool = True,
+    fp16: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
@@ -46,8 +47,9 @@ def build(
     `out` is the object folder (default: the package's, or the user's cache when that cannot be written); `rocm` and
     `nvcc` name the AMD and the NVIDIA compiler (see `compilers`). `kernels` limits the build to these; objects of other
     archs and kernels stay, those of an arch without a compiler while they are up to date. `emulator` builds the host
-    library too where its sources are present. Compilers' warnings, and what is left out, go to stderr. `progress` is
-    called with the number of each finished compiler step and their total. Two processes may build at once.
+    library too where its sources are present. Without `fp16` there are no kernels for fp16 caches, which Triton serves
+    instead. Compilers' warnings, and what is left out, go to stderr. `progress` is called with the number of each
+    finished compiler step and their total. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, every missing wait
     state, a source edited meanwhile, or a folder that cannot be written; nothing is published then. ValueError: an
@@ -67,6 +69,8 @@ def build(
         if missing:
             raise ValueError(f"unknown kernels {missing}: possible are {sorted({item.kernel for item in wanted})}")
         wanted = [item for item in wanted if item.kernel in kernels]
+    if not fp16:
+        wanted = [item for item in wanted if item.constants.get("DTYPE") != "fp16"]
     for_nvidia = sorted({item.arch.name for item in wanted if item.arch.vendor == "nvidia"})
     nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
     if for_nvidia and nvidia is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -120,6 +120,10 @@ class Manifest:
             raise ObjectError(f"no {name} library in {self.root}; run `python -m mla_suite build`")
         read_trusted(self.root / made.file, made.sha256)
         return self.root / made.file
+
+    def of(self, archs: Collection[str]) -> Manifest:
+        """The same without the kernels of other archs."""
+        return replace(self, kernels={key: entry for key, entry in self.kernels.items() if entry.arch in archs})
 
     def files(self) -> list[str]:
         """Every file that belongs to this manifest, itself included, relative to the object folder."""

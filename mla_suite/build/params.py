@@ -10,18 +10,19 @@ The grammar is narrow on purpose, so that the mirror cannot misread what a compi
     };
 
 Types: `[const] T*` with T in void, float and the fixed-width integers; scalars int32_t, uint32_t, int64_t, uint64_t,
-float; arrays of a scalar, `uint64_t map[16];`, which Python sees as the fields map_0 to map_15. Natural alignment of
-the fields; the struct may ask for more, `struct alignas(64) DecodeTmaParams {`, which rounds its size up. A pointer's
-line has its shape in the comment. The build compiles `static_asserts(...)` with every kernel, so each
-compiler confirms the offsets that Python packs to.
+float; arrays of a scalar, `uint64_t map[16];`, which Python sees as the fields map_0 to map_15; arrays of a struct that
+an included header of the same folder declares, `Pool pool[4];`, whose field cache Python sees as cache_0 to cache_3.
+Natural alignment of the fields; the struct may ask for more, `struct alignas(64) DecodeTmaParams {`, which rounds its
+size up. A pointer's line has its shape in the comment. The build compiles `static_asserts(...)` with every kernel, so
+each compiler confirms the offsets that Python packs to.
 """
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,13 +32,14 @@ _SCALARS = {"int32_t": "i", "uint32_t": "I", "int64_t": "q", "uint64_t": "Q", "f
 _POINTEES = ("void", "float", "int32_t", "int64_t", "uint8_t", "uint16_t", "uint32_t")
 _STRUCT = re.compile(r"^struct\s+(?:alignas\((\d+)\)\s+)?(\w+)\s*\{[^\n]*\n(.*?)^\};", re.M | re.S)
 _NAMESPACE = re.compile(r"^namespace\s+([\w:]+)\s*\{", re.M)
+_INCLUDE = re.compile(r'^#include "common/params/(\w+)\.hpp"', re.M)
 _FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*(?:\[(\d+)\])?\s*;\s*(?://\s*(.*?))?\s*$")
 
 
 @dataclass(frozen=True)
 class Field:
     """One member: C type as written, byte offset and size, its comment (a pointer's shape), and its name in C++, which
-    differs for an element of an array.
+    differs for an element of an array: map[2], pool[0].cache.
     """
 
     name: str
@@ -56,7 +58,8 @@ class Field:
 class ParamStruct:
     """The Python mirror of one parameter struct.
 
-    `name` is its C++ name with namespace, `size` its sizeof, `offsets` by field name, `header` the include path.
+    `name` is its C++ name with namespace, `size` and `alignment` are its sizeof and alignof, `offsets` goes by field
+    name, `header` is the include path.
     `pack_in_order(*values)` is `pack` for values in the order of `fields`: half a microsecond less, and no names to
     protect from a slip.
     """
@@ -65,6 +68,7 @@ class ParamStruct:
     header: str
     fields: tuple[Field, ...]
     size: int
+    alignment: int
     pack_in_order: Callable[..., bytes] = field(repr=False, compare=False)
     _names: tuple[str, ...] = field(repr=False, compare=False)
 
@@ -107,8 +111,12 @@ class ParamStruct:
         return "\n".join(lines) + "\n"
 
 
-def parse(text: str, header: str) -> ParamStruct:
-    """The one struct declared in `text`. ValueError names header and line when it leaves the grammar."""
+def parse(text: str, header: str, included: Mapping[str, ParamStruct] | None = None) -> ParamStruct:
+    """The one struct declared in `text`. ValueError names header and line when it leaves the grammar.
+
+    included  structs by the name that an array's line gives them
+    """
+    structs_by_name = included or {}
     structs = list(_STRUCT.finditer(text))
     if len(structs) != 1:
         raise ValueError(f"{header}: {len(structs)} parameter structs found; a header declares exactly one")
@@ -128,34 +136,44 @@ def parse(text: str, header: str) -> ParamStruct:
         const, base, star, name, length, comment = found.groups()
         if length is not None and (star or int(length) == 0):
             raise ValueError(f"{where}: array {name}[{length}]; an array has at least one element, and no pointers")
-        if star:
-            if base not in _POINTEES:
-                raise ValueError(f"{where}: pointer to {base}; possible are {', '.join(_POINTEES)}")
-            if not comment:
-                raise ValueError(f"{where}: pointer {name} has no comment; state its shape")
-            ctype, size = f"{'const ' if const else ''}{base}*", 8
+        if star and not comment:
+            raise ValueError(f"{where}: pointer {name} has no comment; state its shape")
+        nested = structs_by_name.get(base) if length is not None and not const and not star else None
+        if nested is not None:
+            members, stride, alignment = nested.fields, nested.size, nested.alignment
         else:
-            if base not in _SCALARS or const:
-                raise ValueError(f"{where}: scalar type {(const or '') + base}; possible are {', '.join(_SCALARS)}")
-            ctype, size = base, struct.calcsize(_SCALARS[base])
-        elements = range(int(length)) if length is not None else (None,)
-        for element in elements:
-            field_name = name if element is None else f"{name}_{element}"
-            member = name if element is None else f"{name}[{element}]"
-            if any(item.name == field_name for item in fields):
-                raise ValueError(f"{where}: field {field_name} is declared twice")
-            offset = -(-end // size) * size
-            fields.append(Field(field_name, ctype, offset, size, comment or "", member))
-            end = offset + size
-        widest = max(widest, size)
+            ctype, stride = _type(where, base, bool(const), bool(star), structs_by_name)
+            members, alignment = (Field("", ctype, 0, stride, comment or "", ""),), stride
+        end = -(-end // alignment) * alignment
+        for element in range(int(length or 1)):
+            suffix, index = ("", "") if length is None else (f"_{element}", f"[{element}]")
+            for member in members:
+                field_name = (member.name or name) + suffix
+                if any(item.name == field_name for item in fields):
+                    raise ValueError(f"{where}: field {field_name} is declared twice")
+                cpp_name = f"{name}{index}" + (f".{member.member}" if member.member else "")
+                fields.append(replace(member, name=field_name, offset=end + member.offset, member=cpp_name))
+            end += stride
+        widest = max(widest, alignment)
     if not fields:
         raise ValueError(f"{header}: struct {match.group(2)} has no fields")
     widest = max(widest, int(match.group(1) or 1))
     size = -(-end // widest) * widest
     packer = struct.Struct(_format(tuple(fields), size))
-    return ParamStruct(
-        "::".join([*spaces, match.group(2)]), header, tuple(fields), size, packer.pack, tuple(f.name for f in fields)
-    )
+    name = "::".join([*spaces, match.group(2)])
+    return ParamStruct(name, header, tuple(fields), size, widest, packer.pack, tuple(f.name for f in fields))
+
+
+def _type(where: str, base: str, const: bool, star: bool, arrays_of: Iterable[str]) -> tuple[str, int]:
+    """The C type of a pointer or scalar, and its size in bytes."""
+    if star:
+        if base not in _POINTEES:
+            raise ValueError(f"{where}: pointer to {base}; possible are {', '.join(_POINTEES)}")
+        return f"{'const ' if const else ''}{base}*", 8
+    if base not in _SCALARS or const:
+        possible = ", ".join([*_SCALARS, *(f"arrays of {known}" for known in arrays_of)])
+        raise ValueError(f"{where}: scalar type {'const ' if const else ''}{base}; possible are {possible}")
+    return base, struct.calcsize(_SCALARS[base])
 
 
 def _format(fields: tuple[Field, ...], size: int) -> str:
@@ -174,7 +192,9 @@ def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
     path = csrc / header
     if not path.is_file():
         raise FileNotFoundError(f"kernel parameters {kernel!r}: no header {header} under {csrc}")
-    return parse(path.read_text(encoding="utf-8"), header)
+    text = path.read_text(encoding="utf-8")
+    included = [load(name, csrc) for name in _INCLUDE.findall(text)]
+    return parse(text, header, {known.name.rpartition("::")[2]: known for known in included})
 
 
 def reciprocal(n: int) -> tuple[int, int]:

@@ -25,8 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mla_suite.cli import INTERRUPTED
-from mla_suite.cli.arguments import positive, sizes, torch_device
+from mla_suite.cli import INTERRUPTED, positive, sizes, torch_device
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mla_suite.build import BuildError, ObjectError, build
-from mla_suite.cli.arguments import positive
+from mla_suite.cli import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

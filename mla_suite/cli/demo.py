@@ -25,7 +25,7 @@ import sys
 import time
 from typing import Any
 
-from mla_suite.cli.arguments import positive
+from mla_suite.cli import positive
 
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt: ragged, below, at and above a page
 PAGE_SIZE = 16

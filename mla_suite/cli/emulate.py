@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_suite.cli.arguments import positive
+from mla_suite.cli import positive
 
 if TYPE_CHECKING:
     from mla_suite.archs import ArchSpec

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 
-from mla_suite.cli.arguments import torch_device
+from mla_suite.cli import torch_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mla_suite.cli.arguments import positive
+from mla_suite.cli import positive
 from mla_suite.kv_formats import KV_FORMATS, Field, KVFormat, kv_format
 
 BAR = 50

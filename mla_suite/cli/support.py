@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mla_suite.cli import marked
+from mla_suite.bench import saving
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     if args.write is None:
         print(made)
     else:
-        marked.write(args.write, "support", made)
+        saving.write_section(args.write, "support", made)
     for sentence in bad:
         print(f"support: {sentence}", file=sys.stderr)
     return 1 if bad else 0

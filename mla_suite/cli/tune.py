@@ -3,14 +3,15 @@
   python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
   python -m mla_suite tune --op combine --set aiter-3468 --write   and store them
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
-  python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers of our tiles, by time
+  python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers: our tiles, or Triton
   python -m mla_suite tune --op combine --emulate gfx942,gfx950    without a GPU: by the emulator's bounds in clocks
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
 
 A search of combine first compiles, into this user's cache, the kernels it tries beyond those that ship. Each
 configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the present
-choice by more than the noise of both, and no other backend is faster. With --emulate every shape gets a row, of the
+choice by more than the noise of both, and no other backend is faster; decode's table leaves a shape to Triton where
+that is. With --emulate every shape gets a row, of the
 lowest bound. Rows go to the package's tables, or to the user's directory where the package is read-only or with --user;
 a user's rows come before shipped ones, and the next build makes what shipped rows name. Ctrl-C ends a search early and
 keeps what it found.
@@ -251,6 +252,10 @@ def _line(outcome: Outcome) -> str:
     from mla_suite.bench import noise
 
     present = f"present {outcome.present} {noise.median(outcome.present_rounds):.2f} us"
+    if outcome.baseline is not None:
+        present += f", {outcome.baseline[0]} {outcome.baseline[1]:.2f}"
+    if outcome.left_to:
+        return f"{outcome.case.id}: {present}; worth a row that leaves it to that"
     if outcome.verdict is None:
         return f"{outcome.case.id}: {present}; {outcome.kept}"
     best = f"best {outcome.best} {noise.median(outcome.best_rounds):.2f} us ({outcome.verdict})"

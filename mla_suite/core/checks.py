@@ -1,19 +1,49 @@
 """Argument checks that read metadata only, so they also hold for fake tensors and symbolic sizes; all but one, which
-asks where tensors lie.
+asks where tensors lie. Debug mode, in which operators check values too.
 
 Every message is one sentence: `<op>: <argument> <what was given>; <what is possible>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import torch
 
 INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
+
+_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=os.environ.get("MLA_SUITE_DEBUG", "0") == "1")
+debugging: Callable[[], bool] = _debugging.get  # without a frame of Python's: every call of an operator asks
+
+_MISMATCH = re.compile(
+    r"mla_suite::\w+\(\) Expected a value of type '(?P<kind>.*)' for argument '(?P<argument>\w+)' but"
+)
+_KINDS = {
+    **{"Tensor": "a tensor", "int": "an int of 64 bits", "float": "a number", "bool": "a bool", "str": "a string"},
+    **{"List[Tensor]": "a list of tensors", "List[Optional[Tensor]]": "a list of tensors or None"},
+    **{"List[str]": "a list of strings", "Optional[Tensor]": "a tensor", "Optional[int]": "a torch.dtype"},
+}
+
+
+@contextmanager
+def debug(on: bool = True) -> Iterator[None]:
+    """While the block runs, check values inside tensors (page ids, lengths, slots) before an operator writes anything.
+
+    Off by default because reading lengths on the host waits for the device. `MLA_SUITE_DEBUG=1` turns it on for a
+    process (read once at import). Tensors on the CPU are always checked.
+    """
+    token = _debugging.set(on)
+    try:
+        yield
+    finally:
+        _debugging.reset(token)
 
 
 def fail(op: str, argument: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
@@ -118,3 +148,20 @@ def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
             f"is a slice made inside a graph with dynamic sizes (offset {expression})",
             "keep one tensor per layer and make each an input of the graph",
         )
+
+
+def refuse_mismatch(op: str, arguments: dict[str, Any], error: RuntimeError) -> None:
+    """If torch's error is about an argument's type, raise one sentence in place of its eight lines: a TypeError that
+    names the argument, what was given and what is accepted."""
+    found = _MISMATCH.match(str(error))
+    if found is None:
+        return
+    given, accepted = _given(arguments[found["argument"]]), _KINDS.get(found["kind"], found["kind"])
+    raise TypeError(f"{op}: {found['argument']} is {given}; it takes {accepted}") from None
+
+
+def _given(value: Any) -> str:
+    """The value as a sentence names it."""
+    if isinstance(value, (list, tuple)):
+        return f"a {type(value).__name__} of {' and '.join(sorted({type(item).__name__ for item in value}))}"
+    return repr(value) if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"

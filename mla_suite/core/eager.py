@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import debug, dispatch, mismatch
+from mla_suite.core import checks, dispatch
 from mla_suite.core.op import Op, Output
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -38,7 +38,7 @@ _function_mode = torch._C._get_function_stack_at
 _profiling = torch._C._autograd._profiler_enabled
 _included = torch._C._dispatch_tls_local_include_set
 _emulated = dispatch.emulated.get
-_debugging = debug.enabled
+_debugging = checks.debugging
 bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 """Tells autograd that tensors were written, so that a backward that saved them raises."""
 # Keys that every thread dispatches by: without gradients, and in inference mode. Modes, transforms and traces add more.
@@ -395,5 +395,5 @@ def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ..
     try:
         return OpOverload.__call__(getattr(torch.ops.mla_suite, op.name).default, *tensors, **given)
     except RuntimeError as error:
-        mismatch.refuse(op, dict(zip(op.arguments, (*tensors, *options), strict=True)), error)
+        checks.refuse_mismatch(op.name, dict(zip(op.arguments, (*tensors, *options), strict=True)), error)
         raise

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mla_suite.core import checks, debug, dispatch, eager, torch_ops
+from mla_suite.core import checks, dispatch, eager, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 
@@ -254,7 +254,7 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
 
 
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-    if tensors[0].is_cpu or debug.enabled():
+    if tensors[0].is_cpu or checks.debugging():
         eager.validate(op, tensors, options)
 
 

@@ -306,6 +306,8 @@ class SearchSpace:
     cells       (problem, arch, configuration) -> values of its configuration columns
     build       (arch, progress) -> number of kernels compiled for a search, beyond those that ship
     plans       whether its table decides calls with a plan too
+    leaves      another backend's name -> values of the configuration columns that leave a shape to it; None where the
+                table cannot
     """
 
     candidates: Callable[[Any, ArchSpec], Iterable[Any]]
@@ -315,3 +317,4 @@ class SearchSpace:
     cells: Callable[[Any, ArchSpec, Any], Mapping[str, Value]]
     build: Callable[[ArchSpec, Callable[[int, int], None]], int] = lambda arch, progress: 0
     plans: bool = True
+    leaves: Callable[[str], Mapping[str, Value] | None] = lambda backend: None

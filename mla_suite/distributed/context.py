@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import mla_suite
+from mla_suite.distributed import peer_memory
 from mla_suite.distributed.keys import KeyShard
 from mla_suite.distributed.parallel import all_to_all, gather
 
@@ -31,6 +32,7 @@ def cp_decode(
     exchange: str = "all_to_all",
     causal: bool = True,
     attn_sink: torch.Tensor | None = None,
+    local_seq_lens: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla_suite.decode` over keys that are spread over the ranks of `group`.
@@ -44,38 +46,32 @@ def cp_decode(
     exchange     "all_to_all" leaves each rank its share of the heads, "all_gather" all of them
     causal       query token i of n sees the keys at global positions below seq_lens - n + i + 1; otherwise all keys
     attn_sink    [heads] fp32 logits, added to the denominator of the merged result
-    options      the rest of decode's keyword arguments: softmax_scale, kv_format, kv_descale, head_dim_v, split_size;
-                 max_seqlen_kv is of the whole sequence
+    local_seq_lens  [batch] int32, `shard.local_lens(seq_lens)` where a model has it for all layers; None computes it
+    options      the rest of decode's keyword arguments: softmax_scale, kv_format, kv_descale, head_dim_v, num_splits,
+                 split_size, plan (made from the local lengths); max_seqlen_kv is of the whole sequence
 
     -> out [batch, q_len, own heads, head_dim_v] in q's dtype, lse [batch, q_len, own heads] fp32, natural log.
-
-    Several query tokens of a causal sequence see different numbers of a rank's keys, which no single offset describes,
-    so each becomes a sequence of its own; its keys are read once more per query token. A plan is therefore not taken.
     """
     _check(q, shard, exchange)
-    if options.get("plan") is not None or options.get("rope_cos_sin") is not None:
+    if options.get("rope_cos_sin") is not None:
         raise ValueError(
-            "cp_decode: plan and rope_cos_sin are not taken: local positions are not the sequence's; leave them out"
+            "cp_decode: rope_cos_sin is not taken: local positions are not the sequence's; cache rotated keys"
         )
     if options.get("max_seqlen_kv"):
         options["max_seqlen_kv"] = -(-options["max_seqlen_kv"] // shard.world) + shard.interleave
-    batch, q_len, heads, head_dim = q.shape
-    if q_len == 1 or not causal:
-        out, lse = mla_suite.decode(
-            q, kv_cache, shard.local_lens(seq_lens), block_table, causal=False, max_seqlen_q=q_len, **options
-        )
-    else:
-        offsets = torch.arange(1 - q_len, 1, device=q.device, dtype=torch.int32)
-        visible = (seq_lens[:, None] + offsets).clamp(min=0).flatten()
-        out, lse = mla_suite.decode(
-            q.reshape(batch * q_len, 1, heads, head_dim),
-            kv_cache,
-            shard.local_lens(visible),
-            block_table.repeat_interleave(q_len, 0),
-            causal=False,
-            **options,
-        )
-        out, lse = out.view(batch, q_len, heads, -1), lse.view(batch, q_len, heads)
+    out, lse = mla_suite.decode(
+        q,
+        kv_cache,
+        shard.local_lens(seq_lens) if local_seq_lens is None else local_seq_lens,
+        block_table,
+        cp_tot_seq_lens=seq_lens if causal and q.shape[1] > 1 else None,
+        max_seqlen_q=q.shape[1],
+        causal=causal,
+        cp_world_size=shard.world,
+        cp_rank=shard.rank,
+        cp_interleave=shard.interleave,
+        **options,
+    )
     return merge_ranks(out, lse, shard, group, exchange=exchange, attn_sink=attn_sink)
 
 
@@ -124,14 +120,18 @@ def merge_ranks(
     world, heads, dim = shard.world, out.shape[-2], out.shape[-1]
     if world == 1 and attn_sink is None:
         return out, lse
+    own_heads = heads // world if exchange == "all_to_all" else heads
+    if world > 1 and peer_memory.merges(group, out, own_heads):
+        flat = out.reshape(-1, heads, dim), lse.reshape(-1, heads)
+        merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))
+        return merged.view(*out.shape[:-2], own_heads, dim), merged_lse.view(*out.shape[:-2], own_heads)
     # One collective carries both: the fp32 lse lies behind each row as that row's last bytes.
     rows = torch.cat((out, lse[..., None].view(out.dtype)), dim=-1).view(-1, heads, dim + 4 // out.element_size())
     if exchange == "all_to_all" and world > 1:
-        own_heads = heads // world
         rows = all_to_all(rows.view(rows.shape[0], world, own_heads, -1).transpose(0, 1), group)
         sink = None if attn_sink is None else attn_sink.narrow(0, shard.rank * own_heads, own_heads).contiguous()
     else:
-        own_heads, sink = heads, attn_sink
+        sink = attn_sink
         rows = gather(rows, group, world) if world > 1 else rows[None]
     partial_out = rows[..., :dim].float().reshape(world, -1, dim)
     partial_lse = rows[..., dim:].contiguous().view(torch.float32).reshape(world, -1)

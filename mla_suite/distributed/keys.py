@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from mla_suite.ops.decode.rank_keys import keys_of_rank
+
 
 class KeyShard(NamedTuple):
     """One rank's share of every sequence's keys: runs of `interleave` keys are dealt to the ranks in turn.
@@ -28,9 +30,7 @@ class KeyShard(NamedTuple):
 
     def local_lens(self, lens: torch.Tensor) -> torch.Tensor:
         """Number of this rank's keys among the first `lens` keys of a sequence; any shape, lens' dtype."""
-        period = self.world * self.interleave
-        rest = (lens % period - self.rank * self.interleave).clamp(0, self.interleave)
-        return lens // period * self.interleave + rest
+        return keys_of_rank(lens, *self)
 
     def owns(self, positions: torch.Tensor) -> torch.Tensor:
         """bool, positions' shape: whether the keys at these global positions lie on this rank."""

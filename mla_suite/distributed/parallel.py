@@ -11,14 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
-from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
 
+from mla_suite.distributed import peer_memory
 from mla_suite.distributed.keys import KeyShard
-
-# A sum in which every rank reads the others' summands over NVLink takes less than NCCL's ring up to about this size
-# read by a rank; 128 tokens of DeepSeek V3's hidden size on two GPUs are 1.8 MB.
-ONE_SHOT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,6 @@ class Parallel:
 
     tp_group, cp_group, all_group  names of the process groups, which functional collectives take; a type of its own in
                                    newer torch, a str in older
-    buffer                         bf16 memory that the GPUs of one host read from each other, None elsewhere
     """
 
     tp_size: int
@@ -39,13 +34,15 @@ class Parallel:
     tp_group: Any
     cp_group: Any
     all_group: Any
-    buffer: torch.Tensor | None = None
 
     @classmethod
-    def create(cls, *, tp_size: int = 1, cp_size: int = 1, device_type: str | None = None) -> Parallel:
+    def create(
+        cls, *, tp_size: int = 1, cp_size: int = 1, device_type: str | None = None, timeout_s: float = 600.0
+    ) -> Parallel:
         """Makes the groups from the initialised default process group, whose size must be tp_size x cp_size.
 
         device_type  "cuda" or "cpu"; by default "cuda" where a GPU is present
+        timeout_s    seconds that GPUs of one host wait for each other in a collective, as the process group's timeout
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -63,8 +60,10 @@ class Parallel:
         world_mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("ranks",))
         tp_group, cp_group = (mesh.get_group(name).group_name for name in ("tp", "cp"))
         all_group = world_mesh.get_group("ranks").group_name
-        buffer = _shared_buffer(world, all_group) if device_type == "cuda" and world > 1 else None
-        return cls(tp_size, cp_size, dist.get_rank(), tp_group, cp_group, all_group, buffer)
+        if device_type == "cuda":
+            for group in (all_group, cp_group):
+                peer_memory.connect(group, timeout_s)
+        return cls(tp_size, cp_size, dist.get_rank(), tp_group, cp_group, all_group)
 
     @property
     def world(self) -> int:
@@ -82,9 +81,8 @@ class Parallel:
         """The sum of x over all ranks of the layer."""
         if self.world == 1:
             return x
-        if self.buffer is not None and x.dtype == self.buffer.dtype and x.numel() <= self.buffer.numel():
-            summed = torch.ops.symm_mem.one_shot_all_reduce_copy
-            return summed(self.buffer[: x.numel()].view(x.shape), x.contiguous(), "sum", str(self.all_group))
+        if peer_memory.serves(self.all_group, x.numel() * x.element_size()):
+            return torch.ops.mla_suite_ranks.peer_sum(x.contiguous(), str(self.all_group))
         return _waited(functional.all_reduce(x, "sum", self.all_group))
 
     def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,21 +91,6 @@ class Parallel:
             return x
         everyone = gather(x, self.cp_group, self.cp_size)  # over dimension 0: torch 2.11 traces no other
         return everyone.movedim(0, -3).flatten(-3, -2)
-
-
-def _shared_buffer(world: int, group: Any) -> torch.Tensor | None:
-    """Room for one-shot sums, where all ranks are on one host and its GPUs reach each other's memory."""
-    others = [device for device in range(world) if device != torch.cuda.current_device()]
-    one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == world
-    if not one_host or not all(torch.cuda.can_device_access_peer(torch.cuda.current_device(), o) for o in others):
-        return None
-    elements = ONE_SHOT_BYTES // (world - 1) // torch.bfloat16.itemsize
-    buffer = symmetric_memory.empty(
-        elements, dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device())
-    )
-    symmetric_memory.rendezvous(buffer, group)
-    torch._dynamo.mark_static_address(buffer)  # a captured graph must read this memory, never a copy of it
-    return buffer
 
 
 def _waited(x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +104,8 @@ def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
     """x of every rank, [ranks, *x.shape]."""
+    if peer_memory.serves(group, x.numel() * x.element_size()):
+        return torch.ops.mla_suite_ranks.peer_gather(x.contiguous(), ranks, str(group))
     return _waited(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
 
 

@@ -24,9 +24,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
-from mla_suite.integrations import metadata_convert
-from mla_suite.integrations._common import FP8, KV_FORMATS
-from mla_suite.integrations._common import refuse as _refuse
+from mla_suite.integrations import FP8, KV_FORMATS, metadata_convert
+from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
 from mla_suite.ops.plan import sm_parts

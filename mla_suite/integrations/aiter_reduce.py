@@ -7,7 +7,7 @@ import math
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import refuse
+from mla_suite.integrations import refuse
 
 REDUCE_BATCHES = (0, 1, 2, 4, 8)
 REDUCE_VECS = (0, 1, 2, 4)

@@ -17,9 +17,8 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import metadata_convert
-from mla_suite.integrations._common import WIDE
-from mla_suite.integrations._common import refuse as _refuse
+from mla_suite.integrations import WIDE, metadata_convert
+from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.plan import sm_parts
@@ -179,7 +178,7 @@ def flash_mla_with_kvcache(
         if block_table is None or cache_seqlens is None:
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both, sparse needs indices")
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, 1, 0, 1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
@@ -242,7 +241,7 @@ def flash_mla_sparse_fwd(
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, plan = given
-    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan
+    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:

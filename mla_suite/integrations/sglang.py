@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import FP8, KV_FORMATS, refuse
+from mla_suite.integrations import FP8, KV_FORMATS, refuse
 
 try:
     from sglang.srt.layers.attention.triton_backend import (  # type: ignore[import-not-found]  # optional

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from mla_suite.integrations._common import refuse
+from mla_suite.integrations import refuse
 from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, keep_latents
 from mla_suite.integrations.transformers_cache import (
     ATTENTION_NAME,

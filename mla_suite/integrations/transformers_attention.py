@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import mla_suite
-from mla_suite.integrations._common import refuse
+from mla_suite.integrations import refuse
 from mla_suite.integrations.transformers_cache import Call
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from mla_suite.integrations._common import WIDE
+from mla_suite.integrations import WIDE
 from mla_suite.models.cache import PagedLatentCache, Step, slots
 
 ATTENTION_NAME = "mla_suite"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from mla_suite.integrations._common import WIDE
+from mla_suite.integrations import WIDE
 from mla_suite.integrations.transformers_cache import Call, kv_format_of
 from mla_suite.models.config import LATENT, ROPE, MLAConfig, Yarn
 from mla_suite.models.mla import MLA

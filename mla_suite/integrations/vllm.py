@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import KV_FORMATS
-from mla_suite.ops.plan import sm_parts
+from mla_suite.integrations import FP8, KV_FORMATS, refuse
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -34,6 +33,7 @@ try:
     from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
         AttentionCGSupport,
         AttentionType,
+        MLAAttentionImpl,
         MultipleOf,
     )
 except ImportError as error:
@@ -96,15 +96,19 @@ class MLASuiteBackend(MLACommonBackend):
 
 @dataclass
 class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
-    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share."""
+    """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share.
 
-    plan: torch.Tensor | None = None  # None in batch-invariant mode
+    The first layer makes the plan. In a captured step it is captured with it, so a replay waits for no host.
+    """
+
+    split_size: int = 0  # batch-invariant mode, which has no plan
+    plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
 
 
 class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
-    """Makes one plan per step, on the device, into a tensor that stays where a captured graph reads it."""
+    """Says how many query tokens the sequences of a step have; everything else is vLLM's."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     query_len_support = QueryLenSupport.VARLEN
@@ -120,7 +124,6 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
         speculation = getattr(vllm_config, "speculative_config", None)
         self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
-        self._plans: dict[tuple[int, int], torch.Tensor] = {}
 
     def _build_decode(
         self,
@@ -140,56 +143,44 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
                 f"MLASuiteMetadataBuilder: {num_decode_tokens} query tokens of {batch} sequences with decode context "
                 "parallel; a rank's keys carry no positions to mask by: decode one token per sequence"
             )
-        q_len = int(query_start_loc_cpu.diff().max())
-        uniform = _uniform(query_start_loc_cpu, q_len, num_decode_tokens)
+        q_len, uniform = _query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
         if envs.VLLM_BATCH_INVARIANT:
             q_len = self.reorder_batch_threshold
             uniform = q_len == 1  # the same kernel for packed queries whatever their lengths
         elif self._adaptive and q_len > 1:
             # The device may have moved drafts from one sequence to another since the host counted them.
             q_len, uniform = max(max_query_len, q_len) if max_query_len else self.reorder_batch_threshold, False
-        plan = None
-        if not envs.VLLM_BATCH_INVARIANT:
-            rows = self.num_heads * max(getattr(self, "dcp_world_size", 1), 1) * max(q_len, 1)
-            num_sm_parts = sm_parts(seq_lens_device, rows)
-            made = mla_suite.plan(seq_lens_device, num_heads=rows, num_sm_parts=num_sm_parts)
-            plan = self._plans.setdefault((batch, num_sm_parts), made)
-            if plan is not made:
-                plan.copy_(made)
         return MLASuiteDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            plan=plan,
-            max_seqlen_q=max(q_len, 1),
+            split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
+            max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
         )
 
 
-def _uniform(query_start_loc: torch.Tensor, q_len: int, tokens: int) -> bool:
-    """Returns whether every sequence has q_len query tokens, but for sequences at the end that pad a captured batch."""
+def _query_lengths(query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> tuple[int, bool]:
+    """The most query tokens of a sequence, at least 1, and whether all have as many.
+
+    Sequences at the end that pad a captured batch have none and count as the others. max_query_len is a bound, or 0.
+    """
     batch = query_start_loc.shape[0] - 1
-    if tokens != batch * q_len:
-        return False
+    q_len = 1 if max_query_len == 1 else max(int(query_start_loc.diff().max()), 1)
+    last = int(query_start_loc[-1])
+    if tokens != batch * q_len or last % q_len:
+        return q_len, False
+    if last == tokens:  # no sequence has more, so none has fewer
+        return q_len, True
     starts = torch.arange(batch + 1, dtype=query_start_loc.dtype) * q_len
-    return torch.equal(query_start_loc, starts.clamp(max=int(query_start_loc[-1])))
+    return q_len, torch.equal(query_start_loc, starts.clamp(max=last))
 
 
-def refuse_options(name: str, alibi_slopes: Any, sliding_window: Any, logits_soft_cap: Any, attn_type: str) -> None:
-    """Raise NotImplementedError for an option of vLLM's layers that our operators do not have."""
-    options = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
-    given = [option for option, value in options.items() if value]
-    if given:
-        raise NotImplementedError(f"{name}: {given[0]} is set; it has none: choose another attention backend")
-    if attn_type != AttentionType.DECODER:
-        raise NotImplementedError(f"{name}: attn_type is {attn_type!r}; it serves decoder self-attention only")
-
-
-class MLASuiteImpl(MLACommonImpl):
-    """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
+class MLASuiteLayer(MLAAttentionImpl):
+    """Shared by the dense and the sparse layer, which name it before vLLM's own class among their bases."""
 
     can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True  # `mla_suite.decode` returns natural logarithms
+    lse_base_on_e: bool = True  # our operators return natural logarithms
     supports_dcp: bool = True
     supports_pcp: bool = False
 
@@ -204,10 +195,22 @@ class MLASuiteImpl(MLACommonImpl):
         kv_cache_dtype: str,
         logits_soft_cap: float | None,
         attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        *rest: Any,
         **mla_args: Any,
     ) -> None:
-        refuse_options("MLASuiteImpl", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
+        options = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+            "sinks": mla_args.get("sinks") is not None,
+        }
+        name, possible = type(self).__name__, "choose another attention backend"
+        for option, value in options.items():
+            if value:
+                refuse(name, f"{option} is set", possible, NotImplementedError)
+        if attn_type != AttentionType.DECODER:
+            given = f"attn_type is {attn_type!r}, and it serves decoder self-attention only"
+            refuse(name, given, possible, NotImplementedError)
         super().__init__(
             num_heads,
             head_size,
@@ -218,7 +221,7 @@ class MLASuiteImpl(MLACommonImpl):
             kv_cache_dtype,
             logits_soft_cap,
             attn_type,
-            kv_sharing_target_layer_name,
+            *rest,
             **mla_args,
         )
         # Queries stay in 16 bits beside an fp8 cache: quantising them costs a launch and accuracy.
@@ -236,18 +239,20 @@ class MLASuiteImpl(MLACommonImpl):
         """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
         if not kv_cache.is_cpu:
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-            return
-        if kv_cache.numel() == 0:
-            return
-        cache, fp8 = self._as_stored(kv_cache)
-        mla_suite.append_kv(
-            kv_c_normed,
-            k_pe.squeeze(1),
-            cache,
-            slot_mapping.flatten(),
-            k_scale.reshape(1).float() if fp8 else None,
-            kv_format=KV_FORMATS[cache.dtype],
-        )
+        elif kv_cache.numel():
+            cache, kv_format = self._as_stored(kv_cache)
+            descale = k_scale.reshape(1).float() if kv_format in FP8.values() else None
+            mla_suite.append_kv(
+                kv_c_normed, k_pe.squeeze(1), cache, slot_mapping.flatten(), descale, kv_format=kv_format
+            )
+
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        """Returns the cache in the dtype of its values, and its KV format."""
+        raise NotImplementedError
+
+
+class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
+    """One layer's attention: decode through `mla_suite.decode`, all else vLLM's own."""
 
     def forward_mqa(
         self,
@@ -258,28 +263,30 @@ class MLASuiteImpl(MLACommonImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [tokens, heads, 576] or its two parts; cache [pages, page, 576]; -> out [tokens, heads, 512], lse."""
         queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        cache, fp8 = self._as_stored(kv_c_and_k_pe_cache)
+        cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
+        if decode.plan is None and not decode.split_size:
+            decode.plan = mla_suite.plan(decode.seq_lens, num_heads=queries.shape[-2], max_seqlen_q=decode.max_seqlen_q)
         out, lse = mla_suite.decode(
             queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
             cache,
             decode.seq_lens,
             decode.block_table,
             cu_seqlens_q=decode.cu_seqlens_q,
-            kv_descale=layer._k_scale.reshape(1) if fp8 else None,
+            kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             plan=decode.plan,
             softmax_scale=self.scale,
             max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
-            kv_format=KV_FORMATS[cache.dtype],
-            split_size=INVARIANT_SPLIT if decode.plan is None else 0,
+            kv_format=kv_format,
+            split_size=decode.split_size,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 
     _forward_decode = forward_mqa  # its name before 2026
 
-    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Returns the cache in the dtype of its values, which vLLM allocates as bytes, and whether that is fp8."""
-        fp8 = self.kv_cache_dtype.startswith("fp8")
-        return (kv_cache.view(current_platform.fp8_dtype()) if fp8 else kv_cache), fp8
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        # vLLM allocates an fp8 cache as bytes.
+        cache = kv_cache.view(current_platform.fp8_dtype()) if self.kv_cache_dtype.startswith("fp8") else kv_cache
+        return cache, KV_FORMATS[cache.dtype]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import refuse
+from mla_suite.integrations import refuse
 
 NAME = "rocm_sparse_attn_decode"
 HEAD_DIM, NOPE, ROPE = 512, 448, 64

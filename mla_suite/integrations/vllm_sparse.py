@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 import mla_suite
-from mla_suite.integrations._common import WIDE, refuse
-from mla_suite.integrations.vllm import INVARIANT_SPLIT, PAGE_SIZE, refuse_options
+from mla_suite.integrations import WIDE, refuse
+from mla_suite.integrations.vllm import INVARIANT_SPLIT, PAGE_SIZE, MLASuiteLayer
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -122,61 +122,8 @@ class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):
         return made.copy_(owner.clamp(max=ends.shape[0] - 1))
 
 
-class MLASuiteSparseImpl(SparseMLACommonImpl):
+class MLASuiteSparseImpl(MLASuiteLayer, SparseMLACommonImpl):
     """One layer's attention: all tokens that vLLM does not prefill densely go through `mla_suite.sparse_decode`."""
-
-    can_return_lse_for_decode: bool = True
-    lse_base_on_e: bool = True  # `mla_suite.sparse_decode` returns natural logarithms
-    supports_dcp: bool = True
-    supports_pcp: bool = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        *rest: Any,
-        **mla_args: Any,
-    ) -> None:
-        refuse_options("MLASuiteSparseImpl", alibi_slopes, sliding_window, logits_soft_cap, attn_type)
-        if mla_args.get("sinks") is not None:
-            refuse("MLASuiteSparseImpl", "sinks are set", "choose another attention backend", NotImplementedError)
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            *rest,
-            **mla_args,
-        )
-        self.supports_quant_query_input = False
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
-    ) -> None:
-        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
-        if not kv_cache.is_cpu:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
-        elif kv_cache.numel():
-            kv_format = self._kv_format(kv_cache)
-            mla_suite.append_kv(kv_c_normed, k_pe.squeeze(1), kv_cache, slot_mapping.flatten(), kv_format=kv_format)
 
     def forward_mqa(
         self,
@@ -198,18 +145,19 @@ class MLASuiteSparseImpl(SparseMLACommonImpl):
             self.dcp_rank,
             attn_metadata.cp_kv_cache_interleave_size,
         )
+        cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         return mla_suite.sparse_decode(
             queries,
-            [kv_c_and_k_pe_cache],
+            [cache],
             [slots],
-            kv_formats=[self._kv_format(kv_c_and_k_pe_cache)],
+            kv_formats=[kv_format],
             softmax_scale=self.scale,
             head_dim_v=self.kv_lora_rank,
             split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
         )
 
-    def _kv_format(self, kv_cache: torch.Tensor) -> str:
-        return "v32" if self.kv_cache_dtype == RECORDS else WIDE[kv_cache.dtype]
+    def _as_stored(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, str]:
+        return kv_cache, "v32" if self.kv_cache_dtype == RECORDS else WIDE[kv_cache.dtype]
 
 
 def selected_slots(

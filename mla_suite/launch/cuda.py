@@ -18,22 +18,8 @@ from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import (
-    CAPTURE_ERRORS,
-    CAPTURE_MODE_RELAXED,
-    INVALID_CONTEXT,
-    MAX_BOUND_LAUNCHES,
-    WARM_UP,
-    Bounded,
-    Buffers,
-    DriverError,
-    Grid,
-    Kernel,
-    KernelCache,
-    Naming,
-    Start,
-    TorchDevice,
-)
+from mla_suite.launch.driver import Bounded, DriverError, Grid, Kernel, Naming, Start, TorchDevice
+from mla_suite.launch.gpu_driver import GpuDriver
 
 # CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
 CONFIG = struct.Struct("<7I4xQQI4x")
@@ -41,6 +27,7 @@ CONFIG = struct.Struct("<7I4xQQI4x")
 # while the one before it on the stream still runs, and waits for that one at its griddepcontrol.wait.
 _OVERLAP = struct.pack("<I4xi60x", 6, 1)
 _MAX_STREAMS = 64  # a prepared launch keeps a configuration for each; torch's stream pools have 32 each
+_INVALID_CONTEXT = 201  # CUresult
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # The first driver of each CUDA release. A driver loads the objects of every nvcc of its own release and of older ones
 # (NVIDIA's minor version compatibility); CUDA 13 gave cubins a new ELF ABI, 8, which older drivers do not read.
@@ -65,26 +52,20 @@ def open_library(name: str = "libcuda.so.1") -> ctypes.CDLL:
     return library
 
 
-class CudaDriver:
+class CudaDriver(GpuDriver):
     """One NVIDIA GPU, in torch's primary context."""
 
-    __slots__ = ("_bound", "_cache", "_context", "_current", "_launch", "_library", "_overlap", "_stream", "_torch",
-                 "_version", "arch", "name", "ordinal")  # fmt: skip
+    __slots__ = ("_context", "_overlap", "_version")
+
+    name = "cuda"
+    launch_function = "cuLaunchKernelEx"
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"
 
     def __init__(
         self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
-        self.arch = arch
-        self.name = "cuda"
-        self.ordinal = ordinal
-        self._torch = torch_device or TorchDevice.from_torch()
-        self._library = library or open_library()
-        self._launch = self._library.cuLaunchKernelEx
-        self._current = self._torch.current_device
-        self._stream = self._torch.raw_stream
+        super().__init__(arch, ordinal, library or open_library(), torch_device)
         self._overlap = ctypes.create_string_buffer(_OVERLAP, len(_OVERLAP))
-        self._cache = KernelCache(self._load)
-        self._bound = Bounded[Start](MAX_BOUND_LAUNCHES)
         device, context, version = c_int(), c_void_p(), c_int()
         self._call("cuDriverGetVersion", byref(version))
         self._version = version.value  # 13000 is CUDA 13.0
@@ -93,9 +74,6 @@ class CudaDriver:
         # The context is held for the life of the process, as torch holds it.
         self._call("cuDevicePrimaryCtxRetain", byref(context), device)
         self._context = context
-
-    def load(self, entry: KernelEntry) -> Kernel:
-        return self._cache.get(entry)
 
     def _need_driver_for(self, entry: KernelEntry) -> None:
         """DriverError when this machine's driver is of an older CUDA release than the object's compiler."""
@@ -123,26 +101,10 @@ class CudaDriver:
             self._call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, kernel.max_dynamic_lds)
         return kernel
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None = None,
-        overlap: bool = False,
-    ) -> None:
-        """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
-        key = kernel, grid, block, dynamic_lds, overlap
-        start = self._bound.get(key)
-        if start is None:
-            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None, overlap))
-        start(params, ())
-
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
+        """`overlap` allows the kernel to begin before the previous one on the stream ends (see `_OVERLAP`)."""
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
@@ -163,7 +125,7 @@ class CudaDriver:
             # ctypes passes bytes as the address of their contents; byref of a c_char_p is a one-entry array of such
             # addresses, as kernelParams wants. Both live for this call only, so threads share nothing.
             code = launch(config, handle, byref(c_char_p(params)), None)
-            if code == INVALID_CONTEXT:
+            if code == _INVALID_CONTEXT:
                 # A thread that has not yet used this GPU has no current context.
                 self._call("cuCtxSetCurrent", self._context)
                 code = launch(config, handle, byref(c_char_p(params)), None)
@@ -181,23 +143,6 @@ class CudaDriver:
         self._library.cuGetErrorName(code, byref(name))
         explained = text.value is not None and name.value is not None
         return f"{name.value.decode()}: {text.value.decode()}" if explained else f"CUDA error {code}"  # type: ignore[union-attr]  # both were just tested
-
-    def _call(self, function: str, *arguments: object) -> None:
-        code = getattr(self._library, function)(*arguments)
-        if code in CAPTURE_ERRORS:
-            raise DriverError(f"{WARM_UP}; {function} said {self.explain(code)}")
-        if code:
-            raise DriverError(f"{function}: {self.explain(code)}")
-
-    @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        """Allows this thread to load modules while a stream captures in torch's default mode."""
-        mode = c_int(CAPTURE_MODE_RELAXED)
-        self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
-        try:
-            yield
-        finally:
-            self._call("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:

@@ -162,10 +162,4 @@ class KernelCache:
         return kernel
 
 
-MAX_BOUND_LAUNCHES = 1024  # a driver keeps this many prepared launches, since grids recur
-
-# Numbers shared by cuda.h and hip_runtime_api.h.
-CAPTURE_MODE_RELAXED = 2
-INVALID_CONTEXT = 201
-CAPTURE_ERRORS = range(900, 909)
-WARM_UP = "the stream is being captured and the kernel was never loaded: warm up first (call the operator once eagerly)"
+CAPTURE_MODE_RELAXED = 2  # of cuda.h and hip_runtime_api.h alike

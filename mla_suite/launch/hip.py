@@ -5,32 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_void_p
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import (
-    CAPTURE_ERRORS,
-    CAPTURE_MODE_RELAXED,
-    MAX_BOUND_LAUNCHES,
-    WARM_UP,
-    Bounded,
-    Buffers,
-    DriverError,
-    Grid,
-    Kernel,
-    KernelCache,
-    Naming,
-    Start,
-    TorchDevice,
-    check_hip_grid,
-    fits_hip_grid,
-)
+from mla_suite.launch.driver import DriverError, Grid, Kernel, Naming, Start, TorchDevice, check_hip_grid, fits_hip_grid
+from mla_suite.launch.gpu_driver import GpuDriver
 
 # AMD's own packages, then those of Debian and its derivatives, whose folder is named for the architecture.
 SEARCHED = (Path("/opt/rocm/lib"), Path("/usr/lib") / (sysconfig.get_config_var("MULTIARCH") or "x86_64-linux-gnu"))
@@ -96,29 +80,21 @@ def open_library(path: str) -> ctypes.CDLL:
         raise DriverError(f"the HIP runtime cannot be opened ({error}); install ROCm") from error
 
 
-class HipDriver:
+class HipDriver(GpuDriver):
     """One AMD GPU, in torch's context."""
 
-    __slots__ = ("_bound", "_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "name", "ordinal")
+    __slots__ = ()
+
+    name = "hip"
+    launch_function = "hipModuleLaunchKernel"
+    exchange_capture_mode = "hipThreadExchangeStreamCaptureMode"
 
     def __init__(
         self, arch: ArchSpec, ordinal: int, library: ctypes.CDLL | None = None, torch_device: TorchDevice | None = None
     ) -> None:
-        self.arch = arch
-        self.name = "hip"
-        self.ordinal = ordinal
-        self._torch = torch_device or TorchDevice.from_torch()
-        self._library = library or open_library(find_library())
+        super().__init__(arch, ordinal, library or open_library(find_library()), torch_device)
         self._library.hipGetErrorString.restype = c_char_p
         self._library.hipGetErrorName.restype = c_char_p
-        self._launch = self._library.hipModuleLaunchKernel
-        self._current = self._torch.current_device
-        self._stream = self._torch.raw_stream
-        self._cache = KernelCache(self._load)
-        self._bound = Bounded[Start](MAX_BOUND_LAUNCHES)
-
-    def load(self, entry: KernelEntry) -> Kernel:
-        return self._cache.get(entry)
 
     def _load(self, entry: KernelEntry) -> Kernel:
         image = entry.read_object()
@@ -128,26 +104,10 @@ class HipDriver:
             self._call("hipModuleGetFunction", byref(function), module, entry.symbol.encode())
         return Kernel(entry, function, self.arch)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None = None,
-        overlap: bool = False,
-    ) -> None:
-        """`overlap` is a permission that AMD GPUs have no use for."""
-        key = kernel, grid, block, dynamic_lds
-        start = self._bound.get(key)
-        if start is None:
-            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None))
-        start(params, ())
-
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
+        """`overlap` is a permission that AMD GPUs have no use for."""
         current, ordinal, stream_of, launch = self._current, self.ordinal, self._stream, self._launch
         handle, size, shape = kernel.handle, kernel.params_size, (*grid, block, 1, 1, dynamic_lds)
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds and fits_hip_grid(grid, block)
@@ -178,21 +138,5 @@ class HipDriver:
             return f"HIP error {code}, which this runtime has no words for"
         return f"{name}: {text}"
 
-    def _call(self, function: str, *arguments: object) -> None:
-        code = getattr(self._library, function)(*arguments)
-        if code in CAPTURE_ERRORS:
-            raise DriverError(f"{WARM_UP}; {function} said {self.explain(code)}")
-        if code in (_NO_DEVICE, _INVALID_DEVICE):
-            raise DriverError(f"{function}: {self.explain(code)}; {_NO_GPU}")
-        if code:
-            raise DriverError(f"{function}: {self.explain(code)}")
-
-    @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        """While a stream captures in torch's default mode, only a thread that says so may load modules."""
-        mode = c_int(CAPTURE_MODE_RELAXED)
-        self._call("hipThreadExchangeStreamCaptureMode", byref(mode))
-        try:
-            yield
-        finally:
-            self._call("hipThreadExchangeStreamCaptureMode", byref(mode))
+    def _advice(self, code: int) -> str:
+        return f"; {_NO_GPU}" if code in (_NO_DEVICE, _INVALID_DEVICE) else ""

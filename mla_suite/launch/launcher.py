@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.errors import ObjectError
 from mla_suite.core import dispatch
-from mla_suite.launch.device import on_device
 from mla_suite.launch.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
-
-if TYPE_CHECKING:
-    import torch
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
 """ArchSpec named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
+
+CPU_UNITS = 8  # compute units that a CPU is taken for, so that plans made on it share work out
 
 _prepared: dict[tuple[int | str, str], tuple[Driver, Kernel]] = {}
 _drivers: dict[int | str, Driver] = {}
@@ -71,13 +71,23 @@ def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
 
 @cache
 def _gpu_arch(index: int) -> ArchSpec | None:
+    """The record with the compute units and the L2 size of the GPU with this index."""
     record = archs.specs()[0].get(_gpu_name(index))
-    return None if record is None else on_device(record, index)
+    if record is None:
+        return None
+    properties = torch.cuda.get_device_properties(index)
+    return record.on_device(
+        getattr(properties, "multi_processor_count", record.compute_units), getattr(properties, "L2_cache_size", 0)
+    )
+
+
+@cache  # asking torch takes 2 us of every call
+def compute_units(device: torch.device) -> int:
+    """Compute units (SMs) of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else CPU_UNITS
 
 
 def _gpu_name(index: int) -> str:
-    import torch
-
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         return str(properties.gcnArchName.split(":")[0])
@@ -174,8 +184,6 @@ def _find(op: str, instance_id: str, place: torch.Tensor | torch.device) -> tupl
 
 
 def _index_of(device: torch.device) -> int:
-    import torch
-
     if device.type == "cpu":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
@@ -209,8 +217,6 @@ def _make_driver(index: int | str) -> Driver:
     if isinstance(index, str):
         made: Driver = importlib.import_module("mla_suite.emulator").EmulatorDriver(archs.get(index))
         return made
-    import torch
-
     record = _gpu_arch(index)
     if record is None:
         known = ", ".join(archs.registered())

@@ -9,9 +9,11 @@ us each. Everything else is torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from mla_suite.models.operators import TAGS, has_large_shared_memory, have_kernels, library, on_its_device
+from mla_suite.models.operators import TAGS, have_kernels, library, on_its_device, stages
 from mla_suite.models.rope import rotate
 
 MAX_ROWS = 128  # tokens of a program
@@ -79,7 +81,7 @@ def _absorb(
     from mla_suite.models import absorb_triton  # triton comes with torch's CUDA builds alone
 
     heads, nope, latent = w_uk.shape
-    q = _empty_absorb(q_nope, q_pe, w_uk, cos_sin, positions, interleaved)
+    q = _empty_absorb(q_nope, q_pe, w_uk)
     x, pe, out = (
         q_nope.reshape(-1, heads, nope),
         q_pe.reshape(-1, heads, q_pe.shape[-1]),
@@ -115,20 +117,13 @@ def _absorb(
         OWN=own,
         COLUMNS=min(COLUMNS, own),
         HEADS=HEADS,
-        STAGES=_stages(q.device),
+        STAGES=stages(q.device),
         num_warps=8 if rows == MAX_ROWS else 4,
     )
     return q
 
 
-def _empty_absorb(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    w_uk: torch.Tensor,
-    cos_sin: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    interleaved: bool,
-) -> torch.Tensor:
+def _empty_absorb(q_nope: torch.Tensor, q_pe: torch.Tensor, w_uk: torch.Tensor, *_: Any) -> torch.Tensor:
     return q_nope.new_empty(*q_nope.shape[:-1], w_uk.shape[-1] + q_pe.shape[-1])
 
 
@@ -156,14 +151,9 @@ def _head_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
         COLUMNS=columns,
         DEPTH=depth,
         num_warps=8 if rows == MAX_ROWS else 4,
-        num_stages=_stages(latents.device),
+        num_stages=stages(latents.device),
     )
     return values
-
-
-def _stages(device: torch.device) -> int:
-    """Stages of the operands, 16 or 32 KB each, that are on their way or in use at a time."""
-    return 4 if has_large_shared_memory(device) else 2
 
 
 def _empty_values(latents: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,10 @@ def on_its_device(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a block may have as much shared memory as four stages of operands take."""
+def stages(device: torch.device) -> int:
+    """Stages of the operands, 16 or 32 KB each, that are on their way or in use at a time: 4 where a block may have as
+    much shared memory as four take, else 2."""
     if device.type != "cuda":
-        return False
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= LARGE_SHARED_MEMORY
+        return 2
+    held = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return 4 if held >= LARGE_SHARED_MEMORY else 2

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.ops.combine.lse_layout import LseLayout, empty_lse
+from mla_suite.ops.combine.reference import LseLayout, empty_lse
 
 BLOCK_SPLITS = 8  # splits whose partials are in flight together: [8, 512] fp32 is 32 registers a thread at 4 warps
 

@@ -18,11 +18,13 @@ from mla_suite.ops.plan import check_splits, check_words
 SCHEMA = (
     "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? kv_indptr=None, "
     "Tensor? kv_indices=None, Tensor? cu_seqlens_q=None, Tensor? q_descale=None, Tensor? kv_descale=None, "
-    "Tensor? attn_sink=None, Tensor? rope_cos_sin=None, Tensor? plan=None, *, float softmax_scale, "
-    "SymInt max_seqlen_q=1, SymInt max_seqlen_kv=0, SymInt head_dim_v=512, bool causal=True, str kv_format='bf16', "
-    "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
+    "Tensor? attn_sink=None, Tensor? rope_cos_sin=None, Tensor? plan=None, Tensor? cp_tot_seq_lens=None, *, "
+    "float softmax_scale, SymInt max_seqlen_q=1, SymInt max_seqlen_kv=0, SymInt head_dim_v=512, bool causal=True, "
+    "str kv_format='bf16', SymInt num_splits=0, SymInt split_size=0, SymInt cp_world_size=1, SymInt cp_rank=0, "
+    "SymInt cp_interleave=1) -> (Tensor out, Tensor lse)"
 )
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+MAX_CP_PERIOD = 2**30  # keys; the kernels divide by it in 31 bits
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
 
 
@@ -42,6 +44,7 @@ class DecodeArgs:
     attn_sink: torch.Tensor | None = None
     rope_cos_sin: torch.Tensor | None = None
     plan: torch.Tensor | None = None
+    cp_tot_seq_lens: torch.Tensor | None = None
     _: KW_ONLY
     softmax_scale: float
     max_seqlen_q: int = 1
@@ -51,6 +54,9 @@ class DecodeArgs:
     kv_format: str = "bf16"
     num_splits: int = 0
     split_size: int = 0
+    cp_world_size: int = 1
+    cp_rank: int = 0
+    cp_interleave: int = 1
     plus_inf_lse: bool = False
 
 
@@ -97,6 +103,7 @@ def decode(
     attn_sink: torch.Tensor | None = None,
     rope_cos_sin: torch.Tensor | None = None,
     plan: torch.Tensor | None = None,
+    cp_tot_seq_lens: torch.Tensor | None = None,
     *,
     softmax_scale: float,
     max_seqlen_q: int = 1,
@@ -106,6 +113,9 @@ def decode(
     kv_format: str = "bf16",
     num_splits: int = 0,
     split_size: int = 0,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_interleave: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend from the newest query tokens of each sequence to its cached keys; V is the first values of each key row.
 
@@ -123,6 +133,8 @@ def decode(
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
                   paired i with i + 32) and row j is turned to position j as it is read; q comes rotated
     plan          from `mla_suite.plan`, for any lengths: changes speed and the place of splits, nothing beyond rounding
+    cp_tot_seq_lens  [batch] int32, with cp_world_size: keys of each sequence on all ranks together. Needed where a
+                  causal sequence may have several query tokens; one query token sees all of a rank's keys
     softmax_scale multiplies q . k
     max_seqlen_kv    a promise about seq_lens that helps the choice of kernel; 0 is none
     head_dim_v    values of V; a row has head_dim
@@ -130,6 +142,9 @@ def decode(
     kv_format        a name of `python -m mla_suite formats`
     num_splits    > 0: equal splits of each sequence; split_size > 0: keys of each split, batch-invariant
                   for one max_seqlen_q. Beside a plan they repeat what the plan was made with
+    cp_world_size, cp_rank, cp_interleave  with cp_world_size > 1, kv_cache, block_table and seq_lens are those of rank
+                  cp_rank, which has the keys at global positions p with p // cp_interleave % cp_world_size == cp_rank,
+                  in order and without gaps. The causal limit is on global positions; `combine` merges the results
 
     -> out [..., heads, head_dim_v] in q's dtype (bfloat16 for fp8), lse [..., heads] fp32 natural log.
 
@@ -147,9 +162,12 @@ def decode(
     """
     tensors = (
         *(q, kv_cache, seq_lens, block_table, kv_indptr, kv_indices, cu_seqlens_q),
-        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan),
+        *(q_descale, kv_descale, attn_sink, rope_cos_sin, plan, cp_tot_seq_lens),
     )
-    options = softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size
+    options = (
+        *(softmax_scale, max_seqlen_q, max_seqlen_kv, head_dim_v, causal, kv_format, num_splits, split_size),
+        *(cp_world_size, cp_rank, cp_interleave),
+    )
     return eager.call(DECODE, tensors, options)
 
 
@@ -205,8 +223,35 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
             "decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", "it takes the longest length, or 0 when unknown"
         )
     check_splits("decode", args.num_splits, args.split_size)
+    _check_ranks(args, batch)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
     return Output((*args.q.shape[:-1], args.head_dim_v), dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
+
+
+def _check_ranks(args: DecodeArgs, batch: int) -> None:
+    world, rank, interleave = args.cp_world_size, args.cp_rank, args.cp_interleave
+    if world < 1:
+        checks.fail("decode", "cp_world_size", f"is {world}", "it takes the number of ranks, 1 or more")
+    if rank < 0 or rank >= world:
+        checks.fail("decode", "cp_rank", f"is {rank}", f"it takes 0 to {world - 1}, below cp_world_size")
+    if interleave < 1 or interleave * world > MAX_CP_PERIOD:
+        possible = f"it takes 1 or more keys, with all {world} ranks at most {MAX_CP_PERIOD}"
+        checks.fail("decode", "cp_interleave", f"is {interleave}", possible)
+    if args.cp_tot_seq_lens is not None:
+        checks.tensor("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
+        checks.shape("decode", "cp_tot_seq_lens", args.cp_tot_seq_lens, (batch,), "[batch]")
+    if world == 1:
+        return
+    several = args.q.shape[1] if args.cu_seqlens_q is None else args.max_seqlen_q
+    if args.cp_tot_seq_lens is None and args.causal and checks.certain(several > 1):
+        possible = f"{several} causal query tokens need the keys of each sequence on all {world} ranks"
+        checks.fail("decode", "cp_tot_seq_lens", "is missing", possible)
+    if args.rope_cos_sin is not None:
+        possible = "local positions are not the sequence's: cache rotated keys"
+        checks.fail("decode", "rope_cos_sin", f"is given with cp_world_size {world}", possible)
+    if args.attn_sink is not None:
+        possible = "every rank would add it: give it to the combine that merges the ranks"
+        checks.fail("decode", "attn_sink", f"is given with cp_world_size {world}", possible)
 
 
 def _specify_pages(

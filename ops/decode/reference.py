@@ -12,6 +12,7 @@ from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
+from mla_suite.ops.decode.rank_keys import keys_of_rank
 from mla_suite.ops.plan.metadata import OPEN, Plan
 from mla_suite.ops.plan.reference import equal_chunk
 
@@ -29,6 +30,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     )
     bounds = args.cu_seqlens_q.tolist() if args.cu_seqlens_q is not None else None
     indptr = args.kv_indptr.tolist() if args.kv_indptr is not None else None
+    totals = args.cp_tot_seq_lens.tolist() if args.cp_tot_seq_lens is not None else None
     for b, length in enumerate(lens):
         at = b if bounds is None else slice(bounds[b], bounds[b + 1])
         queries = args.q[at].float() * args.softmax_scale  # [q_len, heads, head_dim]
@@ -49,10 +51,13 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
             rows = caches.gather(kv_formats.kv_format(args.kv_format), args.kv_cache, slots, descale=args.kv_descale)
             return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])
 
-        # Query token i of q_len sees the keys up to its own, which is the cached key length - q_len + i.
+        # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.
         visible = torch.full((q_len,), length, device=args.q.device)
         if args.causal:
-            visible = visible - torch.arange(q_len - 1, -1, -1, device=args.q.device)
+            total = length if totals is None else totals[b]
+            visible = total - torch.arange(q_len - 1, -1, -1, device=args.q.device)
+            if totals is not None:
+                visible = keys_of_rank(visible, args.cp_world_size, args.cp_rank, args.cp_interleave)
         visible = visible.repeat_interleave(heads)
 
         # An empty split weighs nothing; one is kept so that a sequence without keys has a result.

@@ -10,6 +10,7 @@ import torch
 from mla_suite import kv_formats
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.decode.rank_keys import keys_of_rank
 from mla_suite.ops.plan.samples import sample as plan_sample
 
 
@@ -31,15 +32,18 @@ def decode_sample(
     num_splits: int = 0,
     split_size: int = 0,
     planned: bool = False,
+    ranks: tuple[int, int, int] = (1, 0, 1),
     pages: int = 0,
     seed: int = 0,
 ) -> Sample:
     """Sequences of `lens` keys in shuffled pages, out of `pages` or, when 0, one more than they need.
 
-    In varlen mode sequence b has 1 + b % q_len query tokens.
+    In varlen mode sequence b has 1 + b % q_len query tokens. With `ranks`, which is the number of ranks, a rank and the
+    keys in a row on one, `lens` count the keys of all ranks, and the problem is that rank's.
     Values are drawn on the device they are for: a CPU takes seconds for the caches of long contexts.
     """
     batch, head_dim = len(lens), latent + rope
+    totals, lens = lens, [int(n) for n in keys_of_rank(torch.tensor(list(lens)), *ranks)]
     kind = kv_formats.kv_format(kv_format)
     counts = [-(-length // page) for length in lens]
     pages = pages or sum(counts) + 1
@@ -77,9 +81,15 @@ def decode_sample(
             )
             args, kwargs = made.make(torch.device("cpu"))
             plan = torch.ops.mla_suite.plan(*args, **kwargs)
-        tensors = (q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan)
+        cp_tot_seq_lens = torch.tensor(totals, dtype=torch.int32) if ranks[0] > 1 else None
+        tensors = (
+            *(q, kv_cache, seq_lens, *paging, cu_seqlens_q, None, descale, attn_sink, cos_sin, plan),
+            cp_tot_seq_lens,
+        )
         moved = tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
         options: dict[str, Any] = {"kv_format": kv_format, "num_splits": num_splits, "split_size": split_size}
+        if ranks[0] > 1:
+            options |= dict(zip(("cp_world_size", "cp_rank", "cp_interleave"), ranks, strict=True))
         if varlen:
             options["max_seqlen_q"] = max(q_lens)
         return moved, dict(softmax_scale=head_dim**-0.5, head_dim_v=latent, causal=causal, **options)
@@ -97,6 +107,7 @@ def decode_sample(
         *([f"n{num_splits}"] if num_splits else []),
         *([f"s{split_size}"] if split_size else []),
         *(["plan"] if planned else []),
+        *([f"rank{ranks[1]}of{ranks[0]}"] if ranks[0] > 1 else []),
     ]
     shape_name = f"b{batch}-h{heads}-q{q_len}-kv{max(lens)}-p{page}-{kv_format}"
     return Sample("-".join((shape_name, *flags)), make, moved_bytes, flops)
@@ -112,5 +123,6 @@ def samples() -> Sequence[Sample]:
         decode_sample([130, 0, 7], planned=True),
         decode_sample([70, 200, 33, 5], heads=8, q_len=3, page=16, sink=True, varlen=True, ragged_pages=True),
         decode_sample([300, 129], heads=24, q_len=2, kv_format="fp8", num_splits=3),
+        decode_sample([130, 3, 0, 400], heads=8, q_len=4, page=16, ranks=(4, 1, 16)),
         decode_sample([96, 40], q_len=2, page=1, rotate=True, causal=False, split_size=64),
     )

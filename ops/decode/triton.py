@@ -18,12 +18,12 @@ import triton.language as tl
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
 from mla_suite.ops.decode import triton_config as tuned
+from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
-from mla_suite.ops.decode.triton_rope import rope_queries, rope_scores
 from mla_suite.ops.plan.metadata import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
@@ -37,8 +37,12 @@ NUM_SM_PARTS_AT = tl.constexpr(int(Word.NUM_SM_PARTS))
 WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
 
 
-# One binary for all sizes of these.
-@triton.jit(do_not_specialize=["batch", "q_len", "num_splits", "split_size", "lse_tokens", "lse_stride_batch"])
+# One binary for all values of these.
+SIZES = ["batch", "q_len", "num_splits", "split_size", "lse_tokens", "lse_stride_batch"]
+SIZES += ["cp_interleave", "cp_period", "cp_offset"]
+
+
+@triton.jit(do_not_specialize=SIZES)
 def decode_kernel(
     q,  # [tokens, heads, LATENT + ROPE]
     kv_cache,  # [pages, page, LATENT + ROPE]
@@ -52,6 +56,7 @@ def decode_kernel(
     attn_sink,  # [heads] fp32, or None
     rope_cos_sin,  # [max_len, ROPE] fp32, or None
     plan,  # int32 words, or None: equal splits
+    cp_tot_seq_lens,  # [batch] int32, or None: keys of a sequence on all ranks, of which seq_lens has this one's
     out,  # [tokens, heads, LATENT]
     lse,  # [tokens, heads] fp32
     partial_out,  # [splits, rows, LATENT] fp32, or None
@@ -74,6 +79,9 @@ def decode_kernel(
     lse_stride_batch,
     lse_tokens,
     empty_lse,
+    cp_interleave,
+    cp_period,
+    cp_offset,
     PAGE: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -120,7 +128,8 @@ def decode_kernel(
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
                 lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key,
-                end_key, partial_row, PAGE, LATENT, ROPE, BLOCK_N, CAUSAL, DOT,
+                end_key, partial_row, cp_tot_seq_lens, cp_interleave, cp_period, cp_offset, PAGE, LATENT, ROPE,
+                BLOCK_N, CAUSAL, DOT,
             )  # fmt: skip
 
 
@@ -129,8 +138,9 @@ def attend_item(
     q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
     kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
-    lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key, end_key, partial_row, PAGE: tl.constexpr,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, DOT: tl.constexpr,
+    lse_stride_batch, lse_tokens, empty_lse, row, b, kv_len, first_key, end_key, partial_row, cp_tot_seq_lens,
+    cp_interleave, cp_period, cp_offset, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Rows `row` of sequence b over keys [first_key, end_key): to the partials, or to out when partial_row is -1."""
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -153,8 +163,15 @@ def attend_item(
     if kv_descale is not None:
         value_scale = tl.load(kv_descale)
         scale *= value_scale
-    # Query token i of n sees the keys up to its own, which is cached key kv_len - n + i.
-    visible = tl.minimum(kv_len - (tokens - 1 - token), end_key) if CAUSAL else tl.zeros_like(token) + end_key
+    # Query token i of n sees the keys up to its own, which is key total - n + i of the sequence.
+    visible = tl.zeros_like(token) + end_key
+    if CAUSAL:
+        limit = kv_len - (tokens - 1 - token)
+        if cp_tot_seq_lens is not None:
+            limit = tl.maximum(tl.load(cp_tot_seq_lens + b) - (tokens - 1 - token), 0)
+            rest = tl.minimum(tl.maximum(limit % cp_period - cp_offset, 0), cp_interleave)
+            limit = limit // cp_period * cp_interleave + rest
+        visible = tl.minimum(limit, end_key)
     if block_table is None:
         pages = kv_indices + tl.load(kv_indptr + b)
     else:
@@ -180,18 +197,11 @@ def attend_item(
             scores = rope_scores(scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT, ROPE, DOT)
         seen = inside[None, :] & (key[None, :] < visible[:, None])
         scores = tl.where(seen, scores * scale, -float("inf"))
-        before = m_i
-        m_i = tl.maximum(before, tl.max(scores, 1))
-        shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(before - shift)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i, l_i, alpha, p = softmax_step(scores, m_i, l_i)
         accumulator = accumulator * alpha[:, None]
         accumulator = tl.dot(p.to(DOT), latent, accumulator, input_precision="ieee")
 
-    seen = l_i > 0.0
-    result_lse = tl.where(seen, m_i / LOG2E + tl.log(l_i), -float("inf"))
-    result_lse = tl.where(l_i != l_i, l_i, result_lse)  # NaN stays NaN
+    result_lse = natural_lse(m_i, l_i)
     if partial_row < 0:
         denominator = l_i
         if attn_sink is not None:
@@ -295,6 +305,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         args.attn_sink,
         args.rope_cos_sin,
         args.plan,
+        args.cp_tot_seq_lens,
         flat_out,
         lse,
         partial_out,
@@ -313,6 +324,9 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         flat_out.stride(0),
         flat_out.stride(1),
         *lse_numbers(lse, args.plus_inf_lse),
+        args.cp_interleave,
+        args.cp_interleave * args.cp_world_size,
+        args.cp_interleave * args.cp_rank,
         PAGE=page,
         LATENT=args.head_dim_v,
         ROPE=args.q.shape[-1] - args.head_dim_v,

@@ -11,6 +11,7 @@ import torch
 from mla_suite.core import checks
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
+from mla_suite.ops.decode.rank_keys import keys_of_rank
 from mla_suite.ops.plan import check_lengths, check_plan
 
 
@@ -34,8 +35,23 @@ def validate(args: Any) -> None:
     ):
         given = f"has {args.rope_cos_sin.shape[0]} positions"
         checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(args.seq_lens.max())} keys")
+    if args.cp_tot_seq_lens is not None:
+        _check_ranks(args)
     if args.plan is not None:
         check_plan("decode", args.plan, args.seq_lens.shape[0], "seq_lens has", args.num_splits, args.split_size)
+
+
+def _check_ranks(args: Any) -> None:
+    """A rank's lengths follow from those of all ranks, so a pair that does not fit is of two different steps."""
+    check_lengths("decode", args.cp_tot_seq_lens, 0, "cp_tot_seq_lens")
+    own = keys_of_rank(args.cp_tot_seq_lens, args.cp_world_size, args.cp_rank, args.cp_interleave)
+    wrong = (own != args.seq_lens).nonzero()
+    if wrong.numel():
+        b = int(wrong[0])
+        possible = (
+            f"rank {args.cp_rank} of {args.cp_world_size} has {int(own[b])} of {int(args.cp_tot_seq_lens[b])} keys"
+        )
+        checks.fail("decode", f"seq_lens[{b}]", f"is {int(args.seq_lens[b])}", possible)
 
 
 def _check_descale(name: str, factor: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.plan import metadata, reference, samples, scheduler
 
 SCHEMA = (
@@ -181,14 +181,14 @@ def validate(args: PlanArgs) -> None:
         checks.fail("plan", "cu_seqlens_q", f"is {args.cu_seqlens_q.tolist()}", "it must rise from 0")
 
 
-def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int) -> None:
+def check_lengths(op: str, seq_lens: torch.Tensor, max_seqlen_kv: int, argument: str = "seq_lens") -> None:
     """Refuse negative lengths, and lengths above max_seqlen_kv where it is given. Reads device data."""
     most = max_seqlen_kv or metadata.OPEN
     wrong = ((seq_lens < 0) | (seq_lens > most)).nonzero()
     if wrong.numel():
         b = int(wrong[0])
         possible = f"it takes 0..{most}" + (" (max_seqlen_kv)" if max_seqlen_kv else "")
-        checks.fail(op, f"seq_lens[{b}]", f"is {int(seq_lens[b])}", possible)
+        checks.fail(op, f"{argument}[{b}]", f"is {int(seq_lens[b])}", possible)
 
 
 def check_words(op: str, plan: torch.Tensor, batch: int | torch.SymInt, like: torch.Tensor) -> None:

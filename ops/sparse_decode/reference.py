@@ -11,7 +11,7 @@ import torch
 from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.combine.lse_layout import empty_lse
+from mla_suite.ops.combine.reference import empty_lse
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:

@@ -16,9 +16,10 @@ import triton.language as tl
 from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.launch.device import compute_units
+from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
 from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
+from mla_suite.ops.decode.triton_blocks import natural_lse, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
@@ -109,9 +110,7 @@ def sparse_decode_kernel(
         )  # fmt: skip
         before += count
 
-    seen = l_i > 0.0
-    result_lse = tl.where(seen, m_i / LOG2E + tl.log(l_i), -float("inf"))
-    result_lse = tl.where(l_i != l_i, l_i, result_lse)  # NaN stays NaN
+    result_lse = natural_lse(m_i, l_i)
     column = tl.arange(0, VALUES)
     if partial_out is None:
         denominator = l_i
@@ -173,12 +172,7 @@ def attend_pool(
             k_rest = row_columns(pool, block, at, valid, VALUES, REST).to(DOT)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         scores = tl.where(valid[None, :], scores * scale, -float("inf"))
-        last = m_i
-        m_i = tl.maximum(last, tl.max(scores, 1))
-        shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
-        p = tl.exp2(scores - shift[:, None])
-        alpha = tl.exp2(last - shift)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i, l_i, alpha, p = softmax_step(scores, m_i, l_i)
         accumulator = accumulator * alpha[:, None]
         accumulator = tl.dot(p.to(DOT), values, accumulator, input_precision="ieee")
     return m_i, l_i, accumulator

@@ -88,11 +88,12 @@ def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
         assert line.holds, line.cells
 
 
-@pytest.mark.parametrize(("batch", "ctx"), [(1, 512), pytest.param(2, 2048, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("batch", "ctx"), [(1, 512), pytest.param(2, 2048, marks=pytest.mark.full), *LONG])
 def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: int) -> None:
-    """At 1/sqrt(576) scores are closer together and rounding matters more; short contexts keep bf16 weights."""
+    """At 1/sqrt(576) scores are closer together and rounding matters more; short work tiles keep bf16 weights."""
     if isinstance(manifest.locate(), str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
     for line in check().lines(batch, ctx, torch.device("cpu"), 576**-0.5):
         assert line.holds, line.cells
-        assert line.distance < 1e-5
+        if line.planned or ctx <= 2048:
+            assert line.distance < 1e-5

@@ -67,7 +67,7 @@ def _operator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
     tuning.clear_cache()
 
 
-def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0) -> Outcome:
+def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0, space: SearchSpace = SPACE) -> Outcome:
     """Points that `times` does not name take 40 us."""
     source = random.Random(seed)
     print("seed", seed)
@@ -76,7 +76,7 @@ def searched(times: dict[int, float], baseline_us: float = 100.0, seed: int = 0)
         us = baseline_us if runner.config == "8" else times.get(int(runner.config), 40.0)
         return simulated.run(us, source)[: effort.rounds]
 
-    return search.search(CASE, "native", SPACE, ARCH, torch.device("cpu"), timer)
+    return search.search(CASE, "native", space, ARCH, torch.device("cpu"), timer)
 
 
 def searching(monkeypatch: pytest.MonkeyPatch, one: Callable[..., Outcome]) -> None:
@@ -108,6 +108,26 @@ def test_a_shape_another_backend_does_faster_is_left_to_it() -> None:
     found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0)
     assert found.kept is not None
     assert found.kept.startswith("triton takes 1")
+
+
+LEAVES = replace(SPACE, leaves=lambda backend: dict(point=9) if backend == "triton" else None)
+"""Point 9 of its table is Triton."""
+
+
+def test_a_table_that_can_leave_a_shape_to_a_faster_backend_gets_a_row(tmp_path: Path) -> None:
+    found = searched({0: 40.0, 2: 30.0}, baseline_us=12.0, space=LEAVES)
+    assert found.kept is None
+    path = tmp_path / "sm_90.csv"
+    store.write(FORM, "sm_90", path, [search.cells(found, LEAVES, ARCH, runs.GPU)])
+    (row,) = tuning.load(FORM, "sm_90", path)
+    assert row.values["point"] == 9
+    assert row.provenance["baseline"] == "native"
+    assert 11 < float(row.provenance["microseconds"]) < 13
+    assert 39 < float(row.provenance["baseline_microseconds"]) < 42
+    alone = replace(LEAVES, candidates=lambda problem, arch: iter(()))
+    assert searched({0: 40.0}, baseline_us=12.0, space=alone).kept is None, "one configuration may lose as well"
+    for slower in (29.9, 100.0):
+        assert not searched({0: 40.0, 2: 30.0}, baseline_us=slower, space=LEAVES).left_to
 
 
 def test_the_baseline_is_the_fastest_of_the_other_backends() -> None:
@@ -229,6 +249,9 @@ def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> N
         found = decode_table.row_for(*facts, batch, context, False)
         assert (found is not None) is decides
         assert found is None or found.values["use"] == "rows32"
+    left = {**space.facts(problem, gfx950), **(space.leaves("triton") or {})}
+    assert decode_table.FORMAT.line(left).split(",")[7] == decode_table.TRITON
+    assert space.leaves("reference") is None
     assert not space.plans, "planned calls do not see the table, so shapes are timed without a plan"
 
 

@@ -6,20 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from sample_tree import IDS, edit
+from sample_tree import IDS, edit, shell
 
 from mla_suite.build import BuildError, build, compilers, locations, manifest
 
 pytest.importorskip("ziglang", reason="the ziglang wheel is not installed")
 ZIG = Path(compilers.packaged().clang[0])
 BEFORE_GFX950 = f'case "$*" in *=gfx950*) echo "unknown target CPU" >&2; exit 1;; esac; exec {ZIG} clang "$@"'
-
-
-def shell(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
 
 
 @pytest.fixture

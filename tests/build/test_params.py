@@ -27,6 +27,21 @@ def test_an_array_is_as_many_fields():
     assert "__builtin_offsetof(P, map[2]) == 24 && sizeof(P::map[2]) == 8" in mirror.static_asserts()
 
 
+def test_an_array_of_an_included_struct_is_its_fields_in_turn():
+    pool = params.parse("namespace mla {\nstruct Pool {\n  float* at;  // [n]\n  int32_t n;\n};\n}\n", "pool")
+    text = "struct P {\n  int32_t a;\n  Pool pool[2];  // both\n  int32_t b;\n};\n"
+    mirror = params.parse(text, "p", {"Pool": pool})
+    assert mirror.offsets == {"a": 0, "at_0": 8, "n_0": 16, "at_1": 24, "n_1": 32, "b": 40}
+    assert mirror.size == 48
+    packed = mirror.pack(a=1, at_0=2, n_0=3, at_1=4, n_1=5, b=6)
+    assert packed == struct.pack("<i4xQi4xQi4xi4x", 1, 2, 3, 4, 5, 6)
+    assert "__builtin_offsetof(P, pool[1].at) == 24 && sizeof(P::pool[1].at) == 8" in mirror.static_asserts()
+    with pytest.raises(ValueError, match=r"p:3: scalar type Pool; possible are .*arrays of Pool"):
+        params.parse(text.replace("pool[2]", "pool"), "p", {"Pool": pool})
+    with pytest.raises(ValueError, match=r"p:3: scalar type Pool; possible are int32_t"):
+        params.parse(text, "p")
+
+
 def test_a_struct_ends_on_its_widest_field():
     mirror = params.parse("struct P {\n  int64_t a;\n  int32_t b;\n};\n", "p")
     assert (mirror.name, mirror.size, len(mirror.pack(a=1, b=2))) == ("P", 16, 16)

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
 from mla_suite.core import dispatch, eager, register
-from mla_suite.core.op import Output
 
 COMBINE = torch.ops.mla_suite.combine.default
 
@@ -291,34 +290,6 @@ def test_nothing_of_a_call_is_kept():
         del made, results
     gc.collect()
     assert [watch() for watch in watched] == [None] * 4
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (2, 0, 4), (0,)])
-def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
-    outputs = [Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
-    device = torch.device("cpu")
-    for made in (eager.allocator(outputs, device)(), eager.empty(outputs, device)):
-        for tensor, (_, dtype) in zip(made, outputs, strict=True):
-            right = torch.empty(shape, dtype=dtype)
-            assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
-            assert tensor.is_contiguous()
-    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert [tensor.shape for tensor in eager.allocator(outputs, device)()] == [shape] * 3
-    assert eager.allocator([], device)() == ()
-
-
-def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
-    made = []
-    entry = torch._C._dynamo.guards._empty_strided_cpu
-    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *spec: made.append(spec) or entry(*spec))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, dtype, device: device)
-    outputs = [Output((2, 3), torch.float32)]
-    assert eager.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
-    assert made == []
-    (tensor,) = eager.allocator(outputs, torch.device("cuda", 1))()
-    assert tensor.shape == (2, 3)
-    assert made == [((2, 3), (3, 1), torch.float32)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")

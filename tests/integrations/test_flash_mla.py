@@ -1,64 +1,13 @@
-"""Scripts as FlashMLA's documentation has them, run on our face of it, against its documented formulas."""
+"""Scripts as FlashMLA's documentation has them, run on our interface, against its documented formulas."""
 
 import inspect
-import math
 
 import pytest
 import torch
+from flash_mla_calls import check, dense_expected, paged
 
-from mla_suite import kv_formats
 from mla_suite.integrations import metadata_convert
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from mla_suite.kv_formats import cache as caches
-
-
-def attend(q, keys, scale, d_v=512, sink=None):
-    """One query token [heads, d] over keys [n, d]: out and natural lse, 0 and +inf where there is no key."""
-    if len(keys) == 0:
-        return torch.zeros(q.shape[0], d_v), torch.full((q.shape[0],), torch.inf)
-    scores = q.float() @ keys.float().T * scale
-    lse = scores.logsumexp(-1)
-    out = torch.softmax(scores, -1) @ keys[:, :d_v].float()
-    if sink is not None:
-        out = out * torch.sigmoid(lse - sink)[:, None]
-    return out, lse
-
-
-def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
-    """rows [pages, page, d]: the values the cache stands for."""
-    batch, q_len, heads, _ = q.shape
-    out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
-    for b, length in enumerate(lengths):
-        used = block_table[b, : -(-length // rows.shape[1])].long()
-        keys = rows[used].flatten(0, 1)[:length]
-        for i in range(q_len):
-            visible = max(length - (q_len - 1 - i), 0) if causal else length
-            out[b, i], lse[b, :, i] = attend(q[b, i], keys[:visible], scale, sink=sink)
-    return out, lse
-
-
-def paged(lengths, page, width=576, dtype=torch.bfloat16):
-    """A shuffled cache [pages, page, 1, width] with NaN past every sequence and absurd spare table entries."""
-    counts = [-(-n // page) for n in lengths]
-    order = torch.randperm(sum(counts) + 2).int()
-    table = torch.full((len(lengths), max(*counts, 1)), 2**31 - 1, dtype=torch.int32)
-    cache = torch.full((len(order), page, 1, width), torch.nan, dtype=dtype)
-    first = 0
-    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        table[b, :count] = order[first : first + count]
-        rows = torch.arange(length)
-        cache[table[b, rows // page].long(), rows % page, 0] = torch.randn(length, width).to(dtype)
-        first += count
-    return cache, table, torch.tensor(lengths, dtype=torch.int32)
-
-
-def check(out, lse, expected, dtype=torch.bfloat16):
-    assert out.dtype == dtype
-    assert lse.dtype == torch.float32
-    assert lse.is_contiguous()
-    # 2^-8 relative is half an ulp of bf16 above the fp32 reference's own 1e-5
-    torch.testing.assert_close(out.float(), expected[0], rtol=2**-8, atol=2e-5)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["holder", "arguments", "copied"])
@@ -138,129 +87,6 @@ def test_no_sequences():
         )
         assert out.shape == (0, 1, 16, 512)
         assert lse.shape == (0, 16, 1)
-
-
-def records(kv_format, pages, page):
-    """Packed records and the values they stand for."""
-    kind = kv_formats.kv_format(kv_format)
-    packed = caches.pack(kind, torch.randn(pages, page, kind.head_dim))
-    return packed, caches.unpack(kind, packed)
-
-
-def selection(batch, q_len, topk, tokens):
-    """Picks with -1 and out-of-range ones among them."""
-    picks = torch.randint(tokens, (batch, q_len, topk), dtype=torch.int32)
-    picks[torch.rand(picks.shape) < 0.2] = -1
-    picks[torch.rand(picks.shape) < 0.05] = 2**31 - 1
-    return picks
-
-
-def sparse_expected(q, pools, scale, sink=None):
-    """pools of (values [pages, page, d], indices, topk_length or None)."""
-    batch, q_len, heads, _ = q.shape
-    out, lse = torch.empty(batch, q_len, heads, 512), torch.empty(batch, heads, q_len)
-    for b in range(batch):
-        for i in range(q_len):
-            keys = []
-            for values, indices, topk_length in pools:
-                flat = values.flatten(0, 1)
-                picks = indices[b, i] if topk_length is None else indices[b, i, : int(topk_length[b])]
-                keys.append(flat[picks[(picks >= 0) & (picks < len(flat))].long()])
-            out[b, i], lse[b, :, i] = attend(q[b, i], torch.cat(keys), scale, sink=sink)
-    return out, lse
-
-
-@pytest.mark.parametrize("as_dtype", [torch.uint8, torch.float8_e4m3fn, torch.int8], ids=str)
-@pytest.mark.parametrize(("page", "q_len", "heads"), [(64, 1, 64), (2, 2, 128), (61, 3, 16)])
-def test_sparse_v32(page, q_len, heads, as_dtype):
-    packed, values = records("v32", 9, page)
-    k_cache = packed.view(as_dtype).unsqueeze(2)
-    indices = selection(3, q_len, 40, 9 * page)
-    indices[1] = -1  # nothing to attend to
-    q = torch.randn(3, q_len, heads, 576).bfloat16()
-    sched_meta, _ = get_mla_metadata()
-    out, lse = flash_mla_with_kvcache(
-        q, k_cache, None, None, 512, sched_meta, None, None, False, is_fp8_kvcache=True, indices=indices
-    )
-    check(out, lse, sparse_expected(q, [(values, indices, None)], 576**-0.5))
-
-
-@pytest.mark.parametrize("with_extra", [False, True])
-@pytest.mark.parametrize("with_lengths", [False, True])
-def test_sparse_v4_pools_and_sink(with_extra, with_lengths):
-    packed, values = records("dsv4", 3, 256)
-    extra, extra_values = records("dsv4", 40, 2)
-    assert packed.stride(0) > packed.shape[1] * 584  # block stride padded to 576s
-    indices, extra_indices = selection(2, 2, 32, 3 * 256), selection(2, 2, 16, 80)
-    lengths = torch.tensor([32, 0], dtype=torch.int32) if with_lengths else None
-    extra_lengths = torch.tensor([0, 5], dtype=torch.int32) if with_lengths and with_extra else None
-    sink = torch.randn(64)
-    sink[:3] = torch.tensor([torch.inf, -torch.inf, 50.0])
-    q = torch.randn(2, 2, 64, 512).bfloat16()
-    out, lse = flash_mla_with_kvcache(
-        q=q,
-        k_cache=packed.unsqueeze(2),
-        block_table=None,
-        cache_seqlens=None,
-        head_dim_v=512,
-        tile_scheduler_metadata=get_mla_metadata()[0],
-        softmax_scale=0.05,
-        is_fp8_kvcache=True,
-        indices=indices,
-        attn_sink=sink,
-        extra_k_cache=extra.unsqueeze(2) if with_extra else None,
-        extra_indices_in_kvcache=extra_indices if with_extra else None,
-        topk_length=lengths,
-        extra_topk_length=extra_lengths,
-    )
-    pools = [(values, indices, lengths)] + ([(extra_values, extra_indices, extra_lengths)] if with_extra else [])
-    check(out, lse, sparse_expected(q, pools, 0.05, sink))
-
-
-def test_older_sparse_form():
-    packed, values = records("v32", 4, 64)
-    indices, cache_seqlens = selection(2, 1, 64, 256), torch.tensor([256, 100], dtype=torch.int32)
-    metadata, num_splits = get_mla_metadata(cache_seqlens, 128, 1, 128, True, 64)
-    q = torch.randn(2, 1, 128, 576).bfloat16()
-    out, lse = flash_mla_with_kvcache(
-        q, packed.unsqueeze(2), None, cache_seqlens, 512, metadata, num_splits, None, False, True, indices
-    )
-    check(out, lse, sparse_expected(q, [(values, indices, None)], 576**-0.5))
-
-
-def test_dense_over_records():
-    packed, values = records("v32", 3, 64)
-    block_table, lengths = torch.tensor([[2, 0], [1, 7]], dtype=torch.int32), [100, 64]
-    q = torch.randn(2, 1, 16, 576).bfloat16()
-    out, lse = flash_mla_with_kvcache(
-        q,
-        packed.unsqueeze(2),
-        block_table,
-        torch.tensor(lengths, dtype=torch.int32),
-        512,
-        get_mla_metadata()[0],
-        is_fp8_kvcache=True,
-    )
-    check(out, lse, dense_expected(q, values, block_table, lengths, 576**-0.5, False))
-
-
-@pytest.mark.parametrize("width", [576, 512])
-def test_sparse_prefill(width, monkeypatch):
-    monkeypatch.setattr("mla_suite.integrations.flash_mla.SPARSE_CHUNK_BYTES", 40 * width * 4 * 3)  # 3 tokens a chunk
-    q, kv = torch.randn(8, 64, width).bfloat16(), torch.randn(90, 1, width).bfloat16()
-    indices = selection(1, 8, 40, 90).view(8, 1, 40)
-    indices[5] = -1
-    topk_length = torch.tensor([40, 1, 0, 7, 40, 40, 39, 20], dtype=torch.int32)
-    sink = torch.randn(64)
-    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.04, 512, sink, topk_length)
-    for t in range(8):
-        picks = indices[t, 0, : int(topk_length[t])]
-        keys = kv[picks[(picks >= 0) & (picks < 90)].long(), 0]
-        expected_out, expected_lse = attend(q[t], keys, 0.04, sink=sink)
-        torch.testing.assert_close(out[t].float(), expected_out, rtol=2**-8, atol=2e-5)
-        torch.testing.assert_close(lse[t], expected_lse, rtol=1e-5, atol=1e-5)
-        largest = (q[t].float() @ keys.float().T * 0.04).amax(-1) if len(keys) else torch.full((64,), -math.inf)
-        torch.testing.assert_close(max_logits[t], largest)
 
 
 def call(**changes):

@@ -34,7 +34,7 @@ from mla_suite.core import dispatch
 from mla_suite.launch import has_kernel
 from mla_suite.launch.driver import LaunchError
 from mla_suite.ops.combine import COMBINE
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.testing import assert_close, poison
 
 NATIVE = BackendCalls(COMBINE, "native")

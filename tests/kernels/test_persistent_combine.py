@@ -15,7 +15,7 @@ from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import PersistentCombineConfig
 from mla_suite.build.params import load
 from mla_suite.emulator import Emulator, Memory
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
 from mla_suite.testing import assert_close, poison
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import mla_suite
 from mla_suite.core import checks
 from mla_suite.launch import has_kernel
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode.samples import decode_sample
 
 OPERATORS = torch.ops.mla_suite

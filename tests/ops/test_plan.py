@@ -10,15 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_checks import check, cost_of, make
 
 import mla_suite
 from mla_suite import archs as arch
-from mla_suite.archs.sm_90 import costs, tile
 from mla_suite.ops.plan import PlanArgs, reference
 from mla_suite.ops.plan.metadata import (
     COUNTERS,
     HEADER_WORDS,
-    OPEN,
     Plan,
     Word,
     layout_for,
@@ -28,67 +27,6 @@ from mla_suite.ops.plan.metadata import (
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
 
 few = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-SM_90 = arch.get("sm_90")
-
-
-@pytest.fixture
-def on_sm_90(monkeypatch):
-    """The definition as it plans for that arch."""
-    monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
-
-
-def make(lens, *, rows=16, num_sm_parts=8, max_seqlen_kv=1 << 17, cu_seqlens_q=None, **split):
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
-    return mla_suite.plan(
-        seq_lens, cu_seqlens_q, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max_seqlen_kv, **split
-    )
-
-
-def check(plan, batch, num_sm_parts, *, most):
-    """Every promise of the kv_format that does not depend on how the plan was made."""
-    read = Plan.read(plan)
-    header = read.header
-    assert (header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.ITEM_CAPACITY]) == (batch, num_sm_parts, most)
-    assert header[Word.COUNTERS_PER_SEQUENCE] == COUNTERS
-    assert header[Word.ITEMS] % 4 == 0
-    assert header[Word.ITEMS_USED] == len(read.items) == read.work_indptr[-1] <= most
-    assert header[Word.PARTIAL_ROWS] == read.split_indptr[-1] <= len(read.items) <= most_items(plan.numel(), batch)
-    assert read.counters == [0] * (batch * COUNTERS)
-    assert read.work_indptr[0] == read.split_indptr[0] == 0
-    assert read.work_indptr == sorted(read.work_indptr)
-    assert [item[0] for item in read.items] == sorted(item[0] for item in read.items)
-    for b in range(batch):
-        own = [item for item in read.items if item[0] == b]
-        rows = list(range(read.split_indptr[b], read.split_indptr[b + 1]))
-        assert own, f"sequence {b} has no item"
-        assert own[0][1] == 0
-        assert own[-1][2] == OPEN
-        for left, right in itertools.pairwise(own):
-            assert left[2] == right[1]
-            assert left[1] < left[2] or left[1] == OPEN
-        assert [item[3] for item in own] == (rows if len(own) > 1 else [-1])
-        assert len(rows) == (len(own) if len(own) > 1 else 0)
-    unused = plan[header[Word.ITEMS] :].view(-1, 4)[len(read.items) :]
-    assert torch.equal(unused, torch.tensor([-1, 0, 0, -1], dtype=torch.int32).expand_as(unused))
-    return read
-
-
-def cost_of(read, lens, rows):
-    """Cost of a plan's slowest SM part and of its merge, from its items alone, by the formula."""
-    tile = min(rows, 128)
-    splits = [0] * len(lens)
-    for sequence, *_ in read.items:
-        splits[sequence] += 1
-    padded = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT for length in lens]
-    loads = []
-    for first, end in itertools.pairwise(read.work_indptr):
-        load = 0
-        for sequence, key, end_key, _ in read.items[first:end]:
-            load += min(end_key, padded[sequence]) - key + tile_cost(rows) + (2 * tile if splits[sequence] > 1 else 0)
-        loads.append(load)
-    return max(loads), tile * max((n for n in splits if n > 1), default=0)
 
 
 def by_hand(lens, sums, num_sm_parts):
@@ -155,7 +93,7 @@ def test_balanced_plans_keep_every_promise(lens, num_sm_parts, rows):
             assert min(sizes) >= SPLIT_ALIGNMENT
 
 
-@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, SM_90]))
+@given(lengths, st.integers(1, 24), st.sampled_from([1, 16, 128, 512]), st.sampled_from([None, arch.get("sm_90")]))
 @few
 def test_balanced_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows, planned_for):
     with pytest.MonkeyPatch.context() as patch:
@@ -278,39 +216,6 @@ def test_equal_sequences_are_split_as_well_as_equally(batch, length, rows):
         + SPLIT_ALIGNMENT
         + tile_rows
     )
-
-
-def test_the_figures_of_an_arch():
-    """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages."""
-    for name in ("gfx942", "gfx950"):
-        assert scheduler_costs(arch.get(name), 48) == scheduler_costs(None, 48) == (TILE_COST + 48, 48, 0)
-    assert scheduler_costs(None, 500) == (TILE_COST + 128, 128, 0)
-    assert scheduler_costs(SM_90, 16) == scheduler_costs(SM_90, 24) == (TILE_COST, 0, 1)
-    assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6)
-    assert scheduler_costs(SM_90, 10**12) == scheduler_costs(SM_90, 2**16)
-    partial_us = 2 * costs.ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
-    assert costs.FITTED.stage <= partial_us * tile.BLOCK_N <= costs.FITTED.stage + costs.FITTED.busy_stage
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "rows", "num_sm_parts", "low", "high"),
-    [
-        (1, 8192, 128, 66, 32, 48),  # decode's own splits there are 32
-        (1, 1024, 128, 66, 12, 16),
-        (1, 8192, 16, 132, 43, 132),
-        (32, 3200, 128, 66, 2, 2),
-        (32, 512, 128, 66, 1, 1),
-        (128, 512, 128, 66, 1, 1),  # two whole sequences an SM part: no split is worth 128 partials
-        (128, 6144, 128, 66, 1, 1),
-        (64, 16384, 128, 66, 1, 1),
-        (128, 4096, 16, 132, 1, 1),
-    ],
-)
-def test_splits_on_sm_90(on_sm_90, batch, length, rows, num_sm_parts, low, high):
-    read = check(
-        make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
-    )
-    assert all(low <= len(splits) <= high for splits in read.splits())
 
 
 def test_ragged_batch_is_within_a_few_percent_of_the_bound():

@@ -1,15 +1,15 @@
-"""MLA_SUITE_ARCHS limits what `pip install .` compiles."""
+"""MLA_SUITE_ARCHS and MLA_SUITE_DISABLE_FP16 limit what `pip install .` compiles."""
 
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from mla_suite import build
+from mla_suite.build import locations, manifest
 
 setuptools = pytest.importorskip("setuptools", minversion="77", reason="setuptools is too old to build a wheel")
 ROOT = Path(__file__).parents[2]
@@ -27,25 +27,40 @@ def test_a_wrong_name_is_refused_in_one_sentence(named, wrong):
     assert done.stderr == f"MLA_SUITE_ARCHS names {wrong}; the archs are gfx942, gfx950, sm_90\n"
 
 
+def test_fp16_is_disabled_by_1_alone():
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "egg_info"],
+        cwd=ROOT,
+        env=os.environ | {"MLA_SUITE_DISABLE_FP16": "yes"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    wanted = "MLA_SUITE_DISABLE_FP16 is 'yes'; it takes 1, which leaves out kernels for fp16 caches, or 0\n"
+    assert done.stderr == wanted
+
+
 @pytest.mark.parametrize(
-    ("named", "archs"),
-    [(None, None), ("", None), ("sm_90", ["sm_90"]), (" sm_90, gfx942,", ["gfx942", "sm_90"])],
+    ("named", "archs", "without_fp16"),
+    [
+        *((None, None, None), ("", None, "0"), ("sm_90", ["sm_90"], "1")),
+        (" sm_90, gfx942,", ["gfx942", "sm_90"], None),
+    ],
 )
 @pytest.mark.parametrize("editable", [False, True])
-def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable):
-    """The build is replaced by one that notes what it is asked for and leaves a file for each arch."""
-    if named is None:
-        monkeypatch.delenv("MLA_SUITE_ARCHS", raising=False)
-    else:
-        monkeypatch.setenv("MLA_SUITE_ARCHS", named)
+def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, without_fp16, editable):
+    """The build is replaced by one that notes what it is asked for; the tree holds the objects of every arch."""
+    for variable, value in (("MLA_SUITE_ARCHS", named), ("MLA_SUITE_DISABLE_FP16", without_fp16)):
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
     asked = []
+    tree = manifest.read(locations.PACKAGE_OBJECTS)
 
-    def fake(archs, csrc, out):
-        asked.append((archs, out))
-        if not editable:
-            (out / "made").mkdir(parents=True)
-            (out / "made" / "kernel").write_text("built")
-        return SimpleNamespace(files=lambda: ["made/kernel"])
+    def fake(archs, csrc, out, fp16):
+        asked.append((archs, out, fp16))
+        return tree
 
     monkeypatch.setattr(build, "build", fake)
     found = {}
@@ -53,17 +68,21 @@ def test_the_named_archs_are_built(monkeypatch, tmp_path, named, archs, editable
     runpy.run_path(str(ROOT / "setup.py"))
     command_class = found["cmdclass"]["build_py"]
     monkeypatch.setattr(command_class.__base__, "run", lambda self: None)
-    distribution = found["distclass"]({"name": "mla_suite"})
-    distribution.get_command_obj("build").build_temp = str(tmp_path / "temporary")
-    command = command_class(distribution)
+    command = command_class(found["distclass"]({"name": "mla_suite"}))
     command.build_lib = str(tmp_path / "lib")
     command.editable_mode = editable
+    left_over = tmp_path / "lib/mla_suite/objects/sm_90/of_another_selection.cubin"
+    left_over.parent.mkdir(parents=True)
+    left_over.touch()
     command.run()
-    ((given, out),) = asked
-    assert given == archs
+    assert asked == [(archs, ROOT / "mla_suite" / "objects", without_fp16 != "1")]
+    assert left_over.exists() == editable
     if editable:
-        assert out == ROOT / "mla_suite" / "objects"
-        assert not (tmp_path / "lib").exists()
-    else:
-        assert out.name == "-".join(["objects", *(archs or [])]), "a selection is not mixed with another one's objects"
-        assert (tmp_path / "lib/mla_suite/objects/made/kernel").read_text() == "built"
+        return
+    carried = manifest.read(tmp_path / "lib/mla_suite/objects")
+    assert {arch for arch, _ in carried.kernels} == set(archs or ["gfx942", "gfx950", "sm_90"])
+    assert carried.kernels == {key: entry for key, entry in tree.kernels.items() if not archs or key[0] in archs}
+    assert carried.libraries == tree.libraries
+    assert carried.files() == sorted(
+        path.relative_to(carried.root).as_posix() for path in carried.root.rglob("*") if path.is_file()
+    )

@@ -103,15 +103,25 @@ def assert_same(found, expected):
     torch.testing.assert_close(found[1], expected[1][:count], rtol=0, atol=1e-4)
 
 
-def test_mixed_prompts(checkpoint, expected, calls):
-    """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
-    batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
-    with vllm_engine.engine(checkpoint[0], ours=True) as llm:
+class TestOneEngine:
+    """Tests that share an engine, since starting one takes most of a test's time."""
+
+    @pytest.fixture(scope="class")
+    def llm(self, checkpoint, expected):
+        with vllm_engine.engine(checkpoint[0], ours=True, chunks=vllm_engine.MAX_LEN) as llm:
+            yield llm
+
+    def test_mixed_prompts(self, llm, expected, calls, monkeypatch):
+        """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
+        batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
+        plan, plans = integration.mla_suite.plan, []
+        monkeypatch.setattr(integration.mla_suite, "plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
         assert_same(vllm_engine.generate(llm, batch), expected)
         steps = [lens for lens, _ in calls]
         assert len(steps) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
         assert [5] in steps  # prompts of up to 8 tokens are decoded
         assert [1, 1, 1, 1] in steps
+        llm.reset_prefix_cache()
         core, finished = llm.llm_engine, {}
         waiting = [(0, ids) for ids in batch] + [(3, late[0]), (5, late[1])]
         for step in range(4 * vllm_engine.NEW_TOKENS):
@@ -119,19 +129,20 @@ def test_mixed_prompts(checkpoint, expected, calls):
                 if when == step:
                     core.add_request(str(name), {"prompt_token_ids": ids}, vllm_engine.sampling())
             finished.update({done.request_id: done.outputs[0].token_ids for done in core.step() if done.finished})
-    answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
-    assert answers == expected[0][: len(waiting)]
-    assert any(packed and max(lens) > 1 and min(lens) == 1 for lens, packed in calls)
+        answers = [list(finished[name]) for name in sorted(finished, key=lambda name: int(name.split("-")[0]))]
+        assert answers == expected[0][: len(waiting)]
+        assert any(packed and max(lens) > 1 and min(lens) == 1 for lens, packed in calls)
+        assert len(plans) * LAYERS == len(calls)  # one plan serves the layers of a step
 
-
-def test_prefix_caching_and_chunked_prefill(checkpoint, expected, calls):
-    """Prompts in chunks of 16 tokens; the second time all but their last page comes from the cache."""
-    with vllm_engine.engine(checkpoint[0], ours=True, chunks=16) as llm:
+    def test_prefix_caching_and_chunked_prefill(self, llm, expected, calls, monkeypatch):
+        """Prompts in chunks of 16 tokens; the second time all but their last page comes from the cache."""
+        llm.reset_prefix_cache()
+        monkeypatch.setattr(llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
         for _ in range(2):
             before = len(calls)
             assert_same(vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS)), expected)
-    extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
-    assert any(1 in lens and max(lens) > 1 for lens in extends)
+        extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
+        assert any(1 in lens and max(lens) > 1 for lens in extends)
 
 
 def test_fp8_cache(checkpoint, calls, monkeypatch):
@@ -180,6 +191,22 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
     assert checked >= LAYERS * len(batch) * (vllm_engine.NEW_TOKENS - 1)
 
 
+@pytest.mark.parametrize(
+    ("starts", "tokens", "bound", "expected"),
+    [
+        ([0, 1, 2, 3], 3, 0, (1, True)),
+        ([0, 1, 2, 2], 3, 1, (1, True)),  # the last sequence pads a captured batch
+        ([0, 1, 1, 2], 3, 1, (1, False)),
+        ([0, 4, 8], 8, 4, (4, True)),
+        ([0, 4, 8, 8], 12, 4, (4, True)),
+        ([0, 4, 6, 6], 12, 4, (4, False)),  # the second has fewer, however the batch is padded
+        ([0, 1, 4], 4, 3, (3, False)),
+    ],
+)
+def test_query_lengths_of_a_step(starts, tokens, bound, expected):
+    assert integration._query_lengths(torch.tensor(starts, dtype=torch.int32), tokens, bound) == expected
+
+
 def test_what_vllms_selector_is_told():
     """The reasons that vLLM's own check finds against the backend, with everything on that it supports, and without."""
     backend = integration.MLASuiteBackend
@@ -211,6 +238,23 @@ def test_what_vllms_selector_is_told():
     assert backend.get_preferred_block_size(16) == 64
     assert backend.get_supported_kernel_block_sizes(None) == [MultipleOf(1)]
     assert select_common_block_size(48, [backend]) == 48
+
+
+@pytest.mark.parametrize(
+    ("change", "given"),
+    [
+        (dict(alibi_slopes=[0.5] * 4), "alibi_slopes is set; choose"),
+        (dict(sliding_window=128), "sliding_window is set; choose"),
+        (dict(logits_soft_cap=30.0), "logits_soft_cap is set; choose"),
+        (dict(sinks=torch.zeros(4)), "sinks is set; choose"),
+        (dict(attn_type="encoder"), "attn_type is 'encoder', and it serves decoder self-attention only; choose"),
+    ],
+)
+def test_options_that_it_has_not_are_refused(change, given):
+    options = dict(alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto", logits_soft_cap=None)
+    sizes = dict(num_heads=4, head_size=576, scale=0.1, num_kv_heads=1, attn_type="decoder")
+    with pytest.raises(NotImplementedError, match=f"MLASuiteImpl: {given} another attention backend"):
+        integration.MLASuiteImpl(**{**sizes, **options, **change})
 
 
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):

@@ -66,3 +66,16 @@ def edit(path: Path, pattern: str, replacement: str) -> None:
     text, count = re.subn(pattern, replacement, path.read_text())
     assert count == 1, f"{pattern!r} matches {count} places in {path}"
     path.write_text(text)
+
+
+def shell(path: Path, text: str) -> Path:
+    """An executable at `path` that runs the text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def stamps(out: Path) -> dict[Path, int]:
+    """When each file of a build was written."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}

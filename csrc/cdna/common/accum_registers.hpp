@@ -1,4 +1,4 @@
-// The register file in which the compiler keeps accumulators: AGPRs or VGPRs.
+// Accumulators of matrix instructions: the register file in which the compiler keeps them, and their largest element.
 #pragma once
 
 #include "cdna/common/types.hpp"
@@ -18,6 +18,18 @@ MLA_DEVICE void pin_to_vgpr(f32x4& x) {
 #if __clang_major__ < 22
   asm("" : "+v"(x));
 #endif
+}
+
+// Returns the largest of a lane's elements.
+template <int tiles>
+MLA_DEVICE float lane_max(const f32x4 (&scores)[tiles]) {
+  float largest = scores[0][0];
+#pragma unroll
+  for (int i = 1; i < 4 * tiles; ++i) {
+    const float score = scores[i / 4][i % 4];
+    largest = __builtin_fmaxf(largest, score);
+  }
+  return largest;
 }
 
 }  // namespace cdna

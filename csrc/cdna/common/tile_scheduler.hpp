@@ -25,8 +25,8 @@ struct SparseQueryTokens {
 };
 
 // The work tiles of one workgroup. With a plan it takes every grid_stride-th SM part of the plan, so any number of
-// workgroups processes all of it. Without a plan it takes every grid_stride-th of `num_splits` splits per sequence, which
-// are equal or of split_size keys.
+// workgroups processes all of it. Without a plan it takes every grid_stride-th of `num_splits` splits per sequence,
+// which are equal or of split_size keys.
 template <class Sequences>
 class TileScheduler {
   using Params = typename Sequences::Params;

@@ -105,7 +105,8 @@ class SparseMainloop {
       __builtin_amdgcn_sched_barrier(0);
       mla::block_sync();
       multiply_values(n, lds_ + stage, valid, sum);
-      // The next iteration's counters stay behind its last product, whose operands they could otherwise overwrite at once.
+      // The next iteration's counters stay behind the last product, whose operands they could otherwise overwrite at
+      // once.
       __builtin_amdgcn_sched_barrier(0);
       stage = next;
       bits = next_bits;
@@ -249,16 +250,6 @@ class SparseMainloop {
     } else {
       publish_p(n, s, sum);
     }
-  }
-
-  MLA_DEVICE static float lane_max(const f32x4 (&s)[key_tiles]) {
-    float largest = s[0][0];
-#pragma unroll
-    for (int i = 1; i < 4 * key_tiles; ++i) {
-      const float score = s[i / 4][i % 4];
-      largest = __builtin_fmaxf(largest, score);
-    }
-    return largest;
   }
 
   MLA_DEVICE void publish_p(int n, const f32x4 (&s)[wave_rows][key_tiles], float (&sum)[wave_rows]) const {

@@ -40,7 +40,7 @@ class TopkLists {
   MLA_DEVICE static void fill(const mla::SparseDecodeParams& p, int token, uint32_t lds) {
     const int lane = Lane::current().index;
     if (lane >= mla::MAX_POOLS) return;
-    const mla::Pool pool = mla::pool_at(p, lane);
+    const mla::Pool pool = p.pool[lane];
     const mla::PoolList found = lane < p.pools ? mla::PoolList::of(pool, token) : mla::PoolList{nullptr, 0};
     int before = 0;
 #pragma unroll

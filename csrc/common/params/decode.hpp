@@ -20,6 +20,7 @@ struct DecodeParams {
   const float* attn_sink;        // [heads], or null
   const float* rope_cos_sin;     // [max_len, 64], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
+  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys of a sequence on all ranks, of which seq_lens has this one's
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, rows, D_V], or null when nothing is split
@@ -43,6 +44,11 @@ struct DecodeParams {
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // workgroups that walk the work list
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  int32_t cp_interleave;         // keys in a row on one rank
+  int32_t cp_period;             // cp_interleave * ranks
+  uint32_t cp_period_magic;      // divides by cp_period, as page_magic by page
+  uint32_t cp_period_shift;
+  int32_t cp_offset;             // cp_interleave * this rank
   float softmax_scale;
 };
 

@@ -22,6 +22,7 @@ struct alignas(64) DecodeTmaParams {
   const float* kv_descale;       // [1], or null
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
+  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys of a sequence on all ranks, of which seq_lens has this one's
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split
@@ -51,6 +52,11 @@ struct alignas(64) DecodeTmaParams {
   int32_t grid_stride;           // rows of the grid, each of which walks the work list
   int32_t streaming;             // 1: streaming combine waits for the words of each block's one partial (sm_90/combine)
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
+  int32_t cp_interleave;         // keys in a row on one rank
+  int32_t cp_period;             // cp_interleave * ranks
+  uint32_t cp_period_magic;
+  uint32_t cp_period_shift;
+  int32_t cp_offset;             // cp_interleave * this rank
   uint32_t lse_tokens_magic;
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row that sees no key: -inf or +inf

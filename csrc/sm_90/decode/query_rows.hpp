@@ -5,6 +5,7 @@
 #include "common/lse_rows.hpp"
 #include "common/params/decode_tma.hpp"
 #include "common/params/sparse_decode_tma.hpp"
+#include "common/rank_keys.hpp"
 #include "sm_90/decode/work_tile.hpp"
 #include "sm_90/ptx/memory.hpp"
 
@@ -53,7 +54,12 @@ struct QueryRow {
   // One past the last key of the work tile that the row sees: with a causal mask, the last query sees all keys of the
   // sequence, and each query before it one key fewer.
   MLA_DEVICE int key_limit(const DecodeTmaParams& params, const Queries& queries, const WorkTile& tile) const {
-    const int seen = params.causal ? tile.length - queries.count + token + 1 : tile.length;
+    int seen = tile.length;
+    if (params.causal) {
+      const int later = queries.count - 1 - token;
+      const int32_t* totals = params.cp_tot_seq_lens;
+      seen = totals ? keys_of_rank(params, ld_global(totals + tile.sequence) - later) : seen - later;
+    }
     return seen < tile.end ? seen : tile.end;
   }
 };

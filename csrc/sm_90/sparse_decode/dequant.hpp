@@ -5,8 +5,8 @@
 
 namespace mla::sm_90 {
 
-// Two stored values, the lower half of a register or the upper, as fp32. The way leads through fp16, which holds them
-// all exactly.
+// Converts two stored values, the lower or the upper half of a register, to fp32 by way of fp16, which holds all of
+// them exactly.
 template <int HALF>
 MLA_DEVICE float2 e4m3_pair(uint32_t stored) {
   uint32_t pair;
@@ -18,8 +18,8 @@ MLA_DEVICE float2 e4m3_pair(uint32_t stored) {
   return values;
 }
 
-// 16 stored values to bf16, in order. The product is rounded to fp32 and then to bf16. NaN stays NaN, and a product
-// that no bf16 holds becomes infinite.
+// Converts 16 stored values to bf16, in order. The product is rounded to fp32 and then to bf16. NaN stays NaN, and a
+// product that no bf16 holds becomes infinite.
 MLA_DEVICE void dequant(const uint32_t (&stored)[4], float scale, uint32_t (&values)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// Which bytes of four keys each lane of a producer warp copies, dequantises and stores.
+// The bytes of four keys that each lane of a producer warp copies, dequantises and stores.
 #pragma once
 
 #include "sm_90/sparse_decode/dequant.hpp"
@@ -26,8 +26,8 @@ struct GatherLayout {
   uint32_t to;         // within a KV stage: where the first pair's values go
   uint32_t row;        // and where the bf16 values go
 
-  // From a key's position in a stage to that of the key `keys` further on: as many rows of 128 bytes, and in the
-  // swizzle as many pieces. It is to be xored; `keys` is a power of two below 8.
+  // The distance in a stage from a key to the one `keys` further on: as many rows of 128 bytes, and as many 16-byte
+  // positions of the swizzle. It is applied by xor; `keys` is a power of two below 8.
   MLA_DEVICE static constexpr uint32_t step(uint32_t keys) { return keys * (128 + 16); }
 
   // `first` is the number of the warp's first key within a stage.
@@ -55,10 +55,10 @@ struct GatherLayout {
     row = (keys ^ (rope_key * 128 + (part ^ rope_key) * 16)) + KvFormat::LATENT / 64 * Traits::BLOCK_BYTES;
   }
 
-  // Whether a lane's values of the last 256 exist: there may be no eighth line.
+  // Returns whether the lane's values of the last 256 exist: there may be no eighth line.
   MLA_DEVICE bool has_last() const { return KvFormat::LATENT == 512 || seventh != scale + 3; }
 
-  // Keeps the members in registers: the compiler may not compute them anew.
+  // Keeps the members in registers, so that the compiler does not compute them anew.
   MLA_DEVICE void keep() {
     asm volatile("" : "+r"(copied), "+r"(stored), "+r"(rope), "+r"(scale), "+r"(to), "+r"(row), "+r"(token));
     if constexpr (KvFormat::SCALES_APART) asm volatile("" : "+r"(seventh), "+r"(to_scales));

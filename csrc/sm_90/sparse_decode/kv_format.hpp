@@ -1,6 +1,5 @@
-// How a selected token is stored, as the kernel needs to know it. Four tokens of a format that is not multiplied as it
-// is stored lie in a raw stage of shared memory as they came: [4][512] bytes, then four tails of TAIL bytes each. A
-// warp has RAW_STAGES of them.
+// The KV formats of selected tokens. Tokens of a format that must be dequantised lie in raw stages of shared memory as
+// they are stored, four to a stage: [4][512] bytes, then four tails of TAIL bytes each. A warp has RAW_STAGES of them.
 #pragma once
 
 namespace mla::sm_90 {

@@ -79,7 +79,8 @@ class ProducerDequant : ProducerBase<Traits> {
   }
   MLA_DEVICE TopkLists lists() const { return TopkLists(scratch()); }
 
-  // The lane, opaque to the compiler, so that what follows from it is computed anew instead of kept in registers.
+  // Returns the lane, opaque to the compiler, so that values derived from it are computed anew instead of kept in
+  // registers.
   MLA_DEVICE uint32_t opaque_lane() const {
     uint32_t lane = lane_;
     asm volatile("" : "+r"(lane));
@@ -168,7 +169,7 @@ class ProducerDequant : ProducerBase<Traits> {
     return present;
   }
 
-  // The address of the token of a lane of the batch, or 0.
+  // Returns the address of the token of a lane of the batch, or 0.
   MLA_DEVICE uint64_t row_of(uint32_t lane) const {
     uint64_t row;
     asm volatile("ld.shared.b64 %0, [%1];"
@@ -258,7 +259,7 @@ class ProducerDequant : ProducerBase<Traits> {
     }
   }
 
-  // Whether the stage after this one was seen to be empty.
+  // Returns whether the stage after this one was seen to be empty.
   MLA_DEVICE bool next_stage_is_empty() const {
     PipelineState<Traits::STAGES> following = kv_;
     following.next();
@@ -272,7 +273,7 @@ class ProducerDequant : ProducerBase<Traits> {
     return after == raw_ + Traits::RAW_BYTES ? raw_ : after;
   }
 
-  // Dequantises a chunk to where it is multiplied.
+  // Dequantises a chunk into its KV stage.
   MLA_DEVICE static void store_chunk(uint32_t number, uint32_t to, const Chunk& chunk, const Layout& layout) {
     uint32_t values[8];
     chunk.to_bf16(values);
@@ -283,7 +284,7 @@ class ProducerDequant : ProducerBase<Traits> {
     st_shared_v4_if(active, (position ^ 16) + offset, values[4], values[5], values[6], values[7]);
   }
 
-  // Where a lane's two keys of a round lie.
+  // The addresses of a lane's two keys of a round.
   struct Tokens {
     uint64_t rows[2];  // addresses, or 0
     int to_scales[2];  // from there to the scales, where they lie apart

@@ -1,4 +1,4 @@
-// The tile scheduler of sparse decode: which keys of which query token a block takes next.
+// The tile scheduler of sparse decode: it gives a block its next query token and range of keys.
 #pragma once
 
 #include "common/plan_header.hpp"
@@ -7,9 +7,9 @@
 
 namespace mla::sm_90 {
 
-// The tiles of a plan in the order of SM parts, or even splits: query token i / num_splits, split i % num_splits. How
-// many keys a token has is known only when its lists have been looked up. A warp's position in the list lies in shared
-// memory of its own: it is needed once a tile, and registers are scarce.
+// The tiles of a plan in the order of SM parts, or even splits: query token i / num_splits, split i % num_splits. The
+// number of a token's keys is known only after its lists have been looked up. Each warp keeps its position in the list
+// in shared memory, because it needs it once a tile and registers are scarce.
 class SparseTileScheduler {
  public:
   using Params = SparseDecodeTmaParams;
@@ -30,15 +30,15 @@ class SparseTileScheduler {
     return read(PART) < plan_parts();
   }
 
-  // How many tiles have been taken.
+  // Returns how many tiles have been taken.
   MLA_DEVICE int taken() const { return read(TAKEN); }
 
-  // The query token of the next tile.
+  // Returns the query token of the next tile.
   MLA_DEVICE int token() const {
     return params_.plan != nullptr ? warp_uniform(__ldg(plan_tile(read(CURSOR)))) : read(CURSOR) / params_.num_splits;
   }
 
-  // Takes the next tile, of a token with `keys` keys.
+  // Takes the next tile of a token with `keys` keys.
   MLA_DEVICE WorkTile take(int token, int keys) {
     WorkTile tile;
     const int cursor = read(CURSOR);

@@ -26,7 +26,7 @@ struct SparseDecodeProblem {
 template <class KvFormat, class Cluster>
 using SparseDecodePolicy = DecodePolicy<KvSource::selected, Cluster, KvFormat::STAGES>;
 
-// A producer warp's own memory: the lists of the query token, where the tile scheduler is, and what is known of the
+// A producer warp's own memory: the lists of the query token, the state of the tile scheduler, and the addresses of the
 // tokens that were looked up.
 template <bool SCALES_APART>
 struct ProducerScratch {
@@ -86,16 +86,5 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
     return bits;
   }
 };
-
-static_assert(__builtin_offsetof(SparseDecodeTmaParams, cache_1) - __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
-                      sizeof(Pool) &&
-                  __builtin_offsetof(SparseDecodeTmaParams, tokens) -
-                          __builtin_offsetof(SparseDecodeTmaParams, cache_0) ==
-                      MAX_POOLS * sizeof(Pool),
-              "selection: Pool mirrors the parameters");
-
-MLA_DEVICE const Pool& pool_at(const SparseDecodeTmaParams& params, int i) {
-  return reinterpret_cast<const Pool*>(&params.cache_0)[i];
-}
 
 }  // namespace mla::sm_90

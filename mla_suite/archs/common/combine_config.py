@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ class CombineConfig:
         """Static LDS in bytes: a partial row and a pair per part, where there is more than one."""
         return self.rows * self.parts * (self.columns * 4 + 8) if self.parts > 1 else 0
 
-    @property
+    @cached_property
     def resident(self) -> int:
         """Workgroups that a compute unit has room for: the kernel is built to leave it for this many waves."""
         return (4 if self.parts > 1 or self.fixed_splits else 8) * self.arch.simds // self.waves

@@ -24,7 +24,7 @@ from mla_suite.core.dispatch import Launch
 from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
 
@@ -32,7 +32,7 @@ MIN_SPLIT = 256  # keys: below this, combining costs more than another compute u
 
 POINTERS = (
     *("q", "kv_cache", "seq_lens", "block_table", "kv_indptr", "kv_indices", "cu_seqlens_q", "q_descale"),
-    *("kv_descale", "attn_sink", "rope_cos_sin", "plan", "out", "lse", "partial_out", "partial_lse"),
+    *("kv_descale", "attn_sink", "rope_cos_sin", "plan", "cp_tot_seq_lens", "out", "lse", "partial_out", "partial_lse"),
 )
 INPUTS = POINTERS[: POINTERS.index("out")]
 
@@ -115,6 +115,8 @@ class Splits(NamedTuple):
 def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
     """The parameters that the kernels of every arch take."""
     page_magic, page_shift = reciprocal(shape.page_size)
+    cp_period = args.cp_interleave * args.cp_world_size
+    cp_period_magic, cp_period_shift = reciprocal(cp_period)
     return dict(
         kv_page_stride=args.kv_cache.stride(0),
         out_token_stride=out.strides[-3],
@@ -129,14 +131,26 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
         num_splits=splits.number,
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
+        cp_interleave=args.cp_interleave,
+        cp_period=cp_period,
+        cp_period_magic=cp_period_magic,
+        cp_period_shift=cp_period_shift,
+        cp_offset=args.cp_interleave * args.cp_rank,
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),
     )
 
 
 def combine_launch(
-    config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, lse: tuple[LseLayout, bool], partials: int
+    config: AnyCombineConfig,
+    args: DecodeArgs,
+    shape: Shape,
+    out: Rows,
+    lse: tuple[LseLayout, bool],
+    partials: int,
+    merges: bool = False,
 ) -> CombineLaunch:
-    """The launch that combines the partials of decode into rows of `out` and an lse as `combine.prepare` has it."""
+    """The launch that combines the partials of decode into rows of `out` and an lse as `combine.prepare` has it.
+    `merges` says that a decode with a plan merges some rows itself, and marks them."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     return combine.prepare(
         config,
@@ -147,7 +161,7 @@ def combine_launch(
         out.dtype,
         1 if args.attn_sink is None else shape.heads,
         partials,
-        (shape.plan_words > 0, False),
+        (combine.MAY_BE_MERGED if merges else int(shape.plan_words > 0), False),
     )
 
 
@@ -235,7 +249,7 @@ def launch_of(
         combine_numbers = combined.numbers
 
     def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-        q, _, _, _, _, _, cu_seqlens_q, q_descale, _, attn_sink, _, plan = tensors
+        q, _, _, _, _, _, cu_seqlens_q, q_descale, _, attn_sink, _, plan, _ = tensors
         if adjust is not None:
             q = adjust(q, q_descale)
             tensors = q, *tensors[1:]

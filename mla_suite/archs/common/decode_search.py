@@ -1,4 +1,4 @@
-"""The search space of decode's native kernels: tiles of query rows.
+"""The search space of decode's native kernels: tiles of query rows, and shapes that are left to Triton.
 
 Rows of its table are limits on batch and context (`decode_table`), so that a search over a grid of shapes gives
 crossovers: each row decides down to the next smaller batch and context of the grid.
@@ -53,4 +53,8 @@ def cells(problem: Any, arch: ArchSpec, config: Any) -> Mapping[str, Value]:
     return dict(use=use, num_splits=0)
 
 
-SPACES = {"native": SearchSpace(candidates, FORMAT, str, facts, cells, plans=False)}
+def leaves(backend: str) -> Mapping[str, Value] | None:
+    return dict(use=decode_table.TRITON, num_splits=0) if backend == decode_table.TRITON else None
+
+
+SPACES = {"native": SearchSpace(candidates, FORMAT, str, facts, cells, plans=False, leaves=leaves)}

@@ -30,7 +30,7 @@ from mla_suite.core.dispatch import Launch, Unsupported
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
-from mla_suite.ops.combine.lse_layout import LseLayout
+from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items, splits_of
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isqrt
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna.decode_config import ELEMENTS, FP8_KV_FORMATS, MAX_ROWS, TILE, CdnaConfig, tile_rows
@@ -11,7 +12,7 @@ from mla_suite.ops.decode import Problem
 WAVES = 4
 MAX_STAGES = 4
 MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
-MAX_BF16_P_CONTEXT = 2048  # keys: at 128 rows 52 matrix clocks, and for keys, queries and results 52 of memory
+MAX_BF16_P_KEYS = 2048  # of a work tile: 52 matrix clocks each at 128 rows, and of memory, queries and results included
 OUTPUT_BYTES = 16 * 512 * 4  # rows of one wave, where those of four are combined
 
 
@@ -58,12 +59,22 @@ class Gfx950Config(CdnaConfig):
 def config_for(problem: Problem, arch: ArchSpec, most: int = MAX_ROWS) -> Gfx950Config:
     """The instance for a problem, in tiles of at most `most` rows; in batch-invariant mode by the queries' shape alone.
 
-    fp8 queries keep bf16 weights as long as memory stays the bound: by rows, and with a plan by context. Without a plan
-    counted rows have given short contexts smaller tiles, whose weights are bf16.
+    fp8 queries keep bf16 weights as long as memory stays the bound: by rows, and with a plan by the keys of work tiles.
+    Without a plan counted rows have given short contexts smaller tiles, whose weights are bf16.
     """
     query = ELEMENTS[problem.q_dtype]
     cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
     rows = tile_rows(problem.heads * problem.q_len, most)
-    short = problem.planned and 0 < problem.context <= MAX_BF16_P_CONTEXT
+    short = problem.planned and 0 < _work_tile_keys(problem, arch, rows) <= MAX_BF16_P_KEYS
     fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
     return Gfx950Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
+
+
+def _work_tile_keys(problem: Problem, arch: ArchSpec, rows: int) -> int:
+    """Keys of a plan's longest work tiles, about: its n splits of a sequence cost context / n + rows x n, in keys.
+
+    They are no shorter than a compute unit's share of all keys. 0 in batch-invariant mode, which sees no context.
+    """
+    row_tiles = -(-problem.heads * problem.q_len // rows)
+    share = -(-problem.batch * problem.context * row_tiles // arch.compute_units)
+    return min(problem.context, max(share, isqrt(problem.context * rows)))

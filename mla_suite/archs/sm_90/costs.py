@@ -47,6 +47,10 @@ class CostModel:
     cluster_reduce_gain: float = 0.1  # less this share of decode's own time, which partials would draw out
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
+    partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
+    plan: float = 4.0  # a plan of one tile a CTA: to read it, and to combine its partials behind decode
+    pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
+    pairing_apart: float = 2.5  # more of two row tiles: the SMs of a TPC no longer read the same keys
     exchange_behind: float = 0.4  # more where combine runs behind decode: both CTAs of a cluster store at once
 
 
@@ -59,6 +63,24 @@ PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA load
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
 _STREAMING_SHARE = max(4 / waves / slices for slices, waves in STREAMING_POINTS)
 """Rows per SIMD partition for which a streaming combine finds room, in the most economical of its configurations."""
+
+
+def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
+    """Whether a planned decode takes less time if clusters walk its SM parts in pairs (cluster_mode reduce_last).
+
+    Only sizes are known, not the plan: `groups` SM parts share `batch` sequences of at most `bound` keys. Each pair
+    saves a partial, or both where two parts are all of a sequence; where most sequences have one part, or are too short
+    for plan to split them, there is nothing to merge.
+    """
+    tiles = -(-rows // BLOCK_M)
+    if groups < 2 * batch or tiles > 2:
+        return False
+    splits = groups // batch
+    if bound <= -(-bound // splits) + scheduler_costs(rows).partial * batch * splits:
+        return False
+    saved = groups // 2 * (2 if groups < 3 * batch else 1) * rows * 2048
+    gain = 2 * saved / FITTED.partial_bytes  # written and read
+    return gain > FITTED.pairing + (FITTED.pairing_apart if tiles == 2 else 0.0) + 0.5
 
 
 class Estimate:
@@ -86,16 +108,25 @@ class Estimate:
 
     def bounds(self, splits: Any) -> tuple[Any, Any, Any]:
         """For an int64 array of split counts: `decode`, the SMs that it leaves free, the least time with combine."""
+        # Numbers below 2^53 divide and round up exactly in fp64, in half the time of NumPy's integers.
         items = self.batch * splits
-        groups = np.minimum(items, self.max_groups)
-        times = self._decode(splits, items, groups, np.maximum)
-        free = self.units - groups * self.tiles
-        room = free >= min(grid / resident for resident, grid in self.resident)  # for all CTAs of combine
-        longer = np.where(room, _LEAST_COMBINE, _LEAST_COMBINE + FITTED.late_combine)
-        reduced = longer + (_LEAST_REDUCE - _LEAST_COMBINE) - FITTED.cluster_reduce_gain * times
-        least = np.minimum(longer, reduced)
-        least[:2] = FITTED.cluster_exchange - FITTED.cluster_reduce_gain * times[:2]  # nothing runs behind decode
-        return times, free, times + least
+        busy = np.minimum(items, self.max_groups) * self.tiles
+        waves, length = np.ceil(items / self.max_groups), np.ceil(self.stages / splits)
+        times = self._decode(length, waves, busy, np.maximum)
+        free = self.units - busy
+        room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
+        # Clusters combine each two splits; no combine reads with more than all SMs.
+        split_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes) / (2 if self.clusters else 1)
+        combine = np.where(room, (splits - 1) * split_us, FITTED.late_combine)
+        if not self.clusters:
+            combine += FITTED.combine
+            combine[0] = 0.0
+            return times, free, times + combine
+        least = _LEAST_COMBINE if self.tma else FITTED.combine
+        reduced = (1 - FITTED.cluster_reduce_gain) * times
+        bounds = np.minimum(times + least, reduced + _LEAST_REDUCE) + combine
+        bounds[:2] = reduced[:2] + FITTED.cluster_exchange  # nothing runs behind decode
+        return times, free, bounds
 
     def busy(self, splits: int) -> int:
         """SMs that have a CTA."""
@@ -103,13 +134,13 @@ class Estimate:
 
     def decode(self, splits: int) -> float:
         """The CTAs of decode, up to their partials."""
-        time: float = self._decode(splits, self.batch * splits, self.groups(splits), max)
+        waves, length = -(-self.batch * splits // self.max_groups), -(-self.stages // splits)
+        time: float = self._decode(length, waves, self.busy(splits), max)
         return time
 
-    def _decode(self, splits: Any, items: Any, groups: Any, most: Callable[[Any, Any], Any]) -> Any:
-        stage = FITTED.stage + FITTED.busy_stage * groups * self.tiles / self.units
-        waves = -(-items // groups)
-        return most(waves * (-(-self.stages // splits) * stage + FITTED.tile), self.read)
+    def _decode(self, length: Any, waves: Any, busy: Any, most: Callable[[Any, Any], Any]) -> Any:
+        stage = FITTED.stage + FITTED.busy_stage * busy / self.units
+        return most(waves * (length * stage + FITTED.tile), self.read)
 
     def combine(self, free: int, partials: int) -> float:
         """combine, with this number of partials of each sequence, where decode leaves `free` SMs.
@@ -141,6 +172,15 @@ class Estimate:
     def one_tile(self, splits: int) -> bool:
         """Whether every CTA has one work tile, and clusters have instances."""
         return bool(self.clusters) and self.batch * splits <= self.max_groups
+
+    def plan_saves_little(self, splits: int) -> bool:
+        """Whether a plan costs more than it saves over this number of equal splits for each sequence.
+
+        All of them run at once, so a plan saves what the longest split takes longer than the mean: half of its stages,
+        if lengths are anything up to the longest.
+        """
+        stage = FITTED.stage + FITTED.busy_stage * self.busy(splits) / self.units
+        return self.one_tile(splits) and -(-self.stages // splits) * stage <= 2 * FITTED.plan
 
     def in_pairs(self, splits: int) -> bool:
         """Whether the two CTAs of a cluster can combine each two splits."""
@@ -190,11 +230,10 @@ def splits_worth_trying(most: int, stages: int) -> Any:
     it leaves combine to the end of decode, when all SMs are free for it.
     """
     splits = np.arange(1, most + 1)
-    lengths = -(-stages // splits)
-    first = np.ones(most, dtype=bool)
-    np.not_equal(lengths[1:], lengths[:-1], out=first[1:])
-    tried = first.copy()
-    tried[1::2] |= first[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
+    lengths = np.ceil(stages / splits)
+    tried = np.ones(most, dtype=bool)
+    np.not_equal(lengths[1:], lengths[:-1], out=tried[1:])
+    tried[1::2] |= tried[: most - 1 : 2]  # an even count behind an odd one, which is the first of its length
     tried[-1] = True
     return splits[tried]
 

@@ -18,7 +18,7 @@ MAX_OUT_SPAN = 2**35  # elements from a sequence's first result to its last: 32 
 _MAPS = tuple(f"{what}_map_{word}" for what in ("kv", "q") for word in range(tensor_map.WORDS))
 _POINTERS = (
     *("q", "kv_cache", "seq_lens", "page_ids", "kv_indptr", "cu_seqlens_q", "q_descale", "kv_descale"),
-    *("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse"),
+    *("attn_sink", "plan", "cp_tot_seq_lens", "out", "lse", "partial_out", "partial_lse"),
 )
 LEADING = (*_MAPS, *_POINTERS)
 """The parameters that are made anew for every call: they hold addresses."""
@@ -47,7 +47,7 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> 
     def pack_leading(
         q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, q_descale: int, kv_descale: int,
         sink: int,
-        _rope: int, plan: int, *outputs: int,
+        _rope: int, plan: int, cp_lens: int, *outputs: int,
     ) -> bytes:  # fmt: skip
         kv_words = _NO_MAP
         if keys is not None:
@@ -55,7 +55,7 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> 
         q_words = _NO_MAP
         if queries is not None:
             q_words = query_maps.get(q) or _made(query_maps, q, queries)
-        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan
+        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan, cp_lens
         return _pack_leading(*kv_words, *q_words, *sources, *outputs)
 
     return pack_leading

@@ -20,6 +20,15 @@ class KvRowAddresses {
                             LdsBytes lds)
       : source_(source), first_key_(first_key + 4 * wave), last_key_(end_key - 1), lane_(lane.index), lds_(lds) {}
 
+  // Makes the addresses of a tile known, of `tiles` in all; called for each tile in order.
+  MLA_DEVICE void advance(int tile, int tiles) {
+    if (__builtin_expect(tile % block_tiles == 0, false)) {
+      const int block = tile / block_tiles;
+      enter(block);
+      if (tile + block_tiles < tiles) fetch(block + 1);
+    }
+  }
+
   // Begins to read the page numbers of a block.
   MLA_DEVICE void fetch(int block) const {
     const int lane = rematerialized(lane_);

@@ -102,7 +102,7 @@ class KeySplitWave {
     }
     mla::block_sync();
     float scale[waves];
-    float max = mla::RowSoftmax::NOTHING;
+    float max = mla::RowSoftmax::LOWEST;
     float total = 0.0f;
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
@@ -118,7 +118,7 @@ class KeySplitWave {
     const mla::RowResult<Policy> result = target.finish(max, total);
     if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
 #pragma unroll
-    for (int w = 0; w < waves; ++w) scale[w] = roundable(scale[w] * (result.weight * Epilogue::value_scale(p)));
+    for (int w = 0; w < waves; ++w) scale[w] = roundable(scale[w] * (result.scale * Epilogue::value_scale(p)));
 
     constexpr int half_tiles = OUTPUT_BLOCKS / 2 * BLOCK_TILES;
     constexpr int tile_bytes = WAVE * 16;
@@ -214,8 +214,6 @@ class KeySplitWave {
     }
     wave_lds_fence();
   }
-
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;

@@ -132,7 +132,7 @@ class RowSplitWave {
       const Epilogue target(p, tile_, rows_, first_row_[r] + lane.column);
       const mla::RowResult<Policy> result = target.finish(softmax_[r].max, softmax_[r].sum);
       if (lane.group == 0) target.store_lse(result.lse);
-      const float scale = roundable(result.weight * Epilogue::value_scale(p));
+      const float scale = roundable(result.scale * Epilogue::value_scale(p));
       target.template store<BLOCK_TILES, OUTPUT_BLOCKS * 4>([&](int i, mla::Vec<float, BLOCK_TILES>& values) {
         const int b = i / 4, e = i % 4;
         __builtin_amdgcn_sched_barrier(0);  // or all pieces are scaled before the first is stored
@@ -295,8 +295,6 @@ class RowSplitWave {
       }
     }
   }
-
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;

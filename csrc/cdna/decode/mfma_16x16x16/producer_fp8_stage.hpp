@@ -42,11 +42,7 @@ class Fp8StageProducer {
   // Begins to copy the wave's four rows of a tile into a raw buffer; tiles come in order. Every load of the wave must
   // have arrived before the first call.
   MLA_DEVICE void copy(int tile, int) {
-    if (__builtin_expect(tile % Addresses::block_tiles == 0, false)) {
-      const int block = tile / Addresses::block_tiles;
-      addresses_.enter(block);
-      if (tile + Addresses::block_tiles < tiles_) addresses_.fetch(block + 1);
-    }
+    addresses_.advance(tile, tiles_);
     const char* const rows[4] = {addresses_.uniform(tile, 0), addresses_.uniform(tile, 1), addresses_.uniform(tile, 2),
                                  addresses_.uniform(tile, 3)};
     const int rope = lane_.group * FourShortRows::pitch + mla::LATENT + lane_.column * 4 - 4 * FourShortRows::pitch;

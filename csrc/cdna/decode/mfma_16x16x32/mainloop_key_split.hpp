@@ -125,7 +125,7 @@ class KeySplitWave {
     }
     mla::block_sync();
     float scale[waves];
-    float max = mla::RowSoftmax::NOTHING;
+    float max = mla::RowSoftmax::LOWEST;
     float total = 0.0f;
     float total_divisor = 0.0f;
 #pragma unroll
@@ -145,7 +145,7 @@ class KeySplitWave {
     if (wave_ == 0 && lane_.group == 0) target.store_lse(result.lse);
 #pragma unroll
     for (int w = 0; w < waves; ++w) {
-      scale[w] *= Softmax::output_scale(result.weight, total, total_divisor) * Epilogue::value_scale(p);
+      scale[w] *= Softmax::output_scale(result.scale, total, total_divisor) * Epilogue::value_scale(p);
     }
 
     constexpr int share = AccumO::tiles / waves;
@@ -211,9 +211,9 @@ class KeySplitWave {
   // Softmax and PV of the tile that begins at key `first`.
   MLA_DEVICE void accumulate(f32x4 (&s)[score_tiles], int first) {
     if (__builtin_expect(first + tile_keys > visible_to_all_, false)) Softmax::mask(s, first, visible_, lane_);
-    const float lane_max = Softmax::lane_max(s);
-    if (__builtin_expect(any_lane(softmax_.exceeded_by(lane_max * scale_)), false)) {
-      output_.scale(Softmax::raise_max(softmax_, lane_max, scale_, lane_));
+    const float largest = lane_max(s);
+    if (__builtin_expect(any_lane(softmax_.exceeded_by(largest * scale_)), false)) {
+      output_.scale(Softmax::raise_max(softmax_, largest, scale_, lane_));
     }
     typename Softmax::P p;
     Softmax::compute_p(s, scale_, softmax_, p);
@@ -251,14 +251,7 @@ class KeySplitWave {
 #pragma unroll
       for (int c = 0; c < column_group; c += pair) {
         typename Pv::Columns columns[pair][Softmax::products];
-#pragma unroll
-        for (int i = 0; i < pair * Softmax::products; ++i) {
-          u32x2 read[Pv::reads];
-#pragma unroll
-          for (int k = 0; k < Pv::reads; ++k) read[k] = now[c + i % pair][i / pair * Pv::reads + k];
-          columns[i % pair][i / pair] = Pv::columns(read);
-        }
-        if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+        columns_of<Pv>(now, c, columns);
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
           f32x4& sum = output_.tile[g * column_group + c + i % pair];
@@ -267,8 +260,6 @@ class KeySplitWave {
       }
     }
   }
-
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;

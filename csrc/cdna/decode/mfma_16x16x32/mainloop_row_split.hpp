@@ -150,7 +150,7 @@ class RowSplitWave {
       const float divisor = softmax_[r].divisor();
       const mla::RowResult<Policy> result = target.finish(softmax_[r].max, sum);
       if (lane.group == 0) target.store_lse(result.lse);
-      const float scale = Softmax::output_scale(result.weight, sum, divisor) * Epilogue::value_scale(p);
+      const float scale = Softmax::output_scale(result.scale, sum, divisor) * Epilogue::value_scale(p);
       target.template store<4, AccumO::tiles>([&](int t, mla::Vec<float, 4>& values) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) values[e] = output_[r].tile[t][e] * scale;
@@ -302,16 +302,16 @@ class RowSplitWave {
   // Raises the running max of rows that a score exceeds by more than the threshold of the lazy rescale.
   MLA_DEVICE void rescale(const f32x4 (&s)[array][score_tiles]) {
     bool exceeded = false;
-    float lane_max[array];
+    float largest[array];
 #pragma unroll
     for (int r = 0; r < tiles; ++r) {
-      lane_max[r] = Softmax::lane_max(s[r]);
-      exceeded |= softmax_[r].exceeded_by(lane_max[r] * scale_);
+      largest[r] = lane_max(s[r]);
+      exceeded |= softmax_[r].exceeded_by(largest[r] * scale_);
     }
     if (__builtin_expect(any_lane(exceeded), false)) {
 #pragma unroll
       for (int r = 0; r < tiles; ++r) {
-        const float alpha = Softmax::raise_max(softmax_[r], lane_max[r], scale_, lane_.rematerialized());
+        const float alpha = Softmax::raise_max(softmax_[r], largest[r], scale_, lane_.rematerialized());
         if (r == 1) {
           output_[r].template scale<in_vgpr>(alpha);
         } else {
@@ -350,15 +350,8 @@ class RowSplitWave {
       // Column tiles or row tiles alternate, so that no product follows one into the same accumulator.
 #pragma unroll
       for (int c = 0; c < column_group; c += pair) {
-        typename Pv::Columns columns[pair][Softmax::products];
-#pragma unroll
-        for (int i = 0; i < pair * Softmax::products; ++i) {
-          u32x2 read[Pv::reads];
-#pragma unroll
-          for (int k = 0; k < Pv::reads; ++k) read[k] = now[c + i % pair][i / pair * Pv::reads + k];
-          columns[i % pair][i / pair] = Pv::columns(read);
-        }
-        if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+        typename Pv::Columns columns[pair][products];
+        columns_of<Pv>(now, c, columns);
 #pragma unroll
         for (int i = 0; i < pair * Softmax::products; ++i) {
 #pragma unroll
@@ -372,8 +365,6 @@ class RowSplitWave {
       }
     }
   }
-
-  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;

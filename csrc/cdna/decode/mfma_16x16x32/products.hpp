@@ -150,7 +150,8 @@ struct PvFp8 {
   static constexpr int keys = keys_;
   static constexpr int reads = keys / 32;
   static constexpr int words = keys / 16;
-  static constexpr float headroom = mla::RowSoftmax::LAG;  // so that any score above the running max raises it
+  // With as much headroom as the threshold, any score above the running max raises it.
+  static constexpr float headroom = mla::RowSoftmax::RESCALE_THRESHOLD;
   static constexpr bool normalizes_by_rounded_sum = true;
   static constexpr bool converted = false;
   static_assert(keys == 32 || keys == 128, "fp8 values: a product takes 32 or 128 keys");
@@ -189,5 +190,19 @@ struct PvFp8 {
     return sum;
   }
 };
+
+// Makes left operands of `pair` column tiles from `first` on, of which `values` holds the transposed reads.
+template <class Pv, int pair, int products, int tiles, int reads>
+MLA_DEVICE void columns_of(const u32x2 (&values)[tiles][reads], int first,
+                           typename Pv::Columns (&columns)[pair][products]) {
+#pragma unroll
+  for (int i = 0; i < pair * products; ++i) {
+    u32x2 read[Pv::reads];
+#pragma unroll
+    for (int k = 0; k < Pv::reads; ++k) read[k] = values[first + i % pair][i / pair * Pv::reads + k];
+    columns[i % pair][i / pair] = Pv::columns(read);
+  }
+  if (Pv::converted) __builtin_amdgcn_sched_barrier(0);  // or a product follows each conversion, and waits for it
+}
 
 }  // namespace cdna::mfma_16x16x32

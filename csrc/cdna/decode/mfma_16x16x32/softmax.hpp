@@ -36,7 +36,7 @@ struct AccumO {
 template <bool normalizes_by_rounded_sum>
 struct SoftmaxRow : mla::RowSoftmax {
   MLA_DEVICE void clear() {
-    max = NOTHING;
+    max = LOWEST;
     sum = 0.0f;
   }
   MLA_DEVICE void scale(float alpha) { sum *= alpha; }
@@ -51,7 +51,7 @@ struct SoftmaxRow<true> : mla::RowSoftmax {
   // No constants: LLVM 20 and 21 would store two of them at once, and then keep all three fields in LDS.
   MLA_DEVICE void clear() {
     const float zero = mla::bit_cast<float>(rematerialized(0));
-    max = NOTHING;
+    max = LOWEST;
     sum = zero;
     rounded_sum = zero;
   }
@@ -85,16 +85,6 @@ struct TileSoftmax {
         const float score = scores[T][r];
         scores[T][r] = 16 * T + r < seen ? score : mla::MINUS_INFINITY;
       }
-  }
-
-  MLA_DEVICE static float lane_max(const Scores& scores) {
-    float largest = scores[0][0];
-#pragma unroll
-    for (int n = 1; n < 4 * score_tiles; ++n) {
-      const float score = scores[n / 4][n % 4];
-      largest = __builtin_fmaxf(largest, score);
-    }
-    return largest;
   }
 
   // Raises the row's running max so that no P exceeds 2^headroom. Returns alpha, the factor of what was accumulated so

@@ -1,4 +1,5 @@
-"""The rope part of scores in Triton, with keys cached as they were rotated, or not and turned as they are read."""
+"""Steps of a block of keys in Triton: the rope part of scores, whose keys are cached as they were rotated, or not
+and turned as they are read; and the state of the softmax."""
 
 from __future__ import annotations
 
@@ -40,3 +41,22 @@ def rope_scores(
         scores = tl.dot(q_low, tl.trans((low * cos - high * sin).to(DOT)), scores, input_precision="ieee")
         scores = tl.dot(q_high, tl.trans((high * cos + low * sin).to(DOT)), scores, input_precision="ieee")
     return scores
+
+
+@triton.jit
+def softmax_step(scores, m_i, l_i):
+    """(m_i, l_i, alpha, p) after a block's scores, which are logarithms to the base 2."""
+    before = m_i
+    m_i = tl.maximum(before, tl.max(scores, 1))
+    shift = tl.where(m_i == -float("inf"), 0.0, m_i)  # of a row that has seen nothing
+    p = tl.exp2(scores - shift[:, None])
+    alpha = tl.exp2(before - shift)
+    return m_i, l_i * alpha + tl.sum(p, 1), alpha, p
+
+
+@triton.jit
+def natural_lse(m_i, l_i):
+    """The natural logarithm of a row's sum; -inf where it saw nothing, and NaN stays NaN."""
+    LOG2E: tl.constexpr = 1.4426950408889634
+    lse = tl.where(l_i > 0.0, m_i / LOG2E + tl.log(l_i), -float("inf"))
+    return tl.where(l_i != l_i, l_i, lse)

@@ -1,0 +1,223 @@
+"""The engine that bench_vllm.py times: its model with DeepSeek V3's attention, its filled caches, and its check."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OURS = "CUSTOM"
+VOCAB, CHECKED_PROMPTS, CHECKED_TOKENS = 8192, 8, 16
+NEAR_TIE = 0.1  # of log-probability; bf16 moves a logit of this model by a few hundredths
+MAX_ERROR = 1e-2  # of an attention output, relative to its norm: twice what rounding to bf16 leaves
+
+
+def save_config(folder: Path, layers: int, heads: int, longest: int) -> None:
+    """Write the config.json of a model with DeepSeek V3's attention and dense MLPs."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "vocab_size": VOCAB,
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": layers,
+        "first_k_dense_replace": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "moe_layer_freq": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": longest,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+class Contexts:
+    """Whether new prompts get a cache of random rows instead of a prefill; an engine's scheduler asks it."""
+
+    filled = False
+
+    @classmethod
+    def install(cls) -> None:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
+
+        scheduler = decode_bench_connector.DecodeBenchConnectorScheduler
+        matched = scheduler.get_num_new_matched_tokens
+        scheduler.get_num_new_matched_tokens = lambda self, request, computed: (
+            matched(self, request, computed) if cls.filled else (0, False)
+        )
+
+
+def use_random_weights() -> None:
+    """Let vLLM's dummy weights be normal, and those of norms 1, so that logits and softmax are like a real model's."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    def fill(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        generators: dict[torch.device, torch.Generator] = {}
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.data.fill_(1.0)
+                continue
+            if weight.device not in generators:
+                generators[weight.device] = torch.Generator(weight.device).manual_seed(0)
+            weight.data.normal_(std=0.02, generator=generators[weight.device])
+
+    DummyModelLoader.load_weights = fill
+
+
+def start_engine(backend: str, options: argparse.Namespace, folder: Path, **settings: Any) -> Any:
+    """A vLLM engine in this process; `settings` go to vllm.LLM and win over those made here."""
+    if backend == OURS:
+        from mla_suite.integrations import plugins
+
+        plugins.vllm()
+    from vllm import LLM
+
+    Contexts.install()
+    use_random_weights()
+    longest = max(options.contexts) + 1024
+    save_config(folder, options.layers, options.heads, longest)
+    made = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "max_model_len": longest,
+        "max_num_seqs": max(*options.batches, CHECKED_PROMPTS),
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": False,
+        "attention_backend": backend,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "seed": 0,
+        "disable_log_stats": True,
+        "kv_transfer_config": {
+            "kv_connector": "DecodeBenchConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"fill_mean": 0.0, "fill_std": 1.0},
+        },
+        "compilation_config": {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sorted({*options.batches, 8}),
+        },
+    }
+    if options.block_size:
+        made["block_size"] = options.block_size
+    return LLM(str(folder), **{**made, **settings})
+
+
+def attention_layers(process: Any) -> list[Any]:
+    context = process.vllm_config.compilation_config.static_forward_context
+    return [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward_mqa")]
+
+
+def exact(q: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of q [q_len, heads, 576] over keys [kv_len, 576], in fp32."""
+    q_len, kv_len = q.shape[0], keys.shape[0]
+    scores = torch.einsum("qhd,kd->qhk", q.float(), keys.float()) * scale
+    hidden = torch.arange(kv_len, device=q.device) > torch.arange(q_len, device=q.device)[:, None] + kv_len - q_len
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    return scores.softmax(-1) @ keys[:, :512].float()
+
+
+def compare_with_definition(layer: Any, errors: list[float]) -> Callable[..., Any]:
+    """A layer's forward_mqa that appends the relative error of every sequence of an eager step to `errors`."""
+    forward = layer.impl.forward_mqa
+
+    def compared(q: Any, cache: torch.Tensor, metadata: Any, module: Any) -> Any:
+        out, lse = forward(q, cache, metadata, module)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return out, lse
+        queries = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        starts = metadata.query_start_loc[: metadata.num_decodes + 1].tolist()
+        for b, (start, end) in enumerate(pairwise(starts)):
+            length = int(metadata.decode.seq_lens[b])
+            pages = metadata.decode.block_table[b, : -(-length // cache.shape[1])]
+            keys = cache[pages.long()].flatten(0, 1)[:length]
+            expected = exact(queries[start:end], keys, layer.impl.scale)
+            errors.append(float((out[start:end].float() - expected).norm() / expected.norm()))
+        return out, lse
+
+    return compared
+
+
+def check(llm: Any, vocabulary: int = VOCAB, length: int = 1024) -> dict[str, Any]:
+    """Greedy tokens of prompts that arrive one by one, the best two log-probabilities, and attention's worst error."""
+    from vllm import SamplingParams
+
+    errors: list[float] = []
+    layers = llm.collective_rpc(attention_layers)[0]
+    layers = [layers[0], layers[-1]]
+    for layer in layers:
+        layer.impl.forward_mqa = compare_with_definition(layer, errors)
+    generator = torch.Generator().manual_seed(0)
+    params = SamplingParams(temperature=0, max_tokens=CHECKED_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+    engine, done = llm.llm_engine, {}
+    Contexts.filled = False
+    for step in range(CHECKED_PROMPTS + 4 * CHECKED_TOKENS):
+        if step < CHECKED_PROMPTS:
+            ids = torch.randint(2, vocabulary, (length - 37 * step,), generator=generator).tolist()
+            engine.add_request(f"check{step}", {"prompt_token_ids": ids}, params)
+        for finished in engine.step():
+            if finished.finished:
+                done[finished.request_id.split("-")[0]] = finished.outputs[0]
+        if len(done) == CHECKED_PROMPTS:
+            break
+    for layer in layers:
+        del layer.impl.forward_mqa
+    answers = [done[f"check{index}"] for index in range(CHECKED_PROMPTS)]
+    if not errors or max(errors) > MAX_ERROR:
+        worst = max(errors, default=float("nan"))
+        raise AssertionError(f"attention differs from its definition by {worst:.1e} in {len(errors)} comparisons")
+    return {
+        "compared": len(errors),
+        "error": max(errors),
+        "tokens": [list(answer.token_ids) for answer in answers],
+        "gaps": [[_gap(place) for place in answer.logprobs] for answer in answers],
+    }
+
+
+def _gap(place: dict[int, Any]) -> float:
+    best = sorted((entry.logprob for entry in place.values()), reverse=True)
+    return best[0] - best[1]
+
+
+def equal_tokens(found: dict[str, Any], first: dict[str, Any]) -> str:
+    """Says how many greedy tokens are equal; AssertionError where one differs without a near tie."""
+    same = ties = 0
+    for mine, theirs, gaps in zip(found["tokens"], first["tokens"], first["gaps"], strict=True):
+        for token, other, gap in zip(mine, theirs, gaps, strict=True):
+            if token == other:
+                same += 1
+            elif gap < NEAR_TIE:
+                ties += 1
+                break  # what follows has another prefix
+            else:
+                raise AssertionError(f"a greedy token differs where the best two are {gap:.2f} apart")
+    return f"{same} greedy tokens equal, {ties} of {len(gaps) and len(found['tokens'])} sequences end at a near tie"

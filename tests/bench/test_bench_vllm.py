@@ -1,0 +1,97 @@
+"""benchmarks/bench_vllm.py reads a step's times from a profile whose times are known; the docs have what it saved."""
+
+import csv
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:
+    import bench_vllm
+    import vllm_decode
+finally:
+    del sys.path[0]
+
+LAYERS, STEPS = 3, 4
+
+
+def profile(plan_us, attention, *, captured):
+    """Kernels of steps: a plan in the first layer or before it; attention of 20 us, whose reduction overlaps it by 15
+    and ends 5 later, between kernels of 10 and 5 us."""
+    kernels, now = [], 0.0
+
+    def run(name, us, gap=1.0):
+        nonlocal now
+        kernels.append((name, now, now + us))
+        now += us + gap
+
+    for _ in range(STEPS):
+        if not captured:
+            run("smxx::get_mla_metadata_kernel<int>", plan_us)
+        for layer in range(LAYERS):
+            run("gemm", 10.0)
+            if captured and layer == 0:
+                run("plan_step_search_waves_5", plan_us, gap=0.0)
+            kernels.append((attention, now, now + 20.0))
+            kernels.append(("flash_fwd_mla_combine_kernel", now + 5, now + 25.0))
+            now += 26.0
+            run("bmm", 5.0)
+    return kernels
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_attention_and_plan_of_a_profile(captured):
+    attention = "decode_dtype_bf16" if captured else "void sm90::flash_fwd_splitkv_mla_kernel<T>(P)"
+    us, plan_us, between, names = bench_vllm.spans(profile(3.0, attention, captured=captured), LAYERS)
+    assert (us, plan_us, between) == (25.0, 3.0, 27.0)
+    assert len(names.split(", ")) == 3
+
+
+def test_time_before_the_previous_kernel_ends_is_not_attentions():
+    kernels = [("gemm", 0.0, 10.0), ("decode_early", 4.0, 30.0), ("bmm", 31.0, 40.0)]
+    assert bench_vllm.spans(kernels, 1)[:3] == (20.0, 0.0, 21.0)
+
+
+def test_a_row_is_the_median_of_its_runs():
+    rows = [bench_vllm.Row("A", 1, 2, us, 1.0, 1.0, us, us) for us in (3.0, 1.0, 2.0)]
+    (row,) = bench_vllm.medians([*rows])
+    assert (row.attention_us, row.tokens_per_s) == (2.0, 2.0)
+    assert row.per_layer_us == 2.0 + 1.0 / 61
+
+
+def test_tokens_may_differ_at_a_near_tie_alone():
+    first = {"tokens": [[1, 2, 3], [4, 5, 6]], "gaps": [[1.0, 0.01, 1.0], [1.0, 1.0, 1.0]]}
+    found = {"tokens": [[1, 9, 9], [4, 5, 6]]}
+    assert vllm_decode.equal_tokens(found, first) == "4 greedy tokens equal, 1 of 2 sequences end at a near tie"
+    with pytest.raises(AssertionError, match="a greedy token differs where the best two are 1.00 apart"):
+        vllm_decode.equal_tokens({"tokens": [[1, 2, 3], [4, 5, 7]]}, first)
+
+
+def test_the_table_of_the_docs_is_the_saved_runs():
+    timed = ("attention_us", "plan_us", "between_us", "step_us", "tokens_per_s")
+    with (ROOT / "benchmarks" / "results" / "vllm" / "h200.csv").open(newline="") as file:
+        rows = [
+            bench_vllm.Row(
+                row["backend"], int(row["batch"]), int(row["context"]), **{name: float(row[name]) for name in timed}
+            )
+            for row in csv.DictReader(file)
+        ]
+    found = {(row.backend, row.batch, row.context): row for row in bench_vllm.medians(rows)}
+    printed = re.findall(
+        r"^\| (\d+) x (\d+) \|(.*)\|$", (ROOT / "docs" / "serving_engineer.md").read_text(), re.MULTILINE
+    )
+    assert len(printed) == 12
+    for batch, context, cells in printed:
+        peer, triton, ours = (found[name, int(batch), int(context)] for name in ("FLASHMLA", "TRITON_MLA", "CUSTOM"))
+        expected = (
+            f"{peer.per_layer_us:.1f}",
+            f"{triton.per_layer_us:.1f}",
+            f"{ours.per_layer_us:.1f}",
+            f"{ours.per_layer_us / peer.per_layer_us:.2f}",
+            *(f"{row.step_us / 1e3:.2f}" for row in (peer, ours)),
+            *(f"{row.tokens_per_s:.0f}" for row in (peer, ours)),
+        )
+        assert tuple(cell.strip() for cell in cells.split("|")) == expected

@@ -1,0 +1,147 @@
+"""The SGLang backend class on stand-ins for its base classes, as test_serving_backends.py has them for vLLM's."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from server_calls import HEADS, LATENT, WIDTH, attend, entry_point, fresh, modules
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    backends = {}
+
+    def register_attention_backend(name):
+        return lambda factory: backends.setdefault(name, factory)
+
+    class TritonAttnBackend:
+        """Keeps the pools of the runner; `forward` sends decode steps to forward_decode."""
+
+        def __init__(self, model_runner, skip_prefill=False, kv_indptr_buf=None):
+            self.req_to_token = model_runner.req_to_token_pool.req_to_token
+            self.token_to_kv_pool = model_runner.token_to_kv_pool
+            self.enable_deterministic = model_runner.deterministic
+            self.split_tile_size = 256 if model_runner.deterministic else None
+            self.topk = 1
+
+    choices, deterministic = ["triton"], ["triton"]
+    server_args = ModuleType("sglang.srt.server_args")
+    server_args.ATTENTION_BACKEND_CHOICES = choices
+    server_args.add_attention_backend_choices = choices.extend
+    server_args.add_deterministic_attention_backend_choices = deterministic.extend
+    modules(
+        monkeypatch,
+        sglang__srt=dict(server_args=server_args),
+        sglang__srt__layers__attention__attention_registry=dict(register_attention_backend=register_attention_backend),
+        sglang__srt__layers__attention__triton_backend=dict(TritonAttnBackend=TritonAttnBackend),
+    )
+    module = fresh(monkeypatch, "mla_suite.integrations.sglang")
+    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", module)
+    module.stand_in_backends, module.stand_in_choices = backends, (choices, deterministic)
+    return module
+
+
+class Pool:
+    """Two layers' caches as SGLang keeps them: [slots, 1, 576]."""
+
+    def __init__(self, slots, dtype):
+        self.layers = [torch.randn(slots, 1, WIDTH).to(dtype) for _ in range(2)]
+
+    def get_key_buffer(self, layer_id):
+        return self.layers[layer_id]
+
+    def set_kv_buffer(self, layer, loc, k, v):
+        self.layers[layer.layer_id][loc] = k.to(self.layers[0].dtype)
+
+    def set_mla_kv_buffer(self, layer, loc, k, k_rope):
+        self.set_kv_buffer(layer, loc, torch.cat((k, k_rope), dim=-1), None)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("page", "in_two", "dtype"),
+    [
+        (64, False, torch.bfloat16),
+        (64, True, torch.bfloat16),
+        (1, False, torch.bfloat16),
+        (16, False, torch.float8_e4m3fn),
+    ],
+)
+def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
+    lengths, context = [300, 9, 64], 384
+    pool = Pool(1024 if page > 1 else 700, dtype)
+    req_to_token = torch.full((5, context), 0, dtype=torch.int32)
+    free = torch.randperm(len(pool.layers[0]) // page)
+    rows, first = [4, 0, 2], 0
+    for row, length in zip(rows, lengths, strict=True):
+        count = -(-(length + 1) // page)
+        slots = (free[first : first + count, None] * page + torch.arange(page)).flatten()[:context]
+        req_to_token[row, : len(slots)] = slots.int()
+        first += count
+    runner = SimpleNamespace(
+        use_mla_backend=True,
+        page_size=page,
+        req_to_token_pool=SimpleNamespace(req_to_token=req_to_token),
+        token_to_kv_pool=pool,
+        deterministic=deterministic,
+    )
+    backend = sglang.MLASuiteAttnBackend(runner)
+    for step in range(2):  # a second token, with the batch's tensors updated in place, as a server's graph does
+        now = [length + step for length in lengths]
+        if step == 0:
+            batch = SimpleNamespace(
+                seq_lens=torch.tensor(now),
+                seq_lens_cpu=torch.tensor(now),
+                req_pool_indices=torch.tensor(rows),
+                out_cache_loc=torch.zeros(3, dtype=torch.int64),
+                forward_mode=SimpleNamespace(is_target_verify=lambda: False, is_extend=lambda: False),
+            )
+        batch.seq_lens.copy_(torch.tensor(now))
+        batch.seq_lens_cpu.copy_(torch.tensor(now))
+        ends = [req_to_token[row, length - 1] for row, length in zip(rows, now, strict=True)]
+        batch.out_cache_loc.copy_(torch.stack(ends))
+        for layer_id in range(2):
+            layer = SimpleNamespace(
+                layer_id=layer_id,
+                tp_q_head_num=HEADS,
+                head_dim=WIDTH,
+                v_head_dim=LATENT,
+                scaling=0.05,
+                logit_cap=0.0,
+                k_scale=torch.tensor(0.5) if dtype.itemsize == 1 else None,
+            )
+            q, k = torch.randn(3, HEADS, WIDTH).bfloat16(), torch.randn(3, 1, WIDTH).bfloat16()
+            if in_two:
+                out = backend.forward_decode(
+                    q[..., :LATENT].flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch,
+                    q_rope=q[..., LATENT:], k_rope=k[..., LATENT:],
+                )  # fmt: skip
+            else:
+                out = backend.forward_decode(q.flatten(1), k, k[..., :LATENT], layer, batch)
+            assert out.shape == (3, HEADS * LATENT)
+            for b, (row, length) in enumerate(zip(rows, now, strict=True)):
+                stored = pool.layers[layer_id]
+                own = stored.view(torch.uint8)[req_to_token[row, :length].long(), 0]  # torch 2.9 does not index float8
+                keys = own.view(stored.dtype).float()
+                want, _ = attend(q[b], keys * (0.5 if dtype.itemsize == 1 else 1.0), 0.05)
+                torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
+    assert (backend._plan is None) == deterministic
+
+
+def test_sglang_refusals(sglang):
+    with pytest.raises(ValueError, match="no latent attention"):
+        sglang.MLASuiteAttnBackend(SimpleNamespace(use_mla_backend=False))
+    backend = sglang.MLASuiteAttnBackend.__new__(sglang.MLASuiteAttnBackend)
+    with pytest.raises(ValueError, match="scores are not capped"):
+        backend.forward_decode(torch.zeros(1), None, None, SimpleNamespace(logit_cap=30.0), None)
+
+
+def test_the_shipped_entry_point_registers_with_sglang(sglang):
+    register = entry_point("sglang.srt.plugins")
+    for _ in range(2):
+        register()
+        assert sglang.stand_in_choices == (["triton", "mla_suite"], ["triton", "mla_suite"])
+    (create,) = sglang.stand_in_backends.values()
+    with pytest.raises(ValueError, match="MLASuiteAttnBackend: the model has no latent attention"):
+        create(SimpleNamespace(use_mla_backend=False))
