@@ -5,7 +5,7 @@
 
 namespace mla {
 
-// The value of another lane of the wave.
+// Returns the value of another lane of the wave.
 template <class Wave>
 MLA_DEVICE int64_t from_lane(int64_t x, int source) {
   const uint64_t bits = static_cast<uint64_t>(x);
@@ -14,7 +14,8 @@ MLA_DEVICE int64_t from_lane(int64_t x, int source) {
   return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
 }
 
-// One of what each of `n` waves found, in as few steps in a row as there can be. `better(a, b)` says whether to take a.
+// Returns the best of the values that each of `n` waves found, by the shortest chain of comparisons. `better(a, b)`
+// says whether to take a.
 template <int n, class Better>
 MLA_DEVICE int64_t best_among(const int64_t (&values)[n], Better better) {
   int64_t left[n];
@@ -35,15 +36,15 @@ struct BlockScan {
   int maxima[waves];
   int counts[2][waves];
 
-  // How many of the threads before this one hold `low`, plus 65536 times as many as hold `high`; likewise of all in
-  // `total`. `turn` is the number of such calls before this one.
+  // Returns how many of the threads before this one hold `low`, plus 65536 times as many as hold `high`; `total`
+  // becomes the same of all threads. `turn` is the number of such calls before this one.
   MLA_DEVICE uint32_t count_before(bool low, bool high, int turn, uint32_t& total) {
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     int all_low, all_high;
     uint32_t before = Wave::count_before(low, lane, all_low);
     before += static_cast<uint32_t>(Wave::count_before(high, lane, all_high)) << 16;
     if (lane == 0) counts[turn & 1][wave] = all_low + (all_high << 16);
-    block_sync();  // who writes these counts again has passed the next call's
+    block_sync();  // a thread that writes these counts again has passed the next call's barrier
     total = 0;
     for (int w = 0; w < waves; ++w) {
       const uint32_t held = static_cast<uint32_t>(counts[turn & 1][w]);
@@ -53,7 +54,7 @@ struct BlockScan {
     return before;
   }
 
-  // The sum over the threads before this one; `total` becomes the sum over all.
+  // Returns the sum over the threads before this one; `total` becomes the sum over all.
   MLA_DEVICE int64_t exclusive(int64_t value, int64_t& total) {
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
     int64_t inclusive = value;
@@ -73,7 +74,7 @@ struct BlockScan {
     return before + inclusive - value;
   }
 
-  // The largest of all threads' values.
+  // Returns the largest of all threads' values.
   MLA_DEVICE int largest(int value) {
     value = Wave::template max_over<Wave::lanes>(value, thread_id() % Wave::lanes);
     if (thread_id() % Wave::lanes == 0) maxima[thread_id() / Wave::lanes] = value;

@@ -32,27 +32,28 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   static constexpr int INDEX_BITS = 11;  // of a candidate's number; a cost has at most 43
   static_assert(2 * max_sm_parts <= 1 << INDEX_BITS, "a candidate's number fits below its cost");
 
-  // The split points within a sequence.
+  // The list of split points within a sequence.
   struct Entries {
     int sequence[max_sm_parts + 1];
     int key[max_sm_parts + 1];
     int row[max_sm_parts + 1];     // its partial row: one for each before it, one for each first split
     int before[max_sm_parts + 1];  // entries of the sequences before each, where these are not too many
   };
-  // Both kernels have the same: an SM does not change its share of shared memory while a block is there, so the second
-  // could not begin beside the first.
+  // Both kernels ask for the same shared memory. An SM does not change its split of shared memory and L1 while a block
+  // is resident, so the second kernel could not begin beside the first otherwise.
   struct Memory : Shared {
     Entries entries;
     uint32_t inverse[max_sm_parts];  // of each number of SM parts
   };
-  // The price of some SM parts of a candidate: the slowest one's cost in each family, and the partials in family 1.
+  // The price of some SM parts of a candidate: the cost of the slowest in each family, and the partials of family 1.
   template <class Number>
   struct Price {
     Number whole, split;
     int partials;
   };
 
-  // The price of both families with as many SM parts as this workgroup's number: the lower one into the items.
+  // Computes the price of both families with as many SM parts as this workgroup's number, and writes the lower one into
+  // the words of the items.
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Memory s;
     want_params(p);
@@ -85,7 +86,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.num_sm_parts + number));
   }
 
-  // The price of this wave's SM parts. Each lane has a split point, and the next lane the next; the last has no part.
+  // Returns the price of this wave's SM parts. Each lane has a split point, the next lane the next one; the
+  // last lane has no part.
   template <class Number>
   MLA_DEVICE static Price<Number> price(const PlanParams& p, const CostPrefixSum& costs, const Divisor& used) {
     constexpr int pairs = Wave::lanes - 1;
@@ -102,7 +104,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
         whole = larger(whole, load<Number>(p, costs, point.whole, 0, next.whole, 0));
         split = larger(split, load<Number>(p, costs, point.sequence, point.key, next.sequence, next.key));
       }
-      // One for every split point within a sequence, one more for every such sequence.
+      // A sequence has one partial more than it has split points inside.
       const bool begins = exists && begins_item(point.sequence, point.key, next.sequence, next.key);
       const bool leads = begins && splits_sequence(point.sequence, point.key, next.sequence);
       partials += Wave::count(begins) + Wave::count(leads);
@@ -110,7 +112,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return {wave_largest(whole), wave_largest(split), partials};
   }
 
-  // The cost of the SM part between two split points.
+  // Returns the cost of the SM part between two split points.
   template <class Number>
   MLA_DEVICE static Number load(const PlanParams& p, const CostPrefixSum& costs, int sequence, int key, int next,
                                 int next_key) {
@@ -122,7 +124,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
   }
 
-  // The cost of these partials beside that of the slowest SM part.
+  // Returns the cost of these partials, which is added to that of the slowest SM part.
   MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const CostPrefixSum& costs, int used, int partials) {
     int64_t cost = static_cast<int64_t>(p.shared_cost) * partials;
     if (p.tile_rows > 0 && partials > 0) {
@@ -132,7 +134,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return cost;
   }
 
-  // Whether an item begins at a split point (other than the one before it), and whether it is its sequence's first.
+  // Tells whether an item begins at a split point that differs from the one before it, and whether it is its sequence's
+  // first.
   MLA_DEVICE static bool begins_item(int last_sequence, int last_key, int sequence, int key) {
     return key > 0 && !(last_sequence == sequence && last_key == key);
   }
@@ -140,15 +143,15 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return !(last_sequence == sequence && last_key > 0);
   }
 
-  // A cost and its candidate's number as one: of equal costs the first number is the lowest.
+  // Packs a cost and its candidate's number into one word, so that of equal costs the first number is the lowest.
   MLA_DEVICE static int64_t ranked(int64_t cost, int number) { return cost << INDEX_BITS | number; }
   MLA_DEVICE static int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 
   // [num_sm_parts] of these lie where the items will: 4 words each, and there are at least as many items as SM parts.
   MLA_DEVICE static int64_t* found_prices(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
 
-  // The largest in a wave. Of 64 bits by halves: where the high half is largest, the largest low half, as signed
-  // numbers in the same order.
+  // Return the largest value of a wave. 64 bits are compared by halves: among the lanes with the largest high half, the
+  // largest low half wins, compared as a signed number in the same order.
   MLA_DEVICE static int32_t wave_largest(int32_t x) {
     return Wave::template max_over<Wave::lanes>(x, thread_id() % Wave::lanes);
   }
@@ -161,17 +164,17 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return static_cast<int64_t>(static_cast<uint64_t>(highest) << 32 | (best ^ 0x80000000u));
   }
 
-  // Prices that a lane of each wave looks at together: where they lie is known before they are.
-  class Look {
+  // Reads the prices that one lane of each wave compares. Their addresses are computed before the prices are known.
+  class PriceReader {
    public:
     static constexpr int each = 5, prices = each * Wave::lanes;
 
-    MLA_DEVICE Look(const PlanParams& p, int first) {
+    MLA_DEVICE PriceReader(const PlanParams& p, int first) {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
         at_[i] = found_prices(p) + (number < p.num_sm_parts ? number : p.num_sm_parts - 1);
-        Wave::want(at_[i]);  // now: the compiler would make it behind the wait
+        Wave::want(at_[i]);  // here: the compiler would compute it behind the wait
       }
     }
     MLA_DEVICE int64_t lowest() const {
@@ -185,31 +188,31 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     const int64_t* at_[each];
   };
 
-  // The cheapest candidate; of equals the first: one that splits nothing, then one with fewer SM parts.
-  MLA_DEVICE static int cheapest(const PlanParams& p, const Look& look) {
-    int64_t lowest = look.lowest();
+  // Returns the cheapest candidate; among equals one that splits nothing, then the one with the fewest SM parts.
+  MLA_DEVICE static int cheapest(const PlanParams& p, const PriceReader& prices) {
+    int64_t lowest = prices.lowest();
 #pragma unroll 1
-    for (int first = Look::prices; first < p.num_sm_parts; first += Look::prices)
-      lowest = lower(lowest, Look(p, first).lowest());
+    for (int first = PriceReader::prices; first < p.num_sm_parts; first += PriceReader::prices)
+      lowest = lower(lowest, PriceReader(p, first).lowest());
     lowest = ~wave_largest(~lowest);
     return static_cast<int>(lowest) & ((1 << INDEX_BITS) - 1);
   }
 
-  // The plan, from the split points of the cheapest candidate. Each new one inside a sequence is an entry of a list and
-  // begins an item; so does each sequence. Everything else follows from how many entries belong to earlier sequences.
+  // Writes the plan of the cheapest candidate. Each new split point inside a sequence is an entry of a list and begins
+  // an item, and so does each sequence. The rest follows from the number of entries of earlier sequences.
   MLA_DEVICE static void balanced(const PlanParams& p) {
     MLA_SHARED Memory s;
     want_params(p);
 #pragma unroll 1
     for (int i = thread_id(); i < p.num_sm_parts; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
-    // The lengths are as old as the prices' producer, which has waited for theirs; so is who read this memory before.
+    // The kernel of the prices has waited for the producer of the lengths and for earlier readers of this plan.
     Base::prefix_sum(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
     write_frame(p, thread_id(), threads);
     const bool fits_32_bits = Base::fits_32_bits(p, s.costs);
-    const Look look(p, 0);
+    const PriceReader prices(p, 0);
     Wave::wait_for_producer();
     Wave::release_consumer();
-    const int best = cheapest(p, look);
+    const int best = cheapest(p, prices);
     const bool splits = best >= p.num_sm_parts;
     const int number = splits ? best - p.num_sm_parts : best;
     const Divisor used(number + 1, s.inverse[number]);
@@ -223,12 +226,12 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     int entries, split;  // sequences that have entries
   };
 
-  // At most as many sequences as SM parts: the split point that reaches a sequence first counts the entries before it.
-  // With more sequences, each searches for them.
+  // With at most as many sequences as SM parts, the split point that reaches a sequence first counts the entries before
+  // it. With more sequences, each sequence searches for its entries.
   MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.num_sm_parts; }
 
-  // The list, and where each SM part's items begin. A lane has a split point, and the lane before it the one before:
-  // the first has that of the wave before, or none.
+  // Fills the list, and finds the first item of each SM part. A lane has a split point and the lane before it the one
+  // before; the first lane has that of the wave before, or none.
   template <class Number>
   MLA_DEVICE static Counts list_entries(const PlanParams& p, Memory& s, const Divisor& used, bool splits) {
     Entries& entries = s.entries;
@@ -278,7 +281,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
       const bool split = before < counts.entries && entries.sequence[before] == b;
       write_item(p, b + before, b, 0, split ? entries.key[before] : open, split ? row : -1);
     }
-    // Beginning with the threads that had no sequence.
+    // The threads that had no sequence begin.
 #pragma unroll 1
     for (int c = threads - 1 - thread_id(); c < counts.entries; c += threads) {
       const int b = entries.sequence[c];
@@ -291,7 +294,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     if (thread_id() == threads - 1) write_counts(p, used, counts.entries + counts.split);
   }
 
-  // Entries of the sorted list that belong to sequences before b.
+  // Returns how many entries of the sorted list belong to sequences before b.
   MLA_DEVICE static int entries_before(const int* list, int count, int b) {
     int low = 0, high = count;
 #pragma unroll 1

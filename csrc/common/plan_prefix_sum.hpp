@@ -50,7 +50,7 @@ struct PlanPrefixSum {
       return static_cast<Number>(static_cast<uint32_t>(n) / static_cast<uint32_t>(d));
   }
 
-  // Divides 31-bit numbers by the same one again and again.
+  // Divides 31-bit numbers by one number many times.
   class Divisor {
    public:
     MLA_DEVICE explicit Divisor(int d) : Divisor(d, inverse(d)) {}
@@ -76,7 +76,7 @@ struct PlanPrefixSum {
     return p.seq_lens[b];
   }
 
-  // The prefix sum of sequences that cost `cost(keys)` each; the longest sequence is found only if asked for.
+  // Computes the prefix sum of sequences that cost `cost(keys)` each, and the longest sequence if asked for.
   template <class Cost>
   MLA_DEVICE static void prefix_sum(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
     if (p.batch <= Wave::lanes) return prefix_sum_of_few(p, s, find_longest, cost);
@@ -106,7 +106,7 @@ struct PlanPrefixSum {
     block_sync();
   }
 
-  // The same for no more sequences than a wave has lanes: one wave computes it, and the others wait once.
+  // Does the same for at most as many sequences as a wave has lanes: one wave computes it, and the others wait once.
   template <class Cost>
   MLA_DEVICE static void prefix_sum_of_few(const PlanParams& p, Shared& s, bool find_longest, Cost cost) {
     const int b = thread_id();
@@ -133,12 +133,12 @@ struct PlanPrefixSum {
     block_sync();
   }
 
-  // Whether 32 bits hold every number that split points are computed from; their quotients take half the time.
+  // Returns whether 32 bits hold every number that split points are computed from; their quotients take half the time.
   MLA_DEVICE static bool fits_32_bits(const PlanParams& p, const CostPrefixSum& costs) {
     return costs.at[p.batch] * (p.item_cost + 1) <= 0x7fffffff;
   }
 
-  // The number of sequences that end at `position` or before it.
+  // Returns the number of sequences that end at `position` or before it.
   template <class Number>
   MLA_DEVICE static int sequence_at(const PlanParams& p, const CostPrefixSum& costs, Number position) {
     int low = 0, high = p.batch - 1;
@@ -175,7 +175,7 @@ struct PlanPrefixSum {
     }
 
    private:
-    // The split point at this cost into sequence b, which has `length` keys; the one behind the last sequence has none.
+    // Returns the split point at this cost into sequence b of `length` keys; the one behind the last sequence has none.
     MLA_DEVICE SplitPoint within(int b, Number offset, Number length) const {
       const Number fixed = p_.item_cost;
       const Number min_split = round_up(fixed / 2);

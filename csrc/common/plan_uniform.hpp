@@ -12,7 +12,8 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base::divide, Base::split_alignment, Base::kv_len, Base::larger, Base::open, Base::round_up, Base::threads;
   using typename Base::Shared;
 
-  // A sequence's items when all have `splits`: whole ones of `chunk` keys, one with what is left, empty ones of cost 1.
+  // The items of a sequence when every sequence has `splits`: whole ones of `chunk` keys, one of the remaining keys,
+  // and empty ones of cost 1.
   struct Equal {
     int64_t chunk, whole_cost, last_cost;
     int whole, splits;
@@ -28,11 +29,11 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
       whole_cost = round_up(chunk) + p.item_cost;
       last_cost = left > 0 ? round_up(left) + p.item_cost : 1;
     }
-    // The cost of the first n tiles.
+    // Returns the cost of the first n items.
     MLA_DEVICE int64_t cost(int n) const {
       return n <= whole ? n * whole_cost : whole * whole_cost + last_cost + (n - whole - 1);
     }
-    // How many items begin before `place`, counted from the first's beginning.
+    // Returns how many items begin before a cost, counted from the first item's beginning.
     MLA_DEVICE int begin_before(int64_t position) const {
       if (position <= 0) return 0;
       if (position <= whole * whole_cost) return static_cast<int>(divide(position + whole_cost - 1, whole_cost));
