@@ -50,8 +50,6 @@ MLA_DEVICE Lane Lane::current() {
 }
 MLA_DEVICE Lane Lane::rematerialized() const { return of(cdna::rematerialized(index)); }
 
-MLA_DEVICE int min(int a, int b) { return a < b ? a : b; }
-
 // Returns the wave's number in its workgroup, which the compiler knows to be the same in all lanes.
 MLA_DEVICE int wave_id() { return __builtin_amdgcn_readfirstlane(mla::thread_id() / WAVE); }
 

@@ -26,7 +26,7 @@ class TopkLists {
   MLA_DEVICE int open(const SparseDecodeTmaParams& params, int token) const {
     const int lane = warpgroup_thread() % 32;
     PoolList list{nullptr, 0};
-    if (lane < params.pools) list = PoolList::of(params.pool[lane], token);
+    if (lane < params.pools) list = PoolList::of(pool_at(params, lane), token);
     int end = list.count;
 #pragma unroll
     for (int apart = 1; apart < MAX_POOLS; apart *= 2) {
@@ -66,7 +66,7 @@ class TopkLists {
   MLA_DEVICE SelectedToken token_of(const SparseDecodeTmaParams& params, int key, int index) const {
     int first;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + TILE) : "memory");
-    const Pool& pool = params.pool[pool_of(first + key)];
+    const Pool& pool = pool_at(params, pool_of(first + key));
     const uint32_t slot = static_cast<uint32_t>(index);
     const uint32_t number = divided(slot, pool.page_magic, pool.page_shift);
     return SelectedToken{pool.cache + number * pool.page_bytes, slot - number * pool.page,

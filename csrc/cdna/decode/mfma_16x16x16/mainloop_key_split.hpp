@@ -215,6 +215,8 @@ class KeySplitWave {
     wave_lds_fence();
   }
 
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
+
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;
   const int first_row_;

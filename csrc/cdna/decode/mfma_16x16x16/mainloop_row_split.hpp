@@ -296,6 +296,9 @@ class RowSplitWave {
     }
   }
 
+  // This is a member because LLVM 22 compiles 32, 48, 80 and 96 rows otherwise with a function of the namespace.
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
+
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;
   const Lane lane_;

@@ -261,6 +261,8 @@ class KeySplitWave {
     }
   }
 
+  MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
+
   const mla::WorkItem tile_;
   const mla::SequenceRows rows_;
   const int first_row_;
