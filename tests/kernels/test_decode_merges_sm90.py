@@ -8,6 +8,7 @@ from decode_launches import launched
 
 from mla_suite.archs.common import combine
 from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.archs.sm_90.decode import PLAN
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Layout
 
@@ -88,7 +89,7 @@ def with_plan(options, batch, parts, bound):
     """The arguments of a call with a plan of this size, whose words a launch does not depend on."""
     args, kwargs = decode_sample((100,) * batch, **options).make(torch.device("cpu"))
     plan = torch.zeros(Layout(batch, parts, batch + parts).words, dtype=torch.int32)
-    return (*args[:-1], plan), {**kwargs, "max_seqlen_kv": bound}
+    return (*args[:PLAN], plan, *args[PLAN + 1 :]), {**kwargs, "max_seqlen_kv": bound}
 
 
 @pytest.mark.parametrize(
