@@ -185,6 +185,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "cu_seqlens_q": 0,
         "attn_sink": sink.data_ptr(),
         "plan": 0,
+        "cp_tot_seq_lens": 0,
         "out": out.data_ptr(),
         "lse": lse.data_ptr(),
         "partial_out": buffers["partial_out"].tensor.data_ptr(),
@@ -216,6 +217,11 @@ def test_every_word_of_a_launch(monkeypatch):
         "grid_stride": 9,
         "streaming": 1,
         "causal": 1,
+        "cp_interleave": 1,
+        "cp_period": 1,
+        "cp_period_magic": 2**31,
+        "cp_period_shift": 0,
+        "cp_offset": 0,
     }
     scale = fields.pop("softmax_scale")
     assert fields == expected
@@ -375,7 +381,7 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
     queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
-        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 14)
+        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 15)
     assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 
