@@ -105,7 +105,7 @@ def combine_kernel(
 
 @triton.jit
 def lse_place(token, head, stride_token, stride_head, stride_batch, tokens):
-    """Where the lse of a query token, counted through the batch, and a head lies (lse_layout.LseLayout)."""
+    """Where the lse of a query token, counted through the batch, and a head lies (reference.LseLayout)."""
     return token * stride_token + token // tokens * stride_batch + head * stride_head
 
 
