@@ -50,7 +50,7 @@ ROUND_S, MIN_STEPS, MAX_STEPS = 0.1, 6, 40  # a round of steps lasts about as lo
 MAX_TOKENS = 2 * WARM_STEPS + PROFILED_STEPS + ROUNDS * MAX_STEPS + 8  # by which a context grows at most
 ATTENTION = re.compile(r"^decode_|combine|flash_fwd_splitkv_mla_kernel|_fwd(_grouped)?_kernel_stage[12]")
 PLAN = re.compile(r"^plan_|mla_metadata")
-MARK = "bench_vllm: "  # before the lines that a worker prints for its parent
+MARK = "bench_vllm: "  # before the lines that a backend's process prints for its parent
 
 
 @dataclass
@@ -89,7 +89,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=1, help="engines of each backend, in turns; the table has medians")
     parser.add_argument("--skip-check", action="store_true", help="time without comparing results first")
     parser.add_argument("--csv", type=Path, help="write the rows here")
-    parser.add_argument("--worker", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", metavar="BACKEND", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -102,9 +102,9 @@ def step_times(engine: Any, count: int) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def replay_us(worker: Any, batch: int) -> float:
+def replay_us(process: Any, batch: int) -> float:
     """Microseconds of the captured step of `batch` sequences, replayed; it computes the last step again."""
-    runner = worker.model_runner  # vLLM has two: one keeps graphs in its manager, the other around its model
+    runner = process.model_runner  # vLLM has two: one keeps graphs in its manager, the other around its model
     manager = getattr(runner, "cudagraph_manager", None)
     entries = getattr(runner.model, "concrete_cudagraph_entries", {}).items()
     captured = [*getattr(manager, "graphs", {}).items(), *((shape, entry.cudagraph) for shape, entry in entries)]
@@ -202,7 +202,7 @@ def measure(llm: Any, backend: str, batch: int, context: int, layers: int) -> Ro
 
 def work(options: argparse.Namespace) -> int:
     """One backend's process: prints its rows as lines of JSON behind MARK."""
-    backend, started = options.worker, time.time()
+    backend, started = options.alone, time.time()
     with tempfile.TemporaryDirectory() as folder:
         llm = start_engine(backend, options, Path(folder))
     page = llm.llm_engine.vllm_config.cache_config.block_size
@@ -219,7 +219,7 @@ def say(kind: str, value: dict[str, Any]) -> None:
     print(MARK + json.dumps([kind, value]), flush=True)
 
 
-def run_worker(backend: str, options: argparse.Namespace, run: int) -> tuple[list[Row], dict[str, Any] | None, int]:
+def run_process(backend: str, options: argparse.Namespace, run: int) -> tuple[list[Row], dict[str, Any] | None, int]:
     """Run a backend in its own process, with the check in the first run; its other output goes through."""
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the profiler and the graphs are asked for in this process
@@ -230,7 +230,7 @@ def run_worker(backend: str, options: argparse.Namespace, run: int) -> tuple[lis
         "HF_HUB_OFFLINE": "1",
         **os.environ,
     }
-    command = [sys.executable, __file__, *sys.argv[1:], "--worker", backend, *["--skip-check"] * (run > 0)]
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone", backend, *["--skip-check"] * (run > 0)]
     rows: list[Row] = []
     checked = None
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
@@ -278,7 +278,7 @@ def versions() -> str:
 
 
 def save(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Write all rows, so that a run that is cut short leaves those before it."""
+    """Write all rows, so that a run that ends early leaves those before it."""
     with options.csv.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*(field.name for field in fields(Row)), "per_layer_us", "versions", "layers", "heads"])
@@ -289,7 +289,7 @@ def save(rows: Sequence[Row], options: argparse.Namespace) -> None:
 
 def main() -> int:
     options = arguments()
-    if options.worker:
+    if options.alone:
         return work(options)
     if not torch.cuda.is_available():
         raise SystemExit("bench_vllm: no GPU here; on a CPU, `tox -e vllm` runs the engine and compares its tokens")
@@ -299,7 +299,7 @@ def main() -> int:
     status = 0
     for run in range(options.runs):
         for backend in options.backends.split(","):
-            own, checked, code = run_worker(backend, options, run)
+            own, checked, code = run_process(backend, options, run)
             rows += own
             status = status or code
             if checked is not None and first is not None:

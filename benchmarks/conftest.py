@@ -13,7 +13,7 @@ import torch
 from mla_suite import archs as arch_records
 from mla_suite.bench import environment, sets
 from mla_suite.build import manifest
-from mla_suite.build.errors import ObjectError
+from mla_suite.build.locations import ObjectError
 
 COUNTED = {"clocks": "clock", "instructions": "instruction"}
 """Groups whose statistic is no time, and its unit."""

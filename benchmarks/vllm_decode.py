@@ -132,8 +132,8 @@ def start_engine(backend: str, options: argparse.Namespace, folder: Path, **sett
     return LLM(str(folder), **{**made, **settings})
 
 
-def attention_layers(worker: Any) -> list[Any]:
-    context = worker.vllm_config.compilation_config.static_forward_context
+def attention_layers(process: Any) -> list[Any]:
+    context = process.vllm_config.compilation_config.static_forward_context
     return [layer for layer in context.values() if hasattr(getattr(layer, "impl", None), "forward_mqa")]
 
 
@@ -209,7 +209,7 @@ def _gap(place: dict[int, Any]) -> float:
 
 
 def equal_tokens(found: dict[str, Any], first: dict[str, Any]) -> str:
-    """What comparing greedy tokens gives, in words; AssertionError where one differs without a near tie."""
+    """Says how many greedy tokens are equal; AssertionError where one differs without a near tie."""
     same = ties = 0
     for mine, theirs, gaps in zip(found["tokens"], first["tokens"], first["gaps"], strict=True):
         for token, other, gap in zip(mine, theirs, gaps, strict=True):

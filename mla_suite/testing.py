@@ -9,6 +9,7 @@ import torch
 
 from mla_suite import kv_formats
 from mla_suite.kv_formats import cache as caches
+from mla_suite.ops.decode import DecodeArgs
 
 
 class Exact(NamedTuple):
@@ -62,70 +63,45 @@ class _Sequence(NamedTuple):
     sink: torch.Tensor
 
 
-def _sequences(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor | None = None,
-    kv_indptr: torch.Tensor | None = None,
-    kv_indices: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    q_descale: torch.Tensor | None = None,
-    kv_descale: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    rope_cos_sin: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-    cp_tot_seq_lens: torch.Tensor | None = None,
-    *,
-    causal: bool,
-    kv_format: str,
-    ranks: tuple[int, int, int] = (1, 0, 1),
-) -> Iterator[_Sequence]:
-    page, heads = kv_cache.shape[1], q.shape[-2]
-    tokens = cu_seqlens_q.tolist() if cu_seqlens_q is not None else range(0, q.shape[:-2].numel() + 1, q.shape[1])
-    flat = q.flatten(0, -3).double()
-    here: dict[str, Any] = dict(device=q.device)
-    for b, length in enumerate(seq_lens.tolist()):
-        pages = block_table[b] if block_table is not None else kv_indices[kv_indptr[b] : kv_indptr[b + 1]]  # type: ignore[index]  # one of the two is given
+def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
+    page, heads = args.kv_cache.shape[1], args.q.shape[-2]
+    ragged = args.cu_seqlens_q
+    tokens = range(0, args.q.shape[:-2].numel() + 1, args.q.shape[1]) if ragged is None else ragged.tolist()
+    flat = args.q.flatten(0, -3).double()
+    here: dict[str, Any] = dict(device=args.q.device)
+    for b, length in enumerate(args.seq_lens.tolist()):
+        if args.block_table is not None:
+            pages = args.block_table[b]
+        else:
+            pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]  # type: ignore[index]  # both are given
         used = pages[: -(-length // page)].long()
-        keys = caches.unpack(kv_formats.kv_format(kv_format), kv_cache[used]).flatten(0, 1)[:length].double()
-        keys = keys if kv_descale is None else keys * kv_descale.double()
-        keys = keys if rope_cos_sin is None else _turned(keys, rope_cos_sin[:length].double())
+        keys = caches.unpack(kv_formats.kv_format(args.kv_format), args.kv_cache[used]).flatten(0, 1)[:length].double()
+        keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
+        keys = keys if args.rope_cos_sin is None else _turned(keys, args.rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]
-        queries = queries if q_descale is None else queries * q_descale.double()
+        queries = queries if args.q_descale is None else queries * args.q_descale.double()
         q_len = queries.shape[0]
         last = torch.full((q_len,), length, **here)
-        if causal:
-            total = length if cp_tot_seq_lens is None else int(cp_tot_seq_lens[b])
-            world, rank, run = ranks
+        if args.causal:
+            total = length if args.cp_tot_seq_lens is None else int(args.cp_tot_seq_lens[b])
+            world, rank, run = args.cp_world_size, args.cp_rank, args.cp_interleave
             local = torch.arange(length, **here)
             positions = local // run * run * world + rank * run + local % run  # of this rank's keys, in the sequence
             last = (positions <= torch.arange(total - q_len, total, **here)[:, None]).sum(1)
-        sink = torch.full((heads,), -torch.inf, **here) if attn_sink is None else attn_sink
+        sink = torch.full((heads,), -torch.inf, **here) if args.attn_sink is None else args.attn_sink
         yield _Sequence(queries.flatten(0, 1), keys, last.repeat_interleave(heads), sink.repeat(q_len))
 
 
-def exact_decode(
-    q: torch.Tensor,
-    *tensors: torch.Tensor | None,
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    cp_world_size: int = 1,
-    cp_rank: int = 0,
-    cp_interleave: int = 1,
-    **choices: int,
-) -> Exact:
-    """Exact result of `mla_suite.decode` on the same arguments. Splits and plans (`choices`) change nothing."""
-    options: dict[str, Any] = dict(causal=causal, kv_format=kv_format, ranks=(cp_world_size, cp_rank, cp_interleave))
+def exact_decode(*tensors: torch.Tensor | None, **options: Any) -> Exact:
+    """Exact result of `mla_suite.decode` on the same arguments. Splits and plans change nothing."""
+    args = DecodeArgs(*tensors, **options)  # type: ignore[arg-type]  # as decode's
     found = [
-        attention(own.queries, own.keys, own.visible, softmax_scale, head_dim_v, own.sink)
-        for own in _sequences(q, *tensors, **options)  # type: ignore[arg-type]  # as decode's
+        attention(own.queries, own.keys, own.visible, args.softmax_scale, args.head_dim_v, own.sink)
+        for own in _sequences(args)
     ]
     joined = Exact(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-    shape = q.shape[:-1]
-    return Exact(joined.out.view(*shape, head_dim_v), joined.lse.view(shape), joined.magnitude.view(*shape, head_dim_v))
+    shape, values = args.q.shape[:-1], (*args.q.shape[:-1], args.head_dim_v)
+    return Exact(joined.out.view(values), joined.lse.view(shape), joined.magnitude.view(values))
 
 
 E4M3_RELATIVE = 2.0**-4
@@ -135,30 +111,23 @@ E4M3_ABSOLUTE = 2.0**-18
 denormal: those are multiples of 2^-9."""
 
 
-def fp8_weights_bound(
-    q: torch.Tensor,
-    *tensors: torch.Tensor | None,
-    softmax_scale: float,
-    head_dim_v: int = 512,
-    causal: bool = True,
-    kv_format: str = "bf16",
-    **choices: int,
-) -> torch.Tensor:
+def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Tensor:
     """Largest |out - exact| of a decode that rounds its softmax weights to e4m3 and divides by the sum of those.
 
     The arguments are those of `exact_decode`; -> [..., head_dim_v], without the rounding of `out` itself. A weight is
     off by a share of itself or by a share of its row's largest. The second is what remains where the values of the
     keys with large weights are 0: a bound by the sum of p |v| alone would not hold there.
     """
+    args = DecodeArgs(*tensors, **options)  # type: ignore[arg-type]  # as decode's
     found = []
-    for own in _sequences(q, *tensors, causal=causal, kv_format=kv_format):  # type: ignore[arg-type]  # as decode's
-        p, _ = _weights(own.queries, own.keys, own.visible, softmax_scale, own.sink)
+    for own in _sequences(args):
+        p, _ = _weights(own.queries, own.keys, own.visible, args.softmax_scale, own.sink)
         seen = (torch.arange(p.shape[1], device=p.device) < own.visible[:, None]).double()
         largest = p.amax(dim=1, keepdim=True) if p.shape[1] else p.new_zeros(p.shape[0], 1)
-        size, steps = own.keys[:, :head_dim_v].abs(), E4M3_ABSOLUTE * largest
+        size, steps = own.keys[:, : args.head_dim_v].abs(), E4M3_ABSOLUTE * largest
         sums = E4M3_RELATIVE * p.sum(1, keepdim=True) + steps * seen.sum(1, keepdim=True)
         found.append(((E4M3_RELATIVE + sums) * (p @ size) + steps * (seen @ size)) / (1 - sums).clamp(min=2.0**-10))
-    return torch.cat(found).view(*q.shape[:-1], head_dim_v)
+    return torch.cat(found).view(*args.q.shape[:-1], args.head_dim_v)
 
 
 def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:

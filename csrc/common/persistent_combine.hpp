@@ -85,8 +85,17 @@ class TurnScheduler {
   int bounds_[each + 1];
 };
 
+// Every row of a sequence that was split is combined.
+struct EveryRow {
+  template <class Merge>
+  MLA_DEVICE static bool leaves_out(const CombineParams&, const typename Merge::RowAssignment&) {
+    return false;
+  }
+};
+
 // `resident` is the number of waves that the device holds; `slices` workgroups share a row whose splits are shared.
-template <class Wave, int head_dim_v_, int waves_, int slices_, int resident>
+// `Rows::leaves_out` is asked once a row's log-sum-exps are read.
+template <class Wave, int head_dim_v_, int waves_, int slices_, int resident, class Rows = EveryRow>
 struct PersistentCombine {
   struct RowPerWave {
     static constexpr int head_dim_v = head_dim_v_, rows = waves_, vec = 4, waves = waves_, slices = 1;
@@ -123,16 +132,16 @@ struct PersistentCombine {
     const int partials = p.split_indptr[PlanHeader::partial_rows - PlanHeader::words];
     TurnScheduler<Wave> list(p);
     if (partials == 0) {
-      Wave::wait_for_producer();  // the next kernel waits for this launch alone
       Wave::release_consumer();
+      Wave::wait_for_producer();  // the next kernel waits for this launch alone
       return;
     }
     const Turns turns(p, partials);
     list.count(turns);
     int index = block_id_x();
     auto turn = list.find(p, index, turns);
-    Wave::wait_for_producer();
     Wave::release_consumer();
+    Wave::wait_for_producer();
 #pragma unroll 1
     while (turn.sequence >= 0) {
       if (turns.per_block(turn.splits))
@@ -153,6 +162,7 @@ struct PersistentCombine {
     at.splits = turn.splits;
     Merge::resolve_rows(p, turn.sequence, at);
     Merge::read_own(p, at);
+    if (Rows::template leaves_out<Merge>(p, at)) return;
     if (Merge::parts > 1 || at.wanted) Merge::merge(p, at);
     if constexpr (Merge::parts > 1) block_sync();  // the next turn's sums overwrite this one's
   }

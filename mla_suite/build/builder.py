@@ -24,8 +24,8 @@ from mla_suite.build import (
     params,
     report,
 )
-from mla_suite.build.errors import BuildError, ObjectError
 from mla_suite.build.instances import Instance, instances
+from mla_suite.build.locations import BuildError, ObjectError
 from mla_suite.build.manifest import KernelEntry, Library, Manifest
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_suite.build.errors import BuildError
+from mla_suite.build.locations import BuildError
 
 _SDK = Path("/opt/rocm")
 

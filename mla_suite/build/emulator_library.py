@@ -9,8 +9,7 @@ import subprocess
 from pathlib import Path
 
 from mla_suite.archs import CSRC
-from mla_suite.build.errors import BuildError
-from mla_suite.build.locations import locked, sha256
+from mla_suite.build.locations import BuildError, locked, sha256
 
 SOURCES = CSRC / "emulator"
 

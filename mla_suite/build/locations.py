@@ -1,4 +1,5 @@
-"""The places of code objects: where they are, who may write there, and how a file is written."""
+"""The places of code objects: where they are, who may write there, how a file is written, and the
+build's errors."""
 
 from __future__ import annotations
 
@@ -14,12 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mla_suite.archs import CSRC
-from mla_suite.build.errors import BuildError, ObjectError
 
 PACKAGE_OBJECTS = CSRC.parent / "objects"
 MANIFEST = "manifest.json"
 _TUNED = "-tuned"
 _MAX_TEXT_BYTES = 64 << 20  # no more is unpacked from one file; a kernel's longest text has 3 MB
+
+
+class BuildError(RuntimeError):
+    """A code object could not be made; the text begins with the compiler's own message, if there is one."""
+
+
+class ObjectError(RuntimeError):
+    """A built object or its manifest may not be used: absent, altered, stale, or writable by others."""
 
 
 def sha256(data: bytes) -> str:

@@ -11,8 +11,7 @@ from typing import Any
 
 from mla_suite.archs import CSRC
 from mla_suite.build import locations
-from mla_suite.build.errors import ObjectError
-from mla_suite.build.locations import MANIFEST, read_trusted, sha256
+from mla_suite.build.locations import MANIFEST, ObjectError, read_trusted, sha256
 from mla_suite.build.report import Loop
 
 SCHEMA = 2

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mla_suite.build import params
 from mla_suite.build.compilers import AmdCompiler, NvidiaCompiler
-from mla_suite.build.errors import BuildError
 from mla_suite.build.instances import Instance
+from mla_suite.build.locations import BuildError
 
 
 def write_if_changed(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mla_suite.build.errors import BuildError
+from mla_suite.build.locations import BuildError
 
 
 @dataclass(frozen=True)

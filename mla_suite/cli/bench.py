@@ -249,7 +249,7 @@ def _built() -> list[str]:
     """Archs that have kernels here and can be emulated."""
     from mla_suite import archs as arch
     from mla_suite.build import manifest
-    from mla_suite.build.errors import ObjectError
+    from mla_suite.build.locations import ObjectError
 
     try:
         built = {name for name, _ in manifest.installed().kernels}

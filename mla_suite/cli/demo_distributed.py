@@ -9,6 +9,8 @@ from typing import Any
 
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt
 PAGE_SIZE = 16
+TIMEOUT_S = 60.0  # of every collective
+COLLECTIVE_ERRORS = ("gloo", "Connection closed", "device-side assert")  # words of a collective that broke off
 MAX_DIFFERENCE = {"cpu": 1e-5, "cuda": 2e-2}  # relative: fp32 on a CPU, bf16 on GPUs
 
 
@@ -19,10 +21,14 @@ def run(tp_size: int, cp_size: int, *, tokens: int, seed: int, as_json: bool) ->
     from mla_suite.distributed.parallel import initialise
 
     try:
-        device = initialise()
+        device = initialise(TIMEOUT_S)
         report = decode(tp_size, cp_size, device, tokens=tokens, seed=seed)
     except (ValueError, RuntimeError) as error:
         sentence = str(error).strip().split("\n")[0]
+        if isinstance(error, dist.DistError) or any(word in sentence for word in COLLECTIVE_ERRORS):
+            sentence = (
+                f"another rank ended or did not answer within {TIMEOUT_S:.0f} s; its own sentence says why ({sentence})"
+            )
         who = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
         print(f"demo: {who}{sentence}", file=sys.stderr, flush=True)
         return 1
@@ -43,7 +49,7 @@ def decode(tp_size: int, cp_size: int, device: Any, *, tokens: int, seed: int) -
     from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
     from mla_suite.models import MLA, MLAConfig, PagedLatentCache, cos_sin_table
 
-    parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type=device.type)
+    parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type=device.type, timeout_s=TIMEOUT_S)
     check_agreement({"tokens": tokens, "seed": seed, "torch": torch.__version__})
     on_gpu = device.type == "cuda"
     dtype, kv_format = (torch.bfloat16, "bf16") if on_gpu else (torch.float32, "fp32")

@@ -7,9 +7,8 @@ of their own. All collectives are functional, so torch.compile traces through th
 
 from mla_suite.distributed.cache import ContextParallelCache
 from mla_suite.distributed.context import cp_decode, cp_sparse_decode
-from mla_suite.distributed.keys import KeyShard
 from mla_suite.distributed.layer import ParallelMLA
-from mla_suite.distributed.parallel import Parallel, check_agreement
+from mla_suite.distributed.parallel import KeyShard, Parallel, check_agreement
 
 __all__ = [
     "ContextParallelCache",

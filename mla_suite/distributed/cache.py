@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mla_suite.distributed.context import local_slots
-from mla_suite.distributed.keys import KeyShard
+from mla_suite.distributed.parallel import KeyShard
 from mla_suite.models.cache import PagedLatentCache, Step
 
 

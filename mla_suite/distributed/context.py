@@ -15,8 +15,7 @@ import torch
 
 import mla_suite
 from mla_suite.distributed import peer_memory
-from mla_suite.distributed.keys import KeyShard
-from mla_suite.distributed.parallel import all_to_all, gather
+from mla_suite.distributed.parallel import KeyShard, all_to_all, gather
 
 EXCHANGES = ("all_to_all", "all_gather")
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from mla_suite.build import emulator_library, locations, manifest
-from mla_suite.build.errors import BuildError, ObjectError
+from mla_suite.build.locations import BuildError, ObjectError
 from mla_suite.launch.driver import DriverError
 
 LANES = 64

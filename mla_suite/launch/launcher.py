@@ -16,7 +16,7 @@ import torch
 from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
-from mla_suite.build.errors import ObjectError
+from mla_suite.build.locations import ObjectError
 from mla_suite.core import dispatch
 from mla_suite.launch.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
 

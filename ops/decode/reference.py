@@ -12,11 +12,21 @@ from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
-from mla_suite.ops.decode.rank_keys import keys_of_rank
 from mla_suite.ops.plan.metadata import OPEN, Plan
 from mla_suite.ops.plan.reference import equal_chunk
 
 BLOCK = 1024  # keys gathered at once: 2.4 MB of fp32 rows, which stay in a core's cache between the two products
+
+
+def keys_of_rank(lens: torch.Tensor, world_size: int, rank: int, interleave: int) -> torch.Tensor:
+    """Number of the rank's keys among the first `lens` keys of a sequence, none of a negative number.
+
+    The key at global position p belongs to rank p // interleave % world_size. Any shape; lens' dtype.
+    """
+    period = world_size * interleave
+    lens = lens.clamp(min=0)
+    rest = (lens % period - rank * interleave).clamp(0, interleave)
+    return lens // period * interleave + rest
 
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from mla_suite import kv_formats
 from mla_suite.core.op import Sample
 from mla_suite.kv_formats import cache as caches
-from mla_suite.ops.decode.rank_keys import keys_of_rank
+from mla_suite.ops.decode.reference import keys_of_rank
 from mla_suite.ops.plan.samples import sample as plan_sample
 
 

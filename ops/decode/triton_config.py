@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core import tuning
-from mla_suite.core.tuning import Match, Value
+from mla_suite.core.tuning import Match, SearchSpace, Value
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 NEAR = 2  # a row decides shapes up to this factor larger or smaller than its own
@@ -79,3 +80,36 @@ def find(problem: Any, arch: ArchSpec | None) -> Match | None:
     if match is None or any(theirs > NEAR * asked or asked > NEAR * theirs for _, asked, theirs in match.moved):
         return None
     return match
+
+
+# The search space
+
+LANE_REGISTERS = 128  # for the accumulator: half of what a lane may name
+ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}  # bytes in shared memory: fp8 is widened before the product
+STAGES = {False: (1, 2, 3), True: (1, 2, 3, 5)}
+"""Whether copies bypass registers -> stages of the pipeline."""
+
+
+def candidates(problem: Any, arch: ArchSpec) -> Iterator[Tile]:
+    """Tiles whose rows are not mostly padding, whose accumulator fits the registers and whose keys fit the LDS.
+
+    How many stages share it is Triton's affair: on an H200 five of 64 keys take 164 KiB, not 360. What does not fit
+    after all is refused when it is launched.
+    """
+    rows = max(problem.heads * problem.q_len, 1)
+    size = ELEMENT[DTYPES[problem.q_dtype]]
+    sizes = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), STAGES[arch.async_copies])
+    for tile_rows, keys, warps, stages in sizes:
+        padded = tile_rows > 16 and tile_rows >= 2 * rows
+        registers = tile_rows * problem.head_dim_v // (warps * arch.wavefront)
+        held = min(stages, 2) if arch.async_copies else stages
+        lds = (tile_rows + held * keys) * problem.head_dim * size
+        if not padded and registers <= LANE_REGISTERS and lds <= arch.lds_bytes:
+            yield Tile(tile_rows, keys, warps, stages)
+
+
+def cells(problem: Any, arch: ArchSpec, tile: Tile) -> Mapping[str, Value]:
+    return dict(tile_rows=tile.rows, tile_keys=tile.keys, warps=tile.warps, stages=tile.stages)
+
+
+SPACES = {"triton": SearchSpace(candidates, FORMAT, table, facts, cells)}

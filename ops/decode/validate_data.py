@@ -11,7 +11,7 @@ import torch
 from mla_suite.core import checks
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.ops.decode.rank_keys import keys_of_rank
+from mla_suite.ops.decode.reference import keys_of_rank
 from mla_suite.ops.plan import check_lengths, check_plan
 
 

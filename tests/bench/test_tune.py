@@ -24,7 +24,7 @@ from mla_suite.core import dispatch, register, tuning
 from mla_suite.core.dispatch import Backend, Supported
 from mla_suite.core.tuning import Format, Integer, SearchSpace
 from mla_suite.launch import declared_kernels
-from mla_suite.ops.decode import search as decode_search
+from mla_suite.ops.decode import triton_config
 
 CASE = sets.combine(2, 4, 3)
 ARCH = arch.get("sm_90")
@@ -215,13 +215,13 @@ def test_tiles_of_decode_in_triton_are_legal_and_not_mostly_padding() -> None:
     facts = DECODE.problem(*problem[0], **problem[1])
     from mla_suite.ops.decode import triton as triton_kernel
 
-    tiles = list(decode_search.candidates(facts, ARCH))
+    tiles = list(triton_config.candidates(facts, ARCH))
     assert len(tiles) >= 8
     assert {tile.rows for tile in tiles} == {16}
     assert triton_kernel.tile_for(16, torch.bfloat16, False, ARCH) in tiles, "a search can find what the rule says"
     for tile in tiles:
         assert (tile.rows + min(tile.stages, 2) * tile.keys) * 576 * 2 <= ARCH.lds_bytes
-        assert decode_search.triton_config.refuse("triton-sm_90", decode_search.cells(facts, ARCH, tile)) is None
+        assert triton_config.refuse("triton-sm_90", triton_config.cells(facts, ARCH, tile)) is None
 
 
 def test_tiles_of_decodes_own_kernels_become_crossover_rows(tmp_path: Path) -> None:
@@ -373,7 +373,7 @@ def test_a_users_row_decides_the_tile_and_explain_names_its_file(tmp_path: Path)
 
     args, kwargs = sets.decode(8, 16, 4096).sample.make(torch.device("cpu"))
     problem = DECODE.problem(*args, **kwargs)
-    space = decode_search.SPACES["triton"]
+    space = triton_config.SPACES["triton"]
     path = store.path_for(tiles.FORMAT, space.table("sm_90"), user=True)
     row = search.cells(searched({2: 30.0}), SPACE, ARCH, runs.GPU)
     tile = triton_kernel.Tile(16, 64, 8, 1)

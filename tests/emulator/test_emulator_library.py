@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from mla_suite.build import emulator_library
-from mla_suite.build.errors import BuildError
+from mla_suite.build.locations import BuildError
 from mla_suite.emulator import core
 from mla_suite.launch.driver import DriverError
 

@@ -7,6 +7,8 @@ import torch
 from decode_calls import (
     CACHE,
     HALF,
+    LENS,
+    PLAN,
     TABLE,
     Q,
     assert_a_graph_repeats,
@@ -15,9 +17,13 @@ from decode_calls import (
     check,
     decode,
     decode_grid,
+    hostile,
+    on_cpu,
     require_kernels,
 )
 
+import mla_suite
+from mla_suite.archs.sm_90 import decode as sm90_decode
 from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
@@ -32,6 +38,7 @@ def gpu():
 
 
 EXCHANGES = ("reduce_o", "exchange_p")
+CU_SEQLENS_Q = 6
 
 
 @pytest.fixture
@@ -160,3 +167,115 @@ def test_a_streaming_combine_takes_no_old_partial(monkeypatch, merging, heads, l
     for _ in range(20):
         assert_same_bits([decode(*problem) for problem in problems], results)
     assert_a_graph_repeats(problems, results)
+
+
+@pytest.fixture
+def plans_in_pairs(monkeypatch):
+    """Uses every plan, however little it saves; says whether clusters walk its SM parts in pairs."""
+
+    def pair(wanted):
+        monkeypatch.setattr(sm90_decode, "pairing_pays", lambda *sizes: wanted)
+        monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
+        dispatch.clear_caches()
+
+    yield pair
+    monkeypatch.undo()
+    dispatch.clear_caches()
+
+
+PLANS = {
+    "two splits each": dict(lens=(3000,) * 33, heads=128),
+    "four splits each": dict(lens=(2000,) * 33, heads=16),
+    "ragged": dict(lens=(4000, 17, 900, 2100, 64, 0, 7000, 333) * 3, heads=100, sink=True),
+    "ragged, 512 wide, fp16": dict(lens=(4000, 17, 900, 2100, 64, 0, 7000, 333) * 3, heads=40, rope=0, **HALF),
+    "one long": dict(lens=(20000, *[70] * 20), heads=128, sink=True),
+    "ragged queries": dict(lens=(700, 3, 1900, 0, 2600), heads=40, q_len=3, varlen=True, sink=True),
+    "a split of every sequence": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=4),
+    "two splits of many": dict(lens=(700, 100, 1, 64, 0, 300) * 11, heads=24, num_splits=2, sink=True),
+    "batch-invariant": dict(lens=(2000, 5, 170, 333), heads=64, split_size=256),
+}
+
+
+def planned(name):
+    """The problem with a plan for this GPU, hostile where its data may be."""
+    options = dict(PLANS[name])
+    splits = {key: options.pop(key) for key in ("num_splits", "split_size") if key in options}
+    args, kwargs = hostile(decode_sample(seed=len(name), **options))
+    sizes = dict(num_heads=args[Q].shape[-2], max_seqlen_q=options.get("q_len", 1), max_seqlen_kv=max(options["lens"]))
+    args[PLAN] = mla_suite.plan(args[LENS], args[CU_SEQLENS_Q], **sizes, **splits)
+    return args, kwargs
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_walked_in_pairs_is_right(plans_in_pairs, name):
+    """To the bound; to a rounding of what it is without clusters; and the same bits every time."""
+    args, kwargs = planned(name)
+    plans_in_pairs(True)
+    out, lse = decode(args, kwargs)
+    assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+    for _ in range(10):
+        assert_same_bits([decode(args, kwargs)], [(out, lse)])
+    plans_in_pairs(False)
+    expected, expected_lse = decode(args, kwargs)
+    step = 2.0**-7 if out.dtype == torch.bfloat16 else 2.0**-10
+    torch.testing.assert_close(out.float(), expected.float(), rtol=step, atol=2.0**-14)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
+def test_a_graph_with_plans_walked_in_pairs_repeats_its_bits(plans_in_pairs):
+    plans_in_pairs(True)
+    problems = [planned(name) for name in PLANS]
+    assert_a_graph_repeats(problems, [decode(*problem) for problem in problems])
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_plan_walked_in_pairs_is_right_at_any_length(plans_in_pairs, heads):
+    """The plan is made once and captured; then sequences grow, shrink and vanish. Or it is made anew in each replay."""
+    plans_in_pairs(True)
+    first = (2000, 1500, 1000, 64, 900)
+    made, kwargs = decode_sample(first, heads=heads).make(torch.device("cuda"))
+    args = list(made)
+    lens = args[LENS]
+    longest = dict(num_heads=heads, max_seqlen_kv=max(first))
+    for anew in (False, True):
+        lens.copy_(torch.tensor(first, dtype=torch.int32))
+        args[PLAN] = mla_suite.plan(lens, **longest)
+        decode(args, kwargs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            plan = mla_suite.plan(lens, **longest) if anew else args[PLAN]
+            out, lse = torch.ops.mla_suite.decode(*args[:PLAN], plan, **kwargs)
+        for lengths in (first, (2, 0, 999, 33, 0), (1999, 1, 32, 2, 1), (64, 1990, 990, 64, 890), first):
+            lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))
+
+
+def test_more_parts_than_the_device_holds_are_not_merged_in_pairs(plans_in_pairs):
+    """Each block then walks several parts, so no tile is a block's last."""
+    args, kwargs = hostile(decode_sample((3000, 900, 2000, 64), heads=64))
+    args[PLAN] = mla_suite.plan(args[LENS], num_heads=64, num_sm_parts=500, max_seqlen_kv=3000)
+    plans_in_pairs(True)
+    assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_plan_that_is_not_needed_is_right_at_any_length(heads):
+    """Short sequences are split equally, whatever their plan says: also when they become longer or vanish."""
+    first = (300, 200, 256, 64, 90)
+    made, kwargs = decode_sample(first, heads=heads).make(torch.device("cuda"))
+    args = list(made)
+    lens = args[LENS]
+    args[PLAN] = mla_suite.plan(lens, num_heads=heads, max_seqlen_kv=300)
+    decode(args, kwargs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = torch.ops.mla_suite.decode(*args, **kwargs)
+    for lengths in (first, (2, 0, 256, 33, 0), (1, 199, 0, 64, 64)):
+        lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_right(out, lse, exact_decode(*on_cpu(args), **kwargs))

@@ -27,6 +27,8 @@ from decode_calls import (
 )
 
 import mla_suite
+from mla_suite.archs.sm_90.costs import Estimate
+from mla_suite.core import dispatch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import Plan
 from mla_suite.testing import exact_decode
@@ -35,8 +37,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU th
 
 
 @pytest.fixture(autouse=True)
-def gpu():
+def gpu(monkeypatch):
+    """Plans are walked however little they save, or none of short sequences would be."""
     require_kernels()
+    monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
+    dispatch.clear_caches()
+    yield
+    monkeypatch.undo()
+    dispatch.clear_caches()
 
 
 SHAPES = {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from decode_launches import launched
 
 from mla_suite.archs.common import combine
+from mla_suite.archs.sm_90.costs import Estimate
 from mla_suite.ops.decode.samples import decode_sample
+from mla_suite.ops.plan.metadata import Layout
 
 
 @pytest.mark.parametrize(
@@ -24,7 +27,8 @@ from mla_suite.ops.decode.samples import decode_sample
         (dict(heads=16, num_splits=40), True),  # neighbours that have one side each
         (dict(heads=8, num_splits=66), False),  # two items for some blocks
         (dict(heads=16, split_size=64), False),  # the order of the merge may not depend on the batch
-        (dict(heads=16, planned=True), False),
+        (dict(heads=16, planned=True), True),  # sequences are too short for a plan
+        (dict(heads=16, planned=True, page=24), False),
     ],
 )
 def test_which_partials_are_streamed(monkeypatch, options, streamed):
@@ -78,3 +82,60 @@ def test_more_cuts_leave_half_as_many_partials(monkeypatch, keys, exchange, bloc
     assert buffers["partial_out"].tensor.shape == (32, 128, 512)
     assert [merge[7] for merge in merges] == [2], "partials of each sequence"
     assert boxes[0][-1] == (64, 32, blocks, 1), "keys of a box"
+
+
+def with_plan(options, batch, parts, bound):
+    """The arguments of a call with a plan of this size, whose words a launch does not depend on."""
+    args, kwargs = decode_sample((100,) * batch, **options).make(torch.device("cpu"))
+    plan = torch.zeros(Layout(batch, parts, batch + parts).words, dtype=torch.int32)
+    return (*args[:-1], plan), {**kwargs, "max_seqlen_kv": bound}
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "parts", "bound", "pairs"),
+    [
+        (33, dict(heads=128), 66, 8000, True),  # two SM parts for each sequence
+        (34, dict(heads=128), 66, 8000, False),  # most sequences have one
+        (16, dict(heads=128), 66, 8000, False),  # half as many partials are not worth two row tiles apart
+        (16, dict(heads=64), 132, 8000, True),
+        (16, dict(heads=16), 132, 8000, False),  # few rows: partials are small
+        (66, dict(heads=16), 132, 8000, True),
+        (66, dict(heads=16), 132, 250, False),  # too short to be split
+        (33, dict(heads=128, page=24), 66, 8000, False),  # gathered
+        (33, dict(heads=128, split_size=64), 66, 8000, False),  # the order of the merge may not depend on the batch
+    ],
+)
+def test_which_plans_are_walked_in_pairs(monkeypatch, batch, options, parts, bound, pairs):
+    """By sizes alone, since the plan is on the device; combine then looks for rows that were merged."""
+    monkeypatch.setattr(Estimate, "plan_saves_little", lambda self, splits: False)
+    merges = []
+    monkeypatch.setattr(
+        combine, "prepare", lambda *given, prepare=combine.prepare: merges.append(given) or prepare(*given)
+    )
+    given = with_plan(options, batch, parts, bound)
+    (instance, grid, _, shared, _, _, _), _, _ = launched(monkeypatch, None, given=given)
+    assert instance.endswith(f"_clustermode-{'reduce_last' if pairs else 'none'}")
+    assert [merge[-1] for merge in merges] == [(combine.MAY_BE_MERGED if pairs else 1, False)]
+    assert grid[:2] == (-(-options["heads"] // 64), parts)
+    if pairs:
+        assert shared == 210992 + 5 * 4 * 64 + 8 * 20
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "bound", "used"),
+    [
+        (1, {}, 100_000, False),  # nothing to share
+        (1, dict(num_splits=4), 100_000, True),
+        (8, {}, 1000, False),
+        (8, {}, 16_000, True),
+        (32, {}, 500, False),
+        (32, {}, 2000, True),
+        (200, {}, 500, True),  # two sequences for some CTAs
+        (8, dict(page=24), 1000, True),  # gathered keys have no clusters
+        (8, dict(split_size=256), 1000, True),
+    ],
+)
+def test_which_plans_are_needed(monkeypatch, batch, options, bound, used):
+    given = with_plan(dict(heads=128) | options, batch, 66, bound)
+    (*_, fields, _, _), _, _ = launched(monkeypatch, None, given=given)
+    assert (fields["plan"] != 0) is used

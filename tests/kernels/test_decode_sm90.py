@@ -28,7 +28,7 @@ from mla_suite.ops.plan.metadata import most_items
 
 NATIVE = BackendCalls(DECODE, "native")
 
-SOURCES = (("tma", "none"), ("tma", "reduce_o"), ("tma", "exchange_p"), ("gather", "none"))
+SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exchange_p")), ("gather", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
@@ -55,7 +55,7 @@ def test_every_point_is_declared():
         ({"kv_load": "hope"}, "kv_load is one of tma, gather, fp8"),
         ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
-        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, exchange_p"),
+        ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
         ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
 )
@@ -74,9 +74,10 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     nvidia = compilers.find_nvidia()
     if nvidia is None:
         pytest.skip("nvcc is not installed")
-    names = ("cluster/none", "cluster/reduce_o", "cluster/exchange_p")
+    names = ("cluster/none", "cluster/reduce_o", "cluster/reduce_last", "cluster/exchange_p")
     lines = [*(f'#include "sm_90/decode/{name}.hpp"' for name in names), "using namespace mla::sm_90;"]
     clusters = {"none": "ClusterNone", "reduce_o": "ClusterReduceO", "exchange_p": "ClusterExchangeP"}
+    clusters["reduce_last"] = "ClusterReduceLast"
     for point in POINTS:
         config = Sm90Config(H200, *point)
         policy = f"DecodePolicyOf<KvSource::{config.kv_load}, {clusters[config.cluster_mode]}, {config.width}>"
@@ -184,6 +185,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "cu_seqlens_q": 0,
         "attn_sink": sink.data_ptr(),
         "plan": 0,
+        "cp_tot_seq_lens": 0,
         "out": out.data_ptr(),
         "lse": lse.data_ptr(),
         "partial_out": buffers["partial_out"].tensor.data_ptr(),
@@ -215,6 +217,11 @@ def test_every_word_of_a_launch(monkeypatch):
         "grid_stride": 9,
         "streaming": 1,
         "causal": 1,
+        "cp_interleave": 1,
+        "cp_period": 1,
+        "cp_period_magic": 2**31,
+        "cp_period_shift": 0,
+        "cp_offset": 0,
     }
     scale = fields.pop("softmax_scale")
     assert fields == expected
@@ -236,8 +243,9 @@ def test_ragged_queries_and_pages(monkeypatch):
 
 
 def test_a_plan(monkeypatch):
-    sample = decode_sample((700, 90, 5), heads=128, planned=True)
-    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
+    args, kwargs = decode_sample((700, 90, 5), heads=128, planned=True).make(CPU)
+    kwargs["max_seqlen_kv"] = 50_000  # short sequences would need no plan
+    (_, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, None, given=(args, kwargs))
     assert (fields["plan"], fields["plan_words"]) == (args[11].data_ptr(), args[11].shape[0])
     assert fields["num_splits"] == 1
     assert grid == (2, fields["grid_stride"], 1)
@@ -274,7 +282,7 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     (instance, grid, _, shared, fields, *_), _, (out, _) = launched(monkeypatch, None, given=(args, kwargs))
     name = "fp8" if dtype == torch.float8_e4m3fn else "bf16"
     assert instance == f"decode_dtype-{name}_dqk-576_kvsource-fp8_clustermode-reduce_o"
-    assert (grid, shared, out.dtype) == ((2, 4, 1), 228928, torch.bfloat16)
+    assert (grid, shared, out.dtype) == ((2, 4, 1), 228896, torch.bfloat16)
     assert (fields["q"], fields["q_descale"]) == (args[0].data_ptr(), args[7].data_ptr())
     assert (fields["kv_cache"], fields["kv_descale"]) == (args[1].data_ptr(), args[8].data_ptr())
     assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
@@ -373,7 +381,7 @@ def test_a_cache_of_one_page_or_none(monkeypatch):
     monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
     queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
     for cache_at in (4096, 0):
-        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 14)
+        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 15)
     assert [call[0] for call in asked] == [4096, 32, 32, 32]
 
 

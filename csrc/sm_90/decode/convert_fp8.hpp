@@ -38,12 +38,15 @@ MLA_DEVICE void convert_e4m3(const uint32_t (&stored)[4], uint32_t (&values)[8])
 }
 
 // One lane's part of a key: 16 values of each block of 64 columns, 64 bytes apart in `from` and BLOCK_BYTES in `to`.
-template <class Element, int BLOCKS, int BLOCK_BYTES>
-MLA_DEVICE void convert_row(uint32_t from, uint32_t to) {
-  constexpr int AHEAD = Element::is_bf16 ? 2 : 1;  // blocks that are read before they are needed
+// `wait_to_store` is called when the first reads are on their way, since each waits for the shared memory that wgmma
+// uses. More blocks ahead take registers that stores need while they wait for it, too.
+template <class Element, int BLOCKS, int BLOCK_BYTES, class Wait>
+MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_store) {
+  constexpr int AHEAD = 2;  // blocks that are read before they are needed
   uint32_t stored[AHEAD + 1][4];
 #pragma unroll
   for (int c = 0; c < AHEAD; ++c) ld_shared_v4(from + c * 64, stored[c]);
+  wait_to_store();
 #pragma unroll
   for (int c = 0; c < BLOCKS; ++c) {
     if (c + AHEAD < BLOCKS) ld_shared_v4(from + (c + AHEAD) * 64, stored[(c + AHEAD) % (AHEAD + 1)]);

@@ -3,6 +3,7 @@
 // README.md describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
+#include "sm_90/decode/cluster/reduce_last.hpp"
 #include "sm_90/decode/cluster/reduce_o.hpp"
 #include "sm_90/decode/kernel.hpp"
 #include "sm_90/decode/producer_cp_async.hpp"
@@ -15,6 +16,7 @@ namespace mla::sm_90 {
 namespace cluster_mode {
 using none = ClusterNone;
 using reduce_o = ClusterReduceO;
+using reduce_last = ClusterReduceLast;
 using exchange_p = ClusterExchangeP;
 }  // namespace cluster_mode
 
@@ -35,13 +37,14 @@ using Producer = typename ProducerOf<KvSource::KV_SOURCE, Traits, Scheduler>::Ty
 
 using Policy = DecodePolicyOf<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK>;
 using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK>, Policy>;
-using Kernel = DecodeKernel<Traits, TileScheduler, Producer>;
+using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 
 }  // namespace mla::sm_90
 
 // The grid attribute by CLUSTER_MODE.
 #define MLA_CLUSTER_none
 #define MLA_CLUSTER_reduce_o __cluster_dims__(1, 2)
+#define MLA_CLUSTER_reduce_last __cluster_dims__(1, 2)
 #define MLA_CLUSTER_exchange_p __cluster_dims__(1, 2)
 #define MLA_JOINED(a, b) a##b
 #define MLA_CLUSTER_OF(mode) MLA_JOINED(MLA_CLUSTER_, mode)

@@ -75,8 +75,10 @@ struct DecodeKernel {
       mbarrier_init(barriers.tile_empty(stage), 128);  // the QK warpgroup
     }
     if constexpr (Traits::SOURCE == KvSource::fp8)
-      for (int number = 0; number < Traits::PRODUCER_WARPS * Traits::RAW_STAGES; ++number)
-        mbarrier_init(barriers.raw_full(0, number), 1);  // the warp that copies
+      for (int stage = 0; stage < Traits::RAW_STAGES; ++stage) {
+        mbarrier_init(barriers.raw_full(stage), 1);     // the warp whose turn it is to copy
+        mbarrier_init(barriers.raw_empty(stage), 128);  // the producer
+      }
     if constexpr (Traits::STREAMABLE) mbarrier_init(Cluster::fill(barriers), 32);  // the warp of SentinelFill
     Cluster::init_mbarriers(barriers);
     mbarrier_init_fence();

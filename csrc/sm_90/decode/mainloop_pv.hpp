@@ -51,6 +51,8 @@ class PvMma {
       if constexpr (Cluster::MERGES_SPLITS) return Cluster::finish_tile(*this, command);
       if (command & MULTIPLY) {
         multiply(command, [] {});
+        if constexpr (Cluster::MERGES_LAST)
+          if (command_of_stage() & MERGE) return Cluster::finish_last(*this);
         OutputTarget target = find_rows();
         const int last = p_.stage;
         p_.next();
@@ -62,6 +64,8 @@ class PvMma {
         __syncwarp();
         release_kv();
       } else {
+        if constexpr (Cluster::MERGES_LAST)
+          if (command & MERGE) return Cluster::finish_last(*this);
         OutputTarget target = find_rows();
         finish_rows(target);
         epilogue_.store_zeros(target);
@@ -80,6 +84,9 @@ class PvMma {
     const uint32_t full = barriers_.p_full(p_number());
     if (of_peer() && warpgroup_thread() == 0) mbarrier_expect_tx(full, sizeof(PStage));
     mbarrier_wait(full, p_.parity);
+    return command_of_stage();
+  }
+  MLA_DEVICE int command_of_stage() const {
     return warp_uniform(ld_shared<int>(p_stage() + Storage::P_COMMAND + warpgroup_thread() / 32 * 4));
   }
 

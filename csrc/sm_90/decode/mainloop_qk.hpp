@@ -28,20 +28,31 @@ class QkSoftmax {
         p_to_(p_fragment(warpgroup_thread())) {}
 
   MLA_DEVICE void run() {
-    bool any = false;
+    bool any = false, merged = false;
     for (; next_tile(); any = true) {
       // The producer has waited for the previous kernel, which may have written these.
       if constexpr (Traits::HAS_DESCALE)
         if (!any) scale_ = fmaxf(scale_ * descale(params_.q_descale) * descale(params_.kv_descale), MIN_SCALE);
+      merged = merges();
       one_tile();
     }
-    // Where a cluster merges two splits, a CTA has one tile, or none, and its PV warpgroups expect no command behind
-    // it.
-    if (!Cluster::MERGES_SPLITS || !any) publish_command(STOP);
+    // A tile that a cluster merges is the CTA's last, and its PV warpgroups expect no command behind it.
+    if (!merged) publish_command(STOP);
     if constexpr (Cluster::EXCHANGES_P) wait_for_p_readers();
   }
 
  private:
+  // Whether the cluster merges this tile with the peer's, and whether both are all of the sequence.
+  MLA_DEVICE bool merges() const {
+    if constexpr (Cluster::MERGES_LAST) return (info_ & MERGED_WITH_PEER) != 0;
+    return Cluster::MERGES_SPLITS;
+  }
+  MLA_DEVICE bool merges_whole_sequence() const {
+    if constexpr (Cluster::MERGES_LAST) return tile_.partial_row < 0;
+    return params_.num_splits == 2;
+  }
+  static constexpr bool MAY_MERGE = Cluster::MERGES_SPLITS || Cluster::MERGES_LAST;
+
   MLA_DEVICE bool next_tile() {
     mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
     const uint32_t from = shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile);
@@ -174,6 +185,7 @@ class QkSoftmax {
     const uint32_t stage = p_stage();
     const uint32_t row = stage + (warp * 16 + lane / 4) * 4;
     int command = MULTIPLY | (LAST_BLOCK ? LAST : 0);
+    if constexpr (LAST_BLOCK && Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
     uint32_t p[REGS / 2];
     float sum[2];
     exponentiate(s, p, sum);
@@ -207,9 +219,10 @@ class QkSoftmax {
   }
 
   MLA_DEVICE void finish_tile() {
-    if constexpr (Cluster::MERGES_SPLITS)
-      return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])},
-                                    value_scale());
+    if constexpr (MAY_MERGE)
+      if (merges())
+        return pair_lse_merge<Traits>(params_, shared_, row_max_, {quad_sum(row_sum_[0]), quad_sum(row_sum_[1])},
+                                      value_scale(), merges_whole_sequence());
     float inverse[2];
     float lse[2];
     finish_rows(inverse, lse);
@@ -303,9 +316,10 @@ class QkSoftmax {
     named_barrier_sync<128>(QK_BARRIER);  // a PV warp waits for all four warps, but reads rows that another one wrote
     write_command(command);
     publish_p();
-    if constexpr (Cluster::MERGES_SPLITS)
-      if (command & FINISH)
-        pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f}, value_scale());
+    if constexpr (MAY_MERGE)
+      if ((command & FINISH) && merges())
+        pair_lse_merge<Traits>(params_, shared_, {LOWEST, LOWEST}, {0.0f, 0.0f}, value_scale(),
+                               merges_whole_sequence());
   }
 
   // Waits until every P is read, here and by the peer; then the CTA may end.
@@ -350,11 +364,13 @@ class QkSoftmax {
     row_max_[0] = row_max_[1] = LOWEST;
     row_sum_[0] = row_sum_[1] = 0.0f;
     if (tile_.keys() == 0) {
-      if (info_ == Q_LOADED) {
+      if (info_ & Q_LOADED) {
         skip_q_stage();
         skip_q_stage();
       }
-      publish_command(FINISH | (info_ == Q_LOADED ? Q_PASSED : 0));
+      int command = FINISH | (info_ & Q_LOADED ? Q_PASSED : 0);
+      if constexpr (Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
+      publish_command(command);
       return;
     }
     load_q();

@@ -58,6 +58,27 @@ class ProducerBase {
     if (!Traits::combine_streams(params_)) griddep_launch_dependents();
   }
 
+  // The work of the warp that prefetches before anything is loaded.
+  MLA_DEVICE void prefetch() const {
+    const ProloguePrefetch<Traits> prefetch(params_);
+    prefetch.to_l2();
+    if (params_.plan != nullptr) {
+      griddep_wait();
+      griddep_launch_dependents();
+      prefetch.to_l1();
+    }
+  }
+
+  // The scheduler of a role, which may read all that the previous kernel wrote from then on.
+  template <class Scheduler>
+  MLA_DEVICE Scheduler start_scheduler() const {
+    const bool in_memory = first_tile_in_memory();
+    if (in_memory) wait_for_previous_kernel();
+    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
+    if (!in_memory) wait_for_previous_kernel();
+    return scheduler;
+  }
+
   // The page table of the tile's sequence; null at the end of the list.
   template <class Scheduler>
   MLA_DEVICE const int32_t* pages_of(const Scheduler& scheduler) const {

@@ -19,19 +19,8 @@ class ProducerCpAsync : ProducerBase<Traits> {
 
   MLA_DEVICE void run() {
     const int warp = warp_uniform(warpgroup_thread() / 32);
-    if (warp == PREFETCH_WARP) {
-      const ProloguePrefetch<Traits> prefetch(params_);
-      prefetch.to_l2();
-      if (params_.plan != nullptr) {
-        griddep_wait();
-        griddep_launch_dependents();
-        prefetch.to_l1();
-      }
-    }
-    const bool in_memory = this->first_tile_in_memory();
-    if (in_memory) this->wait_for_previous_kernel();
-    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
-    if (!in_memory) this->wait_for_previous_kernel();
+    if (warp == PREFETCH_WARP) this->prefetch();
+    Scheduler scheduler = this->template start_scheduler<Scheduler>();
     copy_keys(scheduler);
   }
 

@@ -1,6 +1,6 @@
-// The producer for e4m3 rows in pages of any size. Each of its four warps brings 8 of a stage's 32 keys: bulk copies put
-// the rows as they are stored into raw stages of the warp's own, two stages ahead, and its lanes convert them into the
-// KV stage, in the swizzle that wgmma reads. The warps synchronise only through the mbarriers of the KV ring.
+// The producer for e4m3 rows in pages of any size. Bulk copies put the rows as they are stored into the stages of a raw
+// ring; each of the four warps converts 8 of a stage's 32 keys into the KV stage, in the swizzle that wgmma reads. The
+// warps take turns at issuing the copies of a stage, because that takes 600 clocks, a third of the time of a stage.
 //
 // e4m3 is exact in bf16 and in fp16, so the scale of the cache belongs to the scores and to the results (mainloop_qk).
 // The first warp also loads queries, unless they are e4m3 too and all warps convert them, and publishes work tiles; the
@@ -18,156 +18,126 @@ class ProducerFp8 : ProducerBase<Traits> {
   using typename Base::KvState, typename Base::Params, typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
   using Element = typename Traits::Element;
-  using RawState = PipelineState<Traits::RAW_STAGES>;
   enum Warp : int { PREFETCH_WARP = 3 };
   static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
 
  public:
   MLA_DEVICE ProducerFp8(const Params& params, uint32_t shared)
-      : Base(params, shared),
-        warp_(warp_uniform(warpgroup_thread() / 32)),
-        raw_(shared + Storage::RAW + warp_ * (Traits::RAW_STAGES * Traits::RAW_STAGE_BYTES)) {}
+      : Base(params, shared), warp_(warp_uniform(warpgroup_thread() / 32)) {
+    const int key = warpgroup_thread() / 4, part = warpgroup_thread() % 4;
+    from_ = shared + Storage::RAW + key * ROW_BYTES + part * 16;
+    to_ = shared_ + key * 128 + ((part * 2 ^ key % 8) << 4);
+  }
 
   MLA_DEVICE void run() {
-    if (warp_ == PREFETCH_WARP) {
-      const ProloguePrefetch<Traits> prefetch(params_);
-      prefetch.to_l2();
-      if (params_.plan != nullptr) {
-        griddep_wait();
-        griddep_launch_dependents();
-        prefetch.to_l1();
-      }
-    }
-    const bool in_memory = this->first_tile_in_memory();
-    if (in_memory) this->wait_for_previous_kernel();
-    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
-    if (!in_memory) this->wait_for_previous_kernel();
+    if (warp_ == PREFETCH_WARP) this->prefetch();
+    Scheduler scheduler = this->template start_scheduler<Scheduler>();
     bring_tiles(scheduler);
   }
 
  private:
-  // The keys of a work tile, as the copies see them.
+  // The keys of a work tile that are still to be copied, by the stage.
   struct Keys {
     const int32_t* pages;
-    int first;  // of the next stage to be copied
+    int first;
     int end;
     MLA_DEVICE bool more() const { return first < end; }
   };
 
-  // A lane's share of the next stage to be copied: its page is loaded while the stage before is converted.
-  struct Request {
-    int count;       // keys that it copies
-    int warp_count;  // keys that the warp copies
-    const char* from;
-  };
-
-  // The first tile's queries are loaded even where it has no keys: a peer may wait for its half of them.
+  // The first tile's queries are loaded even where it has no keys: a peer may wait for its half of them. At the end of
+  // a tile the stages that were copied and not converted are those of the next one.
   MLA_DEVICE void bring_tiles(Scheduler& scheduler) {
     KvState kv;
     TileState tiles;
-    int copied = 0;  // stages of the tile that were copied during the tile before
     scheduler.prefetch_pages();
     if (!Traits::CONVERTS_Q && scheduler.more()) this->load_q(scheduler.tile().sequence, kv, 0);
     scheduler.resolve_bounds();
+    Keys keys = keys_of(scheduler);
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
-      const WorkTile tile = scheduler.tile();
-      Keys keys = keys_of(scheduler);
-      keys.first += copied * BLOCK_N;
-      this->publish(tile, info, tiles, 0);
-      for (; copied < Traits::RAW_STAGES && keys.more(); ++copied) copy(keys);
+      const int sequence = scheduler.tile().sequence;
+      int count = scheduler.tile().keys();
+      this->publish(scheduler.tile(), info, tiles, 0);
+      while (copied_ - converted_ < Traits::RAW_STAGES && keys.more()) copy(keys);
       if (Traits::CONVERTS_Q) {
-        if (info == Q_LOADED || tile.keys() != 0) convert_q(tile.sequence, kv);
-      } else if (info != Q_LOADED && tile.keys() != 0) {
-        this->load_q(tile.sequence, kv, 0);
+        if (info == Q_LOADED || count != 0) convert_q(sequence, kv);
+      } else if (info != Q_LOADED && count != 0) {
+        this->load_q(sequence, kv, 0);
       }
-      copied = 0;
-      Keys following{nullptr, 0, 0};
-      for (int first = tile.first; first < tile.end; first += BLOCK_N) {
-        const bool own = keys.more();
-        const bool next = !own && following.more();
-        const Request request = request_of({own ? keys.pages : following.pages, own ? keys.first : following.first,
-                                            own ? keys.end : following.end});
-        convert(first, tile.end, kv);
-        if (own || next) issue(request);
-        keys.first += own ? BLOCK_N : 0;
-        following.first += next ? BLOCK_N : 0;
-        copied += next;
-        if (first == tile.first) {
-          scheduler.next();
-          if (scheduler.more()) following = keys_of(scheduler);
+      scheduler.next();
+      bool own = true;  // `keys` are this tile's
+      for (; count > 0; count -= BLOCK_N) {
+        convert(count, kv);
+        if (own && !keys.more()) {
+          keys = keys_of(scheduler);
+          own = false;
         }
+        if (keys.more()) copy(keys);
       }
-      if (tile.keys() == 0) scheduler.next();
+      if (own) keys = keys_of(scheduler);
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, 0);
   }
 
+  // None at the end of the list.
   MLA_DEVICE Keys keys_of(const Scheduler& scheduler) const {
-    return {this->pages_of(scheduler), scheduler.tile().first, scheduler.tile().end};
+    return {this->pages_of(scheduler), scheduler.tile().first, scheduler.more() ? scheduler.tile().end : 0};
   }
 
-  // The lanes share the warp's keys of a stage in runs of one page. No entry of the page table behind the tile's last
-  // key is read.
-  MLA_DEVICE Request request_of(const Keys& keys) const {
-    const int run = min(params_.page & -params_.page, Traits::RAW_KEYS);
-    const int lane = warpgroup_thread() % 32;
-    const int first = keys.first + warp_ * Traits::RAW_KEYS;
-    Request request;
-    request.warp_count = max(0, min(keys.end - first, Traits::RAW_KEYS));
-    request.count = min(run, request.warp_count - lane * run);
-    request.from = static_cast<const char*>(params_.kv_cache);
-    if (request.count > 0) {
-      const int key = first + lane * run;
-      const int in_table = this->page_of(key);
-      request.from += __ldg(keys.pages + in_table) * params_.kv_page_stride + (key - in_table * params_.page) * ROW_BYTES;
-    }
-    return request;
-  }
-
-  // Copies a stage's keys to the raw stage that this warp has converted longest ago. All lanes are done with it.
-  MLA_DEVICE void issue(const Request& request) {
-    const uint32_t full = barriers_.raw_full(warp_, to_.stage);
-    const int lane = warpgroup_thread() % 32;
-    if (lane == 0) mbarrier_expect_tx(full, request.warp_count * ROW_BYTES);
-    __syncwarp();
-    if (request.count > 0) {
-      const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
-      const int run = min(params_.page & -params_.page, Traits::RAW_KEYS);
-      bulk_load(raw_ + to_.stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, request.from,
-                request.count * ROW_BYTES, full, hint);
-    }
-    to_.next();
-  }
-
+  // Copies a stage's keys to the raw stage that was converted longest ago, if it is this warp's turn.
   MLA_DEVICE void copy(Keys& keys) {
-    issue(request_of(keys));
+    if (copied_ % Traits::PRODUCER_WARPS == static_cast<uint32_t>(warp_)) copy_stage(keys);
     keys.first += BLOCK_N;
+    ++copied_;
   }
 
-  // Converts this warp's keys of a stage. A lane has 16 values of each column block of one key, so that eight lanes
-  // write all banks, two keys to even and odd positions by the swizzle. They read all banks, too, but of 512-byte rows,
-  // which begin at the same bank, half of them twice. Keys past the tile's end become zeros: their scores are masked, but their values are multiplied.
-  MLA_DEVICE void convert(int first, int end, KvState& kv) {
+  // The lanes share the keys in runs of one page. No entry of the page table behind the tile's last key is read.
+  MLA_DEVICE void copy_stage(const Keys& keys) const {
+    const uint32_t stage = copied_ % Traits::RAW_STAGES;
+    const uint32_t full = barriers_.raw_full(stage);
+    const int run = min(params_.page & -params_.page, BLOCK_N);
     const int lane = warpgroup_thread() % 32;
-    const int key = lane / 4, part = lane % 4;
-    const uint32_t from = raw_ + from_.stage * Traits::RAW_STAGE_BYTES + key * ROW_BYTES + part * 16;
-    const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + (warp_ * Traits::RAW_KEYS + key) * 128 +
-                        ((part * 2 ^ key) << 4);
-    const bool present = first + warp_ * Traits::RAW_KEYS + key < end;
-    mbarrier_wait(barriers_.raw_full(warp_, from_.stage), from_.parity);
-    this->wait_for_empty(kv);
-    if (present)
-      convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from, to);
-    else
-#pragma unroll
-      for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c) {
-        st_shared_v4(to + c * Traits::BLOCK_BYTES, 0, 0, 0, 0);
-        st_shared_v4((to ^ 16) + c * Traits::BLOCK_BYTES, 0, 0, 0, 0);
-      }
+    const int stage_keys = min(keys.end - keys.first, BLOCK_N);
+    const int count = min(run, stage_keys - lane * run);
+    const char* from = static_cast<const char*>(params_.kv_cache);
+    if (count > 0) {
+      const int key = keys.first + lane * run;
+      const int in_table = this->page_of(key);
+      from += __ldg(keys.pages + in_table) * params_.kv_page_stride + (key - in_table * params_.page) * ROW_BYTES;
+    }
+    mbarrier_wait(barriers_.raw_empty(stage), copied_ / Traits::RAW_STAGES % 2 ^ 1);
+    if (lane == 0) mbarrier_expect_tx(full, stage_keys * ROW_BYTES);
     __syncwarp();
+    if (count > 0) {
+      const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;
+      bulk_load(shared_ - Storage::KV + Storage::RAW + stage * Traits::RAW_STAGE_BYTES + lane * run * ROW_BYTES, from,
+                count * ROW_BYTES, full, hint);
+    }
+  }
+
+  // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of each
+  // column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the swizzle.
+  // They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys past the
+  // tile's end become zeros: their scores are masked, but their values are multiplied.
+  MLA_DEVICE void convert(int count, KvState& kv) {
+    const uint32_t raw = converted_ % Traits::RAW_STAGES;
+    const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;
+    mbarrier_wait(barriers_.raw_full(raw), converted_ / Traits::RAW_STAGES % 2);
+    convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from_ + raw * Traits::RAW_STAGE_BYTES, to,
+                                                                     [&] { this->wait_for_empty(kv); });
+    mbarrier_arrive(barriers_.raw_empty(raw));
+    if (count < BLOCK_N) clear_absent(count, to);
     mbarrier_arrive(barriers_.kv_full(kv.stage));
-    from_.next();
+    ++converted_;
     kv.next();
+  }
+
+  MLA_DEVICE static void clear_absent(int count, uint32_t to) {
+    if (warpgroup_thread() / 4 < count) return;
+#pragma unroll
+    for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c) {
+      st_shared_v4(to + c * Traits::BLOCK_BYTES, 0, 0, 0, 0);
+      st_shared_v4((to ^ 16) + c * Traits::BLOCK_BYTES, 0, 0, 0, 0);
+    }
   }
 
   // Converts a tile's queries into the two stages before its keys, as TMA would bring them (ProducerBase::load_q): two
@@ -193,9 +163,10 @@ class ProducerFp8 : ProducerBase<Traits> {
   }
 
   const int warp_;
-  const uint32_t raw_;  // this warp's raw stages
-  RawState from_;       // the next to be converted
-  RawState to_;         // the next to be copied to
+  uint32_t from_;           // what this lane converts, of the first raw stage
+  uint32_t to_;             // where it puts it, of the first KV stage
+  uint32_t copied_ = 0;     // stages; their numbers say which raw stage is next, and whose turn it is to copy
+  uint32_t converted_ = 0;
 };
 
 }  // namespace mla::sm_90

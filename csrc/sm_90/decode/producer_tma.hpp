@@ -3,6 +3,7 @@
 // stages.
 #pragma once
 
+#include "sm_90/decode/plan_pair.hpp"
 #include "sm_90/decode/producer.hpp"
 #include "sm_90/decode/sentinel_fill.hpp"
 
@@ -22,10 +23,7 @@ class ProducerTma : ProducerBase<Traits> {
   MLA_DEVICE void run() {
     const int warp = warp_uniform(warpgroup_thread() / 32);
     if (warp == PREFETCH_WARP) return prefetch();
-    const bool in_memory = this->first_tile_in_memory();
-    if (in_memory) this->wait_for_previous_kernel();
-    Scheduler scheduler = make_scheduler<Traits, Scheduler>(params_);
-    if (!in_memory) this->wait_for_previous_kernel();
+    Scheduler scheduler = this->template start_scheduler<Scheduler>();
     if (warp == Q_WARP)
       Cluster::EXCHANGES_P ? load_queries_and_peer_keys(scheduler) : load_queries(scheduler);
     else if (warp == TILE_WARP)
@@ -38,13 +36,7 @@ class ProducerTma : ProducerBase<Traits> {
 
  private:
   MLA_DEVICE void prefetch() const {
-    const ProloguePrefetch<Traits> prefetch(params_);
-    prefetch.to_l2();
-    if (params_.plan != nullptr) {
-      griddep_wait();
-      griddep_launch_dependents();
-      prefetch.to_l1();
-    }
+    Base::prefetch();
     if constexpr (Traits::STREAMABLE)
       if (Traits::combine_streams(params_)) SentinelFill<Traits>(params_, shared_ - Storage::KV).run();
   }
@@ -128,6 +120,7 @@ class ProducerTma : ProducerBase<Traits> {
   MLA_DEVICE void meet() { named_barrier_sync<PRODUCER_BARRIER, 64>(); }
 
   MLA_DEVICE void publish_tiles(Scheduler& scheduler) {
+    if constexpr (Cluster::MERGES_LAST) return publish_tiles_of_pair(scheduler);
     TileState tiles;
     scheduler.resolve_bounds();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
@@ -135,6 +128,24 @@ class ProducerTma : ProducerBase<Traits> {
       scheduler.next();
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, TILE_WARP * 32);
+  }
+
+  // ClusterReduceLast: the tile that the cluster merges is named, with where its results go.
+  MLA_DEVICE void publish_tiles_of_pair(Scheduler& scheduler) {
+    TileState tiles;
+    const PlanPair pair(params_, blockIdx.y);
+    scheduler.resolve_bounds();
+    for (int info = Q_LOADED; scheduler.more(); info = 0) {
+      WorkTile tile = scheduler.tile();
+      if (pair.merges() && scheduler.ends_part()) {
+        tile.partial_row = pair.partial_row();
+        info |= MERGED_WITH_PEER;
+      }
+      this->publish(tile, info, tiles, TILE_WARP * 32);
+      scheduler.next();
+    }
+    this->publish(scheduler.tile(), END_OF_WORK, tiles, TILE_WARP * 32);
+    pair.tell_combine(params_, blockIdx.y);
   }
 
   // Loads a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin at

@@ -39,11 +39,13 @@ struct SentinelFillStorage {
   alignas(16) uint8_t pattern[PATTERN_BYTES];
 };
 
-// For a producer of e4m3 rows: what each of its warps has copied, and the mbarriers that say when it is there.
+// For a producer of e4m3 rows: the ring of stages as they are stored, and the mbarriers that say when they are full and
+// empty.
 template <class Traits>
 struct RawStorage {
-  uint8_t rows[Traits::PRODUCER_WARPS][Traits::RAW_STAGES][Traits::RAW_STAGE_BYTES];
-  uint64_t full[Traits::PRODUCER_WARPS][Traits::RAW_STAGES];
+  uint8_t rows[Traits::RAW_STAGES][Traits::RAW_STAGE_BYTES];
+  uint64_t full[Traits::RAW_STAGES];
+  uint64_t empty[Traits::RAW_STAGES];
 };
 
 struct NoStorage {};
@@ -108,10 +110,8 @@ struct Mbarriers {
   MLA_DEVICE uint32_t tile_empty(int stage) const { return at(__builtin_offsetof(Block, tile_empty), stage); }
 
   // The mbarriers of RawStorage.
-  MLA_DEVICE uint32_t raw_full(int warp, int stage) const {
-    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::RAW +
-           __builtin_offsetof(RawStorage<Traits>, full) + 8 * (warp * Traits::RAW_STAGES + stage);
-  }
+  MLA_DEVICE uint32_t raw_full(int stage) const { return in_raw(__builtin_offsetof(RawStorage<Traits>, full), stage); }
+  MLA_DEVICE uint32_t raw_empty(int stage) const { return in_raw(__builtin_offsetof(RawStorage<Traits>, empty), stage); }
 
   // An address within what only this kind of cluster has.
   MLA_DEVICE uint32_t in_cluster(int offset) const {
@@ -121,6 +121,9 @@ struct Mbarriers {
  private:
   MLA_DEVICE uint32_t at(int offset, int stage) const {
     return base + 8 * ((offset - SharedStorage<Traits>::MBARRIERS) / 8 + stage);
+  }
+  MLA_DEVICE uint32_t in_raw(int offset, int stage) const {
+    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::RAW + offset + 8 * stage;
   }
 };
 

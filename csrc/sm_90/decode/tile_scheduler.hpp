@@ -14,6 +14,14 @@ MLA_DEVICE int4 load_plan_tile(const int32_t* words) {
   return make_int4(__ldg(words), __ldg(words + 1), __ldg(words + 2), __ldg(words + 3));
 }
 
+// Whether each CTA has at most one SM part of a plan. Otherwise a cluster has no last tiles to merge.
+MLA_DEVICE bool one_part_each(const DecodeTmaParams& params, int plan_parts) {
+  return plan_parts <= params.grid_stride;
+}
+MLA_DEVICE bool walks_backwards(const DecodeTmaParams& params, int part, int plan_parts) {
+  return part % 2 != 0 && one_part_each(params, plan_parts);
+}
+
 // Split `number` of a sequence, without a plan. Splits are multiples of `block` keys, so that only the last one has
 // unused keys in a stage.
 struct EvenSplit {
@@ -34,18 +42,21 @@ struct EvenSplit {
   }
 };
 
-// The tiles of a plan in the order of SM parts, or even splits: sequence i / num_splits, split i % num_splits. A tile
+// The tiles of a plan in the order of SM parts, or even splits: sequence i / num_splits, split i % num_splits. With
+// PAIRED the tiles are a plan's, and odd SM parts are walked backwards: so the last tiles of parts 2k and 2k + 1, which a
+// cluster walks, are neighbours (plan_pair.hpp). A tile
 // is resolved in two steps. `fetch_next` gives its sequence, which is all that its queries need; `resolve_bounds` gives
 // its keys, which takes the sequence's length from memory. Both are chains of dependent loads, so a role that walks the
 // list resolves the next tile where it has to wait for something anyway.
-class TileScheduler {
+template <bool PAIRED>
+class TileSchedulerOf {
  public:
   using Params = DecodeTmaParams;
 
   // Walks the list of SM part `part`, for a block whose rows begin at `first_row`. A plan's split points are rounded
   // down to multiples of `split_alignment`, so that a load never straddles a page. Even splits are multiples of `block`
   // keys, so that only a sequence's last stage has unused keys.
-  MLA_DEVICE TileScheduler(const Params& params, int part, int first_row, int split_alignment, int block)
+  MLA_DEVICE TileSchedulerOf(const Params& params, int part, int first_row, int split_alignment, int block)
       : params_(params), first_row_(first_row), split_alignment_(split_alignment), block_(block), part_(part) {
     if (params.plan != nullptr) {
       // The header is loaded beside this part's bounds, since no address here depends on a loaded value. Past the
@@ -65,6 +76,9 @@ class TileScheduler {
 
   // Whether there is a tile; false at the end of the list.
   MLA_DEVICE bool more() const { return more_; }
+
+  // PAIRED: whether the tile fetched last is the last of the CTA's only SM part.
+  MLA_DEVICE bool ends_part() const { return more_ && cursor_ >= limit_; }
 
   // The tile fetched last. Until `resolve_bounds`, only its sequence and partial row are valid.
   MLA_DEVICE const WorkTile& tile() const { return tile_; }
@@ -111,7 +125,8 @@ class TileScheduler {
         if (part_ >= plan_parts_) return false;
         load_bounds();
       }
-      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * cursor_++);
+      const int item = PAIRED && walks_backwards(params_, part_, plan_parts_) ? --limit_ : cursor_++;
+      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * item);
       tile_.sequence = warp_uniform(words.x);
       tile_.first = warp_uniform(words.y);
       tile_.end = warp_uniform(words.z);
@@ -145,6 +160,8 @@ class TileScheduler {
   WorkTile tile_;
   bool more_;
 };
+
+using TileScheduler = TileSchedulerOf<false>;
 
 // The list of this block.
 template <class Traits, class Scheduler>

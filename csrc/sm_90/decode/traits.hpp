@@ -135,11 +135,10 @@ struct DecodeTraits {
   static constexpr int ALL_P_STAGES = Cluster::EXCHANGES_P ? 2 * P_STAGES : P_STAGES;  // the peer's P follow the own
   static constexpr int TILE_STAGES = 4;
 
-  // For e4m3 rows: each producer warp copies its RAW_KEYS of every stage as they are stored, RAW_STAGES stages ahead.
+  // For e4m3 rows: a stage's keys are copied as they are stored, RAW_STAGES stages ahead.
   static constexpr int PRODUCER_WARPS = 4;
   static constexpr int RAW_STAGES = 2;
-  static constexpr int RAW_KEYS = BLOCK_N / PRODUCER_WARPS;
-  static constexpr int RAW_STAGE_BYTES = RAW_KEYS * HEAD_DIM_QK;
+  static constexpr int RAW_STAGE_BYTES = BLOCK_N * HEAD_DIM_QK;
 
   // Whether combine can run beside this kernel; ClusterReduceO leaves the producer no idle warp to fill partials.
   static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O;

@@ -41,17 +41,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     why = _unsupported(problem, arch)
     if why is not None:
         return Unsupported(why)
-    row = decode_table.row_for(
-        arch,
-        problem.q_dtype,
-        problem.kv_format,
-        problem.heads,
-        problem.q_len,
-        problem.batch,
-        problem.context,
-        problem.split_size > 0,
-        own_splits=problem.planned or problem.num_splits > 0,
-    )
+    row = decode_table.row_of(arch, problem)
     use = decode_table.ANY if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")

@@ -20,6 +20,8 @@ from mla_suite.ops.combine import CombineArgs, Problem
 from mla_suite.ops.combine.reference import LseLayout, empty_lse
 
 OUT_TYPES = {torch.bfloat16: (0, "bf16"), torch.float16: (1, "fp16"), torch.float32: (2, "fp32")}
+MAY_BE_MERGED = 2
+"""The first of `skip` behind a decode that may have merged rows itself (csrc/sm_90/combine/merged_rows.hpp)."""
 MAX_ROWS = 2**31 - 1  # over the batch: the kernel's row numbers are 31 bits
 
 
@@ -84,12 +86,13 @@ def prepare(
     out_dtype: torch.dtype,
     sink_heads: int,
     num_splits: int,
-    skip: tuple[bool, bool],
+    skip: tuple[int, bool],
 ) -> CombineLaunch:
     """shape is (batch, rows, heads) with rows = q_len x heads; strides are those of partial_out and partial_lse, which
     begin with [splits, rows], and of out, which begins with [tokens, heads]; lse is where it lies and whether it is
-    +inf where it would be -inf; skip is whether sequences without a split, and with one, are left as they are. Sequence
-    b owns the splits that split_indptr says, or num_splits; and the tokens that cu_seqlens_q says, or q_len.
+    +inf where it would be -inf; skip is whether sequences without a split (or, MAY_BE_MERGED, rows that decode marked,
+    too), and with one, are left as they are. Sequence b owns the splits that split_indptr says, or num_splits; and the
+    tokens that cu_seqlens_q says, or q_len.
     """
     batch, rows, heads = shape
     partial, partial_lse, out = strides

@@ -141,9 +141,16 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
 
 
 def combine_launch(
-    config: AnyCombineConfig, args: DecodeArgs, shape: Shape, out: Rows, lse: tuple[LseLayout, bool], partials: int
+    config: AnyCombineConfig,
+    args: DecodeArgs,
+    shape: Shape,
+    out: Rows,
+    lse: tuple[LseLayout, bool],
+    partials: int,
+    merges: bool = False,
 ) -> CombineLaunch:
-    """The launch that combines the partials of decode into rows of `out` and an lse as `combine.prepare` has it."""
+    """The launch that combines the partials of decode into rows of `out` and an lse as `combine.prepare` has it.
+    `merges` says that a decode with a plan merges some rows itself, and marks them."""
     rows, head_dim_v = shape.rows, args.head_dim_v
     return combine.prepare(
         config,
@@ -154,7 +161,7 @@ def combine_launch(
         out.dtype,
         1 if args.attn_sink is None else shape.heads,
         partials,
-        (shape.plan_words > 0, False),
+        (combine.MAY_BE_MERGED if merges else int(shape.plan_words > 0), False),
     )
 
 

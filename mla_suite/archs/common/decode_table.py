@@ -21,6 +21,7 @@ import torch
 from mla_suite.archs import ArchSpec
 from mla_suite.core import dispatch, tuning
 from mla_suite.core.tuning import Row
+from mla_suite.ops.decode import Problem
 
 POLICIES = ("default", "aiter-pr3003")
 TRITON = "triton"
@@ -100,6 +101,16 @@ def row_for(
         )
         fitting = [row for row in fitting if row.values[column.name] == limit]
     return fitting[0] if fitting else None
+
+
+def row_of(arch: ArchSpec, problem: Problem) -> Row | None:
+    """The row that decides which kernel serves a problem, in which tiles."""
+    return row_for(
+        arch,
+        *(problem.q_dtype, problem.kv_format, problem.heads, problem.q_len, problem.batch, problem.context),
+        invariant=problem.split_size > 0,
+        own_splits=problem.planned or problem.num_splits > 0,
+    )
 
 
 def reason(row: Row) -> str:

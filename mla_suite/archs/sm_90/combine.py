@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine
 from mla_suite.archs.common import combine_config as configs
-from mla_suite.archs.common.combine import OUT_TYPES
 from mla_suite.archs.common.combine_config import CombineConfig
-from mla_suite.core.dispatch import cached
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
 RESIDENT = 4224  # waves of a whole H200; the compiled kernel takes from it how many splits are many
@@ -108,7 +107,6 @@ def streaming(
     return next((p for p in points if p.grid(rows * batch) <= p.resident * (arch.compute_units - busy)), None)
 
 
-@cached
 def config_for(
     arch: ArchSpec,
     head_dim_v: int,
@@ -121,11 +119,9 @@ def config_for(
 ) -> CombineConfig | PersistentCombineConfig:
     """The kernel that combines `splits` per sequence of `rows` rows, or those of a plan; `fixed` asks for the one that
     does not depend on the batch."""
-    if fixed:
-        return configs.invariant(arch, head_dim_v)
-    for_plan = persistent(arch, head_dim_v, rows, batch) if planned else None
-    if for_plan is not None:
-        return for_plan
-    # The longest sequence of a plan has more splits than the mean, and its combine ends last.
-    splits = 2 * splits if planned else splits
-    return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits)[0]
+    if planned and not fixed:
+        for_plan = persistent(arch, head_dim_v, rows, batch)
+        if for_plan is not None:
+            return for_plan
+        splits *= 2  # the longest sequence of a plan has more splits than the mean, and its combine ends last
+    return combine.config_for(arch, head_dim_v, out_dtype, rows, batch, splits, fixed)

@@ -47,6 +47,10 @@ class CostModel:
     cluster_reduce_gain: float = 0.1  # less this share of decode's own time, which partials would draw out
     cluster_exchange: float = -0.5  # cluster_mode exchange_p: one read of the queries serves both CTAs
     exchange_streaming_gain: float = 0.7  # as streaming_gain, with exchange_p
+    partial_bytes: float = 4.3e6  # bytes of partials that the device writes or reads per microsecond
+    plan: float = 4.0  # a plan of one tile a CTA: to read it, and to combine its partials behind decode
+    pairing: float = 1.4  # cluster_mode reduce_last: clusters start later, and tiles wait for a look at the plan
+    pairing_apart: float = 2.5  # more of two row tiles: the SMs of a TPC no longer read the same keys
     exchange_behind: float = 0.4  # more where combine runs behind decode: both CTAs of a cluster store at once
 
 
@@ -59,6 +63,24 @@ PROLOGUE_ROWS = 32  # rows whose sentinels a CTA writes while its first TMA load
 PROLOGUE_STAGES = 4  # stages that a split must have where more rows than that are filled
 _STREAMING_SHARE = max(4 / waves / slices for slices, waves in STREAMING_POINTS)
 """Rows per SIMD partition for which a streaming combine finds room, in the most economical of its configurations."""
+
+
+def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
+    """Whether a planned decode takes less time if clusters walk its SM parts in pairs (cluster_mode reduce_last).
+
+    Only sizes are known, not the plan: `groups` SM parts share `batch` sequences of at most `bound` keys. Each pair
+    saves a partial, or both where two parts are all of a sequence; where most sequences have one part, or are too short
+    for plan to split them, there is nothing to merge.
+    """
+    tiles = -(-rows // BLOCK_M)
+    if groups < 2 * batch or tiles > 2:
+        return False
+    splits = groups // batch
+    if bound <= -(-bound // splits) + scheduler_costs(rows).partial * batch * splits:
+        return False
+    saved = groups // 2 * (2 if groups < 3 * batch else 1) * rows * 2048
+    gain = 2 * saved / FITTED.partial_bytes  # written and read
+    return gain > FITTED.pairing + (FITTED.pairing_apart if tiles == 2 else 0.0) + 0.5
 
 
 class Estimate:
@@ -94,10 +116,8 @@ class Estimate:
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
         # Clusters combine each two splits; no combine reads with more than all SMs.
-        partials_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes)
-        combine = np.where(
-            room, (splits - 1) * (partials_us / 2 if self.clusters else partials_us), FITTED.late_combine
-        )
+        split_us = self.batch * self.rows * 2048 / (self.units * FITTED.combined_bytes) / (2 if self.clusters else 1)
+        combine = np.where(room, (splits - 1) * split_us, FITTED.late_combine)
         if not self.clusters:
             combine += FITTED.combine
             combine[0] = 0.0
@@ -152,6 +172,15 @@ class Estimate:
     def one_tile(self, splits: int) -> bool:
         """Whether every CTA has one work tile, and clusters have instances."""
         return bool(self.clusters) and self.batch * splits <= self.max_groups
+
+    def plan_saves_little(self, splits: int) -> bool:
+        """Whether a plan costs more than it saves over this number of equal splits for each sequence.
+
+        All of them run at once, so a plan saves what the longest split takes longer than the mean: half of its stages,
+        if lengths are anything up to the longest.
+        """
+        stage = FITTED.stage + FITTED.busy_stage * self.busy(splits) / self.units
+        return self.one_tile(splits) and -(-self.stages // splits) * stage <= 2 * FITTED.plan
 
     def in_pairs(self, splits: int) -> bool:
         """Whether the two CTAs of a cluster can combine each two splits."""

@@ -26,7 +26,7 @@ from mla_suite.archs.common.decode import (
     tuned_splits,
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
-from mla_suite.archs.sm_90.costs import Estimate, best_splits
+from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
@@ -41,14 +41,13 @@ SENTINEL_BYTES = 16 + 4096  # streaming combine: one mbarrier and the pattern th
 EXCHANGE_STAGES = 4
 FP8_STAGES = {576: 4, 512: 5}
 RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 rows copies ahead
-PRODUCER_WARPS = 4
 # cluster_mode exchange_p: two stages of 256 columns of the other CTA's keys, two buffers of its P, the statistics of
 # both splits, barriers, and the sentinel pattern of one row's half.
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 KV_LOADS = ("tma", "gather", "fp8")
-CLUSTER_MODES = ("none", "reduce_o", "exchange_p")
+CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
 PLAN = INPUTS.index("plan")
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
 
@@ -62,8 +61,9 @@ class Sm90Config:
     kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages;
               'fp8': keys of any pages are e4m3, which threads convert. Otherwise they have the type of the queries
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
-              partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; 'none' without a cluster, as
-              for gathered keys
+              partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
+              of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
+              cluster, as for gathered keys
     """
 
     arch: ArchSpec = field(repr=False)
@@ -98,10 +98,11 @@ class Sm90Config:
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
-        beside = {"none": SENTINEL_BYTES, "reduce_o": REDUCE_BYTES, "exchange_p": EXCHANGE_BYTES}[self.cluster_mode]
+        reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
+        beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
         if self.kv_load == "fp8":
             cluster = 0 if self.cluster_mode == "none" else beside
-            raw = RAW_STAGES * (BLOCK_N * self.width + 8 * PRODUCER_WARPS)
+            raw = RAW_STAGES * (BLOCK_N * self.width + 2 * 8)
             return -(-(alone + cluster) // 128) * 128 + raw
         return alone + (beside if self.kv_load == "tma" else 0)
 
@@ -158,17 +159,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     why = _unsupported(problem)
     if why is not None:
         return Unsupported(why)
-    row = decode_table.row_for(
-        arch,
-        problem.q_dtype,
-        problem.kv_format,
-        problem.heads,
-        problem.q_len,
-        problem.batch,
-        problem.context,
-        problem.split_size > 0,
-        own_splits=problem.planned or problem.num_splits > 0,
-    )
+    row = decode_table.row_of(arch, problem)
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
@@ -219,7 +210,10 @@ def _split(
 ) -> tuple[Sm90Config, Splits, combine.StreamingCombineConfig | None]:
     """The instance with its cluster mode, the splits, and the streaming combine if one may run beside decode."""
     if shape.plan_words:
-        return config, Splits(1, 1, args.split_size), None
+        splits = Splits(1, 1, args.split_size)
+        groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
+        merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.bound)
+        return replace(config, cluster_mode="reduce_last" if merges else "none"), splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.bound, size)) if size else 0
     count = args.num_splits or by_size or split_count(config, args, shape)
@@ -234,20 +228,34 @@ def _split(
     return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
 
 
-def _needs_no_plan(args: DecodeArgs) -> bool:
-    """Whether a call has a balanced plan of one sequence.
+def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
+    """Whether clusters may walk a plan's SM parts in pairs. Batch-invariant splits are all combined by one kernel."""
+    modes = cluster_modes(config.kv_load, config.width)
+    return "reduce_last" in modes and groups % 2 == 0 and not args.split_size
 
-    A plan shares sequences out, and one sequence leaves nothing to share. Without it the CTAs of a cluster combine
-    their splits among themselves, and the rest is combined while decode runs. A plan's split_size or num_splits stays.
+
+def _needs_no_plan(config: Sm90Config, args: DecodeArgs, out: torch.Tensor) -> bool:
+    """Whether a call has a balanced plan that could save less than it costs.
+
+    A plan shares sequences out. One sequence leaves nothing to share, and short ones little: equal splits of the
+    longest that there may be are then done before a plan is read and its partials are combined. Without a plan the CTAs
+    of a cluster combine their splits among themselves, and the rest is combined while decode runs. A plan's split_size
+    or num_splits stays.
     """
-    return args.plan is not None and args.seq_lens.shape[0] == 1 and not args.split_size and not args.num_splits
+    if args.plan is None or args.split_size or args.num_splits:
+        return False
+    if args.seq_lens.shape[0] == 1:
+        return True
+    shape = shape_of(args, args.q, out)
+    estimate = Estimate(config.arch, config.keys, shape.batch, shape.rows, -(-shape.bound // BLOCK_N))
+    return estimate.plan_saves_little(split_count(config, args, shape))
 
 
 def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
     out, lse = outputs
     if args.seq_lens.shape[0] == 0 or out.numel() == 0:
         return lambda outputs, tensors: None
-    if _needs_no_plan(args):
+    if _needs_no_plan(config, args, out):
         unplanned = _prepare(config, outputs, replace(args, plan=None))
         return lambda outputs, tensors: unplanned(outputs, (*tensors[:PLAN], None, *tensors[PLAN + 1 :]))
     keys_are_fp8 = config.kv_load == "fp8"  # whose kernel takes q_descale itself
@@ -301,7 +309,8 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
             splits.size > 0,
             shape.plan_words > 0,
         )
-        combined = combine_launch(chosen, args, shape, results, wanted_lse, splits.partials)
+        merges = config.cluster_mode == "reduce_last"
+        combined = combine_launch(chosen, args, shape, results, wanted_lse, splits.partials, merges)
     prepared = Prepared(
         *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
         *(slots, shape.rows, combined),

@@ -1,6 +1,7 @@
 // The cluster modes. Each is a type with the hooks of ClusterMode, and a parameter of DecodePolicy:
 //   ClusterNone        no cluster: every CTA for itself
 //   ClusterReduceO     two KV splits of a sequence; each CTA keeps half of the columns of O and sends the other half
+//   ClusterReduceLast  two SM parts of a plan; they end with the same sequence, and reduce these two work tiles alone
 //   ClusterExchangeP   two KV splits of a sequence; each CTA sends its P and computes half of the columns of both
 //   ClusterShareKv     two row tiles of a query token; each CTA brings half of every KV stage for both (sparse decode)
 #pragma once
@@ -16,6 +17,7 @@ struct ClusterMode {
   static constexpr bool REDUCES_O = false;
   static constexpr bool EXCHANGES_P = false;
   static constexpr bool MERGES_SPLITS = false;  // two CTAs merge two KV splits; each has one work tile, or none
+  static constexpr bool MERGES_LAST = false;    // two CTAs merge their last work tiles where a plan lets them
   static constexpr int STAGES = 5;              // of the KV ring, unless the policy says otherwise
   static constexpr int PEER_STAGES = 0;         // of the ring of the peer's keys
   static constexpr int KV_EMPTY_ARRIVALS = 256;  // the PV warpgroups, which read a stage last

@@ -66,11 +66,12 @@ struct PairOffsets {
 };
 
 // From the running max and sum of this thread's rows in this CTA's split, and the peer's in its own: the scales of both
-// splits' O, which is not divided by anything yet nor multiplied by the scale of the values, and the rows' lse. It uses the approximations that P is computed
-// with, because the epilogue waits for it.
+// splits' O, which is not divided by anything yet nor multiplied by the scale of the values, and the rows' lse. The
+// sink counts where both splits are all of their sequence, `whole`. It uses the approximations that P is computed with,
+// because the epilogue waits for it.
 template <class Traits>
 MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t shared, const float (&row_max)[2],
-                               const float (&sum)[2], float value_scale) {
+                               const float (&sum)[2], float value_scale, bool whole) {
   using Offsets = PairOffsets<Traits>;
   const Mbarriers<Traits> barriers(shared);
   const bool leads = warpgroup_thread() % 4 == 0;
@@ -93,7 +94,7 @@ MLA_DEVICE void pair_lse_merge(const typename Traits::Params& params, uint32_t s
     const float own = exp2_approx(row_max[half] - common), peer = exp2_approx(peer_max - common);
     const float own_part = own * sum[half], peer_part = peer * peer_sum, both = own_part + peer_part;
     float denominator = both;
-    if (both != 0.0f && params.num_splits == 2 && params.attn_sink != nullptr)  // NaN included
+    if (both != 0.0f && whole && params.attn_sink != nullptr)  // NaN included
       denominator += sink_term(params, half, common);
     const float inverse = __fdividef(value_scale, denominator);
     if (!leads) continue;
