@@ -87,7 +87,7 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   }
 };
 
-// The pools are indexed through the address of the first member: nvcc 13.0 compiles the kernels otherwise when the array
+// The pools are indexed through the address of the first member, because nvcc 13.0 makes other code when the array
 // itself is indexed.
 MLA_DEVICE const Pool& pool_at(const SparseDecodeTmaParams& params, int i) {
   return reinterpret_cast<const Pool*>(&params.pool[0].cache)[i];
