@@ -1,4 +1,4 @@
-"""What an arch's costs make of a plan: splits as decode's own on sm_90."""
+"""Plans that an arch makes with its own costs, and decode's own splits on sm_90."""
 
 from __future__ import annotations
 
