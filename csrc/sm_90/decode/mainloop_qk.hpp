@@ -51,6 +51,11 @@ class QkSoftmax {
     if constexpr (Cluster::MERGES_LAST) return tile_.partial_row < 0;
     return params_.num_splits == 2;
   }
+  // Whether the tile's queries are loaded even if it has no keys. Only ClusterReduceLast has another flag beside this one.
+  MLA_DEVICE bool has_queries() const {
+    if constexpr (Cluster::MERGES_LAST) return (info_ & Q_LOADED) != 0;
+    return info_ == Q_LOADED;
+  }
   static constexpr bool MAY_MERGE = Cluster::MERGES_SPLITS || Cluster::MERGES_LAST;
 
   MLA_DEVICE bool next_tile() {
@@ -364,11 +369,11 @@ class QkSoftmax {
     row_max_[0] = row_max_[1] = LOWEST;
     row_sum_[0] = row_sum_[1] = 0.0f;
     if (tile_.keys() == 0) {
-      if (info_ & Q_LOADED) {
+      if (has_queries()) {
         skip_q_stage();
         skip_q_stage();
       }
-      int command = FINISH | (info_ & Q_LOADED ? Q_PASSED : 0);
+      int command = FINISH | (has_queries() ? Q_PASSED : 0);
       if constexpr (Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
       publish_command(command);
       return;
