@@ -29,7 +29,7 @@ def test_every_row_is_of_an_environment_and_names_the_versions_it_declares():
 
     text = rocm_matrix.PAGE.read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, re.M)
-    assert {"hip", "hip57", "hip64", "hip72"} <= {name for name, _ in rows} <= {"hip", *debian_space.SPACES}
+    assert {name for name, _ in rows} == {"hip", *debian_space.SPACES}
     for name, packages in rows:
         declared = debian_space.SPACES["hip72" if name == "hip" else name].packages
         named = dict(package.split(" ", 1) for package in packages.split(", "))
