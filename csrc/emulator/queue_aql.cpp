@@ -29,10 +29,13 @@ static void complete(Queue& queue, u64 address, u64 start) {
   Signal* signal = at<Signal>(address);
   signal->start = start;
   signal->end = now();
+  // The host may reuse the signal's memory once it sees the new value, so the rest is read before.
+  u32 event = signal->event_id;
+  u64 mailbox = signal->mailbox;
   __atomic_sub_fetch(&signal->value, 1, __ATOMIC_SEQ_CST);
-  if (!signal->event_id) return;
-  if (signal->mailbox) __atomic_store_n(at<u64>(signal->mailbox), u64(signal->event_id), __ATOMIC_SEQ_CST);
-  wake(queue, signal->event_id);
+  if (!event) return;
+  if (mailbox) __atomic_store_n(at<u64>(mailbox), u64(event), __ATOMIC_SEQ_CST);
+  wake(queue, event);
 }
 
 static i64 value_of(u64 signal) { return __atomic_load_n(&at<Signal>(signal)->value, __ATOMIC_ACQUIRE); }
@@ -92,8 +95,13 @@ static void run_dispatch(const u8* packet, u64 address) {
   pthread_rwlock_rdlock(&gpu.attached);
   RunDispatch run = gpu.run;
   if (run) run(&d);
+  bool ending = gpu.ending;
   pthread_rwlock_unlock(&gpu.attached);
-  if (!run) fault("a dispatch found nobody who executes kernels; start the GPU from mla_suite.emulator");
+  if (run) return;
+  if (ending)
+    __atomic_add_fetch(&gpu.skipped, 1, __ATOMIC_RELAXED);
+  else
+    fault("a dispatch found nobody who executes kernels; start the GPU from mla_suite.emulator");
 }
 
 // Executes one packet; a fault is reported and the packet completes, so that nobody waits for it forever.

@@ -9,7 +9,7 @@
 namespace emulator {
 
 VirtualGpu gpu = {nullptr, nullptr, nullptr, nullptr, nullptr,
-                  PTHREAD_RWLOCK_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, {}, {}, 0};
+                  PTHREAD_RWLOCK_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, {}, {}, 0, false, 0};
 
 void fault(const char* format, ...) {
   char text[512];
@@ -85,6 +85,19 @@ static void stop_all() {
     if (!queue) return;
     join(*queue);
   }
+}
+
+// Whether every packet of every queue has been executed. A queue moves its read pointer after a packet's signal.
+static bool all_idle() {
+  bool idle = true;
+  pthread_mutex_lock(&gpu.lock);
+  for (u32 i = 0; i < gpu.queues.size && idle; i++) {
+    const QueueInfo& info = gpu.queues[i]->info;
+    idle = __atomic_load_n(at<u64>(info.read_pointer), __ATOMIC_ACQUIRE) ==
+           __atomic_load_n(at<u64>(info.write_pointer), __ATOMIC_ACQUIRE);
+  }
+  pthread_mutex_unlock(&gpu.lock);
+  return idle;
 }
 
 static void* create() { return &gpu; }
@@ -169,16 +182,37 @@ EXPORT const ModelFunctions* get_hsakmt_model_functions() {
   return &functions;
 }
 
-// Who executes dispatches and who hears of faults; with null, both end once what runs has ended. The queues stay: the
-// runtime waits for them while the process ends, and destroys them before it unmaps their memory.
+// Who executes dispatches and who hears of faults.
 EXPORT void virtual_gpu_attach(RunDispatch run, TellFault tell) {
   pthread_rwlock_wrlock(&gpu.attached);
   gpu.run = run;
   gpu.tell = tell;
   pthread_rwlock_unlock(&gpu.attached);
 }
+
+// Called before the process ends: what runs is waited for, and dispatches that follow are skipped. The queues stay, since
+// the runtime waits for them and destroys them before it unmaps their memory; that they are empty by then, unless one
+// waits for the host longer than `limit_ms`, keeps them from completing signals that the runtime is about to destroy.
+// Returns how many dispatches were skipped.
+EXPORT u32 virtual_gpu_end(u32 limit_ms) {
+  pthread_rwlock_wrlock(&gpu.attached);
+  gpu.run = nullptr;
+  gpu.tell = nullptr;
+  gpu.ending = true;
+  pthread_rwlock_unlock(&gpu.attached);
+  for (u64 limit = now() + 1000000ull * limit_ms; !all_idle() && now() < limit;) usleep(100);
+  return __atomic_load_n(&gpu.skipped, __ATOMIC_RELAXED);
+}
+
 // An event that nobody waits for and nobody destroys.
 EXPORT void virtual_gpu_spare_event(u32 event) { __atomic_store_n(&gpu.spare_event, event, __ATOMIC_RELEASE); }
+// The queue that was registered last gets no packets: its thread ends.
+EXPORT void virtual_gpu_spare_queue() {
+  pthread_mutex_lock(&gpu.lock);
+  Queue* queue = gpu.queues.size ? gpu.queues[gpu.queues.size - 1] : nullptr;
+  pthread_mutex_unlock(&gpu.lock);
+  if (queue) join(*queue);
+}
 EXPORT u64 virtual_gpu_base() { return reinterpret_cast<u64>(gpu.base); }
 
 // Copies at most `most` allocations; returns how many there are.

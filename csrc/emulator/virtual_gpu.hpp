@@ -48,6 +48,8 @@ struct VirtualGpu {
   List<Allocation> allocations;
   List<Queue*> queues;
   u32 spare_event;
+  bool ending;  // the process ends: dispatches are skipped, and counted
+  u32 skipped;
 };
 extern VirtualGpu gpu;
 

@@ -50,6 +50,14 @@ _ENVIRONMENT = {
 _EVENT_ID = 24
 """Offset of the event's number in ROCr's amd_signal_t."""
 
+_HSA_INFO_BREAK, _HSA_AGENT_INFO_DEVICE, _HSA_DEVICE_TYPE_GPU = 1, 17, 1
+_UINT32_MAX = 0xFFFFFFFF
+_SPARE_SLOTS = 64
+
+
+_END_LIMIT_MS = 2000
+"""How long the end of a program waits for queues that wait for the host."""
+
 
 class DispatchPacket(c.Structure):
     """`Dispatch` of csrc/emulator/virtual_gpu.hpp: addresses are the GPU's, the grid counts threads."""
@@ -134,8 +142,10 @@ class VirtualGpu:
         self._library = library = loaded.library
         for name, result, arguments in (
             ("virtual_gpu_attach", None, [_RUN, _TELL]),
+            ("virtual_gpu_end", c.c_uint32, [c.c_uint32]),
             ("virtual_gpu_base", c.c_uint64, []),
             ("virtual_gpu_spare_event", None, [c.c_uint32]),
+            ("virtual_gpu_spare_queue", None, []),
             ("virtual_gpu_allocations", c.c_uint32, [c.POINTER(Allocation), c.c_uint32]),
             ("virtual_gpu_sizes", c.c_uint32, [c.c_int]),
         ):
@@ -153,20 +163,45 @@ class VirtualGpu:
 
     def _stop(self) -> None:
         """Executes nothing more before Python ends; a dispatch that runs is waited for."""
-        self._library.virtual_gpu_attach(_RUN(), _TELL())
+        skipped = self._library.virtual_gpu_end(_END_LIMIT_MS)
+        if skipped:
+            print(
+                f"virtual GPU: the program ended with {skipped} launches queued, which were not executed; "
+                "synchronize before the end to have them run",
+                file=sys.stderr,
+            )
         for error in self._faults:
             print(f"virtual GPU: never checked: {error}", file=sys.stderr)
 
-    def wake_missed_waiters(self) -> None:
-        """Has missed wake-ups repeated until the process ends; called once the HIP runtime has initialised the GPU.
+    def outlive_races(self) -> None:
+        """Makes an event and a queue that ROCr never destroys; called once the HIP runtime has initialised the GPU.
 
-        The hook can lose a wake-up. Another event wakes everybody to look again, and this makes one that stays.
+        The event: the hook can lose a wake-up, and setting another event wakes everybody to look again.
+        The queue: ROCr destroys the event that all queues share with the last of them, while a thread of its own may
+        still be about to set it, which aborts the process; with this queue there is no last one.
         """
         runtime = c.CDLL("libhsa-runtime64.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+
+        def call(function: str, *arguments: object) -> None:
+            if (status := getattr(runtime, function)(*arguments)) not in (0, _HSA_INFO_BREAK):
+                raise DriverError(f"ROCr refused what the virtual GPU needs: {function} answered {status}")
+
         signal = c.c_uint64()
-        if status := runtime.hsa_signal_create(c.c_int64(1), 0, None, c.byref(signal)):
-            raise DriverError(f"ROCr made no signal for the virtual GPU: hsa_signal_create said {status}")
+        call("hsa_signal_create", c.c_int64(1), 0, None, c.byref(signal))
         self._library.virtual_gpu_spare_event(c.c_uint32.from_address(signal.value + _EVENT_ID).value)
+        agent, kind, queue = c.c_uint64(), c.c_uint32(), c.c_void_p()
+
+        def is_gpu(candidate: int, _: object) -> int:
+            call("hsa_agent_get_info", c.c_uint64(candidate), _HSA_AGENT_INFO_DEVICE, c.byref(kind))
+            if kind.value != _HSA_DEVICE_TYPE_GPU:
+                return 0
+            agent.value = candidate
+            return _HSA_INFO_BREAK
+
+        call("hsa_iterate_agents", c.CFUNCTYPE(c.c_int, c.c_uint64, c.c_void_p)(is_gpu), None)
+        sizes = c.c_uint32(_UINT32_MAX), c.c_uint32(_UINT32_MAX)  # of private and group memory: not known in advance
+        call("hsa_queue_create", agent, c.c_uint32(_SPARE_SLOTS), 0, None, None, *sizes, c.byref(queue))
+        self._library.virtual_gpu_spare_queue()
 
     def note(self, address: int, size: int) -> None:
         """Tells the exact bytes of a hipMalloc; ROCr only tells whole pages."""

@@ -7,6 +7,7 @@ import pytest
 from model_queues import (
     AQL,
     DATA,
+    LIMIT_S,
     PM4,
     READ,
     RING_BYTES,
@@ -162,6 +163,27 @@ def test_packets_that_are_not_modelled(aql):
         "a queue holds a packet of type 0, format 9, which is not modelled",
     ]
     assert aql.value(done) == 0
+
+
+def test_the_end_of_a_process_skips_what_is_queued_and_leaves_the_queues_empty(aql):
+    done = aql.signal(0, 60)
+    for _ in range(40):
+        aql.send(dispatch(1, 0, (64, 1, 1), (64, 1, 1), done))
+    aql.drain()
+    assert aql.library.virtual_gpu_end(0) == 0
+    for _ in range(20):
+        aql.send(dispatch(1, 0, (64, 1, 1), (64, 1, 1), done))
+    assert aql.library.virtual_gpu_end(LIMIT_S * 1000) == 20
+    assert (len(aql.dispatches), aql.value(done), aql.read(READ, "Q"), aql.faults) == (40, 0, 60, [])
+
+
+def test_the_end_of_a_process_waits_no_longer_than_its_limit(aql):
+    host = aql.signal(0, 1)
+    aql.send(barrier(3, [host], aql.signal(1, 1)))
+    aql.send(dispatch(1, 0, (64, 1, 1), (64, 1, 1), 0))
+    assert aql.library.virtual_gpu_end(20) == 0
+    aql.write(host + 8, "q", 0)
+    assert aql.library.virtual_gpu_end(LIMIT_S * 1000) == 1
 
 
 def test_a_wake_up_that_was_missed_is_repeated(aql):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,9 +45,12 @@ def run(*program):
     [("sys.exit(3)", 3), ("raise ValueError('of the program')", 1)],
 )
 def test_a_program_ends_cleanly_while_launches_are_queued(end, status):
-    """No crash and no waiting: the status is the program's own."""
+    """No crash and no waiting: the status is the program's own, and one line says what was not executed."""
     done = run("-c", LAUNCHES + end)
     assert done.returncode == status, done.stderr
+    (skipped,) = re.findall(r"virtual GPU: the program ended with (\d+) launches queued", done.stderr)
+    assert 1 <= int(skipped) <= 50
+    assert "found nobody" not in done.stderr
     assert ("ValueError: of the program" in done.stderr) == (status == 1)
     assert "never checked" not in done.stderr
 
