@@ -25,6 +25,7 @@ COMMON = """
 VLLM = """
     cbor2 oss-harmony==0.0.11 cachetools py-cpuinfo partial-json-parser llguidance loguru opentelemetry-api
     apache-tvm-ffi numba==0.65.0
+    uvicorn watchfiles prometheus-fastapi-instrumentator model-hosting-container-standards
 """
 SGLANG = "apache-tvm-ffi loguru orjson dill partial-json-parser uvicorn setproctitle packaging triton==3.6.0"
 WITHOUT_THEIRS = {

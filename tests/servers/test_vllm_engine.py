@@ -9,21 +9,19 @@ Speculation comes last: it imports numba, after which vLLM 0.32 cannot start ano
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import tomllib
 import torch
 
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
 import vllm_engine
+import vllm_engine_plugin
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.worker.utils import select_common_block_size
 
@@ -259,28 +257,18 @@ def test_options_that_it_has_not_are_refused(change, given):
 
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
     """A server of three processes finds the backend by the entry points that this package ships."""
-    folder, root = checkpoint[0], Path(__file__).parents[2]
-    installed = tmp_path / "mla_suite-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite\nVersion: 0\n")
-    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
-    # On a CPU vLLM ignores CUSTOM, so a second function puts the registered class behind the name it does not ignore.
-    lines = [f"{name} = {value}" for name, value in {**declared, "on_cpu": "vllm_engine_plugin:on_cpu"}.items()]
-    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
-    places = [str(tmp_path), str(root), str(Path(__file__).parent)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(places),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "MLA_SUITE_TEST_CALLS": str(tmp_path / "calls"),
-    }
-    program = str(Path(__file__).parent / "vllm_engine_plugin.py")
-    command = [sys.executable, program, str(folder), json.dumps(vllm_engine.prompts(LENGTHS))]
+    environment = vllm_engine_plugin.environment(tmp_path)
+    command = [
+        sys.executable,
+        vllm_engine_plugin.__file__,
+        str(checkpoint[0]),
+        json.dumps(vllm_engine.prompts(LENGTHS)),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == expected[0][: len(LENGTHS)]
-    counts = [len((tmp_path / name).read_text()) for name in os.listdir(tmp_path) if name.startswith("calls.")]
-    assert len(counts) == 2  # one file for each worker process
+    counts = vllm_engine_plugin.counts(tmp_path)
+    assert len(counts) == 2  # one for each worker process
     assert min(counts) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
 
 

@@ -18,6 +18,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 VOCAB, NEW_TOKENS, MAX_LEN = 256, 12, 256
 OURS = "mla_suite.integrations.vllm.MLASuiteBackend"
+COMPILATION = {"custom_ops": ["all", "-rotary_embedding"]}
+"""vLLM's rotary kernel for CPUs is wrong on the strided views that MLA gives it."""
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 128,
@@ -88,8 +90,7 @@ def engine(folder: Path, *, ours: bool, chunks: int = 0, **settings: Any):
                 attention_backend="CPU_MLA",
                 disable_log_stats=True,
                 seed=0,
-                # vLLM's rotary kernel for CPUs is wrong on the strided views that MLA gives it.
-                compilation_config={"custom_ops": ["all", "-rotary_embedding"]},
+                compilation_config=COMPILATION,
                 **settings,
             )
         yield llm

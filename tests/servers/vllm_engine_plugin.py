@@ -1,4 +1,7 @@
-"""An engine with two worker processes, which counts in each of them what reached our decode."""
+"""Processes of vLLM that find our backend as an installed package, and count what reached our decode.
+
+As a program it runs an engine with two worker processes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,32 @@ import json
 import os
 import sys
 from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables for a process in which this package is installed, by an entry of `folder` that names its plugins."""
+    installed = folder / "mla_suite-0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite\nVersion: 0\n")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    # On a CPU vLLM ignores CUSTOM, so a second function puts the registered class behind the name it does not ignore.
+    lines = [f"{name} = {value}" for name, value in {**declared, "on_cpu": "vllm_engine_plugin:on_cpu"}.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(Path(__file__).parent)]),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "MLA_SUITE_TEST_CALLS": str(folder / "calls"),
+    }
+
+
+def counts(folder: Path) -> list[int]:
+    """How many calls reached our decode, by process."""
+    return [len(path.read_text()) for path in folder.glob("calls.*")]
 
 
 def on_cpu() -> None:
