@@ -88,27 +88,15 @@ class Driver(Protocol):
         """The kernel of one manifest entry, loaded at the first call and kept."""
         ...
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None,
-        overlap: bool = False,
-    ) -> None:
-        """Enqueues the kernel on torch's current stream of this device.
-
-        Only the emulator asks for the buffers. `overlap` lets the kernel begin before the one ahead of it on the stream
-        ends, where the device can; the kernel waits itself before it reads that one's results.
-        """
-        ...
-
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
-        """Prepares a launch for repeated calls: start(params, given), whose buffers are naming(*given)."""
+        """Prepares a launch: start(params, given) enqueues the kernel on torch's current stream of this device.
+
+        Only the emulator asks for a call's buffers, which are naming(*given). `overlap` lets the kernel begin before
+        the one ahead of it on the stream ends, where the device can; the kernel waits itself before it reads that one's
+        results.
+        """
         ...
 
 
