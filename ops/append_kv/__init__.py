@@ -164,11 +164,7 @@ APPEND_KV = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("append_kv"),
-            dispatch.triton_backend("mla_suite.ops.append_kv.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("append_kv", reference.run),
         samples=samples.samples,
     )
 )

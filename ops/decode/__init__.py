@@ -320,11 +320,7 @@ DECODE = register(
         check=check,
         describe=describe,
         validate=validate_data.validate,
-        backends=(
-            dispatch.native_backend("decode"),
-            dispatch.triton_backend("mla_suite.ops.decode.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool plus_inf_lse=False",),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mla_suite import kv_formats
-from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
@@ -136,6 +135,3 @@ def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequenc
     if split_size > 0:
         return [[(key, key + split_size) for key in range(0, max(length, 1), split_size)] for length in lens]
     return [[(0, OPEN)]] * len(lens)
-
-
-BACKEND = reference_backend(run)

@@ -233,11 +233,7 @@ PLAN = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("plan"),
-            dispatch.triton_backend("mla_suite.ops.plan.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("plan", reference.run),
         samples=samples.samples,
         defaults=_defaults,
     )

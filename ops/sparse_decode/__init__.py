@@ -236,11 +236,7 @@ SPARSE_DECODE = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("sparse_decode"),
-            dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("sparse_decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool plus_inf_lse=False",),
