@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 
-from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.core import dispatch, register
 from mla_suite.core.dispatch import Choice
@@ -97,19 +95,3 @@ def serving(op: str, arch: ArchSpec | None, device: str) -> str:
         args, kwargs = sample.make(torch.device("cpu"))
         answers.add(dispatch.choose(op, record.backends, record.problem(*args, **kwargs), arch, device).backend.name)
     return next(backend.name for backend in record.backends if backend.name in answers)
-
-
-def support_table(
-    declared: Callable[[], AbstractContextManager[None]],
-) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """(arch -> operator -> backend, arch -> sentence for a record that is wrong).
-
-    These are dispatch's answers for GPUs. `declared` is `launch.declared_kernels`, within which every declared kernel
-    counts as built.
-    """
-    good, bad = archs.specs()
-    with declared():
-        dispatch.clear_caches()
-        table = {name: {op: serving(op, spec, "cuda") for op in register.registry()} for name, spec in good.items()}
-    dispatch.clear_caches()
-    return table, bad

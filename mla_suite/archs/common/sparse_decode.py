@@ -31,7 +31,7 @@ from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
 from mla_suite.ops.combine.reference import LseLayout
-from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items, splits_of
+from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
@@ -115,15 +115,6 @@ def shape_of(args: SparseDecodeArgs, q: torch.Tensor, outputs: tuple[torch.Tenso
     copies_lse = not any_lse and (args.plus_inf_lse or not lse.is_contiguous())
     wanted = (LseLayout.of(lse), args.plus_inf_lse) if any_lse else (LseLayout.contiguous(heads), False)
     return Shape(queries, results, copies_q, copies_out, wanted, copies_lse, tokens, heads, keys, plan_words)
-
-
-def splits_by_size(args: SparseDecodeArgs) -> int:
-    """Splits per query token in batch-invariant mode: as many as the widths of dense indices need.
-
-    Nothing on the host bounds one token's keys in ragged indices, so they are not split.
-    """
-    ragged = any(indptr is not None for indptr in args.indptrs or ())
-    return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in args.indices), args.split_size))
 
 
 class Prepared(NamedTuple):

@@ -21,11 +21,10 @@ from mla_suite.archs.common.sparse_decode import (
     record_of,
     shape_of,
     slots_and_tiles,
-    splits_by_size,
     unsupported,
 )
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
 
 WAVES = 4
 BLOCK_MS = (16, 32, 48, 64, 96, 128)

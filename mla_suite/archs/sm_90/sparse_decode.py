@@ -20,7 +20,6 @@ from mla_suite.archs.common.sparse_decode import (
     record_of,
     shape_of,
     slots_and_tiles,
-    splits_by_size,
     unsupported,
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
@@ -28,7 +27,7 @@ from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import tensor_map
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
