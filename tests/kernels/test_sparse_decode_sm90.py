@@ -12,6 +12,7 @@ from sparse_problems import POOLS, in_mode, problem
 from mla_suite import archs
 from mla_suite.archs import CSRC
 from mla_suite.archs.common import combine
+from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common import sparse_decode as launching
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
 from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, WIDTHS, Sm90SparseConfig
@@ -82,7 +83,7 @@ def test_what_was_built():
 
 
 def answer_of(monkeypatch, pools, heads=16, built=True, **changes):
-    monkeypatch.setattr(launching, "has_kernel", lambda arch, instance: built)
+    monkeypatch.setattr(combine_kernels, "has_kernel", lambda arch, instance: built)
     args, kwargs = problem(pools, 2, heads)
     args[0] = args[0].to(changes.pop("dtype", torch.bfloat16))
     return NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs | changes), H200)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import append_kv, plan
 from mla_suite.archs.common import combine as combine_kernels
+from mla_suite.archs.common import sparse_decode as sparse_kernels
 from mla_suite.archs.common.plan import PlanConfig
 from mla_suite.archs.sm_90 import costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
@@ -32,7 +33,7 @@ class Kernels:
         return decode.supports(problem, self.arch)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return sparse_decode.supports(problem, self.arch)
+        return sparse_kernels.supports(problem, self.arch, sparse_decode.config_for)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         return combine_kernels.supports(problem, self.arch)
