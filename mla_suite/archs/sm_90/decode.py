@@ -163,12 +163,12 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
-    clusters = [replace(config, cluster_mode=mode) for mode in cluster_modes(config.kv_load, config.width)]
+    modes = cluster_modes(config.kv_load, config.width)
+    clusters = [replace(config, cluster_mode=mode).instance for mode in modes]
     tiles = config.tiles(problem.heads * problem.q_len)
     reason = f"{tiles} tiles of {BLOCK_M} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
-    needed = (*clusters, combine_configs.invariant(arch, problem.head_dim_v))
-    return missing(arch, *(kernel.instance for kernel in needed)) or answer
+    return missing(arch, *clusters, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
 
 
 def _unsupported(problem: Problem) -> str | None:
