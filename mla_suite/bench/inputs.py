@@ -23,7 +23,7 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 ROW_FACTOR = 4
 """A single row may be this much further off: a result is not right on average only."""
 LSE_TOLERANCE = 2e-3
-"""Absolute, or relative above 1: fp32 sums over keys that a kernel may have rounded to bf16 after turning them."""
+"""Absolute, or relative above 1: fp32 sums over keys that a kernel may have rounded to bf16 after rotating them."""
 
 
 class Call(NamedTuple):

@@ -117,7 +117,7 @@ def attend(
 
 
 def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """rows [keys, head_dim] whose last values, as two halves, are turned by cos_sin [keys, rope] = cos | sin."""
+    """rows [keys, head_dim] whose last values, as two halves, are rotated by cos_sin [keys, rope] = cos | sin."""
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
     low, high = rope.chunk(2, dim=1)

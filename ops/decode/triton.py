@@ -248,9 +248,9 @@ def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
-def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | None) -> Tile:
+def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | None) -> Tile:
     """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
-    64 KiB of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
+    64 KiB of LDS; the same where there is no record of the arch. Keys to be rotated need a sixth more buffers.
 
     On an H200 (batch 128, 4096 keys; us): 16 rows 173 with these and 211 with 32 keys, 4 warps, 3 stages; 64 rows 327,
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.
@@ -260,11 +260,11 @@ def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | Non
     if arch is None or arch.matrix_min_rows < 64:
         return Tile(16, 32, 4, 2) if rows <= 16 else Tile(32, 32, 4, 2)
     if rows <= 16:
-        return Tile(16, 64, 8, 3 if turned else 5)
+        return Tile(16, 64, 8, 3 if rotated else 5)
     if rows <= 32:
-        return Tile(32, 64, 8, 3 if turned else 5)
+        return Tile(32, 64, 8, 3 if rotated else 5)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
-    return Tile(64, 32 if turned else 64, 8, 2)
+    return Tile(64, 32 if rotated else 64, 8, 2)
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
