@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
@@ -114,22 +114,6 @@ class TorchDevice(NamedTuple):
 
         torch.cuda.init()
         return cls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device)
-
-
-_Kept = TypeVar("_Kept")
-
-
-class Bounded(dict[Any, _Kept]):
-    """A dict that is cleared when it is full. Threads may share it."""
-
-    def __init__(self, max_entries: int) -> None:
-        self.max_entries = max_entries
-
-    def keep(self, key: Hashable, value: _Kept) -> _Kept:
-        if len(self) >= self.max_entries:
-            self.clear()
-        self[key] = value
-        return value
 
 
 class KernelCache:

@@ -65,8 +65,8 @@ def plan(
 
     seq_lens      [batch] int32, keys per sequence; for sparse_decode [query tokens], keys selected over all pools
     cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
-    num_heads     heads of the queries. It and max_seqlen_q, the most query tokens of a sequence, go into the cost model,
-                  whose figures are those of seq_lens' device; any other heads, tokens or device may use the plan, too
+    num_heads     heads of the queries. It and max_seqlen_q, the most query tokens of a sequence, go into the cost
+                  model of seq_lens' device; other heads, query tokens and devices may use the plan, too
     max_seqlen_kv longest sequence the plan will be used with; 0 if unknown, which split_size does not allow
     num_sm_parts  parts that share the work, 1..1024; None: one for each group of compute units that holds all query
                   rows of a sequence. More give the same results, but their work tiles wait for each other
