@@ -118,7 +118,7 @@ def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
 def bind(
     op: str,
     instance_id: str,
-    place: torch.Tensor | torch.device,
+    tensor: torch.Tensor,
     grid: Grid,
     block: int,
     dynamic_lds: int,
@@ -129,7 +129,7 @@ def bind(
 
     op            operator named in errors
     instance_id   kernel, as in the manifest
-    place         a tensor on the device, or the device
+    tensor        any tensor on the device
     grid, block   workgroups in x, y, z; threads per workgroup
     dynamic_lds   bytes of LDS beside the static
     naming        naming(*given) gives the tensors that one call may touch; only the emulator asks for them
@@ -139,7 +139,7 @@ def bind(
     caller keeps the tensors alive that it points to, since nothing here holds one. LaunchError names op, kernel, arch,
     shape and the driver's explanation.
     """
-    driver, kernel = _find(op, instance_id, place)
+    driver, kernel = _find(op, instance_id, tensor)
     start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
 
     def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
@@ -158,20 +158,11 @@ def bind(
     return enqueue
 
 
-def _find(op: str, instance_id: str, place: torch.Tensor | torch.device) -> tuple[Driver, Kernel]:
-    try:
-        index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
-    except AttributeError:
-        index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
+def _find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+    index: int | str = tensor.get_device()
     if index == -1:
         index = _emulated_name(op)
     return _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
-
-
-def _index_of(device: torch.device) -> int:
-    if device.type == "cpu":
-        return -1
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _emulated_name(op: str) -> str:

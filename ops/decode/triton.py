@@ -20,7 +20,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
 from mla_suite.ops.decode import triton_config as tuned
 from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
@@ -208,18 +208,20 @@ def attend_item(
             sink = tl.load(attn_sink + head) * LOG2E
             denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
         factor = tl.where(l_i == 0.0, 0.0, value_scale / denominator)
-        place = (first_token + token) * out_stride_token + head * out_stride_head
+        out_offset = (first_token + token) * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
-        at = lse_place(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(out + out_offset[:, None] + column[None, :], value, mask=live[:, None])
+        at = lse_offset(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
         tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     elif partial_out is not None:
         factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
-        place = partial_row * q_len * heads + row
+        at = partial_row * q_len * heads + row
         tl.store(
-            partial_out + place[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
+            partial_out + at[:, None] * LATENT + column[None, :],
+            accumulator * factor[:, None],
+            mask=live[:, None],
         )
-        tl.store(partial_lse + place, result_lse, mask=live)
+        tl.store(partial_lse + at, result_lse, mask=live)
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:

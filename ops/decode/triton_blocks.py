@@ -32,9 +32,9 @@ def rope_scores(
     else:
         HALF: tl.constexpr = ROPE // 2
         pair = tl.arange(0, HALF)
-        place = kv_row[:, None] + LATENT + pair[None, :]
-        low = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
-        high = tl.load(place + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+        pair_at = kv_row[:, None] + LATENT + pair[None, :]
+        low = tl.load(pair_at, mask=inside[:, None], other=0.0).to(tl.float32)
+        high = tl.load(pair_at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
         angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
         cos = tl.load(angle, mask=inside[:, None], other=0.0)
         sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)

@@ -139,17 +139,17 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
             f"is {args.max_seqlen_kv} with split_size={args.split_size}",
             "pass the longest length",
         )
-    place = metadata.layout_for(
+    layout = metadata.layout_for(
         batch,
         args.num_sm_parts,
         max_seqlen_kv=args.max_seqlen_kv,
         num_splits=args.num_splits,
         split_size=args.split_size,
     )
-    if checks.certain(place.words * 4 > metadata.BYTE_LIMIT):
-        given = f"would have {place.item_capacity} work tiles in {place.words * 4} bytes"
+    if checks.certain(layout.words * 4 > metadata.BYTE_LIMIT):
+        given = f"would have {layout.item_capacity} work tiles in {layout.words * 4} bytes"
         checks.fail("plan", "the plan", given, f"at most {metadata.BYTE_LIMIT} bytes: use fewer or larger splits")
-    return (Output((place.words,), torch.int32),)
+    return (Output((layout.words,), torch.int32),)
 
 
 def check_splits(op: str, num_splits: int, split_size: int) -> None:

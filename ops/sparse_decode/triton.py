@@ -18,7 +18,7 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
 from mla_suite.ops.decode.triton_blocks import natural_lse, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
@@ -118,17 +118,17 @@ def sparse_decode_kernel(
             sink = tl.load(attn_sink + head, mask=live, other=0.0) * LOG2E
             denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
         factor = tl.where(l_i == 0.0, 0.0, 1.0 / denominator)
-        place = out + token * out_stride_token + head * out_stride_head
+        out_row = out + token * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
-        tl.store(place[:, None] + column[None, :], value, mask=live[:, None])
-        at = lse_place(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(out_row[:, None] + column[None, :], value, mask=live[:, None])
+        at = lse_offset(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
         tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     else:
         factor = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
-        place = part * heads + head
+        partial_row = part * heads + head
         value = accumulator * factor[:, None]
-        tl.store(partial_out + place[:, None] * VALUES + column[None, :], value, mask=live[:, None])
-        tl.store(partial_lse + place, result_lse, mask=live)
+        tl.store(partial_out + partial_row[:, None] * VALUES + column[None, :], value, mask=live[:, None])
+        tl.store(partial_lse + partial_row, result_lse, mask=live)
 
 
 @triton.jit

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import count_crossovers
 import pytest
 import torch
 
@@ -205,9 +203,6 @@ def test_counted_rows_are_what_the_emulator_counts(monkeypatch):
     entry = manifest.installed().find("gfx950", NATIVE)
     if entry.compiler != compilers.packaged().version:
         pytest.skip(f"the counts are those of {compilers.packaged().version}, the kernels are of {entry.compiler}")
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2] / "benchmarks")])
-    import count_crossovers
-
     monkeypatch.setattr(count_crossovers, "BLOCK_MS", (128,))
     monkeypatch.setattr(count_crossovers, "KINDS", {("fp8", "fp8"): FP8})
     monkeypatch.setattr(count_crossovers, "BATCHES", (2, 16))

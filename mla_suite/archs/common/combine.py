@@ -146,10 +146,10 @@ def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
     )
 
 
-def bind_launch(launch: CombineLaunch, place: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
-    """enqueue(pack_pointers(...) + launch.numbers, given) on the device of `place`; `named(*given)` lists a call's
+def bind_launch(launch: CombineLaunch, tensor: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
+    """enqueue(pack_pointers(...) + launch.numbers, given) on the device of `tensor`; `named(*given)` lists a call's
     tensors for the emulator."""
-    return bind("combine", launch.instance, place, launch.grid, launch.threads, 0, named, overlap=True)
+    return bind("combine", launch.instance, tensor, launch.grid, launch.threads, 0, named, overlap=True)
 
 
 def buffers(

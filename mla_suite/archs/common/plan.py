@@ -108,10 +108,10 @@ def _prepare(
     split_size: int,
 ) -> tuple[bytes, tuple[_Step, ...]]:
     """The parameters after the pointers, and the launches: equal calls share them."""
-    place = words.layout_for(
+    layout = words.layout_for(
         batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
     )
-    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
     splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
     costs = scheduler_costs(config.arch, num_q_rows)
     threads = config.threads("uniform", batch)
