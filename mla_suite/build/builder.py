@@ -222,7 +222,7 @@ def _entry(
         constants=dict(item.constants),
         source=item.source,
         sources=sources,
-        source_hash=manifest.hash_sources(csrc, sources),
+        source_hash=locations.hash_sources(csrc, sources),
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),
