@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import meter
 import pytest
 import torch
 
@@ -52,7 +53,7 @@ def checked(case: Case, backend: str, device: torch.device, benchmark: Any) -> t
     return runner, call
 
 
-@pytest.mark.benchmark(group="device time", timer=clock.meter)
+@pytest.mark.benchmark(group="device time", timer=meter.meter)
 def test_device_time(
     benchmark: Any, case: Case, backend: str, gpu: torch.device, ceilings: floors.Floors | None
 ) -> None:
@@ -66,9 +67,9 @@ def test_device_time(
 
     def one_round() -> None:
         result.rounds.append(replay.round())
-        clock.add_to_meter(result.rounds[-1] * 1e-6)
+        meter.add(result.rounds[-1] * 1e-6)
 
-    benchmark.pedantic(one_round, setup=clock.reset_meter, rounds=ROUNDS)
+    benchmark.pedantic(one_round, setup=meter.reset, rounds=ROUNDS)
     if ceilings is not None:
         result.floor_us, result.bound = ceilings.of(result.bytes, result.flops, fp8=case.fp8_products)
     benchmark.extra_info |= {
@@ -111,15 +112,15 @@ def counts(case: Case, arch: str, benchmark: Any, stored: frozenset[str]) -> Res
     return result
 
 
-@pytest.mark.benchmark(group="clocks", timer=clock.meter)
+@pytest.mark.benchmark(group="clocks", timer=meter.meter)
 def test_clocks(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """The highest bound of a compute unit, work spread evenly over the chip's: never a time."""
     result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(clock.add_to_meter, (result.counted[bounds.limiter(result.counted)],), setup=clock.reset_meter)
+    benchmark.pedantic(meter.add, (result.counted[bounds.limiter(result.counted)],), setup=meter.reset)
 
 
-@pytest.mark.benchmark(group="instructions", timer=clock.meter)
+@pytest.mark.benchmark(group="instructions", timer=meter.meter)
 def test_instructions(benchmark: Any, case: Case, arch: str, stored: frozenset[str]) -> None:
     """Wave instructions of all launches."""
     result = counts(case, arch, benchmark, stored)
-    benchmark.pedantic(clock.add_to_meter, (float(result.instructions),), setup=clock.reset_meter)
+    benchmark.pedantic(meter.add, (float(result.instructions),), setup=meter.reset)

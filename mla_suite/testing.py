@@ -131,10 +131,10 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
 
 
 def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """The last values of each key, its two halves as complex numbers, turned to their positions."""
+    """The last values of each key, its two halves as complex numbers, rotated to their positions."""
     low, high = keys[:, -cos_sin.shape[1] :].chunk(2, dim=1)
-    turned = torch.complex(low, high) * torch.complex(*cos_sin.chunk(2, dim=1))
-    return torch.cat((keys[:, : -cos_sin.shape[1]], turned.real, turned.imag), dim=1)
+    rotated = torch.complex(low, high) * torch.complex(*cos_sin.chunk(2, dim=1))
+    return torch.cat((keys[:, : -cos_sin.shape[1]], rotated.real, rotated.imag), dim=1)
 
 
 def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,6 +6,8 @@ import zlib
 import pytest
 import torch
 
+from mla_suite.build import BuildError, compilers
+
 # These tests need a process whose HIP runtime is AMD's own; `tox -e hip` starts it and sets the variable.
 collect_ignore = [] if os.environ.get("MLA_SUITE_HIP_ARCH") else ["hip"]
 BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
@@ -17,3 +19,12 @@ def seeded(request: pytest.FixtureRequest) -> int:
     print(f"torch.manual_seed({seed}); MLA_SUITE_TEST_SEED={BASE}")
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture(scope="session")
+def amd_compiler() -> compilers.AmdCompiler:
+    """The compiler that a build would use."""
+    try:
+        return compilers.find_amd()
+    except BuildError as error:
+        pytest.skip(str(error))

@@ -64,6 +64,8 @@ def test_a_wrong_argument_is_one_sentence(words: str, sentence: str, capsys: pyt
         ("explain --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("bench --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
         ("explain --device cuda:99", "GPUs that torch can use"),
+        ("bench --rounds 0", "argument --rounds: '0'; it is a number, 1 at least"),
+        ("bench --passes 0", "argument --passes: '0'; it is a number, 1 at least"),
         ("build --jobs 0", "argument --jobs: '0'; it is a number, 1 at least"),
     ],
 )

@@ -148,11 +148,19 @@ def test_every_guide_is_in_the_readme() -> None:
         assert f"(docs/{page.name})" in readme
 
 
+def anchors(page: Path) -> set[str]:
+    """The names that links give the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            there = page.parent / target if target else page
+            assert there.exists(), target
+            assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
 def test_a_wrong_block_is_noticed(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """The README's Python is whole, and its generated tables are those that the tree and the saved runs give."""
 
 import ast
-import importlib.util
 import json
 import re
 from pathlib import Path
-from types import ModuleType
 
+import bench_flashmla
 import pytest
 import torch
 
@@ -18,15 +17,6 @@ from mla_suite.cli import support
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SAVED = json.loads((ROOT / "benchmarks" / "results" / "flashmla" / "h200.json").read_text())
-
-
-def bench_flashmla() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_flashmla", ROOT / "benchmarks" / "bench_flashmla.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_its_lines_for_a_gpu_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +52,7 @@ def test_a_wrong_record_is_a_sentence_and_the_status_is_1(
 
 
 def test_the_headline_is_the_summary_of_the_saved_rows() -> None:
-    made = "\n".join(bench_flashmla().summary(SAVED["rows"]))
+    made = "\n".join(bench_flashmla.summary(SAVED["rows"]))
     command = "python benchmarks/bench_flashmla.py --report benchmarks/results/flashmla/h200.json"
     assert saving.section(README, "headline") == f"{made}\n", f"put in what `{command}` prints"
 

@@ -63,6 +63,7 @@ RETIRED = {
     r"\bawaited\b": "streaming",
     r"\bGRANULE\b|\bgranules_\w+": "SPLIT_ALIGNMENT",
     r"\b[Ff]loor [0-9]\b|\bFLOORS = \{|\bown_floor\b": "layer",
+    r"\blse_place\b": "lse_offset",
     r"\bso many\b(?! that)": "n, or the number itself",
     r"\b[Ww]hoever\b": "the caller, the thread",
 }

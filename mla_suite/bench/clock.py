@@ -155,33 +155,3 @@ def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01
 
 def _nothing() -> None:
     pass
-
-
-# The timer of pytest-benchmark
-
-_metered = 0.0
-
-
-def meter() -> float:
-    """The sum of all that was added: a timer that stands still, so that pytest-benchmark stores a measurement in place
-    of the time that taking it took, be it seconds on a device or clocks from a counter.
-
-        @pytest.mark.benchmark(timer=meter)
-        def test_device_time(benchmark):
-            benchmark.pedantic(lambda: add_to_meter(seconds_on_the_device()), setup=reset_meter, rounds=8)
-    """
-    return _metered
-
-
-def add_to_meter(amount: float) -> None:
-    """Have the function that is being benchmarked take `amount`, which is not negative."""
-    global _metered
-    if amount < 0:
-        raise ValueError(f"meter: {amount} is added; a measurement is 0 or more")
-    _metered += amount
-
-
-def reset_meter() -> None:
-    """Begin at 0 again, before each benchmark: so a difference is exactly what was added once."""
-    global _metered
-    _metered = 0.0

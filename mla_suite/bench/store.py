@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mla_suite.bench import saving
 from mla_suite.core import dispatch, tuning
 from mla_suite.core.tuning import Format
 
@@ -40,30 +40,12 @@ def write(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, obje
     ValueError, and the file as it was, for unsound rows and where it cannot be written.
     """
     text = merged(form, table, path, rows)
-    try:
-        _replace(form, table, path, text)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+    wrong = tuning.lint(form, table, path, text.encode())
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    saving.write_whole(path, text)
     tuning.clear_cache()
     dispatch.clear_caches()
-
-
-def _replace(form: Format, table: str, path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{table}.", suffix=".csv")
-    made = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        wrong = tuning.lint(form, table, made)
-        if wrong:
-            raise ValueError("; ".join(finding.replace(str(made), str(path)) for finding in wrong))
-        made.chmod(0o644)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def line(form: Format, row: Mapping[str, object]) -> str:

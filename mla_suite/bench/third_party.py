@@ -22,17 +22,19 @@ from mla_suite.bench.sets import Case
 
 @dataclass(frozen=True)
 class ThirdParty:
-    """`prepare` plans for a call and returns (run, answer), or says in a sentence why the package cannot take it."""
+    """A package by the name of its module.
+
+    `prepare` plans for a call and returns (run, answer), or says in a sentence why the package cannot take it.
+    """
 
     name: str
-    module: str
     prepare: Callable[[Any, Call], tuple[Callable[[Call], object], Callable[[Call], Tensors]] | str]
 
     def runner(self, case: Case, call: Call) -> Runner:
         if case.op != "decode":
             return Runner(self.name, unsupported=f"{self.name} is compared on decode only")
         try:
-            prepared = self.prepare(importlib.import_module(self.module), call)
+            prepared = self.prepare(importlib.import_module(self.name), call)
         except Exception as error:  # whatever a foreign package raises says why it is no column
             return Runner(self.name, unsupported=f"{type(error).__name__}: {' '.join(str(error).split())}")
         if isinstance(prepared, str):
@@ -44,13 +46,13 @@ class ThirdParty:
     @property
     def version(self) -> str:
         try:
-            return metadata.version(self.module)
+            return metadata.version(self.name)
         except metadata.PackageNotFoundError:  # a checkout on the path
             return "version unknown"
 
 
 def installed() -> list[ThirdParty]:
-    return [package for package in THIRD_PARTIES if find_spec(package.module) is not None]
+    return [package for package in THIRD_PARTIES if find_spec(package.name) is not None]
 
 
 def _flash_mla(module: Any, call: Call) -> Any:
@@ -135,7 +137,7 @@ def _aiter(module: Any, call: Call) -> Any:
 
 
 THIRD_PARTIES = (
-    ThirdParty("flash_mla", "flash_mla", _flash_mla),
-    ThirdParty("flashinfer", "flashinfer", _flashinfer),
-    ThirdParty("aiter", "aiter", _aiter),
+    ThirdParty("flash_mla", _flash_mla),
+    ThirdParty("flashinfer", _flashinfer),
+    ThirdParty("aiter", _aiter),
 )

@@ -104,32 +104,25 @@ def build(
         return _publish(made, libraries, work, out, csrc, stays, accept_damaged=complete)
 
 
-def build_tuned(
-    wanted: Sequence[Instance],
-    *,
-    csrc: Path = CSRC,
-    rocm: Path | None = None,
-    nvcc: Path | None = None,
-    jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> int:
+def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None] | None = None) -> int:
     """Builds what is missing of `wanted` into this user's cache, beside the package's objects; returns how many.
 
     Tuning tries more instances than a package ships, and a user's tables may name them. BuildError as for `build`.
     """
-    csrc = csrc.resolve()
+    csrc = CSRC.resolve()
     missing = [item for item in wanted if not manifest.is_built(item.arch.name, item.id)]
     if not missing:
         return 0
     for_amd = sorted({item.arch.name for item in missing if item.arch.vendor == "amd"})
-    amd = compilers.find_amd(rocm, for_amd) if for_amd else None
-    nvidia = compilers.find_nvidia(nvcc) if any(item.arch.vendor == "nvidia" for item in missing) else None
-    if nvidia is None and any(item.arch.vendor == "nvidia" for item in missing):
+    amd = compilers.find_amd(None, for_amd) if for_amd else None
+    for_nvidia = any(item.arch.vendor == "nvidia" for item in missing)
+    nvidia = compilers.find_nvidia() if for_nvidia else None
+    if for_nvidia and nvidia is None:
         raise BuildError("no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or set CUDA_HOME")
     out = locations.writable_tuned_objects(csrc)
     work = out / ".build"
     with _written(out), locations.locked(out):
-        made = _compiled(missing, work, out, csrc, amd, nvidia, jobs, progress)
+        made = _compiled(missing, work, out, csrc, amd, nvidia, None, progress)
         _publish(made, {}, work, out, csrc, lambda old: not old.stale, accept_damaged=True)
     return len(missing)
 
@@ -229,7 +222,7 @@ def _entry(
         constants=dict(item.constants),
         source=item.source,
         sources=sources,
-        source_hash=manifest.hash_sources(csrc, sources),
+        source_hash=locations.hash_sources(csrc, sources),
         compiler=compiler.version,
         object=f"{item.arch.name}/{object_path.name}",
         object_sha256=locations.sha256(data),

@@ -82,12 +82,12 @@ def instances(arch: str, csrc: Path = CSRC) -> tuple[Instance, ...]:
     return tuple(made.values())
 
 
-def instance(arch: str, kernel: str, constants: Constants, csrc: Path = CSRC) -> Instance:
+def instance(arch: str, kernel: str, constants: Constants) -> Instance:
     """The instance of a declared kernel with these constants, declared or not. ValueError for an unknown kernel."""
-    declared = arch_records.read_arch_file(arch, csrc).get("kernels", {})
+    declared = arch_records.read_arch_file(arch, CSRC).get("kernels", {})
     if kernel not in declared:
         raise ValueError(f"{arch} has no kernel {kernel!r}; it has {', '.join(declared)}")
-    return _instance(arch, kernel, declared[kernel], constants, csrc)
+    return _instance(arch, kernel, declared[kernel], constants, CSRC)
 
 
 def _instance(arch: str, kernel: str, table: Mapping[str, Any], constants: Constants, csrc: Path) -> Instance:

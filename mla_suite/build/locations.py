@@ -10,7 +10,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,15 +40,15 @@ def file_hashes(csrc: Path = CSRC) -> dict[str, str]:
     return {path.relative_to(csrc).as_posix(): sha256(path.read_bytes()) for path in files}
 
 
+def hash_sources(csrc: Path, sources: Sequence[str]) -> str:
+    """sha256 over names and contents of these files of `csrc`; a file that is gone changes it too."""
+    hashes = {name: sha256((csrc / name).read_bytes()) for name in sources if (csrc / name).is_file()}
+    return sha256("\n".join(f"{name} {hashes.get(name, 'absent')}" for name in sources).encode())
+
+
 def tree_hash(csrc: Path = CSRC) -> str:
     """sha256 over the names and contents of every file under `csrc`."""
-    digest = hashlib.sha256()
-    for path in sorted(csrc.rglob("*")):
-        if path.is_file():
-            data = path.read_bytes()
-            digest.update(f"{path.relative_to(csrc).as_posix()}\0{len(data)}\0".encode())
-            digest.update(data)
-    return digest.hexdigest()
+    return sha256("\n".join(map(" ".join, sorted(file_hashes(csrc).items()))).encode())
 
 
 def cache_root() -> Path | None:

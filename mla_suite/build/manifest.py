@@ -11,7 +11,7 @@ from typing import Any
 
 from mla_suite.archs import CSRC
 from mla_suite.build import locations
-from mla_suite.build.locations import MANIFEST, ObjectError, read_trusted, sha256
+from mla_suite.build.locations import MANIFEST, ObjectError, hash_sources, read_trusted
 from mla_suite.build.report import Loop
 
 SCHEMA = 2
@@ -137,15 +137,6 @@ class Manifest:
             kernels.append(row)
         libraries = {name: asdict(made) for name, made in sorted(self.libraries.items())}
         return json.dumps({"schema": SCHEMA, "libraries": libraries, "kernels": kernels}, indent=1) + "\n"
-
-
-def hash_sources(csrc: Path, sources: tuple[str, ...]) -> str:
-    """sha256 over names and contents of these files of `csrc`; a file that is gone changes it too."""
-    parts = []
-    for name in sources:
-        path = csrc / name
-        parts.append(f"{name} {sha256(path.read_bytes()) if path.is_file() else 'absent'}")
-    return sha256("\n".join(parts).encode())
 
 
 def parse(text: str, root: Path, csrc: Path = CSRC) -> Manifest:

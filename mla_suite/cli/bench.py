@@ -20,12 +20,12 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mla_suite.cli import INTERRUPTED, positive, sizes, torch_device
+from mla_suite.cli.progress import bar
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", action="append", choices=("native", "triton", "reference"), help="repeatable")
     parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of a shape in each pass (default 3)")
-    parser.add_argument("--passes", type=int, default=2, help="passes over the set (default 2)")
+    parser.add_argument("--rounds", type=positive, default=3, help="rounds of a shape in each pass (default 3)")
+    parser.add_argument("--passes", type=positive, default=2, help="passes over the set (default 2)")
     parser.add_argument(
         "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
     )
@@ -98,8 +98,6 @@ def run(args: argparse.Namespace) -> int:
     if args.load and chosen:
         given = " ".join(f"--{name.replace('_', '-')}" for name in chosen)
         raise ValueError(f"--load shows a run as it was saved; leave out {given}")
-    if args.rounds < 1 or args.passes < 1:
-        raise ValueError(f"--rounds {args.rounds} --passes {args.passes}: both are at least 1")
     old = record.load(args.compare) if args.compare else None
     if not 0 <= args.sustained <= 60:
         raise ValueError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
@@ -208,7 +206,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     cases = _cases(args, names)
     emulated = [] if device.type == "cuda" or args.no_emulator else _built()
     ceilings, stopped = None, False
-    with _progress("ceilings of this card", len(cases) * effort.passes) as advance:
+    with bar("ceilings of this card", len(cases) * effort.passes) as update:
         if device.type == "cuda":
             ceilings = floors.measure(device)
         try:
@@ -220,7 +218,7 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
                 with_third_party=not args.no_third_party,
                 floors=ceilings,
                 emulated=emulated,
-                progress=advance,
+                progress=lambda what, done: update(description=what[:60], completed=done),
             )
         except runner.Stopped as stop:
             if not stop.results:
@@ -230,19 +228,6 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     facts |= {"note": "Stopped before its end: not every shape was measured, or not in every pass."} if stopped else {}
     return Report(facts, command, list(names), results, ceilings), stopped
-
-
-@contextmanager
-def _progress(first: str, steps: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, called with (what is being measured, steps done)."""
-    from rich import progress
-    from rich.console import Console
-
-    name = progress.TextColumn("{task.description:48}")
-    columns = (name, progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(first, total=steps)
-        yield lambda what, done: bar.update(task, description=what[:48], completed=done)
 
 
 def _built() -> list[str]:
@@ -270,7 +255,7 @@ def _again(
         return comparisons
     device = _device(args)
     cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
-    with _progress("suspects", len(cases) * effort.passes) as advance:
+    with bar("suspects", len(cases) * effort.passes) as update:
         repeated = runner.run(
             cases,
             device,
@@ -278,7 +263,7 @@ def _again(
             backends=args.backend or (),
             with_third_party=False,
             floors=report.floors,
-            progress=advance,
+            progress=lambda what, done: update(description=what[:60], completed=done),
         )
     second = {result.key: result for result in repeated if result.rounds}
     slow = {entry.new.key for entry in record.slower(comparisons)}
@@ -286,13 +271,6 @@ def _again(
         if result.key in slow and result.key in second:
             report.results[index] = second[result.key]
     return record.compare(old, report)
-
-
-def _show(console: Console, report: Report, comparisons: Sequence[Comparison], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(_as_json(report, comparisons), indent=1))
-    else:
-        _print(console, report, comparisons)
 
 
 def _as_json(report: Report, comparisons: Sequence[Comparison]) -> dict[str, object]:
@@ -315,9 +293,12 @@ def _summary(comparisons: Sequence[Comparison], lost: int) -> str:
     )
 
 
-def _print(console: Console, report: Report, comparisons: Sequence[Comparison]) -> None:
+def _show(console: Console, report: Report, comparisons: Sequence[Comparison], as_json: bool) -> None:
     from mla_suite.bench import table
 
+    if as_json:
+        print(json.dumps(_as_json(report, comparisons), indent=1))
+        return
     facts = report.environment
     versions = " ".join(
         f"{name} {facts[name]}" for name in ("driver", "cuda", "rocm", "torch", "triton") if facts.get(name)

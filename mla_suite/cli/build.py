@@ -14,12 +14,11 @@ ISA asks for (`python -m mla_suite hazards`). `python -m mla_suite kernels` show
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from mla_suite.build import BuildError, ObjectError, build
 from mla_suite.cli import positive
+from mla_suite.cli.progress import compiling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,31 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
 
 
-@contextmanager
-def steps() -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal, from the first object that is compiled on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    task = bar.add_task("", total=None)
-
-    def step(number: int, of: int) -> None:
-        bar.start()
-        bar.update(task, completed=number, total=of)
-
-    try:
-        yield step
-    finally:
-        bar.stop()
-
-
 def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
-        with steps() as step:
+        with compiling() as step:
             manifest = build(
                 arguments.arch.split(",") if arguments.arch else None,
                 out=arguments.out,

@@ -80,10 +80,9 @@ def _emulated(arch: str, *, as_json: bool) -> int:
 def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) -> dict[str, Any]:
     """Prefill, decode compiled, compare; -> the report that is printed."""
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     import mla_suite
+    from mla_suite.cli.progress import bar
     from mla_suite.launch import current_arch
     from mla_suite.models import MLAConfig, PagedLatentCache
     from mla_suite.models.config import LATENT, ROPE
@@ -108,30 +107,27 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     width = max(-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS)
 
     step_function = torch.compile(model.decode, fullgraph=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True, quiet=quiet)
     logits_by_step = []
-    with torch.no_grad(), Progress(*columns, console=console) as progress:
-        task = progress.add_task("prefill", total=tokens)
+    with torch.no_grad(), bar("prefill", tokens, quiet=quiet) as update:
         step = cache.append(sequences, list(PROMPTS), width=width)
         logits = model.prefill(torch.cat(prompts), list(PROMPTS), cache, step)
         chosen = [logits.argmax(-1)]
         started = time.perf_counter()
         compile_seconds = 0.0
-        progress.update(task, description="compile")
+        update(description="compile")
         for index in range(tokens):
             step = cache.append(sequences, [1] * len(sequences), width=width)
             logits = step_function(chosen[-1][:, None], cache.layers, step)[:, 0]
             if index == 0:
                 compile_seconds = time.perf_counter() - started
                 started = time.perf_counter()
-                progress.update(task, description="decode ")
+                update(description="decode")
             logits_by_step.append(logits)
             chosen.append(logits.argmax(-1))
-            progress.advance(task)
+            update(advance=1)
         decode_seconds = time.perf_counter() - started
 
-        progress.update(task, description="compare")
+        update(description="compare")
         model.float()
         difference = largest = 0.0
         for b, prompt in enumerate(prompts):

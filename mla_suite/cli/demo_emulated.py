@@ -18,6 +18,7 @@ from mla_suite import emulator
 from mla_suite.archs import ArchSpec
 from mla_suite.cli.demo_layers import Part, parts
 from mla_suite.cli.emulate import launch_record
+from mla_suite.cli.progress import bar
 from mla_suite.cli.support import serving
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation
@@ -50,9 +51,6 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
 
     `problems` holds a sentence for everything that is not as it must be, and is empty when all is well.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     started = time.perf_counter()
     everywhere = current_arch(torch.empty(0))
     if everywhere is not None:
@@ -61,21 +59,15 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
         )
     with mla_suite.emulate(arch) as record:
         made = list(parts(record))
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    shown = []
-    with torch.no_grad(), Progress(*columns, console=Console(stderr=True, quiet=quiet)) as progress:
-        task = progress.add_task("", total=0)
+    shown: list[dict[str, Any]] = []
+    total = 0
+    with torch.no_grad(), bar("", total, quiet=quiet) as update:
         for making, make in made:
-            progress.update(task, description=making)
+            update(description=making)
             here = make()
-            progress.update(task, total=(progress.tasks[0].total or 0) + 2 * len(here))
-            for part in here:
-
-                def tell(what: str, part: Part = part) -> None:
-                    progress.update(task, description=f"{what}: {part.title}")
-
-                shown.append(_shown(part, record, tell, lambda: progress.advance(task)))
-        progress.update(task, description="done")
+            total += 2 * len(here)
+            update(total=total)
+            shown += [_shown(part, record, update) for part in here]
     return {
         "arch": arch,
         "rtol": RTOL,
@@ -86,14 +78,14 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
     }
 
 
-def _shown(part: Part, arch: ArchSpec, tell: Callable[[str], None], done: Callable[[], None]) -> dict[str, Any]:
-    tell("reference")
+def _shown(part: Part, arch: ArchSpec, update: Callable[..., None]) -> dict[str, Any]:
+    """One part on the reference and in the emulator; `update` is that of the progress bar."""
+    update(description=f"reference: {part.title}")
     expected = part.step()
-    done()
-    tell("emulator ")
+    update(description=f"emulator : {part.title}", advance=1)
     with mla_suite.emulate(arch.name), emulator.configured(collect=True) as reports, Witness() as witness:
         got = part.step()
-    done()
+    update(advance=1)
     launches = [launch_record(report, arch, 0) for report in reports]
     backends = _backends(witness.answers, launches)
     problems = _not_native(part.operators, arch, backends, launches)

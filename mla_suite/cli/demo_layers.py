@@ -118,7 +118,7 @@ def sparse_layer(arch: ArchSpec) -> Part:
 
     The new token goes into a pool of 256-token pages; each query sees the last 128 tokens of its sequence and 512 of
     another pool of compressed tokens, which an indexer would choose and here a draw does. The rope part of the output
-    is turned back by the query's position before the output projection.
+    is rotated back by the query's position before the output projection.
     """
     hidden, q_lora, heads, head_dim, rope = 4096, 1024, 64, 512, 64
     lengths, page, window, topk = (700, 90), 256, 128, 512

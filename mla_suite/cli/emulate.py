@@ -153,7 +153,7 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
     expected, got = results
     keys = int(args[2].sum()) if op.name == "decode" else 0
     bound = None
-    if op.name == "decode" and fp8_weights(explanation.choice.supported.config):
+    if op.name == "decode" and fp8_weights(explanation.config):
         bound = testing.fp8_weights_bound(*args, **kwargs)
     return {
         "op": op.name,

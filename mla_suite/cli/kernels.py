@@ -14,20 +14,6 @@ from pathlib import Path
 from mla_suite.build import KernelEntry, ObjectError
 from mla_suite.build.manifest import installed, read
 
-_NUMBERS = (
-    "threads",
-    "vgpr",
-    "agpr",
-    "sgpr",
-    "LDS",
-    "spills",
-    "waves/SIMD",
-    "matrix/token",
-    "LDS reads/token",
-    "loop",
-    "code",
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="only this arch")
@@ -55,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     table = Table(title=str(manifest.root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
     for name in ("arch", "kernel"):
         table.add_column(name, overflow="fold")
-    for name in _NUMBERS:
+    for name in numbers(entries[0]):
         table.add_column(name, justify="right")
     for entry in entries:
-        table.add_row(entry.arch, entry.id, *numbers(entry))
+        table.add_row(entry.arch, entry.id, *numbers(entry).values())
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for version in sorted({f"{entry.arch}: {entry.compiler}" for entry in entries}):
@@ -66,23 +52,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def numbers(entry: KernelEntry) -> list[str]:
-    """The cells of one row, in the order of the table's numeric columns; a dash where a number has no meaning."""
+def numbers(entry: KernelEntry) -> dict[str, str]:
+    """The numeric cells of one row by their column; a dash where a number has no meaning."""
     loop = entry.loop
 
     def per_token(count: int) -> str:
         return f"{count / entry.tokens:.2f}" if entry.tokens else f"{count}/turn"
 
-    return [
-        str(entry.threads),
-        str(entry.vgprs),
-        str(entry.agprs),
-        str(entry.sgprs) if loop or entry.sgprs else "-",
-        f"{entry.lds}+{entry.dynamic_lds}",
-        str(entry.spills),
-        str(entry.occupancy),
-        per_token(loop.matrix) if loop else "-",
-        per_token(loop.lds_reads) if loop else "-",
-        str(loop.instructions) if loop else "-",
-        str(entry.code_bytes),
-    ]
+    return {
+        "threads": str(entry.threads),
+        "vgpr": str(entry.vgprs),
+        "agpr": str(entry.agprs),
+        "sgpr": str(entry.sgprs) if loop or entry.sgprs else "-",
+        "LDS": f"{entry.lds}+{entry.dynamic_lds}",
+        "spills": str(entry.spills),
+        "waves/SIMD": str(entry.occupancy),
+        "matrix/token": per_token(loop.matrix) if loop else "-",
+        "LDS reads/token": per_token(loop.lds_reads) if loop else "-",
+        "loop": str(loop.instructions) if loop else "-",
+        "code": str(entry.code_bytes),
+    }

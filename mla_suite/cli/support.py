@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from mla_suite import archs, launch
 from mla_suite.bench import saving
+from mla_suite.core import dispatch, explain
+from mla_suite.core.register import registry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,27 +34,35 @@ def run(args: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def serving(op: str, arch: str) -> str:
-    """The implementation that serves an operator on an arch once its kernels are built: native, triton or reference."""
-    from mla_suite import archs, launch
-    from mla_suite.core import dispatch, explain
-
+@contextmanager
+def as_if_built() -> Iterator[None]:
+    """Within the block dispatch answers as if every declared kernel were built."""
     with launch.declared_kernels():
         dispatch.clear_caches()
-        answer = explain.serving(op, archs.get(arch), "cuda")
+        yield
     dispatch.clear_caches()
-    return answer
+
+
+def serving(op: str, arch: str) -> str:
+    """The implementation that serves an operator on an arch once its kernels are built: native, triton or reference."""
+    with as_if_built():
+        return explain.serving(op, archs.get(arch), "cuda")
+
+
+def answers() -> tuple[dict[str, dict[str, str]], dict[str, str]]:
+    """(arch -> operator -> backend on its GPU, arch -> sentence for a record that is wrong)."""
+    good, bad = archs.specs()
+    with as_if_built():
+        found = {name: {op: explain.serving(op, spec, "cuda") for op in registry()} for name, spec in good.items()}
+    return found, bad
 
 
 def table() -> tuple[str, list[str]]:
     """(the support table as Markdown, a sentence for each arch whose record is wrong)."""
-    from mla_suite import launch
-    from mla_suite.core import explain, register
-
-    columns, bad = explain.support_table(launch.declared_kernels)
+    columns, bad = answers()
     lines = ["| operator | " + " | ".join(columns) + " | other GPUs | CPU |", "|---" * (len(columns) + 3) + "|"]
-    for op in register.registry():
-        cells = [answers[op] for answers in columns.values()]
+    for op in registry():
+        cells = [column[op] for column in columns.values()]
         cells += [explain.serving(op, None, "cuda"), explain.serving(op, None, "cpu")]
         lines.append(f"| {op} | " + " | ".join(cells) + " |")
     return "\n".join(lines), list(bad.values())

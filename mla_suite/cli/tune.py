@@ -61,12 +61,12 @@ def build_named() -> int:
     from mla_suite import archs
     from mla_suite.archs.common import combine_search
     from mla_suite.build import BuildError
-    from mla_suite.cli.build import steps
+    from mla_suite.cli.progress import compiling
 
     failed = 0
     for name in archs.names():
         try:
-            with steps() as step:
+            with compiling() as step:
                 print(f"{name}: {combine_search.build_named(archs.get(name), step)} kernels built")
         except BuildError as error:
             failed = 1
@@ -80,7 +80,7 @@ def _count(args: argparse.Namespace) -> int:
 
     from mla_suite import archs as arch_records
     from mla_suite.bench import counted_search, environment, store
-    from mla_suite.cli.build import steps
+    from mla_suite.cli.progress import compiling
     from mla_suite.core import dispatch
 
     op = args.op or "combine"
@@ -94,7 +94,7 @@ def _count(args: argparse.Namespace) -> int:
     cases = _cases(argparse.Namespace(op=op, set=args.set, shapes=args.shapes))
     for name in args.emulate.split(","):
         arch = arch_records.get(name)
-        with steps() as step:
+        with compiling() as step:
             built = space.build(arch, step)
         print(f"{name}: {built} kernels built for the search")
         dispatch.clear_caches()
@@ -152,12 +152,11 @@ def _tables() -> Iterator[tuple[Any, str, Path]]:
 def _tune(args: argparse.Namespace) -> int:
     import torch
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from mla_suite import archs as arch_records
     from mla_suite.bench import environment, search, store
     from mla_suite.build import BuildError
-    from mla_suite.cli.build import steps
+    from mla_suite.cli.progress import bar, compiling
 
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")
@@ -174,7 +173,7 @@ def _tune(args: argparse.Namespace) -> int:
         unplanned = (replace(case, planned=False) for case in cases)
         cases = list({case.id: case for case in unplanned}.values())
     try:
-        with steps() as step:
+        with compiling() as step:
             built = space.build(arch, step)
         print(f"{built} kernels built for the search")
     except BuildError as error:
@@ -184,13 +183,11 @@ def _tune(args: argparse.Namespace) -> int:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     rows: list[dict[str, object]] = []
     refused, stopped = 0, False
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(TextColumn("{task.description:60}"), *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(cases))
+    with bar("", len(cases)) as update:
         for case in cases:
 
             def report(what: str, shape: str = case.shape) -> None:
-                bar.update(task, description=f"{shape} {what}"[:60])
+                update(description=f"{shape} {what}"[:60])
 
             try:
                 outcome = search.search(case, backend, space, arch, device, progress=report)
@@ -205,7 +202,7 @@ def _tune(args: argparse.Namespace) -> int:
                 console.print(_line(outcome), highlight=False, soft_wrap=True, markup=False)
                 if outcome.kept is None:
                     rows.append(search.cells(outcome, space, arch, facts))
-            bar.advance(task)
+            update(advance=1)
     table = space.table(arch.name)
     path = store.path_for(space.form, table, user=args.user)
     for row in rows:

@@ -62,7 +62,6 @@ def tensor(
     rank: int | Sequence[int],
     dtypes: Sequence[torch.dtype],
     like: torch.Tensor | None = None,
-    last_contiguous: bool = True,
 ) -> None:
     """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided."""
     if value is None:  # torch takes it for a tensor that has no value
@@ -75,7 +74,7 @@ def tensor(
         fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
-    if last_contiguous and strided(value):
+    if strided(value):
         fail(op, argument, f"has strides {value.stride()}", "its last dimension must be contiguous: call .contiguous()")
 
 

@@ -72,6 +72,11 @@ def _tensors(args: Any) -> tuple[Any, ...]:
     return tuple([getattr(args, name) for name in args.__match_args__])
 
 
+def backends(op: str, reference: Callable[[Any, tuple[torch.Tensor, ...], Any], None]) -> tuple[Backend, ...]:
+    """The backends of an operator in order of preference: its kernels, `ops/<op>/triton.py`, and `reference`."""
+    return native_backend(op), triton_backend(f"mla_suite.ops.{op}.triton"), reference_backend(reference)
+
+
 def reference_backend(run: Callable[[Any, tuple[torch.Tensor, ...], Any], None]) -> Backend:
     """The definition of an operator in fp32 as a backend: run(None, outputs, Args)."""
     reason = Supported(None, "fp32 reference (supports every input)")

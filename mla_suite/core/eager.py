@@ -218,17 +218,17 @@ def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
     lists = any(value.__class__ is list for value in tensors)
     if lists:
         tensors, options = _flat(tensors, options)
-    places = [place for place, tensor in enumerate(tensors) if tensor is not None]
-    given = [tensors[place] for place in places]
+    positions = [position for position, tensor in enumerate(tensors) if tensor is not None]
+    given = [tensors[position] for position in positions]
     if _Guards is None or any(tensor.data_ptr() & 15 for tensor in given):
         return
-    leading = places == list(range(len(places)))
+    leading = positions == list(range(len(positions)))
     _last[slot] = prepared.guards[slot] = _Guarded(
         prepared,
         lists,
         [*map(type, tensors + options)],
         tuple([list(value) if value.__class__ is list else value for value in options]),  # the caller's may change
-        itemgetter(slice(len(places))) if leading else itemgetter(*places),
+        itemgetter(slice(len(positions))) if leading else itemgetter(*positions),
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         given[0].is_cuda,
         _emulated(),
@@ -337,18 +337,18 @@ def allocator(
     """
     if not outputs:
         return tuple
-    places = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
-    laid_out = list(zip(outputs, places, strict=True))
+    steps = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
+    laid_out = list(zip(outputs, steps, strict=True))
 
     def elsewhere() -> tuple[torch.Tensor, ...]:
         return tuple(
-            [torch.empty_strided(shape, place, dtype=dtype, device=device) for (shape, dtype), place in laid_out]
+            [torch.empty_strided(shape, step, dtype=dtype, device=device) for (shape, dtype), step in laid_out]
         )
 
     make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if make is None:
         return elsewhere
-    makers = [partial(make, shape, place, dtype) for (shape, dtype), place in laid_out]
+    makers = [partial(make, shape, step, dtype) for (shape, dtype), step in laid_out]
     on_cpu = device.type == "cpu"
     current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
     ordinal = device.index

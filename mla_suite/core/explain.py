@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Hashable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 
-from mla_suite import archs
 from mla_suite.archs import ArchSpec
 from mla_suite.core import dispatch, register
-from mla_suite.core.dispatch import Choice
 
 
 @dataclass(frozen=True)
@@ -21,39 +18,26 @@ class Explanation:
     """One choice, printable.
 
     op, arch   names; arch is None on a CPU that emulates nothing
-    choice     backend, answer (its configuration; its reason names the tuned table's file and row if one decided) and
-               the reasons of the backends preferred to it
+    backend    the backend that runs the call, with its configuration and the reason for it, which names the tuned
+               table's file and row if one decided
+    refused    the backends preferred to it, each with its reason
     notes      which context the choice used
     problem    all it could depend on
     """
 
     op: str
     arch: str | None
-    choice: Choice
+    backend: str
+    config: Any
+    reason: str
+    refused: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     problem: Hashable
 
-    @property
-    def backend(self) -> str:
-        return self.choice.backend.name
-
-    @property
-    def _serving(self) -> str:
-        """The backend, with the arch whose kernels it means where these are native."""
-        return f"native ({self.arch})" if self.backend == "native" else self.backend
-
-    @property
-    def reason(self) -> str:
-        return self.choice.supported.reason
-
-    @property
-    def refused(self) -> tuple[tuple[str, str], ...]:
-        return self.choice.refused
-
     def __str__(self) -> str:
-        config = self.choice.supported.config
-        lines = [f"{self.op} on {self.arch or 'cpu'} -> {self._serving}: {self.reason}"]
-        lines += [f"  config: {config}"] if config is not None else []
+        serving = f"native ({self.arch})" if self.backend == "native" else self.backend
+        lines = [f"{self.op} on {self.arch or 'cpu'} -> {serving}: {self.reason}"]
+        lines += [f"  config: {self.config}"] if self.config is not None else []
         lines += [f"  not {name}: {reason}" for name, reason in self.refused]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
@@ -83,7 +67,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
     # A problem may say in words what it is made from; most have nothing to add.
     notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
-    return Explanation(op, arch.name if arch else None, choice, notes, problem)
+    answer = choice.supported
+    name = arch.name if arch else None
+    return Explanation(op, name, choice.backend.name, answer.config, answer.reason, choice.refused, notes, problem)
 
 
 def serving(op: str, arch: ArchSpec | None, device: str) -> str:
@@ -97,19 +83,3 @@ def serving(op: str, arch: ArchSpec | None, device: str) -> str:
         args, kwargs = sample.make(torch.device("cpu"))
         answers.add(dispatch.choose(op, record.backends, record.problem(*args, **kwargs), arch, device).backend.name)
     return next(backend.name for backend in record.backends if backend.name in answers)
-
-
-def support_table(
-    declared: Callable[[], AbstractContextManager[None]],
-) -> tuple[dict[str, dict[str, str]], dict[str, str]]:
-    """(arch -> operator -> backend, arch -> sentence for a record that is wrong).
-
-    These are dispatch's answers for GPUs. `declared` is `launch.declared_kernels`, within which every declared kernel
-    counts as built.
-    """
-    good, bad = archs.specs()
-    with declared():
-        dispatch.clear_caches()
-        table = {name: {op: serving(op, spec, "cuda") for op in register.registry()} for name, spec in good.items()}
-    dispatch.clear_caches()
-    return table, bad

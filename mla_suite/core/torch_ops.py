@@ -60,12 +60,12 @@ def _spelling(op: eager.Called, by_position: int, names: tuple[str, ...]) -> _Sp
         return None
     defaults = dict(zip(arguments, op.positional, strict=False)) | op.options
     left_out = tuple([name for name in arguments if name not in given])
-    places = [(given + left_out).index(name) for name in arguments]
+    positions = [(given + left_out).index(name) for name in arguments]
     tensors = len(arguments) - len(op.options)
     left = tuple([defaults[name] for name in left_out])
-    return _Spelling(op, left, _picker(places[:tensors]), _picker(places[tensors:]))
+    return _Spelling(op, left, _picker(positions[:tensors]), _picker(positions[tensors:]))
 
 
-def _picker(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """values -> the tuple of those at `places`; `itemgetter` returns a tuple of two and more alone."""
-    return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[place] for place in places])
+def _picker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """values -> the tuple of those at `positions`; `itemgetter` returns a tuple of two and more alone."""
+    return itemgetter(*positions) if len(positions) > 1 else lambda values: tuple([values[at] for at in positions])

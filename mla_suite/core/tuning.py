@@ -204,29 +204,29 @@ def user_directory() -> Path:
 def load(form: Format, arch: str, path: Path) -> tuple[Row, ...]:
     """The rows of one table; ValueError, with file and line, at the first thing `lint` would name."""
     checked: list[Row] = []
-    for finding in _check(form, arch, path):
+    for finding in _check(form, arch, path, path.read_bytes()):
         if isinstance(finding, str):
             raise ValueError(finding)
         checked.append(finding)
     return tuple(checked)
 
 
-def lint(form: Format, arch: str, path: Path) -> tuple[str, ...]:
-    """Everything wrong with a table, each as `file:line: sentence`; empty when it is sound.
+def lint(form: Format, arch: str, path: Path, data: bytes | None = None) -> tuple[str, ...]:
+    """Everything wrong with a table, or with `data` in its place, each as `file:line: sentence`; empty if it is sound.
 
     Checked: size, header, number of cells, characters, ranges, legality of the configuration, provenance, no row slower
     than its baseline, rows sorted by key and unique.
     """
-    return tuple(finding for finding in _check(form, arch, path) if isinstance(finding, str))
+    found = _check(form, arch, path, path.read_bytes() if data is None else data)
+    return tuple(finding for finding in found if isinstance(finding, str))
 
 
-def _check(form: Format, arch: str, path: Path) -> Iterator[Row | str]:
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        yield f"{path}:1: {size} bytes; a table has at most {MAX_BYTES}"
+def _check(form: Format, arch: str, path: Path, data: bytes) -> Iterator[Row | str]:
+    if len(data) > MAX_BYTES:
+        yield f"{path}:1: {len(data)} bytes; a table has at most {MAX_BYTES}"
         return
     try:
-        text = path.read_text(encoding="ascii")
+        text = data.decode("ascii")
     except UnicodeDecodeError as error:
         yield f"{path}:1: byte {error.start} is not ASCII; a table holds plain text"
         return

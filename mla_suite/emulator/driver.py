@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.assembly import AssemblyError
 from mla_suite.emulator.machine import THREADS, Emulator, Memory
 from mla_suite.emulator.report import Report, SanitizerError
-from mla_suite.launch.driver import Buffers, Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_hip_grid
+from mla_suite.launch.driver import Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_hip_grid
 
 _log = logging.getLogger("mla_suite.emulator")
 
 
-class Options:
-    """The options of launches in this context, and the place for their reports.
+class Options(NamedTuple):
+    """How launches in this context are run, as in `Emulator.launch`; with a list, their reports go there and findings
+    do not raise."""
 
-    checks, threads, order: as in Emulator.launch. reports: filled with each launch's Report when a list is given;
-    findings then stay in the reports and do not raise.
-    """
-
-    def __init__(
-        self,
-        *,
-        checks: bool = True,
-        threads: int = THREADS,
-        order: str = "forward",
-        reports: list[Report] | None = None,
-    ) -> None:
-        self.checks, self.threads, self.order, self.reports = checks, threads, order, reports
+    checks: bool = True
+    threads: int = THREADS
+    order: str = "forward"
+    reports: list[Report] | None = None
 
 
 options: ContextVar[Options] = ContextVar("mla_suite_emulator_options", default=Options())  # noqa: B039  # never mutated
@@ -63,50 +54,37 @@ class EmulatorDriver:
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
+        """`overlap` has no effect, because a launch runs to its end.
+
+        A launch raises LaunchError when it does not fit the kernel or has no buffers declared, and SanitizerError (a
+        LaunchError) with every finding.
+        """
+
         def start(params: bytes, given: tuple[Any, ...]) -> None:
-            self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
+            kernel.check(block, dynamic_lds, params)
+            check_hip_grid(grid, block)
+            if naming is None:
+                raise LaunchError("the emulator needs the buffers a kernel may touch; pass `naming` to bind")
+            buffers = list(naming(*given))
+            for name, tensor, _ in buffers:
+                if tensor.device.type != "cpu":
+                    raise LaunchError(f"buffer {name} is on {tensor.device}; the emulator runs on CPU tensors")
+            how = options.get()
+            report = self._machine.launch(
+                kernel.handle,
+                grid,
+                block,
+                dynamic_lds,
+                params,
+                [Memory.of(*buffer) for buffer in buffers],
+                checks=how.checks,
+                threads=how.threads,
+                order=how.order,
+            )
+            _log.debug("%s: %d wave instructions", kernel.entry.id, report.instructions())
+            if how.reports is not None:
+                how.reports.append(report)
+            elif report.findings:
+                raise SanitizerError(report)
 
         return start
-
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None,
-        overlap: bool = False,
-    ) -> None:
-        """Executes the kernel to its end, so `overlap` has no effect here.
-
-        LaunchError when the launch does not fit the kernel or no buffers were declared; SanitizerError (one of them)
-        with every finding.
-        """
-        kernel.check(block, dynamic_lds, params)
-        check_hip_grid(grid, block)
-        if buffers is None:
-            raise LaunchError("the emulator needs the buffers a kernel may touch; pass `buffers` to launch")
-        memories = []
-        keep = list(buffers())
-        for item in keep:
-            if item.tensor.device.type != "cpu":
-                raise LaunchError(f"buffer {item.name} is on {item.tensor.device}; the emulator runs on CPU tensors")
-            memories.append(Memory.of(item.name, item.tensor, item.access))
-        how = options.get()
-        report = self._machine.launch(
-            kernel.handle,
-            grid,
-            block,
-            dynamic_lds,
-            params,
-            memories,
-            checks=how.checks,
-            threads=how.threads,
-            order=how.order,
-        )
-        _log.debug("%s: %d wave instructions", kernel.entry.id, report.instructions())
-        if how.reports is not None:
-            how.reports.append(report)
-        elif report.findings:
-            raise SanitizerError(report)

@@ -1,7 +1,7 @@
 """The launch layer: code objects -> launches on torch's streams. Importing it opens no driver, no GPU, no manifest."""
 
 from mla_suite.launch.driver import Buffer, Driver, DriverError, Kernel, LaunchError
-from mla_suite.launch.launcher import bind, current_arch, declared_kernels, emulate, has_kernel, launch
+from mla_suite.launch.launcher import bind, current_arch, declared_kernels, emulate, has_kernel
 
 __all__ = [
     "Buffer",
@@ -14,5 +14,4 @@ __all__ = [
     "declared_kernels",
     "emulate",
     "has_kernel",
-    "launch",
 ]

@@ -18,7 +18,7 @@ from typing import Any
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import Bounded, DriverError, Grid, Kernel, Naming, Start, TorchDevice
+from mla_suite.launch.driver import DriverError, Grid, Kernel, Naming, Start, TorchDevice
 from mla_suite.launch.gpu_driver import GpuDriver
 
 # CUlaunchConfig: grid, block, shared bytes, padding, stream, attributes, their number.
@@ -109,7 +109,7 @@ class CudaDriver(GpuDriver):
         handle, size = kernel.handle, kernel.params_size
         fits = block == kernel.threads and dynamic_lds <= kernel.max_dynamic_lds
         attributes = ctypes.addressof(self._overlap) if overlap else 0
-        configs = Bounded[bytes](_MAX_STREAMS)
+        configs: dict[int, bytes] = {}
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if current() != ordinal:
@@ -121,7 +121,9 @@ class CudaDriver(GpuDriver):
             config = configs.get(stream)
             if config is None:
                 config = CONFIG.pack(*grid, block, 1, 1, dynamic_lds, stream, attributes, overlap)
-                configs.keep(stream, config)
+                if len(configs) >= _MAX_STREAMS:
+                    configs.clear()
+                configs[stream] = config
             # ctypes passes bytes as the address of their contents; byref of a c_char_p is a one-entry array of such
             # addresses, as kernelParams wants. Both live for this call only, so threads share nothing.
             code = launch(config, handle, byref(c_char_p(params)), None)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
@@ -88,27 +88,15 @@ class Driver(Protocol):
         """The kernel of one manifest entry, loaded at the first call and kept."""
         ...
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None,
-        overlap: bool = False,
-    ) -> None:
-        """Enqueues the kernel on torch's current stream of this device.
-
-        Only the emulator asks for the buffers. `overlap` lets the kernel begin before the one ahead of it on the stream
-        ends, where the device can; the kernel waits itself before it reads that one's results.
-        """
-        ...
-
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
-        """Prepares a launch for repeated calls: start(params, given), whose buffers are naming(*given)."""
+        """Prepares a launch: start(params, given) enqueues the kernel on torch's current stream of this device.
+
+        Only the emulator asks for a call's buffers, which are naming(*given). `overlap` lets the kernel begin before
+        the one ahead of it on the stream ends, where the device can; the kernel waits itself before it reads that one's
+        results.
+        """
         ...
 
 
@@ -126,22 +114,6 @@ class TorchDevice(NamedTuple):
 
         torch.cuda.init()
         return cls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream, torch.cuda.device)
-
-
-_Kept = TypeVar("_Kept")
-
-
-class Bounded(dict[Any, _Kept]):
-    """A dict that is cleared when it is full. Threads may share it."""
-
-    def __init__(self, max_entries: int) -> None:
-        self.max_entries = max_entries
-
-    def keep(self, key: Hashable, value: _Kept) -> _Kept:
-        if len(self) >= self.max_entries:
-            self.clear()
-        self[key] = value
-        return value
 
 
 class KernelCache:

@@ -1,4 +1,4 @@
-"""The common part of GPU drivers: kernels are loaded once, recurring launches are bound once, every call is checked.
+"""The common part of GPU drivers: kernels are loaded once, and every call is checked.
 
 A subclass knows its library: how a module is loaded, how a launch is packed, and what its error codes mean.
 """
@@ -16,8 +16,6 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.launch.driver import (
     CAPTURE_MODE_RELAXED,
-    Bounded,
-    Buffers,
     DriverError,
     Grid,
     Kernel,
@@ -27,7 +25,6 @@ from mla_suite.launch.driver import (
     TorchDevice,
 )
 
-_MAX_BOUND_LAUNCHES = 1024  # a driver keeps this many prepared launches, since grids recur
 _CAPTURE_ERRORS = range(900, 909)
 _WARM_UP = (
     "the stream is being captured and the kernel was never loaded: warm up first (call the operator once eagerly)"
@@ -37,7 +34,7 @@ _WARM_UP = (
 class GpuDriver(ABC):
     """One GPU, driven through a C library that ctypes has opened."""
 
-    __slots__ = ("_bound", "_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "ordinal")
+    __slots__ = ("_cache", "_current", "_launch", "_library", "_stream", "_torch", "arch", "ordinal")
 
     name: str
     launch_function: ClassVar[str]
@@ -55,26 +52,13 @@ class GpuDriver(ABC):
         self._current = self._torch.current_device
         self._stream = self._torch.raw_stream
         self._cache = KernelCache(self._load)
-        self._bound = Bounded[Start](_MAX_BOUND_LAUNCHES)
 
     def load(self, entry: KernelEntry) -> Kernel:
         return self._cache.get(entry)
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None = None,
-        overlap: bool = False,
-    ) -> None:
-        key = kernel, grid, block, dynamic_lds, overlap
-        start = self._bound.get(key)
-        if start is None:
-            start = self._bound.keep(key, self.bind(kernel, grid, block, dynamic_lds, None, overlap))
-        start(params, ())
+    def launch(self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes) -> None:
+        """Enqueues one launch that is not repeated."""
+        self.bind(kernel, grid, block, dynamic_lds, None)(params, ())
 
     @abstractmethod
     def bind(

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import instances, manifest
 from mla_suite.build.locations import ObjectError
 from mla_suite.core import dispatch
-from mla_suite.launch.driver import Buffers, Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
+from mla_suite.launch.driver import Driver, DriverError, Grid, Kernel, LaunchError, Naming, Start
 
 EMULATED_BY_ENVIRONMENT = os.environ.get("MLA_SUITE_EMULATE") or None
 """ArchSpec named by MLA_SUITE_EMULATE when this module was imported; a wrong name is reported at its first use."""
@@ -115,78 +115,54 @@ def has_kernel(arch: ArchSpec | str, instance_id: str) -> bool:
     return manifest.is_built(name, instance_id)
 
 
-def launch(
-    op: str,
-    instance_id: str,
-    place: torch.Tensor | torch.device,
-    grid: Grid,
-    block: int,
-    dynamic_lds: int,
-    params: bytes,
-    buffers: Buffers | None = None,
-    overlap: bool = False,
-) -> None:
-    """Enqueues one kernel on torch's current stream of a device.
-
-    op            operator named in errors
-    instance_id   kernel, as in the manifest
-    place         a tensor on the device, or the device
-    grid, block   workgroups in x, y, z; threads per workgroup
-    dynamic_lds   bytes of LDS beside the static
-    params        the packed parameter struct; the caller keeps the tensors it points to alive
-    buffers       called by the emulator only: every tensor the kernel may touch
-    overlap       the kernel may begin before the previous one on the stream ends (it must wait itself)
-
-    LaunchError names op, kernel, arch, shape and the driver's explanation.
-    """
-    driver, kernel = _find(op, instance_id, place)
-    try:
-        driver.launch(kernel, grid, block, dynamic_lds, params, buffers, overlap)
-    except (DriverError, LaunchError) as error:
-        _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, buffers, error)
-
-
 def bind(
     op: str,
     instance_id: str,
-    place: torch.Tensor | torch.device,
+    tensor: torch.Tensor,
     grid: Grid,
     block: int,
     dynamic_lds: int,
     naming: Naming | None = None,
     overlap: bool = False,
 ) -> Start:
-    """Prepares a launch for repeated calls: returns `enqueue(params, given)`, with driver and kernel found.
+    """Finds driver and kernel for repeated launches on a device: returns `enqueue(params, given)`.
 
-    The arguments are those of `launch`, but `naming(*given)` gives the buffers of one call; no tensor is kept.
+    op            operator named in errors
+    instance_id   kernel, as in the manifest
+    tensor        any tensor on the device
+    grid, block   workgroups in x, y, z; threads per workgroup
+    dynamic_lds   bytes of LDS beside the static
+    naming        naming(*given) gives the tensors that one call may touch; only the emulator asks for them
+    overlap       the kernel may begin before the previous one on the stream ends (it must wait itself)
+
+    `enqueue` puts the kernel on torch's current stream of the device. `params` is the packed parameter struct; the
+    caller keeps the tensors alive that it points to, since nothing here holds one. LaunchError names op, kernel, arch,
+    shape and the driver's explanation.
     """
-    driver, kernel = _find(op, instance_id, place)
+    driver, kernel = _find(op, instance_id, tensor)
     start = driver.bind(kernel, grid, block, dynamic_lds, naming, overlap)
 
     def enqueue(params: bytes, given: tuple[Any, ...]) -> None:
         try:
             start(params, given)
         except (DriverError, LaunchError) as error:
-            named = naming and partial(naming, *given)
-            _refuse(op, instance_id, driver.arch.name, grid, block, dynamic_lds, named, error)
+            if type(error) not in (DriverError, LaunchError):
+                raise  # the emulator's findings, which carry their own account
+            named = naming(*given) if naming else ()
+            shapes = ", ".join(f"{buffer.name} {tuple(buffer.tensor.shape)}" for buffer in named) or "not given"
+            raise LaunchError(
+                f"{op}: kernel {instance_id} on {driver.arch.name}, grid {tuple(grid)} x {block} threads, "
+                f"{dynamic_lds} bytes of dynamic LDS, shapes: {shapes}: {error}"
+            ) from error
 
     return enqueue
 
 
-def _find(op: str, instance_id: str, place: torch.Tensor | torch.device) -> tuple[Driver, Kernel]:
-    try:
-        index: int | str = place.get_device()  # type: ignore[union-attr]  # a device takes the except branch
-    except AttributeError:
-        index = _index_of(place)  # type: ignore[arg-type]  # not a tensor, so a device
+def _find(op: str, instance_id: str, tensor: torch.Tensor) -> tuple[Driver, Kernel]:
+    index: int | str = tensor.get_device()
     if index == -1:
         index = _emulated_name(op)
     return _prepared.get((index, instance_id)) or _prepare(op, instance_id, index)
-
-
-def _index_of(device: torch.device) -> int:
-    if device.type == "cpu":
-        return -1
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _emulated_name(op: str) -> str:
@@ -239,22 +215,3 @@ def install(driver: Driver) -> None:
         if _drivers.get(driver.arch.name, driver) is not driver:
             raise LaunchError(f"{driver.arch.name} is already emulated in this process by another driver")
         _drivers[driver.arch.name] = driver
-
-
-def _refuse(
-    op: str,
-    instance_id: str,
-    arch: str,
-    grid: Grid,
-    block: int,
-    dynamic_lds: int,
-    buffers: Buffers | None,
-    error: Exception,
-) -> NoReturn:
-    if type(error) not in (DriverError, LaunchError):
-        raise error  # the emulator's findings, which carry their own account
-    shapes = ", ".join(f"{item.name} {tuple(item.tensor.shape)}" for item in buffers()) if buffers else "not given"
-    raise LaunchError(
-        f"{op}: kernel {instance_id} on {arch}, grid {tuple(grid)} x {block} threads, {dynamic_lds} bytes of dynamic "
-        f"LDS, shapes: {shapes}: {error}"
-    ) from error

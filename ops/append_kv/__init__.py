@@ -75,11 +75,11 @@ def append_kv(
     kv_descale    [] or [1] fp32 above 0, for fp8 and fp8_fnuz: a value x is stored as x / kv_descale (None is 1)
     cos_sin       [max_len, rope] float: cosines then sines, rope / 2 each; rotates k_pe before it is stored
     positions     [tokens] int32 or int64: the row of cos_sin of each token; given exactly when cos_sin is
-    kv_format        a name of `python -m mla_suite formats`; its scale rule quantises
+    kv_format     a name of `python -m mla_suite formats`; its scale rule quantises
     interleaved   True pairs k_pe elements (2i, 2i + 1), False pairs (i, i + rope / 2)
 
     Every byte of a written token is written, padding of the record as zero; no other byte changes. Values are rotated
-    in fp32 and rounded once. Where a slot occurs more than once the last of its tokens stays. What is written carries
+    in fp32 and rounded once. If several tokens have the same slot, the last of them stays. What is written carries
     no gradient. Slots past the cache, positions past cos_sin and a kv_descale that is not finite or not above 0 are
     refused on the CPU and in debug mode.
     """
@@ -164,11 +164,7 @@ APPEND_KV = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("append_kv"),
-            dispatch.triton_backend("mla_suite.ops.append_kv.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("append_kv", reference.run),
         samples=samples.samples,
     )
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 
@@ -38,6 +37,3 @@ def rotated(k_pe: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool) -> tor
         return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
     a, b = k_pe.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-BACKEND = reference_backend(run)

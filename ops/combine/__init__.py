@@ -132,11 +132,7 @@ COMBINE = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("combine"),
-            dispatch.triton_backend("mla_suite.ops.combine.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("combine", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool skip_single=False", "bool plus_inf_lse=False"),

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core.dispatch import reference_backend
-
 
 class LseLayout(NamedTuple):
     """The element of query token t, counted through the batch, and head h: t x token + t // tokens x batch + h x head.
@@ -67,6 +65,3 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         total = weight.sum(dim=0) if sink is None else weight.sum(dim=0) + torch.exp(sink - shift)
         weight = torch.where(split_lse == -torch.inf, 0.0, weight / total)[:, :, None]
         out[b] = torch.where(weight == 0, 0.0, weight * args.partial_out[first:end]).sum(dim=0)
-
-
-BACKEND = reference_backend(run)

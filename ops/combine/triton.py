@@ -97,20 +97,20 @@ def combine_kernel(
         address = partial_out + at[:, None] * partial_stride_split + row * partial_stride_row + column[None, :]
         values = tl.load(address, mask=(weight != 0.0)[:, None], other=0.0)
         accumulator += tl.sum(weight[:, None] * values, 0)
-    place = out + (first_token + token) * out_stride_token + head * out_stride_head
-    tl.store(place + column, accumulator.to(out.dtype.element_ty))
-    at = lse_place(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+    out_row = out + (first_token + token) * out_stride_token + head * out_stride_head
+    tl.store(out_row + column, accumulator.to(out.dtype.element_ty))
+    at = lse_offset(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
     tl.store(lse + at, tl.where(merged == -float("inf"), empty_lse, merged))
 
 
 @triton.jit
-def lse_place(token, head, stride_token, stride_head, stride_batch, tokens):
+def lse_offset(token, head, stride_token, stride_head, stride_batch, tokens):
     """Where the lse of a query token, counted through the batch, and a head lies (reference.LseLayout)."""
     return token * stride_token + token // tokens * stride_batch + head * stride_head
 
 
 def lse_numbers(lse: torch.Tensor, plus_inf: bool) -> tuple[int | float, ...]:
-    """The arguments of `lse_place` behind token and head, and the lse of a row without keys."""
+    """The arguments of `lse_offset` behind token and head, and the lse of a row without keys."""
     layout = LseLayout.of(lse)
     return layout.token, layout.head, layout.batch, layout.tokens, empty_lse(plus_inf)
 

@@ -78,7 +78,7 @@ class Problem(NamedTuple):
     ragged_queries: bool  # cu_seqlens_q
     causal: bool
     sink: bool
-    rope: int  # values of a row that rope_cos_sin turns, 0 without it
+    rope: int  # values of a row that rope_cos_sin rotates, 0 without it
     planned: bool
     num_splits: int
     split_size: int
@@ -131,17 +131,19 @@ def decode(
                   refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
-                  paired i with i + 32) and row j is turned to position j as it is read; q comes rotated
-    plan          from `mla_suite.plan`, for any lengths: changes speed and the place of splits, nothing beyond rounding
+                  paired i with i + 32), and row j is rotated to position j as it is read; q is rotated already
+    plan          from `mla_suite.plan`, made for these lengths or others: it decides speed and where sequences are
+                  split, and changes results by rounding alone
     cp_tot_seq_lens  [batch] int32, with cp_world_size: keys of each sequence on all ranks together. Needed where a
                   causal sequence may have several query tokens; one query token sees all of a rank's keys
     softmax_scale multiplies q . k
-    max_seqlen_kv    a promise about seq_lens that helps the choice of kernel; 0 is none
+    max_seqlen_kv an upper bound of seq_lens, which helps to choose the kernel; 0 if unknown
     head_dim_v    values of V; a row has head_dim
     causal        query token i of n sees keys up to seq_lens - n + i; otherwise all keys
-    kv_format        a name of `python -m mla_suite formats`
-    num_splits    > 0: equal splits of each sequence; split_size > 0: keys of each split, batch-invariant
-                  for one max_seqlen_q. Beside a plan they repeat what the plan was made with
+    kv_format     a name of `python -m mla_suite formats`
+    num_splits    > 0: the number of equal splits of each sequence. With a plan it repeats what the plan was made with
+    split_size    > 0: the keys of each split. Results are then batch-invariant among calls of one max_seqlen_q. With a
+                  plan it repeats what the plan was made with
     cp_world_size, cp_rank, cp_interleave  with cp_world_size > 1, kv_cache, block_table and seq_lens are those of rank
                   cp_rank, which has the keys at global positions p with p // cp_interleave % cp_world_size == cp_rank,
                   in order and without gaps. The causal limit is on global positions; `combine` merges the results
@@ -320,11 +322,7 @@ DECODE = register(
         check=check,
         describe=describe,
         validate=validate_data.validate,
-        backends=(
-            dispatch.native_backend("decode"),
-            dispatch.triton_backend("mla_suite.ops.decode.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool plus_inf_lse=False",),

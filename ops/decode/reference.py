@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from mla_suite import kv_formats
-from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.ops.combine import CombineArgs
 from mla_suite.ops.combine.reference import run as combine
@@ -118,7 +117,7 @@ def attend(
 
 
 def rotated(rows: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """rows [keys, head_dim] whose last values, as two halves, are turned by cos_sin [keys, rope] = cos | sin."""
+    """rows [keys, head_dim] whose last values, as two halves, are rotated by cos_sin [keys, rope] = cos | sin."""
     cos, sin = cos_sin.float().chunk(2, dim=-1)
     latent, rope = rows.split((rows.shape[1] - cos_sin.shape[1], cos_sin.shape[1]), dim=1)
     low, high = rope.chunk(2, dim=1)
@@ -136,6 +135,3 @@ def _splits(seq_lens: torch.Tensor, num_splits: int, split_size: int) -> Sequenc
     if split_size > 0:
         return [[(key, key + split_size) for key in range(0, max(length, 1), split_size)] for length in lens]
     return [[(0, OPEN)]] * len(lens)
-
-
-BACKEND = reference_backend(run)

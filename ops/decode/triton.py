@@ -20,7 +20,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
 from mla_suite.ops.decode import triton_config as tuned
 from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
@@ -208,18 +208,20 @@ def attend_item(
             sink = tl.load(attn_sink + head) * LOG2E
             denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
         factor = tl.where(l_i == 0.0, 0.0, value_scale / denominator)
-        place = (first_token + token) * out_stride_token + head * out_stride_head
+        out_offset = (first_token + token) * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] + column[None, :], value, mask=live[:, None])
-        at = lse_place(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(out + out_offset[:, None] + column[None, :], value, mask=live[:, None])
+        at = lse_offset(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
         tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     elif partial_out is not None:
         factor = tl.where(l_i == 0.0, 0.0, value_scale / l_i)
-        place = partial_row * q_len * heads + row
+        at = partial_row * q_len * heads + row
         tl.store(
-            partial_out + place[:, None] * LATENT + column[None, :], accumulator * factor[:, None], mask=live[:, None]
+            partial_out + at[:, None] * LATENT + column[None, :],
+            accumulator * factor[:, None],
+            mask=live[:, None],
         )
-        tl.store(partial_lse + place, result_lse, mask=live)
+        tl.store(partial_lse + at, result_lse, mask=live)
 
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
@@ -248,9 +250,9 @@ def _leaves_idle(batch: int, rows: int, arch: ArchSpec) -> bool:
     return batch * -(-rows // 16) * 8 <= arch.compute_units
 
 
-def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | None) -> Tile:
+def tile_for(rows: int, q_dtype: torch.dtype, rotated: bool, arch: ArchSpec | None) -> Tile:
     """The best measured tile where an MMA has 64 rows; on other archs the largest that needs no scratch memory and fits
-    64 KiB of LDS; the same where there is no record of the arch. `turned` keys need a sixth more buffers.
+    64 KiB of LDS; the same where there is no record of the arch. Keys to be rotated need a sixth more buffers.
 
     On an H200 (batch 128, 4096 keys; us): 16 rows 173 with these and 211 with 32 keys, 4 warps, 3 stages; 64 rows 327,
     and 372 with 32 keys, 5 stages; 32 rows (batch 32) 70, and 103 as a padded tile of 64.
@@ -260,11 +262,11 @@ def tile_for(rows: int, q_dtype: torch.dtype, turned: bool, arch: ArchSpec | Non
     if arch is None or arch.matrix_min_rows < 64:
         return Tile(16, 32, 4, 2) if rows <= 16 else Tile(32, 32, 4, 2)
     if rows <= 16:
-        return Tile(16, 64, 8, 3 if turned else 5)
+        return Tile(16, 64, 8, 3 if rotated else 5)
     if rows <= 32:
-        return Tile(32, 64, 8, 3 if turned else 5)
+        return Tile(32, 64, 8, 3 if rotated else 5)
     # 64 rows fill a warpgroup's matrix instruction; more would not fit the registers beside 512 columns
-    return Tile(64, 32 if turned else 64, 8, 2)
+    return Tile(64, 32 if rotated else 64, 8, 2)
 
 
 def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:

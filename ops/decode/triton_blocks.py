@@ -1,5 +1,5 @@
 """Steps of a block of keys in Triton: the rope part of scores, whose keys are cached as they were rotated, or not
-and turned as they are read; and the state of the softmax."""
+and rotated as they are read; and the state of the softmax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def rope_queries(q_row, rope_cos_sin, live, LATENT: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr):
-    """The rope part of the queries: whole, and again; or, where keys are turned as they are read, in two halves."""
+    """The rope part of the queries: whole, and again; or, where keys are rotated as they are read, in two halves."""
     SIZE: tl.constexpr = ROPE if rope_cos_sin is None else ROPE // 2
     column = LATENT + tl.arange(0, SIZE)
     q_low = tl.load(q_row[:, None] + column[None, :], mask=live[:, None], other=0.0).to(DOT)
@@ -24,7 +24,7 @@ def rope_scores(
     scores, q_low, q_high, kv_row, rope_cos_sin, key, inside, LATENT: tl.constexpr, ROPE: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """scores plus the rope part's share; un-rotated keys are turned by their position, in halves as in NeoX."""
+    """scores plus the rope part's share; un-rotated keys are rotated by their position, in halves as in NeoX."""
     if rope_cos_sin is None:
         column = LATENT + tl.arange(0, ROPE)
         rope = tl.load(kv_row[:, None] + column[None, :], mask=inside[:, None], other=0.0)
@@ -32,9 +32,9 @@ def rope_scores(
     else:
         HALF: tl.constexpr = ROPE // 2
         pair = tl.arange(0, HALF)
-        place = kv_row[:, None] + LATENT + pair[None, :]
-        low = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
-        high = tl.load(place + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
+        pair_at = kv_row[:, None] + LATENT + pair[None, :]
+        low = tl.load(pair_at, mask=inside[:, None], other=0.0).to(tl.float32)
+        high = tl.load(pair_at + HALF, mask=inside[:, None], other=0.0).to(tl.float32)
         angle = rope_cos_sin + key[:, None] * ROPE + pair[None, :]
         cos = tl.load(angle, mask=inside[:, None], other=0.0)
         sin = tl.load(angle + HALF, mask=inside[:, None], other=0.0)

@@ -94,8 +94,8 @@ def _check_ragged(
         possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
         checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
     _check_fit(seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
-    place = torch.arange(kv_indices.shape[0], device=used.device)
-    present = torch.zeros_like(place, dtype=torch.bool)
+    position = torch.arange(kv_indices.shape[0], device=used.device)
+    present = torch.zeros_like(position, dtype=torch.bool)
     for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):
         present[first : first + pages_used] = True
     wrong = (present & ((kv_indices < 0) | (kv_indices >= pages))).nonzero()

@@ -65,11 +65,11 @@ def plan(
 
     seq_lens      [batch] int32, keys per sequence; for sparse_decode [query tokens], keys selected over all pools
     cu_seqlens_q  [batch + 1] int32, query tokens per sequence; a sequence without any costs nothing
-    num_heads, max_seqlen_q   heads and the most query tokens of a sequence, for the cost model, whose figures are those
-                  of seq_lens' device; the plan is right for any other, and on any other
-    max_seqlen_kv longest sequence the plan will be used with; 0 when unknown and split_size is 0
-    num_sm_parts  parts that the work is shared into, 1..1024; None: one for each group of compute units that hold all
-                  query rows of a sequence. More are right too, but their work tiles wait for each other
+    num_heads     heads of the queries. It and max_seqlen_q, the most query tokens of a sequence, go into the cost
+                  model of seq_lens' device; other heads, query tokens and devices may use the plan, too
+    max_seqlen_kv longest sequence the plan will be used with; 0 if unknown, which split_size does not allow
+    num_sm_parts  parts that share the work, 1..1024; None: one for each group of compute units that holds all query
+                  rows of a sequence. More give the same results, but their work tiles wait for each other
     num_splits    > 0: this number of equal splits per sequence
     split_size    > 0: a split at every multiple of this number of keys, whatever the length and batch (batch-invariant)
 
@@ -139,17 +139,17 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
             f"is {args.max_seqlen_kv} with split_size={args.split_size}",
             "pass the longest length",
         )
-    place = metadata.layout_for(
+    layout = metadata.layout_for(
         batch,
         args.num_sm_parts,
         max_seqlen_kv=args.max_seqlen_kv,
         num_splits=args.num_splits,
         split_size=args.split_size,
     )
-    if checks.certain(place.words * 4 > metadata.BYTE_LIMIT):
-        given = f"would have {place.item_capacity} work tiles in {place.words * 4} bytes"
+    if checks.certain(layout.words * 4 > metadata.BYTE_LIMIT):
+        given = f"would have {layout.item_capacity} work tiles in {layout.words * 4} bytes"
         checks.fail("plan", "the plan", given, f"at most {metadata.BYTE_LIMIT} bytes: use fewer or larger splits")
-    return (Output((place.words,), torch.int32),)
+    return (Output((layout.words,), torch.int32),)
 
 
 def check_splits(op: str, num_splits: int, split_size: int) -> None:
@@ -233,11 +233,7 @@ PLAN = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("plan"),
-            dispatch.triton_backend("mla_suite.ops.plan.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("plan", reference.run),
         samples=samples.samples,
         defaults=_defaults,
     )

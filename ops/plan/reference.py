@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.dispatch import reference_backend
 from mla_suite.launch import current_arch
 from mla_suite.ops.plan import metadata as words
 from mla_suite.ops.plan.metadata import OPEN
@@ -113,6 +112,3 @@ def items_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tenso
     row = split_indptr[owner] + torch.arange(capacity, device=device) - start[owner]
     row = torch.where(used & (splits[owner] > 1), row, -1)
     return split_indptr, work_indptr, torch.stack((sequence[:-1], first[:-1], end, row), dim=-1)
-
-
-BACKEND = reference_backend(run)

@@ -14,6 +14,7 @@ from mla_suite.core.register import register
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_plan, check_splits, check_words
+from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import reference, samples
 
 SCHEMA = (
@@ -206,6 +207,15 @@ def describe(args: SparseDecodeArgs) -> Problem:
     )
 
 
+def splits_by_size(args: SparseDecodeArgs) -> int:
+    """Splits per query token in batch-invariant mode: as many as the widths of dense indices need.
+
+    Nothing on the host bounds one token's keys in ragged indices, so they are not split.
+    """
+    ragged = any(indptr is not None for indptr in args.indptrs or ())
+    return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in args.indices), args.split_size))
+
+
 def validate(args: SparseDecodeArgs) -> None:
     indptrs, topk_lengths = _per_pool(args.kv_caches, args.indptrs), _per_pool(args.kv_caches, args.topk_lengths)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
@@ -236,11 +246,7 @@ SPARSE_DECODE = register(
         check=check,
         describe=describe,
         validate=validate,
-        backends=(
-            dispatch.native_backend("sparse_decode"),
-            dispatch.triton_backend("mla_suite.ops.sparse_decode.triton"),
-            reference.BACKEND,
-        ),
+        backends=dispatch.backends("sparse_decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
         out_only=("bool plus_inf_lse=False",),

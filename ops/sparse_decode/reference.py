@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from mla_suite.core.dispatch import reference_backend
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.combine.reference import empty_lse
@@ -51,6 +50,3 @@ def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tens
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
     return caches.gather(declared(kv_format), cache, valid)
-
-
-BACKEND = reference_backend(run)

@@ -18,11 +18,11 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch.launcher import compute_units
 from mla_suite.launch.scratch import partials
-from mla_suite.ops.combine.triton import lse_numbers, lse_place, merge
+from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
 from mla_suite.ops.decode.triton_blocks import natural_lse, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
-from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
+from mla_suite.ops.sparse_decode import splits_by_size
 from mla_suite.ops.sparse_decode.triton_rows import ENCODINGS, record, row_columns
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -118,17 +118,17 @@ def sparse_decode_kernel(
             sink = tl.load(attn_sink + head, mask=live, other=0.0) * LOG2E
             denominator += tl.exp2(sink - tl.where(m_i == -float("inf"), 0.0, m_i))
         factor = tl.where(l_i == 0.0, 0.0, 1.0 / denominator)
-        place = out + token * out_stride_token + head * out_stride_head
+        out_row = out + token * out_stride_token + head * out_stride_head
         value = (accumulator * factor[:, None]).to(out.dtype.element_ty)
-        tl.store(place[:, None] + column[None, :], value, mask=live[:, None])
-        at = lse_place(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
+        tl.store(out_row[:, None] + column[None, :], value, mask=live[:, None])
+        at = lse_offset(token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
         tl.store(lse + at, tl.where(result_lse == -float("inf"), empty_lse, result_lse), mask=live)
     else:
         factor = tl.where(l_i == 0.0, 0.0, 1.0 / l_i)
-        place = part * heads + head
+        partial_row = part * heads + head
         value = accumulator * factor[:, None]
-        tl.store(partial_out + place[:, None] * VALUES + column[None, :], value, mask=live[:, None])
-        tl.store(partial_lse + place, result_lse, mask=live)
+        tl.store(partial_out + partial_row[:, None] * VALUES + column[None, :], value, mask=live[:, None])
+        tl.store(partial_lse + partial_row, result_lse, mask=live)
 
 
 @triton.jit
@@ -232,7 +232,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     lists = zip(kv_caches, args.indices, args.indptrs, args.topk_lengths, args.kv_formats, strict=True)
     pools = tuple(_pool(args.q, *members) for members in lists)
     tiles = triton.cdiv(heads, config.rows)
-    splits = args.num_splits or _splits(tokens, tiles, args.indices, args.indptrs, args.split_size)
+    splits = args.num_splits or (splits_by_size(args) if args.split_size else _splits(tokens, tiles, args.indices))
     partial_out, partial_lse = (
         partials(args.q.device, tokens * splits, heads, args.head_dim_v) if splits > 1 else (None, None)
     )
@@ -306,20 +306,7 @@ def _pool(
     )
 
 
-def _splits(
-    tokens: int,
-    tiles: int,
-    indices: Sequence[torch.Tensor],
-    indptrs: Sequence[torch.Tensor | None],
-    split_size: int,
-) -> int:
-    """Splits per query token where no number was asked for: enough blocks for every compute unit, none under 128 keys.
-
-    In batch-invariant mode as many as the widths of dense indices need; of ragged indices nothing on the host bounds
-    one token's keys, so they are not split.
-    """
-    if split_size:
-        ragged = any(indptr is not None for indptr in indptrs)
-        return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in indices), split_size))
+def _splits(tokens: int, tiles: int, indices: Sequence[torch.Tensor]) -> int:
+    """Splits per query token where nothing asks for a number: blocks for all compute units, none under 128 keys."""
     keys = sum(index.numel() for index in indices) // tokens
     return max(1, min(compute_units(indices[0].device) // (tokens * tiles), keys // 128))

@@ -92,7 +92,6 @@ def test_a_shape_that_became_wrong_is_a_regression(tmp_path: Path, capsys: pytes
         (["--compare", "absent.json"], "absent.json cannot be read"),
         (["--shapes", "b999"], "no shape contains b999; they are decode-b2-h16-q1-kv64"),
         (["--sustained", "-1"], "bench: --sustained -1.0: it takes 0 to 60 seconds"),
-        (["--rounds", "0"], "both are at least 1"),
         (["--load", "a.json", "--op", "plan", "--shapes", "b1"], "run as it was saved; leave out --op --shapes"),
         (["--save", "/dev/null/run.json"], "/dev/null/run.json cannot be written"),
         (["--html", "/"], "/ cannot be written; name a file"),

@@ -2,18 +2,13 @@
 
 import csv
 import re
-import sys
 from pathlib import Path
 
+import bench_vllm
 import pytest
+import vllm_decode
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-try:
-    import bench_vllm
-    import vllm_decode
-finally:
-    del sys.path[0]
 
 LAYERS, STEPS = 3, 4
 

@@ -5,25 +5,21 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import bench_decode_sm90
+import bench_sparse_sm90
+import by_shape
 import pytest
 import torch
+from by_shape import Timed, Work
 
 from mla_suite import archs
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.inputs import Call
 from mla_suite.core.op import Op
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_decode_sm90
-import bench_sparse_sm90
-import by_shape
-from by_shape import Timed, Work
 
 BENCHMARKS = {"decode": bench_decode_sm90, "sparse_decode": bench_sparse_sm90}
 CEILINGS = Floors(((1 << 20, 2.0), (1 << 30, 250.0)), 800.0, "made up")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import sys
 from dataclasses import replace
 from pathlib import Path
 
+import bench_reduce
 import pytest
 
 from mla_suite import archs
@@ -15,10 +15,6 @@ from mla_suite.archs.common import combine_config, combine_search
 from mla_suite.bench import counted_search, sets
 from mla_suite.build import manifest
 from mla_suite.core import dispatch, tuning
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_reduce
 
 ARCH = "gfx942"
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 
+import check_h32_q4
 import pytest
 import runs
 import torch
@@ -18,16 +16,6 @@ from mla_suite.build import manifest
 
 ROOT = Path(__file__).parents[2]
 LONG = [pytest.param(4, ctx, marks=pytest.mark.full) for ctx in (8192, 16384)]
-
-
-def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_h32_q4", ROOT / "benchmarks" / "check_h32_q4.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def saved(path: Path, us: float) -> Path:
@@ -80,8 +68,7 @@ def test_sizes_of_the_grid_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> 
 def test_accuracy_is_as_published(batch: int, ctx: int) -> None:
     if isinstance(manifest.locate(), str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
-    module = check()
-    found = list(module.lines(batch, ctx, torch.device("cpu")))
+    found = list(check_h32_q4.lines(batch, ctx, torch.device("cpu")))
     assert [line.planned for line in found] == [False, True]
     for line in found:
         assert line.published is not None
@@ -93,7 +80,7 @@ def test_accuracy_at_the_smaller_softmax_scale_is_as_published(batch: int, ctx: 
     """At 1/sqrt(576) scores are closer together and rounding matters more; short work tiles keep bf16 weights."""
     if isinstance(manifest.locate(), str):
         pytest.skip("the package's own kernels are not built: run `python -m mla_suite build`")
-    for line in check().lines(batch, ctx, torch.device("cpu"), 576**-0.5):
+    for line in check_h32_q4.lines(batch, ctx, torch.device("cpu"), 576**-0.5):
         assert line.holds, line.cells
         if line.planned or ctx <= 2048:
             assert line.distance < 1e-5

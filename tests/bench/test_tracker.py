@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import meter
 import pytest
 
-from mla_suite.bench import clock
 from mla_suite.build import manifest
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed (pip install 'mla_suite[bench]')")
@@ -87,11 +87,11 @@ def test_an_unknown_set_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_meter_moves_by_what_it_is_given() -> None:
-    clock.reset_meter()
-    clock.add_to_meter(2.5)
-    clock.add_to_meter(0.0)
-    assert clock.meter() == 2.5
+    meter.reset()
+    meter.add(2.5)
+    meter.add(0.0)
+    assert meter.meter() == 2.5
     with pytest.raises(ValueError, match="0 or more"):
-        clock.add_to_meter(-1.0)
-    clock.reset_meter()
-    assert clock.meter() == 0.0
+        meter.add(-1.0)
+    meter.reset()
+    assert meter.meter() == 0.0

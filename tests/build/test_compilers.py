@@ -158,7 +158,7 @@ def test_an_object_without_a_compiler_stays_while_it_is_up_to_date(csrc, tmp_pat
     row = next(row for row in table["kernels"] if row["arch"] == "gfx942")
     sources = ("sm_90/scale.cu", "common/device.hpp")
     cubin = {"arch": "sm_90", "object": "sm_90/made elsewhere.cubin", "text": "", "text_sha256": ""}
-    cubin |= {"sources": sources, "source_hash": manifest.hash_sources(csrc, sources)}
+    cubin |= {"sources": sources, "source_hash": locations.hash_sources(csrc, sources)}
     table["kernels"].append(row | cubin)
     (out / "manifest.json").write_text(json.dumps(table))
     (out / "sm_90").mkdir()

@@ -20,6 +20,10 @@ def kernel(arch, programs):
     return driver, driver.load(entry)
 
 
+def launch(driver, loaded, grid, block, dynamic_lds, params, buffers):
+    driver.bind(loaded, grid, block, dynamic_lds, buffers)(params, ())
+
+
 def arguments(a, b, out):
     params = struct.pack("<QQQi", a.data_ptr(), b.data_ptr(), out.data_ptr(), a.numel())
     return params, lambda: [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out, "w")]
@@ -48,7 +52,7 @@ def test_launch(kernel):
     driver, loaded = kernel
     a, b = torch.randn(2, 500)
     out = torch.empty(500)
-    driver.launch(loaded, (2, 1, 1), 256, 0, *arguments(a, b, out))
+    launch(driver, loaded, (2, 1, 1), 256, 0, *arguments(a, b, out))
     assert torch.equal(out, a + b)
     assert driver.load(loaded.entry) is loaded
 
@@ -60,12 +64,12 @@ def test_findings_raise_once_all_is_done(kernel):
     params, _ = arguments(a, b, out)
     buffers = [Buffer("a", a, "r"), Buffer("b", b, "r"), Buffer("out", out[:496], "w")]
     with pytest.raises(SanitizerError, match=r"global_out_of_bounds: add: `global_store_dword.*4 times") as caught:
-        driver.launch(loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+        launch(driver, loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
     assert torch.equal(out[:496], (a + b)[:496])
     assert not out[496:].any()
     assert caught.value.report.stored["out"] == 4 * 496
     with configured(collect=True) as reports:
-        driver.launch(loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
+        launch(driver, loaded, (2, 1, 1), 256, 0, params, lambda: buffers)
     assert [finding.kind for finding in reports[0].findings] == ["global_out_of_bounds"]
 
 
@@ -74,22 +78,22 @@ def test_refusals(kernel):
     a, b = torch.randn(2, 64)
     params, buffers = arguments(a, b, torch.empty(64))
     with pytest.raises(LaunchError, match="512 threads per workgroup, the kernel was compiled for 256"):
-        driver.launch(loaded, (1, 1, 1), 512, 0, params, buffers)
+        launch(driver, loaded, (1, 1, 1), 512, 0, params, buffers)
     with pytest.raises(LaunchError, match="27 bytes of parameters, the kernel takes 28"):
-        driver.launch(loaded, (1, 1, 1), 256, 0, params[:-1], buffers)
+        launch(driver, loaded, (1, 1, 1), 256, 0, params[:-1], buffers)
     for grid in ((0, 1, 1), (1, 0, 1), (1 << 24, 1, 1), (1, 65536, 1), (1, 1, 65536)):
         with pytest.raises(LaunchError, match=r"grid .* x 256 threads; a GPU takes at least one workgroup, fewer than"):
-            driver.launch(loaded, grid, 256, 0, params, buffers)
+            launch(driver, loaded, grid, 256, 0, params, buffers)
     room = arch_records.get(driver.arch.name).lds_bytes
-    driver.launch(loaded, (1, 1, 1), 256, room, params, buffers)
+    launch(driver, loaded, (1, 1, 1), 256, room, params, buffers)
     with pytest.raises(LaunchError, match=f"{room + 1} bytes of dynamic LDS, {driver.arch.name} leaves {room}"):
-        driver.launch(loaded, (1, 1, 1), 256, room + 1, params, buffers)
+        launch(driver, loaded, (1, 1, 1), 256, room + 1, params, buffers)
     for block in ((1025, 1, 1), (32, 33, 1), (0, 1, 1)):
         with pytest.raises(LaunchError, match="a workgroup has 1 to 1024 threads"):
             Emulator(driver.arch.name).launch(loaded.handle, (1, 1, 1), block, 0, params, [])
     with pytest.raises(LaunchError, match=f"{room + 16} bytes of LDS; {driver.arch.name} has {room}"):
         Emulator(driver.arch.name).launch(loaded.handle, (1, 1, 1), 256, room + 16, params, [])
     with pytest.raises(LaunchError, match="needs the buffers"):
-        driver.launch(loaded, (1, 1, 1), 256, 0, params, None)
+        launch(driver, loaded, (1, 1, 1), 256, 0, params, None)
     with pytest.raises(LaunchError, match="buffer a is on meta"):
-        driver.launch(loaded, (1, 1, 1), 256, 0, params, lambda: [Buffer("a", a.to("meta"), "r")])
+        launch(driver, loaded, (1, 1, 1), 256, 0, params, lambda: [Buffer("a", a.to("meta"), "r")])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import decode_grid
 import pytest
 import torch
 
@@ -13,10 +11,6 @@ from mla_suite.launch import current_arch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-
-import decode_grid
 
 Q, CACHE, LENS, TABLE, _, _, _, Q_DESCALE, _, SINK, _, PLAN = range(12)
 HALF = {"kv_format": "fp16", "dtype": torch.float16}

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-
 from merges import HEADS, INF, NAN, SPLITS, TOKENS, assert_rounded, exact, hard_to_round, partials, special
 
 from mla_suite.archs.common import combine_config as config

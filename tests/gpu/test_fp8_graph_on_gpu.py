@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import decode_grid
 import pytest
 import torch
 
@@ -15,10 +13,6 @@ from mla_suite.launch import current_arch
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-
-import decode_grid
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 LENS, PLAN = 2, 11

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
+import decode_grid
 import pytest
+import sparse_runs
 import torch
 from gpu_problems import Recorded, moved
+from sparse_problems import MODES, POOLS, in_mode, problem
 
 import mla_suite
 from mla_suite.archs.sm_90.sparse_decode import SLOTS, WIDTHS
@@ -18,12 +19,6 @@ from mla_suite.kv_formats import kv_format
 from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import poison
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-
-import decode_grid
-import sparse_runs
-from sparse_problems import MODES, POOLS, in_mode, problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 CUDA = torch.device("cuda")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import mla_suite
 from mla_suite import archs, emulator
 from mla_suite.archs.cdna import PLAN_WAVES
+from mla_suite.archs.common import combine
 from mla_suite.archs.common import plan as kernels
 from mla_suite.archs.common.plan import MAX_SEQUENCES, PlanConfig
 from mla_suite.core import dispatch
@@ -189,7 +190,7 @@ def test_a_batch_it_does_not_take_is_refused(batch):
 
 
 def test_without_its_kernels_the_refusal_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(combine, "has_kernel", lambda arch, instance: False)
     answer = NATIVE.supports(PLAN.problem(lens(5), **arguments()), archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "python -m mla_suite build" in answer.reason

@@ -91,12 +91,13 @@ def test_the_search_finds_what_trying_all_counts_finds(units):
 
 
 COLD = [(1, 16, 8192), (128, 128, 4096), (2, 16, 131072), (1, 128, 131072), (8, 64, 131072), (16, 32, 65536)]
+COLD += [(8, 64, 2**20), (4, 128, 2**20), (3, 128, 2**20), (8, 8, 2**20)]  # the slowest four of 11,088 shapes
 
 
+@pytest.mark.parametrize("kv_load", ["tma", "fp8", "gather"])
 @pytest.mark.parametrize("units", [78, 132, 228])
-def test_a_cold_choice_takes_little_time(units):
-    """At most 0.1 ms on a quiet machine, by the shapes with the most counts to try too (0.6 ms when all were tried one
-    by one); the fastest of many repeats, with room for a slow machine."""
+def test_a_cold_choice_takes_little_time(units, kv_load):
+    """A choice that was never made before takes at most 0.1 ms of processor time: the fastest of many repeats."""
     arch = H200.on_device(units)
     for batch, rows, keys in COLD:
         took = []
@@ -104,9 +105,9 @@ def test_a_cold_choice_takes_little_time(units):
             best_splits.cache_clear()
             costs._resident.cache_clear()
             begin = time.process_time()
-            best_splits(arch, "tma", batch, rows, keys // BLOCK_N)
+            best_splits(arch, kv_load, batch, rows, keys // BLOCK_N)
             took.append(time.process_time() - begin)
-        assert min(took) < 250e-6, (batch, rows, keys)
+        assert min(took) < 100e-6, (batch, rows, keys)
 
 
 def test_split_counts():

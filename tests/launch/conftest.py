@@ -1,23 +1,10 @@
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "stubs"))
-
 import sample_tree
 import stub_drivers
 
-from mla_suite.build import BuildError, Manifest, build, compilers
-
-
-@pytest.fixture(scope="session")
-def amd_compiler() -> compilers.AmdCompiler:
-    """The compiler that a build would use."""
-    try:
-        return compilers.find_amd()
-    except BuildError as error:
-        pytest.skip(str(error))
+from mla_suite.build import Manifest, build, compilers
 
 
 @pytest.fixture(scope="session")

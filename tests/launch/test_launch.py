@@ -28,13 +28,13 @@ class RecordingDriver:
     def load(self, entry):
         return Kernel(entry, None, self.arch)
 
-    def launch(self, kernel, grid, block, dynamic_lds, params, buffers, overlap):
-        if self.error:
-            raise self.error
-        self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, buffers))
-
     def bind(self, kernel, grid, block, dynamic_lds, naming, overlap):
-        return lambda params, given: self.launch(kernel, grid, block, dynamic_lds, params, naming, overlap)
+        def start(params, given):
+            if self.error:
+                raise self.error
+            self.launched.append((kernel.entry.arch, kernel.entry.id, grid, block, dynamic_lds, params, naming))
+
+        return start
 
 
 @pytest.fixture
@@ -54,16 +54,17 @@ def drivers(monkeypatch, amd_objects):
     return made
 
 
-def run(place, **changes):
-    arguments = {"grid": (1, 1, 1), "block": 64, "dynamic_lds": 0, "params": bytes(40), "buffers": None, **changes}
-    launch.launch("scale", NAME, place, *arguments.values())
+def run(tensor, **changes):
+    params = changes.pop("params", bytes(40))
+    arguments = {"grid": (1, 1, 1), "block": 64, "dynamic_lds": 0, **changes}
+    launch.bind("scale", NAME, tensor, **arguments)(params, ())
 
 
-@pytest.mark.parametrize("place", [torch.empty(2), torch.device("cpu")])
-def test_a_cpu_tensor_goes_to_the_emulated_arch(drivers, place):
+def test_a_cpu_tensor_goes_to_the_emulated_arch(drivers):
+    tensor = torch.empty(2)
     with launch.emulate("gfx942"):
-        run(place, grid=(4, 1, 1))
-        run(place)
+        run(tensor, grid=(4, 1, 1))
+        run(tensor)
     assert [(arch, name, grid) for arch, name, grid, *_ in drivers["gfx942"].launched] == [
         ("gfx942", NAME, (4, 1, 1)),
         ("gfx942", NAME, (1, 1, 1)),
@@ -172,7 +173,7 @@ def test_an_error_names_operator_kernel_arch_shape_and_cause(drivers):
         drivers["gfx942"].error = DriverError("hipErrorIllegalAddress: an illegal memory access was encountered")
         tensors = [Buffer("in", torch.empty(3, 5), "r"), Buffer("out", torch.empty(3, 5), "w")]
         with pytest.raises(LaunchError) as caught:
-            run(torch.empty(1), grid=(7, 1, 1), buffers=lambda: tensors)
+            run(torch.empty(1), grid=(7, 1, 1), naming=lambda: tensors)
     assert str(caught.value) == (
         "scale: kernel scale_threads-64 on gfx942, grid (7, 1, 1) x 64 threads, 0 bytes of dynamic LDS, "
         "shapes: in (3, 5), out (3, 5): hipErrorIllegalAddress: an illegal memory access was encountered"
@@ -210,8 +211,8 @@ def test_machine_code_runs_end_to_end(monkeypatch, amd_objects):
     values = {"in": x.data_ptr(), "out": out.data_ptr(), "scale": 0.5, "count": x.numel(), "stride": 128}
     tensors = [Buffer("in", x, "r"), Buffer("out", out, "w")]
     with launch.emulate("gfx942"):
-        run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)
+        run(x, grid=(2, 1, 1), params=mirror.pack(**values), naming=lambda: tensors)
         assert torch.equal(out, x.view(-1, 2).flip(1).reshape(-1) * 0.5)
         values["count"] += 1
         with pytest.raises(SanitizerError, match="scale_threads"):
-            run(x, grid=(2, 1, 1), params=mirror.pack(**values), buffers=lambda: tensors)
+            run(x, grid=(2, 1, 1), params=mirror.pack(**values), naming=lambda: tensors)

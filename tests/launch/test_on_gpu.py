@@ -30,7 +30,7 @@ def objects(tmp_path_factory):
 
 @pytest.fixture
 def scale(objects, monkeypatch):
-    """scale(x, factor, out) through launch.launch; nothing is loaded yet."""
+    """scale(x, factor, out) through launch.bind; nothing is loaded yet."""
     monkeypatch.setattr(manifest, "_found", lambda: objects)
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
@@ -40,7 +40,7 @@ def scale(objects, monkeypatch):
         packed = pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=factor, count=x.numel(), stride=64 * 40)
         arguments = {"grid": (40, 1, 1), "block": 64, "dynamic_lds": 0, **changes}
         shape = [arguments.pop(name) for name in ("grid", "block", "dynamic_lds")]
-        launch.launch("scale", NAME, x, *shape, packed, **arguments)
+        launch.bind("scale", NAME, x, *shape, **arguments)(packed, ())
         return out
 
     return run
@@ -82,7 +82,7 @@ def test_overlap_with_the_kernel_before(scale):
     x = torch.randn(6400, device="cuda")
     out = torch.empty_like(x)
     for _ in range(3):  # nothing it reads is written by the kernels before it
-        scale(x, 2.0, out, buffers=None, overlap=True)
+        scale(x, 2.0, out, overlap=True)
     assert torch.equal(out, expected(x, 2.0))
 
 
@@ -164,9 +164,10 @@ def test_host_time_of_a_launch(scale, objects, record_property):
     scale(x, 1.0, out)
     pack = params.load("scale", objects.find(*next(iter(objects.kernels))).csrc).pack
 
+    start = launch.bind("scale", NAME, x, (1, 1, 1), 64, 0)
+
     def launch_once():
-        packed = pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64)
-        launch.launch("scale", NAME, x, (1, 1, 1), 64, 0, packed)
+        start(pack(**{"in": x.data_ptr()}, out=out.data_ptr(), scale=1.0, count=64, stride=64), ())
 
     def multiply():
         torch.mul(x, y)

@@ -1,12 +1,6 @@
 """The chains by which the bench's tests tell cold caches from warm ones: each goes through lines of its own."""
 
-import sys
-from pathlib import Path
-
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
 from chase_kernel import HOPS, WORDS, chains, chase
 
 

@@ -1,16 +1,10 @@
 """The restated stock reduction of benchmarks/bench_reduce.py gives AITER's meaning of its maps, interpreted."""
 
-import sys
-from pathlib import Path
-
+import bench_reduce
 import pytest
 import torch
 
 from mla_suite.integrations import aiter
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import bench_reduce
 
 CPU = torch.device("cpu")
 

@@ -5,28 +5,21 @@ from __future__ import annotations
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode_config import MAX_ROWS, CdnaConfig
-from mla_suite.archs.common import append_kv, plan
-from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.ops.append_kv import Problem as AppendKvProblem
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
-from mla_suite.ops.plan import Problem as PlanProblem
 from mla_suite.ops.plan.scheduler import SchedulerCosts, workgroup_costs
-from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
 
 
-class CdnaKernels:
+class CdnaKernels(CommonKernels):
     """The kernels that gfx942 and gfx950 share; the choice of decode's instance is the arch's own."""
 
     wavefront = 64
     tile_rows = MAX_ROWS
-
-    def __init__(self, arch: ArchSpec) -> None:
-        self.arch = arch
+    plan_waves = PLAN_WAVES
 
     def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
         """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
@@ -35,19 +28,10 @@ class CdnaKernels:
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch, self.decode_config)
 
-    def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return Unsupported(f"sparse_decode has no kernel for {self.arch.name}; other archs have one")
-
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         if problem.plus_inf_lse:
             return Unsupported("plus_inf_lse; its kernels give lse -inf where a row has no keys")
-        return combine_kernels.supports(problem, self.arch)
-
-    def plan(self, problem: PlanProblem) -> Supported | Unsupported:
-        return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))
-
-    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
-        return append_kv.supports(problem, self.arch, bulk_bytes=0)
+        return super().combine(problem)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         """Costs for plan: one workgroup combines the partials of a sequence."""

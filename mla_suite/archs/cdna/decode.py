@@ -11,7 +11,7 @@ from mla_suite.archs.cdna.decode_config import FP8_KV_FORMATS, FP8_QUERIES, MAX_
 from mla_suite.archs.common import combine, decode_table
 from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.archs.common.attention import MAX_ROW_TILES, pack_numbers, packer
-from mla_suite.archs.common.combine import not_built
+from mla_suite.archs.common.combine import missing
 from mla_suite.archs.common.decode import (
     POINTERS,
     Prepared,
@@ -53,11 +53,9 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
             f"{arch.name}; the rule's run instead. `python -m mla_suite build` builds them",
         )
         config, row = rule(problem, arch, MAX_ROWS), None
-    for needed in (config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance):
-        if not has_kernel(arch, needed):
-            return Unsupported(not_built(needed, arch))
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
-    return Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
+    answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
+    return missing(arch, config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:

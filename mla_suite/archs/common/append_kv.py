@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common.combine import not_built
+from mla_suite.archs.common.combine import missing
 from mla_suite.build.params import load, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
-from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.launch import Buffer, bind
 from mla_suite.ops.append_kv import AppendKvArgs, Problem
 
 WAVES = 8  # waves of a workgroup that writes one token
@@ -74,9 +74,8 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
     # there is one for each unit, as far as its table goes.
     shared = min(-(-problem.tokens // arch.compute_units), MAX_TOKENS)
     config = AppendConfig(arch, shared if shared > MAX_SINGLE_TOKENS else 1, bulk_bytes)
-    if not has_kernel(arch, config.instance):
-        return Unsupported(not_built(config.instance, arch))
-    return Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
+    answer = Supported(config, f"{config.instance}, {config.tokens} to a workgroup, any kv_format")
+    return missing(arch, config.instance) or answer
 
 
 _POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")

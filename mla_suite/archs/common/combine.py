@@ -52,15 +52,16 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     out_dtype = OUT_TYPES[problem.out_dtype][1]
     uniform = problem.num_splits > 0 and not problem.skip_single
     config, reason = configs.choose(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits, uniform)
-    for needed in (config, configs.unaligned(arch, problem.head_dim_v)):
-        if not has_kernel(arch, needed.instance):
-            return Unsupported(not_built(needed.instance, arch))
-    return Supported(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
+    answer = Supported(config, f"{config.instance}, {reason}; one value at a time where an address or stride is odd")
+    return missing(arch, config.instance, configs.unaligned(arch, problem.head_dim_v).instance) or answer
 
 
-def not_built(instance: str, arch: ArchSpec) -> str:
-    """The reason why a kernel that exists in source cannot run."""
-    return f"kernel {instance} is not built for {arch.name}; run `python -m mla_suite build`"
+def missing(arch: ArchSpec, *instances: str) -> Unsupported | None:
+    """The reason why kernels that exist in source cannot run: one was not built. None when all were."""
+    wanted = next((instance for instance in instances if not has_kernel(arch, instance)), None)
+    if wanted is None:
+        return None
+    return Unsupported(f"kernel {wanted} is not built for {arch.name}; run `python -m mla_suite build`")
 
 
 class CombineLaunch(NamedTuple):
@@ -145,10 +146,10 @@ def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
     )
 
 
-def bind_launch(launch: CombineLaunch, place: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
-    """enqueue(pack_pointers(...) + launch.numbers, given) on the device of `place`; `named(*given)` lists a call's
+def bind_launch(launch: CombineLaunch, tensor: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
+    """enqueue(pack_pointers(...) + launch.numbers, given) on the device of `tensor`; `named(*given)` lists a call's
     tensors for the emulator."""
-    return bind("combine", launch.instance, place, launch.grid, launch.threads, 0, named, overlap=True)
+    return bind("combine", launch.instance, tensor, launch.grid, launch.threads, 0, named, overlap=True)
 
 
 def buffers(

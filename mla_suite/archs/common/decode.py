@@ -233,9 +233,10 @@ def launch_of(
     pack_leading  (*addresses in the order of POINTERS) -> the parameters that hold addresses
     """
     config, slots, rows, batch = prepared.config, prepared.slots, prepared.rows, args.seq_lens.shape[0]
-    place = args.q, prepared.grid, config.threads, prepared.shared
     named = partial(_buffers, slots, rows)
-    enqueue = bind("decode", config.instance, *place, named, overlap=prepared.overlap)
+    enqueue = bind(
+        "decode", config.instance, args.q, prepared.grid, config.threads, prepared.shared, named, prepared.overlap
+    )
     numbers, copies_q, plus_inf_lse = prepared.numbers, prepared.copies_q, args.plus_inf_lse
     copies = prepared.copies_out, prepared.copies_lse
     copied = any(copies)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.common.combine import not_built
+from mla_suite.archs.common.combine import missing
 from mla_suite.build.params import load
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.launch import Buffer, bind
 from mla_suite.ops.plan import PlanArgs, Problem
 from mla_suite.ops.plan import metadata as words
 from mla_suite.ops.plan.metadata import Word
@@ -80,10 +80,8 @@ def supports(problem: Problem, config: PlanConfig) -> Supported | Unsupported:
     if problem.batch < 1 or problem.batch > MAX_SEQUENCES:
         return Unsupported(f"{problem.batch} sequences; it takes 1 to {MAX_SEQUENCES}")
     steps = _steps(problem.num_splits, problem.split_size)
-    for needed in (config.instance(step, problem.batch) for step in steps):
-        if not has_kernel(config.arch, needed):
-            return Unsupported(not_built(needed, config.arch))
-    return Supported(config, f"{' then '.join(steps)}, {len(steps)} launch{'es' if len(steps) > 1 else ''}")
+    answer = Supported(config, f"{' then '.join(steps)}, {len(steps)} launch{'es' if len(steps) > 1 else ''}")
+    return missing(config.arch, *(config.instance(step, problem.batch) for step in steps)) or answer
 
 
 _POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
@@ -110,10 +108,10 @@ def _prepare(
     split_size: int,
 ) -> tuple[bytes, tuple[_Step, ...]]:
     """The parameters after the pointers, and the launches: equal calls share them."""
-    place = words.layout_for(
+    layout = words.layout_for(
         batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
     )
-    header = place.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
     splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
     costs = scheduler_costs(config.arch, num_q_rows)
     threads = config.threads("uniform", batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,15 +23,15 @@ from mla_suite.archs.common.attention import (
     packer,
     written_buffers,
 )
-from mla_suite.archs.common.combine import AnyCombineConfig, CombineLaunch, not_built
+from mla_suite.archs.common.combine import AnyCombineConfig, CombineLaunch, missing
 from mla_suite.archs.common.decode import DecodeConfig
 from mla_suite.build.params import load, reciprocal
-from mla_suite.core.dispatch import Launch, Unsupported
-from mla_suite.launch import Buffer, bind, has_kernel
+from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
 from mla_suite.ops.combine.reference import LseLayout
-from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items, splits_of
+from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
@@ -51,6 +51,15 @@ POOL_POINTERS = ("cache", "indices", "indptr", "lengths")
 _pack_pool = packer(len(POOL_POINTERS)).pack
 
 
+class SparseConfig(DecodeConfig, Protocol):
+    """The configuration of a sparse_decode kernel."""
+
+    @property
+    def record(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+
+
 def record_of(kv_formats: Sequence[str], width: int) -> str | None:
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
     names = {RECORDS.get((kv_format, width)) for kv_format in kv_formats}
@@ -58,7 +67,7 @@ def record_of(kv_formats: Sequence[str], width: int) -> str | None:
     return "v32" if names == {"v32", "v32pow2"} else names.pop() if len(names) == 1 else None
 
 
-def unsupported(problem: Problem) -> Unsupported | None:
+def _unsupported(problem: Problem) -> Unsupported | None:
     """Why no kernel can take a problem; None when one may."""
     if problem.dtype != torch.bfloat16:
         return Unsupported(f"q is {problem.dtype}; it takes bfloat16")
@@ -80,12 +89,16 @@ def unsupported(problem: Problem) -> Unsupported | None:
     return None
 
 
-def missing(arch: ArchSpec, instance: str, head_dim_v: int) -> Unsupported | None:
-    """The kernel that was not built, of the instance and of the combine behind it; None when both were."""
-    for needed in (instance, combine_configs.invariant(arch, head_dim_v).instance):
-        if not has_kernel(arch, needed):
-            return Unsupported(not_built(needed, arch))
-    return None
+def supports(
+    problem: Problem, arch: ArchSpec, config_for: Callable[[Problem, ArchSpec], SparseConfig]
+) -> Supported | Unsupported:
+    """The instance that `config_for` gives for the problem, if it was built, and the combine behind it."""
+    why = _unsupported(problem)
+    if why is not None:
+        return why
+    config = config_for(problem, arch)
+    answer = Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
+    return missing(arch, config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
 
 
 class Shape(NamedTuple):
@@ -115,15 +128,6 @@ def shape_of(args: SparseDecodeArgs, q: torch.Tensor, outputs: tuple[torch.Tenso
     copies_lse = not any_lse and (args.plus_inf_lse or not lse.is_contiguous())
     wanted = (LseLayout.of(lse), args.plus_inf_lse) if any_lse else (LseLayout.contiguous(heads), False)
     return Shape(queries, results, copies_q, copies_out, wanted, copies_lse, tokens, heads, keys, plan_words)
-
-
-def splits_by_size(args: SparseDecodeArgs) -> int:
-    """Splits per query token in batch-invariant mode: as many as the widths of dense indices need.
-
-    Nothing on the host bounds one token's keys in ragged indices, so they are not split.
-    """
-    ragged = any(indptr is not None for indptr in args.indptrs or ())
-    return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in args.indices), args.split_size))
 
 
 class Prepared(NamedTuple):
@@ -208,9 +212,17 @@ def launch_of(
     """
     config, shape, slots = prepared.config, prepared.shape, prepared.slots
     rows, tokens, negative = shape.heads, shape.tokens, args.softmax_scale < 0
-    place = args.q, prepared.grid, config.threads, prepared.shared
     named = partial(_buffers, slots, rows)
-    enqueue = bind("sparse_decode", config.instance, *place, named, overlap=prepared.overlap)
+    enqueue = bind(
+        "sparse_decode",
+        config.instance,
+        args.q,
+        prepared.grid,
+        config.threads,
+        prepared.shared,
+        named,
+        prepared.overlap,
+    )
     copies_q, (first_numbers, *pool_numbers) = shape.copies_q, prepared.numbers
     copies_selection = any(token_stride(index, 1) is None for index in args.indices) or not all(
         lengths is None or lengths.is_contiguous() for lengths in args.topk_lengths or ()

@@ -16,16 +16,13 @@ from mla_suite.archs.common.sparse_decode import (
     Prepared,
     combine_launch,
     launch_of,
-    missing,
     numbers_of,
     record_of,
     shape_of,
     slots_and_tiles,
-    splits_by_size,
-    unsupported,
 )
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+from mla_suite.core.dispatch import Launch
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
 
 WAVES = 4
 BLOCK_MS = (16, 32, 48, 64, 96, 128)
@@ -83,17 +80,6 @@ def config_for(problem: Problem, arch: ArchSpec) -> SparseConfig:
     """The instance for a problem; it depends on heads and kv_formats alone, so a batch-invariant call may use it."""
     record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
     return SparseConfig(arch, record or "none", tile_rows(problem.heads))
-
-
-def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
-    why = unsupported(problem)
-    if why is not None:
-        return why
-    config = config_for(problem, arch)
-    why = missing(arch, config.instance, problem.head_dim_v)
-    if why is not None:
-        return why
-    return Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
 
 
 def _prepare(config: SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:

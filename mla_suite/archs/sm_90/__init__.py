@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from mla_suite.archs import ArchSpec
-from mla_suite.archs.common import append_kv, plan
-from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs.common import sparse_decode as sparse_kernels
+from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.archs.sm_90 import costs, decode, sparse_decode
 from mla_suite.archs.sm_90.tile import BLOCK_M
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.ops.append_kv import Problem as AppendKvProblem
-from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
-from mla_suite.ops.plan import Problem as PlanProblem
 from mla_suite.ops.plan.scheduler import SchedulerCosts
 from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
@@ -21,27 +16,17 @@ PLAN_WAVES = (("search", (5, 8)), ("balanced", (5, 16)), ("uniform", (8, 8)))
 APPEND_BULK_BYTES = 90_112  # dynamic shared memory of the bulk kernel, as csrc/sm_90/append_kv/append_bulk.hpp has it
 
 
-class Kernels:
+class Kernels(CommonKernels):
     wavefront = 32
     tile_rows = BLOCK_M
-
-    def __init__(self, arch: ArchSpec) -> None:
-        self.arch = arch
+    plan_waves = PLAN_WAVES
+    append_bulk_bytes = APPEND_BULK_BYTES
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return sparse_decode.supports(problem, self.arch)
-
-    def combine(self, problem: CombineProblem) -> Supported | Unsupported:
-        return combine_kernels.supports(problem, self.arch)
-
-    def plan(self, problem: PlanProblem) -> Supported | Unsupported:
-        return plan.supports(problem, PlanConfig(self.arch, PLAN_WAVES))
-
-    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
-        return append_kv.supports(problem, self.arch, APPEND_BULK_BYTES)
+        return sparse_kernels.supports(problem, self.arch, sparse_decode.config_for)
 
     def scheduler_costs(self, num_q_rows: int) -> SchedulerCosts:
         return costs.scheduler_costs(num_q_rows)

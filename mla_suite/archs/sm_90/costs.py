@@ -260,13 +260,13 @@ def best_splits(arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int
     fewer: dict[tuple[bool, ...], tuple[int, float]] = {}
     order = bounds.argsort(kind="stable").tolist()
     splits, decodes, free, bounds = splits.tolist(), decodes.tolist(), free.tolist(), bounds.tolist()
-    for place in order:
-        if bounds[place] > least:
+    for index in order:
+        if bounds[index] > least:
             break
-        count, decode = splits[place], decodes[place]
+        count, decode = splits[index], decodes[index]
         # More splits that are combined in the same way (in pairs, beside decode, with one work tile for each CTA) take
         # longer to combine, so decode must gain by them.
-        kind = count % 2 == 0, free[place] > 0, batch * count <= estimate.max_groups
+        kind = count % 2 == 0, free[index] > 0, batch * count <= estimate.max_groups
         before = fewer.get(kind)
         if before is not None and before[0] < count < most and before[1] <= decode:
             continue

@@ -11,7 +11,7 @@ from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.archs.common import decode_table
 from mla_suite.archs.common.attention import pack_numbers
-from mla_suite.archs.common.combine import AnyCombineConfig, not_built
+from mla_suite.archs.common.combine import AnyCombineConfig, missing
 from mla_suite.archs.common.decode import (
     INPUTS,
     Prepared,
@@ -30,7 +30,7 @@ from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.launch import has_kernel, tensor_map
+from mla_suite.launch import tensor_map
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs, Problem
 from mla_suite.ops.plan.metadata import splits_of
@@ -163,15 +163,12 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
-    for needed in (
-        *(replace(config, cluster_mode=mode).instance for mode in cluster_modes(config.kv_load, config.width)),
-        combine_configs.invariant(arch, problem.head_dim_v).instance,
-    ):
-        if not has_kernel(arch, needed):
-            return Unsupported(not_built(needed, arch))
+    modes = cluster_modes(config.kv_load, config.width)
+    clusters = [replace(config, cluster_mode=mode).instance for mode in modes]
     tiles = config.tiles(problem.heads * problem.q_len)
     reason = f"{tiles} tiles of {BLOCK_M} rows for {problem.q_len} x {problem.heads} query rows"
-    return Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
+    answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
+    return missing(arch, *clusters, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
 
 
 def _unsupported(problem: Problem) -> str | None:

@@ -15,20 +15,17 @@ from mla_suite.archs.common.sparse_decode import (
     Prepared,
     combine_launch,
     launch_of,
-    missing,
     numbers_of,
     record_of,
     shape_of,
     slots_and_tiles,
-    splits_by_size,
-    unsupported,
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.core.dispatch import Launch
 from mla_suite.launch import tensor_map
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
@@ -113,17 +110,6 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
     record = "v32" if found == "v32pow2" else found or "none"
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
     return Sm90SparseConfig(arch, record, 2 if in_pairs else 1)
-
-
-def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
-    why = unsupported(problem)
-    if why is not None:
-        return why
-    config = config_for(problem, arch)
-    why = missing(arch, config.instance, problem.head_dim_v)
-    if why is not None:
-        return why
-    return Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,34 @@
+"""Native kernels that every arch has: the base of each arch's `Kernels`."""
+
+from __future__ import annotations
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import append_kv, combine, plan
+from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.ops.append_kv import Problem as AppendKvProblem
+from mla_suite.ops.combine import Problem as CombineProblem
+from mla_suite.ops.plan import Problem as PlanProblem
+
+
+class CommonKernels:
+    """combine, plan and append_kv, whose sources the archs share, with an arch's own figures.
+
+    plan_waves         as in `PlanConfig`
+    append_bulk_bytes  as in `AppendConfig`
+    """
+
+    plan_waves: tuple[tuple[str, tuple[int, int]], ...]
+    append_bulk_bytes = 0
+
+    def __init__(self, arch: ArchSpec) -> None:
+        self.arch = arch
+
+    def combine(self, problem: CombineProblem) -> Supported | Unsupported:
+        return combine.supports(problem, self.arch)
+
+    def plan(self, problem: PlanProblem) -> Supported | Unsupported:
+        return plan.supports(problem, PlanConfig(self.arch, self.plan_waves))
+
+    def append_kv(self, problem: AppendKvProblem) -> Supported | Unsupported:
+        return append_kv.supports(problem, self.arch, self.append_bulk_bytes)
