@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from mla_suite.emulator.hip_runtime import CAPTURE_GLOBAL, Handle, HipRuntime
 from mla_suite.emulator.machine import Memory, Schedule
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.emulator.virtual_gpu import Declaration, VirtualGpu
-from mla_suite.launch.driver import Buffer, Buffers, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
+from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
 from mla_suite.launch.hip import HipDriver, open_library
 
 if TYPE_CHECKING:
@@ -144,25 +143,19 @@ class HipSession:
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
+        """A launch waits for its end, or is captured within `capture`. It raises what HipDriver, HIP or the sanitizer
+        say. `overlap` has no effect."""
+
         def start(params: bytes, given: tuple[Any, ...]) -> None:
-            self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
+            if naming is None:
+                raise LaunchError("the HIP session needs the buffers a kernel may touch; pass `naming` to bind")
+            self._launch(kernel, grid, block, dynamic_lds, params, list(naming(*given)))
 
         return start
 
-    def launch(
-        self,
-        kernel: Kernel,
-        grid: Grid,
-        block: int,
-        dynamic_lds: int,
-        params: bytes,
-        buffers: Buffers | None,
-        overlap: bool = False,
+    def _launch(
+        self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, items: list[Buffer]
     ) -> None:
-        """Launches and waits, or captures within `capture`. Raises what HipDriver, HIP or the sanitizer say."""
-        if buffers is None:
-            raise LaunchError("the HIP session needs the buffers a kernel may touch; pass `buffers` to launch")
-        items = list(buffers())
         how = options.get()
         schedule = Schedule(how.checks, how.threads, how.order)
         stream, graph = self.stream(), self._thread.graph

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,13 +42,9 @@ class Chosen:
     def load(self, entry):
         return self.current.load(entry)
 
-    def launch(self, kernel, grid, block, dynamic_lds, params, buffers, overlap=False):
-        own = self.current.load(kernel.entry)
-        self.current.launch(own, grid, block, dynamic_lds, params, buffers, overlap)
-
-    def bind(self, kernel, grid, block, dynamic_lds, naming, overlap=False):
+    def bind(self, kernel, *how):
         def start(params, given):
-            self.launch(kernel, grid, block, dynamic_lds, params, naming and partial(naming, *given), overlap)
+            self.current.bind(self.current.load(kernel.entry), *how)(params, given)
 
         return start
 

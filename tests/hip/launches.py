@@ -32,17 +32,22 @@ def one_decode():
 def recorded(session, call=append_kv):
     """The one launch that a call makes: (kernel, grid, block, LDS, parameters, buffers). The call runs as ever."""
     seen = []
-    inner = session.launch
+    inner = session.bind
 
-    def launch(kernel, grid, block, dynamic_lds, packed, buffers, overlap=False):
-        seen.append((kernel, grid, block, dynamic_lds, packed, list(buffers())))
-        inner(kernel, grid, block, dynamic_lds, packed, buffers, overlap)
+    def bind(kernel, grid, block, dynamic_lds, naming, overlap=False):
+        start = inner(kernel, grid, block, dynamic_lds, naming, overlap)
 
-    session.launch = launch
+        def recording(packed, given):
+            seen.append((kernel, grid, block, dynamic_lds, packed, list(naming(*given))))
+            start(packed, given)
+
+        return recording
+
+    session.bind = bind
     try:
         call()
     finally:
-        del session.launch
+        del session.bind
     (only,) = seen
     return only
 
