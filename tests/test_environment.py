@@ -44,7 +44,7 @@ def test_a_variable_is_read_and_documented(name: str) -> None:
 
 
 def test_those_that_route_are_named() -> None:
-    """What dispatch and its tables read, apart from the switches of checks and of the log, decides where a call goes."""
+    """Dispatch and its tables read what decides where a call goes, and the switches of checks and of the log."""
     routing = names_read("mla_suite/core", "mla_suite/launch", "mla_suite/archs") - {"MLA_SUITE_LOG", "MLA_SUITE_DEBUG"}
     (sentence,) = re.findall(r"^Three of them decide where a call goes: .*?\. `explain`", GUIDE, re.M | re.S)
     assert set(re.findall(r"`([A-Z_]+)`", sentence)) == routing
