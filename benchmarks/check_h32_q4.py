@@ -3,7 +3,7 @@
     python benchmarks/check_h32_q4.py [--shapes 1x512,2x2048,4x8192,4x16384] [--scale-dim 192] [--csv FILE]
 
 A shape is batch x context. Each runs with and without a plan: on this machine's GPU, else in the emulated gfx950, where
-the four shapes take four minutes of CPU time. What is printed is the cosine distance to fp64, q and keys ~ N(0, 1) in
+the four shapes take half a minute of CPU time. What is printed is the cosine distance to fp64, q and keys ~ N(0, 1) in
 e4m3, causal, at the softmax scale of DeepSeek's models, 1/sqrt(192), or with `--scale-dim 576` at 1/sqrt(576), where
 scores are closer together; and the published distance of AITER's kernel to its own reference, on values of its own
 (pull request 3003). The exit status is 1 when a distance, rounded to the six decimals that are published, is larger.

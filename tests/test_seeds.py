@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ast
+import csv
+import json
 import re
 import shlex
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 from test_docs import parse_options
+
+from mla_suite.bench import published
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
@@ -68,3 +73,28 @@ def test_a_named_file_exists(name: str) -> None:
 def test_kinds_of_names_are_known() -> None:
     """Nothing that a row names passes unlooked at, but for a label of a saved run's row."""
     assert set(NAMED) - {*TESTS, *COMMANDS, *FILES} == {"B64 H128 kv16384"}
+
+
+def capability(number: str) -> str:
+    return next(text for name, text, _ in ROW.findall(PAGE) if name == number)
+
+
+def test_the_saved_reduction_is_as_the_row_says() -> None:
+    latency: dict[tuple[str, ...], dict[str, float]] = {}
+    with (ROOT / "benchmarks" / "results" / "reduce" / "h200.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            assert row["unit"] == "us"
+            shape = row["tokens"], row["heads"], row["splits"]
+            latency.setdefault(shape, {})[row["runner"].split()[-1]] = float(row["latency"])
+    ratios = [runners["ours"] / runners["stock_uniform"] for runners in latency.values()]
+    slower = sum(ratio > 1 for ratio in ratios)
+    assert f"All {len(ratios)} shapes" in capability("A20")
+    assert f"takes {geometric_mean(ratios):.2f} of the time" in capability("A20")
+    assert f"slower at {slower} shapes" in capability("A20")
+
+
+def test_the_saved_decode_run_is_as_the_row_says() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "decode_sm90" / "h200.json").read_text())["rows"]
+    names = {f"B{batch} H32 kv{context} q4" for batch, context in published.pairs()}
+    measured = names & {row["name"] for row in rows}
+    assert f"has {len(measured)} of the {len(names)} pairs" in capability("B20")

@@ -1,0 +1,50 @@
+"""docs/ci_owner.md lists the environment variables: every one that the code reads, and none that nothing reads."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+GUIDE = (ROOT / "docs" / "ci_owner.md").read_text().split("\n## Environment variables\n")[1].split("\n## ")[0]
+DOCUMENTED = {name for row in re.findall(r"^\| (`.+?) \|", GUIDE, re.M) for name in re.findall(r"`([A-Z_\d]+)", row)}
+
+
+def names_read(*places: str) -> set[str]:
+    """Names in `os.environ["NAME"]`, `os.environ.get("NAME")` and `os.getenv("NAME")` of files and folders.
+
+    Where the name is not written in place, its expression, which no guide lists.
+    """
+    found = set()
+    for place in places:
+        for path in (ROOT / place).rglob("*.py") if (ROOT / place).is_dir() else [ROOT / place]:
+            for node in ast.walk(ast.parse(path.read_text())):
+                read: ast.expr | None = None
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv"):
+                    read = node.args[0]
+                if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+                    read = node.slice if ast.unparse(node.value) == "os.environ" else None
+                if read is not None:
+                    found.add(str(read.value) if isinstance(read, ast.Constant) else ast.unparse(read))
+    return found
+
+
+READ = names_read("mla_suite", "ops", "benchmarks", "examples", "setup.py", "toxfile.py")
+READ |= {name for name in names_read("tests") if "MLA_SUITE" in name}
+READ |= set(re.findall(r"\{env:(\w+):", (ROOT / "tox.ini").read_text()))
+
+
+@pytest.mark.parametrize("name", sorted(READ | DOCUMENTED))
+def test_a_variable_is_read_and_documented(name: str) -> None:
+    assert name in DOCUMENTED, f"docs/ci_owner.md does not list {name}"
+    assert name in READ, f"docs/ci_owner.md lists {name}, which nothing reads"
+
+
+def test_those_that_route_are_named() -> None:
+    """Dispatch and its tables read what decides where a call goes, and the switches of checks and of the log."""
+    routing = names_read("mla_suite/core", "mla_suite/launch", "mla_suite/archs") - {"MLA_SUITE_LOG", "MLA_SUITE_DEBUG"}
+    (sentence,) = re.findall(r"^Three of them decide where a call goes: .*?\. `explain`", GUIDE, re.M | re.S)
+    assert set(re.findall(r"`([A-Z_]+)`", sentence)) == routing
