@@ -98,13 +98,15 @@ class MLASuiteBackend(MLACommonBackend):
 class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
     """vLLM's decode metadata, the step's query lengths, and its plan, which all layers share.
 
-    The first layer makes the plan. In a captured step it is captured with it, so a replay waits for no host.
+    The first layer makes the plan. In a captured step it is captured with it, so a replay waits for no host. With
+    decode context parallelism seq_lens and block_table are the rank's, and dcp_tot_seq_lens is of all ranks.
     """
 
     split_size: int = 0  # batch-invariant mode, which has no plan
     plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
+    cp_interleave: int = 1  # with decode context parallelism: keys in a row that lie on one rank
 
 
 class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
@@ -121,7 +123,10 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             # The kernel depends on max_seqlen_q, which must be the same in every batch; a higher one would make steps
             # of one token pay for rows that they do not have. vLLM raises it to what speculation needs.
             self.reorder_batch_threshold = 1
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
+        # With decode context parallelism vLLM prefills steps of several query tokens unless a builder takes them.
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata, supports_dcp_with_varlen=True
+        )
         speculation = getattr(vllm_config, "speculative_config", None)
         self._adaptive = bool(getattr(speculation, "enable_adaptive_verification", False))
 
@@ -137,12 +142,6 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
         max_query_len: int = 0,
     ) -> MLASuiteDecodeMetadata:
         """vLLM calls this with keywords; it gives `max_query_len`, the bound on query lengths, from 0.31 on."""
-        batch = seq_lens_device.shape[0]
-        if dcp_tot_seq_lens_device is not None and num_decode_tokens > batch:
-            raise NotImplementedError(
-                f"MLASuiteMetadataBuilder: {num_decode_tokens} query tokens of {batch} sequences with decode context "
-                "parallel; a rank's keys carry no positions to mask by: decode one token per sequence"
-            )
         q_len, uniform = _query_lengths(query_start_loc_cpu, num_decode_tokens, max_query_len)
         if envs.VLLM_BATCH_INVARIANT:
             q_len = self.reorder_batch_threshold
@@ -157,6 +156,7 @@ class MLASuiteMetadataBuilder(MLACommonMetadataBuilder):
             split_size=INVARIANT_SPLIT if envs.VLLM_BATCH_INVARIANT else 0,
             max_seqlen_q=q_len,
             cu_seqlens_q=None if uniform else query_start_loc_device,
+            cp_interleave=self.cp_kv_cache_interleave_size,
         )
 
 
@@ -182,6 +182,7 @@ class MLASuiteLayer(MLAAttentionImpl):
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True  # our operators return natural logarithms
     supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True  # keys dealt in runs, and drafts
     supports_pcp: bool = False
 
     def __init__(
@@ -266,6 +267,7 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         cache, kv_format = self._as_stored(kv_c_and_k_pe_cache)
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
+        several_ranks = decode.dcp_tot_seq_lens is not None
         if decode.plan is None and not decode.split_size:
             decode.plan = mla_suite.plan(decode.seq_lens, num_heads=queries.shape[-2], max_seqlen_q=decode.max_seqlen_q)
         out, lse = mla_suite.decode(
@@ -276,11 +278,16 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
             cu_seqlens_q=decode.cu_seqlens_q,
             kv_descale=layer._k_scale.reshape(1) if kv_format in FP8.values() else None,
             plan=decode.plan,
+            # Also for one query token: vLLM's lengths of a rank may count drafts that were rejected since.
+            cp_tot_seq_lens=decode.dcp_tot_seq_lens,
             softmax_scale=self.scale,
             max_seqlen_q=decode.max_seqlen_q,
             head_dim_v=self.kv_lora_rank,
             kv_format=kv_format,
             split_size=decode.split_size,
+            cp_world_size=self.dcp_world_size if several_ranks else 1,
+            cp_rank=self.dcp_rank if several_ranks else 0,
+            cp_interleave=decode.cp_interleave,
         )
         return (out, lse) if packed else (out.flatten(0, 1), lse.flatten(0, 1))
 

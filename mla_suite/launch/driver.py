@@ -35,7 +35,6 @@ class Buffer(NamedTuple):
     access: str
 
 
-Buffers = Callable[[], Iterable[Buffer]]
 Naming = Callable[..., Iterable[Buffer]]  # (*given) -> the buffers of a call that was given those tensors
 Start = Callable[[bytes, tuple[Any, ...]], None]  # (params, given) -> a launch
 

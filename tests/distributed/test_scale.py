@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
-import csv
 import runpy
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = runpy.run_path(str(ROOT / "benchmarks" / "scale_model.py"))
 
 
+def errors(lines: str) -> list[int]:
+    """The percentages in a table."""
+    return [
+        int(cell.removesuffix(" %"))
+        for cell in lines.replace("|", "\n").split("\n")
+        for cell in [cell.strip()]
+        if cell.endswith(" %")
+    ]
+
+
 def test_the_tables_of_the_guide_are_the_models():
     guide = (ROOT / "docs" / "scale.md").read_text()
-    for machine in MODEL["MACHINES"]:
-        assert MODEL["table"](machine) in guide
+    for lines in (*map(MODEL["table"], MODEL["MACHINES"]), MODEL["layers"](), MODEL["collectives"]()):
+        assert lines in guide
 
 
-def test_floors_of_two_gpus_are_below_what_was_measured():
-    saved = (ROOT / "benchmarks" / "results" / "distributed" / "h200x2.csv").read_text().splitlines()
-    h200 = MODEL["MACHINES"][0]
-    rows = {row["what"]: row for row in csv.DictReader(line for line in saved if not line.startswith("#"))}
-    for kv_len in (512, 4096):
-        row = rows[f"layer B128 kv {kv_len}"]
-        floor = MODEL["tensor_parallel"](h200, 2, 128, kv_len) * 1e6
-        one_us, many_us = float(row["one_us"]), float(row["many_us"])
-        assert 1.0 < many_us / floor < 1.9
-        one = MODEL["tensor_parallel"](h200, 1, 128, kv_len) * 1e6
-        assert abs(many_us / one_us - floor / one) < 0.12
+def test_lines_of_collectives_pass_through_what_was_measured():
+    found = errors(MODEL["collectives"]())
+    assert len(found) == 18
+    assert max(map(abs, found)) <= 17
+
+
+def test_floors_of_layers_are_below_what_was_measured():
+    found = errors(MODEL["layers"]())
+    assert len(found) == 15
+    assert max(found) < 0
+    assert min(found) >= -42
+    for row in (row for what, row in MODEL["MEASURED"].items() if what.startswith("layer")):
+        kv_len = int(row["what"].split()[-1])
+        one, two = (MODEL["tensor_parallel"](MODEL["H200"], ranks, 128, kv_len) for ranks in (1, 2))
+        assert abs(float(row["many_us"]) / float(row["one_us"]) - two / one) < 0.12
+
+
+def test_a_collective_costs_what_its_way_sends():
+    h200 = MODEL["H200"]
+    line = MODEL["PEER_MEMORY"]["sum"]
+    # Through peer memory each of 7 others gets the whole summand of 2 x 7168 bytes.
+    assert h200.collective("sum", 1, 8) == pytest.approx(line.latency + 7 * 14336 * line.per_byte)
+    # 165 tokens do not fit the 18 MB that eight ranks share.
+    ring = MODEL["NCCL"]["sum"]
+    sent = 165 * 14336 * 2 * 7 / 8
+    assert h200.collective("sum", 165, 8) == pytest.approx(ring.latency + sent * ring.per_byte)
+    assert h200.collective("sum", 1, 16) == pytest.approx(20e-6 + 14336 * 2 * 15 / 16 / 50e9)
+    slower = replace(h200, link_to_peer=h200.link / 4)
+    assert slower.collective("merge", 128, 2) > 3 * h200.collective("merge", 128, 2)
+    assert slower.collective("merge", 128, 8) == h200.collective("merge", 128, 8)

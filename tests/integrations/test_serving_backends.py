@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from server_calls import HEADS, LATENT, WIDTH, attend, entry_point, expected, fresh, modules, paged
+from server_calls import HEADS, LATENT, WIDTH, entry_point, expected, fresh, modules, paged
 
 import mla_suite
+from mla_suite.distributed import KeyShard
 
 
 @pytest.fixture
@@ -39,11 +40,14 @@ def vllm(monkeypatch):
     class MLACommonMetadataBuilder:
         """Splits a batch into decodes and prefills, and has the decodes' metadata made by _build_decode."""
 
-        def __init__(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls):
+        def __init__(self, kv_cache_spec, layer_names, vllm_config, device, metadata_cls,
+                     supports_dcp_with_varlen=False):  # fmt: skip
             self.num_heads, self.device, self.metadata_cls = vllm_config.heads, device, metadata_cls
-            self.dcp_world_size = getattr(vllm_config, "dcp", 1)
+            self.cp_kv_cache_interleave_size = getattr(vllm_config, "interleave", 1)
             drafts = getattr(vllm_config, "drafts", 0)
             self.reorder_batch_threshold = max(self.reorder_batch_threshold, 1 + drafts)
+            if getattr(vllm_config, "dcp", 1) > 1 and not supports_dcp_with_varlen:
+                self.reorder_batch_threshold = 1
 
         def build(self, seq_lens, block_table, q_len, dcp=None, on_device=None, **later):
             """q_len: of all sequences, or of each; on_device: query lengths there, where they differ."""
@@ -69,6 +73,8 @@ def vllm(monkeypatch):
 
     class MLACommonImpl(MLAAttentionImpl):
         """Keeps its arguments; calls forward_mqa with the tokens of the decodes."""
+
+        dcp_world_size, dcp_rank = 1, 0
 
         def __init__(self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
                      logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla_args):  # fmt: skip
@@ -186,31 +192,40 @@ def test_vllm_padded_batch_of_a_captured_graph(vllm):
     assert bool((lse[4:] == -torch.inf).all())
 
 
-def test_vllm_decode_context_parallel(vllm):
-    """Two ranks with alternate keys of one token's context: natural lse merges them into the whole."""
-    backend, length, page = vllm.MLASuiteBackend, 301, 16
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize("q_lens", [[1, 1], [3, 3], [1, 4]], ids=str)
+def test_vllm_decode_context_parallel(vllm, q_lens, interleave):
+    """Two ranks with the keys dealt in turn, of which one may have none: natural lse merges them into the whole."""
+    backend, lengths, page = vllm.MLASuiteBackend, [301, 5], 16
     assert backend.supports_dcp()
     assert vllm.MLASuiteImpl.can_return_lse_for_decode
-    keys, q = torch.randn(length, WIDTH), torch.randn(1, HEADS, WIDTH)
+    assert vllm.MLASuiteImpl.supports_mtp_with_cp_non_trivial_interleave_size
+    totals = torch.tensor(lengths, dtype=torch.int32)
+    config = SimpleNamespace(heads=HEADS // 2, dcp=2, interleave=interleave)
+    builder = backend.get_builder_cls()(None, ["layer"], config, "cpu")
+    assert builder.reorder_batch_threshold == 8
+    cache, table = paged(lengths, page, torch.float32)
+    q = torch.randn(sum(q_lens), HEADS, WIDTH)
     parts = []
     for rank in range(2):
-        own = keys[rank::2]
-        pages = -(-len(own) // page)
-        cache = torch.zeros(pages * page, WIDTH)
-        cache[: len(own)] = own
-        config = SimpleNamespace(heads=HEADS // 2, dcp=2)
-        builder = backend.get_builder_cls()(None, ["layer"], config, "cpu")
-        local = torch.tensor([len(own)], dtype=torch.int32)
-        table = torch.arange(pages, dtype=torch.int32)[None]
-        metadata = builder.build(local, table, 1, dcp=torch.tensor([length], dtype=torch.int32))
-        layer = SimpleNamespace(_k_scale=torch.tensor(1.0))
-        parts.append(impl_of(backend).forward_mqa(q, cache.view(pages, page, WIDTH), metadata, layer))
+        shard = KeyShard(2, rank, interleave)
+        own_cache = torch.full_like(cache, torch.nan)
+        for b, length in enumerate(lengths):
+            own = cache[table[b].long()].flatten(0, 1)[:length][shard.owns(torch.arange(length))]
+            for column, rows in enumerate(own.split(page)):
+                own_cache[table[b, column], : len(rows)] = rows
+        metadata = builder.build(shard.local_lens(totals), table, q_lens, dcp=totals)
+        impl = impl_of(backend)
+        impl.dcp_world_size, impl.dcp_rank = 2, rank
+        parts.append(impl.forward_mqa(q, own_cache, metadata, SimpleNamespace(_k_scale=torch.tensor(1.0))))
     lse = torch.stack([part[1] for part in parts])
-    weights = (lse - lse.logsumexp(0)).exp()
-    merged = (torch.stack([part[0] for part in parts]) * weights[..., None]).sum(0)
-    want, want_lse = attend(q[0], keys, 0.05)
-    torch.testing.assert_close(merged[0], want, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(lse.logsumexp(0)[0], want_lse, rtol=1e-5, atol=1e-5)
+    merged = (torch.stack([part[0] for part in parts]) * lse.softmax(0)[..., None]).sum(0)
+    first = 0
+    for b, count in enumerate(q_lens):
+        tokens = slice(first, first := first + count)
+        want, want_lse = expected(q[None, tokens], cache, table[b : b + 1], lengths[b : b + 1], 0.05)
+        torch.testing.assert_close(merged[tokens], want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse.logsumexp(0)[tokens], want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_vllm_fp8_cache(vllm):
@@ -258,10 +273,6 @@ def test_vllm_names_and_refusals(vllm):
         impl_of(backend, logits_soft_cap=30.0)
     with pytest.raises(NotImplementedError, match="decoder self-attention only"):
         impl_of(backend, attn_type="encoder")
-    builder = backend.get_builder_cls()(None, ["layer"], SimpleNamespace(heads=HEADS), "cpu")
-    lens = torch.tensor([30, 9], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="decode one token per sequence"):
-        builder.build(lens, torch.zeros(2, 4, dtype=torch.int32), 2, dcp=lens)
 
 
 def test_the_shipped_entry_point_registers_with_vllm(vllm, monkeypatch):
