@@ -17,7 +17,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import WIDE, metadata_convert
+from mla_suite.integrations import WIDE, flash_mla_kv_heads, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.ops.decode import DECODE
@@ -29,7 +29,8 @@ SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is com
 
 
 class Config(NamedTuple):
-    """The values that calls which share a FlashMLASchedMeta must have in common."""
+    """The values that calls which share a FlashMLASchedMeta must have in common: those of the operator's problem, so a
+    call with several KV heads has batch x KV heads sequences, heads / KV heads, and pages of 1 token."""
 
     batch: int
     q_len: int
@@ -61,9 +62,9 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
 
     With the older arguments, `get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q=None,
     is_fp8_kvcache=False, topk=None)`, the older pair (tile_scheduler_metadata int32 [parts, 8], num_splits int32
-    [batch + 1]), written from a plan of ours with the columns of that time (`OlderFlashMlaColumn`). Passed on as
-    they are they cost nothing per call; a copy of them is read back with some twenty small tensor operations per call,
-    so prefer the holder.
+    [batch x num_heads_k + 1]), written from a plan of ours with the columns of that time (`OlderFlashMlaColumn`).
+    Passed on as they are they cost nothing per call; a copy of them is read back with some twenty small tensor
+    operations per call, so prefer the holder.
     """
     return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
 
@@ -82,15 +83,18 @@ def _older(
     rows = num_q_tokens_per_head_k if num_q_tokens_per_head_k is not None else num_heads_per_head_k
     if rows is None:
         _refuse("get_mla_metadata", "num_q_tokens_per_head_k is missing", "give q_len x heads / kv heads, or nothing")
-    if num_heads_k != 1:
-        _refuse("get_mla_metadata", f"num_heads_k is {num_heads_k}", "latent attention has 1 KV head")
+    if num_heads_k < 1 or (num_heads_k > 1 and (is_fp8_kvcache or topk is not None)):
+        given = f"num_heads_k is {num_heads_k}, is_fp8_kvcache {is_fp8_kvcache} and topk {topk}"
+        _refuse("get_mla_metadata", given, "it takes 1 KV head, or several in dense calls without records")
     lengths = cache_seqlens if topk is None else torch.full_like(cache_seqlens, topk)
-    num_sm_parts = sm_parts(cache_seqlens, rows)
+    if num_heads_k > 1:
+        lengths = flash_mla_kv_heads.of_each_head(lengths, num_heads_k)
+    num_sm_parts = sm_parts(lengths, rows)
     plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
     made = metadata_convert.to_flash_mla(
         plan, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
     )
-    metadata_convert.remember(made.tile_scheduler_metadata, plan, cache_seqlens.shape[0])
+    metadata_convert.remember(made.tile_scheduler_metadata, plan, lengths.shape[0])
     return made.tile_scheduler_metadata, made.num_splits
 
 
@@ -116,7 +120,9 @@ def flash_mla_with_kvcache(
 
     q                [batch, q_len, heads, head_dim]
     k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
-                     kv_format v32) or 584 (V4, dsv4), recognised by the last dimension
+                     kv_format v32) or 584 (V4, dsv4), recognised by the last dimension. Rows of q's dtype may have
+                     several KV heads, [pages, page, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
+                     that follow each other share one
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned
     softmax_scale    1 / sqrt(head_dim) if None
@@ -146,6 +152,18 @@ def flash_mla_with_kvcache(
     name, plan = "flash_mla_with_kvcache", None
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
+    if k_cache.dim() == 4 and k_cache.shape[2] > 1:
+        beside = indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length
+        if k_cache.dtype.itemsize == 1 or any(tensor is not None for tensor in beside):
+            several = f"k_cache has shape {tuple(k_cache.shape)}, {k_cache.shape[2]} KV heads"
+            _refuse(name, several, "records, selections of keys and sinks go with 1 KV head")
+        if block_table is None or cache_seqlens is None:
+            _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both")
+        problem = flash_mla_kv_heads.split(name, q, k_cache, block_table, cache_seqlens)
+        results = flash_mla_with_kvcache(
+            *(*problem, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache)
+        )
+        return flash_mla_kv_heads.join(*results, k_cache.shape[2])
     kv_format = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
@@ -295,7 +313,7 @@ def _max_logits(
 def _kv_format(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> str:
     """The kv_format of a cache [pages, page, 1, width]."""
     if cache.dim() != 4 or cache.shape[2] != 1:
-        _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width], 1 KV head")
+        _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width]")
     width = cache.shape[-1]
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
     kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)

@@ -28,17 +28,27 @@ def dense_expected(q, rows, block_table, lengths, scale, causal, sink=None):
     return out, lse
 
 
-def paged(lengths, page, width=576, dtype=torch.bfloat16):
-    """A shuffled cache [pages, page, 1, width] with NaN past every sequence and absurd spare table entries."""
+def several_expected(q, rows, block_table, lengths, scale, causal):
+    """rows [pages, page, kv_heads, d]: query heads that follow each other share a KV head."""
+    shared = q.unflatten(2, (rows.shape[2], -1))
+    each = [
+        dense_expected(shared[:, :, k], rows[:, :, k], block_table, lengths, scale, causal)
+        for k in range(rows.shape[2])
+    ]
+    return torch.cat([out for out, _ in each], 2), torch.cat([lse for _, lse in each], 1)
+
+
+def paged(lengths, page, width=576, dtype=torch.bfloat16, kv_heads=1):
+    """A shuffled cache [pages, page, kv_heads, width] with NaN past every sequence and absurd spare table entries."""
     counts = [-(-n // page) for n in lengths]
     order = torch.randperm(sum(counts) + 2).int()
     table = torch.full((len(lengths), max(*counts, 1)), 2**31 - 1, dtype=torch.int32)
-    cache = torch.full((len(order), page, 1, width), torch.nan, dtype=dtype)
+    cache = torch.full((len(order), page, kv_heads, width), torch.nan, dtype=dtype)
     first = 0
     for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         table[b, :count] = order[first : first + count]
         rows = torch.arange(length)
-        cache[table[b, rows // page].long(), rows % page, 0] = torch.randn(length, width).to(dtype)
+        cache[table[b, rows // page].long(), rows % page] = torch.randn(length, kv_heads, width).to(dtype)
         first += count
     return cache, table, torch.tensor(lengths, dtype=torch.int32)
 

@@ -70,8 +70,9 @@ def a_plan():
     return mla_suite.plan(on_device(BATCH), num_heads=HEADS, num_sm_parts=NUM_SM_PARTS, max_seqlen_kv=0)
 
 
-def dense(metadata, num_splits=None, **options):
-    q, cache = on_device(BATCH, 1, HEADS, 576, dtype=torch.bfloat16), on_device(9, PAGE, 1, 576, dtype=torch.bfloat16)
+def dense(metadata, num_splits=None, kv_heads=1, **options):
+    q = on_device(BATCH, 2, HEADS, 576, dtype=torch.bfloat16)
+    cache = on_device(9, PAGE, kv_heads, 576, dtype=torch.bfloat16)
     return flash_mla.flash_mla_with_kvcache(
         q, cache, on_device(BATCH, 4), on_device(BATCH), 512, metadata, num_splits, causal=True, **options
     )
@@ -148,6 +149,7 @@ CALLS = {
     "flash_mla, holder": lambda: dense(flash_mla.get_mla_metadata()[0]),
     "flash_mla, pair": lambda: dense(*flash_mla.get_mla_metadata(on_device(BATCH), HEADS, 1)),
     "flash_mla, pair copied": dense_with_a_copy,
+    "flash_mla, several KV heads": lambda: dense(*flash_mla.get_mla_metadata(on_device(BATCH), 8, 4), kv_heads=4),
     "flash_mla, sparse": sparse,
     "flash_mla, sparse prefill": sparse_prefill,
     "aiter, metadata": metadata,
