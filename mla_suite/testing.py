@@ -77,7 +77,7 @@ def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
         used = pages[: -(-length // page)].long()
         keys = caches.unpack(kv_formats.kv_format(args.kv_format), args.kv_cache[used]).flatten(0, 1)[:length].double()
         keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
-        keys = keys if args.rope_cos_sin is None else _turned(keys, args.rope_cos_sin[:length].double())
+        keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]
         queries = queries if args.q_descale is None else queries * args.q_descale.double()
         q_len = queries.shape[0]
@@ -130,7 +130,7 @@ def fp8_weights_bound(*tensors: torch.Tensor | None, **options: Any) -> torch.Te
     return torch.cat(found).view(*args.q.shape[:-1], args.head_dim_v)
 
 
-def _turned(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+def _rotated(keys: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
     """The last values of each key, its two halves as complex numbers, rotated to their positions."""
     low, high = keys[:, -cos_sin.shape[1] :].chunk(2, dim=1)
     rotated = torch.complex(low, high) * torch.complex(*cos_sin.chunk(2, dim=1))

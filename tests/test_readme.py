@@ -64,3 +64,12 @@ def test_the_headline_names_what_it_was_measured_on() -> None:
         assert fact in below
     kinds = [row["kind"] for row in SAVED["rows"]]
     assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below
+
+
+def test_the_slow_rows_without_a_plan_are_those_of_uneven_lengths() -> None:
+    dense = [row for row in SAVED["rows"] if row["kind"] == "dense"]
+    slow = [row for row in dense if row["op"] > 1.01 * row["peer"]]
+    assert len(slow) == 3
+    assert all("kv~" in row["name"] for row in slow)
+    planned = [row["plan"] / row["peer"] for row in slow]
+    assert f"with one they take {min(planned):.2f} to {max(planned):.2f}" in README

@@ -1,4 +1,4 @@
-"""What Python takes of an sm_90 header, held against the compiler's view of it."""
+"""Figures that Python has of an sm_90 header, held against the compiler's view of it."""
 
 import subprocess
 
