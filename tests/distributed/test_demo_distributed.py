@@ -53,7 +53,7 @@ BOTH = pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)], ids=["tp", "cp"])
 
 
 def sentences(folder: Path, fault: str, tp: int, cp: int) -> list[str]:
-    """What the ranks of a demo with a fault say, in the order of the ranks."""
+    """Returns what the ranks of a demo with a fault say, in the order of the ranks."""
     (folder / "faulty.py").write_text(PROGRAM.format(fault=fault, tp=tp, cp=cp))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
