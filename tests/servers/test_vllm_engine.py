@@ -256,69 +256,35 @@ def test_options_that_it_has_not_are_refused(change, given):
         integration.MLASuiteImpl(**{**sizes, **options, **change})
 
 
-<<<<<<< HEAD
-def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
-    """A server of three processes finds the backend by the entry points that this package ships."""
+def of_two_processes(tmp_path, folder, batch, **settings):
+    """Tokens of an engine that finds the backend by the entry points that this package ships, and what reached our
+    decode in each of the two processes that it starts."""
+    command = [sys.executable, vllm_engine_plugin.__file__, str(folder), json.dumps(batch), json.dumps(settings)]
     environment = vllm_engine_plugin.environment(tmp_path)
-    command = [
-        sys.executable,
-        vllm_engine_plugin.__file__,
-        str(checkpoint[0]),
-        json.dumps(vllm_engine.prompts(LENGTHS)),
-    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == expected[0][: len(LENGTHS)]
-    counts = vllm_engine_plugin.counts(tmp_path)
-    assert len(counts) == 2  # one for each worker process
-    assert min(counts) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
-=======
-def of_two_workers(tmp_path, folder, batch, **settings):
-    """Tokens of an engine of three processes that finds the backend by the entry points that this package ships, and
-    what reached our decode in each of its two workers."""
-    root = Path(__file__).parents[2]
-    installed = tmp_path / "mla_suite-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite\nVersion: 0\n")
-    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
-    # On a CPU vLLM ignores CUSTOM, so a second function puts the registered class behind the name it does not ignore.
-    lines = [f"{name} = {value}" for name, value in {**declared, "on_cpu": "vllm_engine_plugin:on_cpu"}.items()]
-    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
-    places = [str(tmp_path), str(root), str(Path(__file__).parent)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(places),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "MLA_SUITE_TEST_CALLS": str(tmp_path / "calls"),
-    }
-    program = str(Path(__file__).parent / "vllm_engine_plugin.py")
-    command = [sys.executable, program, str(folder), json.dumps(batch), json.dumps(settings)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    files = [tmp_path / name for name in os.listdir(tmp_path) if name.startswith("calls.")]
-    assert len(files) == 2  # one for each worker process
-    calls = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    calls = vllm_engine_plugin.calls(tmp_path)
+    assert len(calls) == 2
     assert min(len(own) for own in calls) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
     return json.loads(done.stdout.splitlines()[-1]), calls
 
 
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
-    tokens, _ = of_two_workers(tmp_path, checkpoint[0], vllm_engine.prompts(LENGTHS))
+    tokens, _ = of_two_processes(tmp_path, checkpoint[0], vllm_engine.prompts(LENGTHS))
     assert tokens == expected[0][: len(LENGTHS)]
 
 
 @pytest.mark.parametrize("interleave", [1, 16])
 def test_decode_context_parallelism_verifies_drafts(checkpoint, expected, tmp_path, interleave):
-    """Two workers hold the keys of a sequence in turn and verify drafts of different lengths; one may hold none."""
+    """Two ranks hold the keys of a sequence in turn and verify drafts of different lengths; one may hold none."""
     parallel = dict(decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave, block_size=16)
     batch = vllm_engine.prompts(LENGTHS) + vllm_engine.prompts(LATE, seed=9) + repeating()
-    tokens, calls = of_two_workers(tmp_path, checkpoint[0], batch, speculative_config=DRAFTS, **parallel)
+    tokens, calls = of_two_processes(tmp_path, checkpoint[0], batch, speculative_config=DRAFTS, **parallel)
     assert tokens == expected[0]
     steps = [row for own in calls for row in own]
     assert {row["ranks"] for row in steps} == {2}
     assert any(len(set(row["query tokens"])) > 1 for row in steps)
     assert any(min(row["own keys"]) == 0 for row in steps) == (interleave == 16)
->>>>>>> r7-clients
 
 
 def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypatch):

@@ -93,5 +93,5 @@ def test_completions_over_http(tmp_path):
     assert events.pop() == b"[DONE]"
     streamed = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]
     assert streamed == expected[0]
-    (count,) = vllm_engine_plugin.counts(tmp_path)
-    assert count >= 2 * LAYERS * (vllm_engine.NEW_TOKENS - 1)
+    (calls,) = vllm_engine_plugin.calls(tmp_path)
+    assert len(calls) >= 2 * LAYERS * (vllm_engine.NEW_TOKENS - 1)

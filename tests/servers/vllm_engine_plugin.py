@@ -1,14 +1,8 @@
-<<<<<<< HEAD
-"""Processes of vLLM that find our backend as an installed package, and count what reached our decode.
-
-As a program it runs an engine with two worker processes.
-=======
-"""An engine with two worker processes, which writes down in each of them what reached our decode.
+"""Processes of vLLM that find our backend as an installed package, and write down what reached our decode.
 
 usage: python vllm_engine_plugin.py CHECKPOINT PROMPTS SETTINGS
 
-PROMPTS and SETTINGS are JSON, as are the tokens that it prints.
->>>>>>> r7-clients
+As a program it runs an engine with two worker processes. PROMPTS and SETTINGS are JSON, as are the tokens it prints.
 """
 
 from __future__ import annotations
@@ -19,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import tomllib
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,9 +36,9 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-def counts(folder: Path) -> list[int]:
-    """How many calls reached our decode, by process."""
-    return [len(path.read_text()) for path in folder.glob("calls.*")]
+def calls(folder: Path) -> list[list[dict[str, Any]]]:
+    """The calls that reached our decode, by process."""
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("calls.*")]
 
 
 def on_cpu() -> None:
@@ -62,8 +55,8 @@ def on_cpu() -> None:
     def counted(self, q, cache, metadata, layer):
         lens = metadata.query_start_loc[: metadata.num_decodes + 1].diff().tolist()
         row = {"query tokens": lens, "own keys": metadata.decode.seq_lens.tolist(), "ranks": self.dcp_world_size}
-        with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as calls:
-            calls.write(json.dumps(row) + "\n")
+        with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as written:
+            written.write(json.dumps(row) + "\n")
         return forward(self, q, cache, metadata, layer)
 
     MLASuiteImpl.forward_mqa = counted
