@@ -229,13 +229,15 @@ def _checked_nvcc(program: Path) -> NvidiaCompiler:
         raise BuildError(f"{program} is of CUDA {release.group(1)}; sm_90 needs CUDA 12 or newer")
     compiler = NvidiaCompiler(str(program), f"nvcc {release.group(1)}")
     with tempfile.TemporaryDirectory() as folder:
-        probe = [*compiler.to_object("sm_90"), "-x", "cu", os.devnull, "-o", f"{folder}/probe.cubin"]
+        # __ldg comes from headers, which must be of nvcc's release.
+        Path(folder, "probe.cu").write_text("__global__ void probe(const int* p, int* q) { *q = __ldg(p); }\n")
+        probe = [*compiler.to_object("sm_90"), f"{folder}/probe.cu", "-o", f"{folder}/probe.cubin"]
         done = subprocess.run(probe, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[0]
         raise BuildError(
             f"{program} cannot compile here ({said}); it needs a gcc that it accepts, with C++, and the wheels "
-            "nvidia-nvvm, nvidia-cuda-crt and nvidia-cuda-runtime beside it if it came as a wheel"
+            "nvidia-nvvm, nvidia-cuda-crt and nvidia-cuda-runtime of its release beside it if it came as a wheel"
         )
     return compiler
 

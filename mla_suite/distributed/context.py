@@ -15,7 +15,7 @@ import torch
 
 import mla_suite
 from mla_suite.distributed import peer_memory
-from mla_suite.distributed.parallel import KeyShard, all_to_all, gather
+from mla_suite.distributed.parallel import KeyShard, all_to_all, check_same_shape, gather
 
 EXCHANGES = ("all_to_all", "all_gather")
 
@@ -120,6 +120,8 @@ def merge_ranks(
     if world == 1 and attn_sink is None:
         return out, lse
     own_heads = heads // world if exchange == "all_to_all" else heads
+    if world > 1:
+        check_same_shape("merge", out, group)
     if world > 1 and peer_memory.merges(group, out, own_heads):
         flat = out.reshape(-1, heads, dim), lse.reshape(-1, heads)
         merged, merged_lse = torch.ops.mla_suite_ranks.peer_merge(*flat, attn_sink, own_heads, str(group))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from mla_suite.distributed.context import cp_decode
-from mla_suite.distributed.parallel import Parallel
+from mla_suite.distributed.parallel import Parallel, check_agreement
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import Step
 from mla_suite.models.config import MLAConfig
@@ -25,6 +26,8 @@ class ParallelMLA(MLA):
     config      of the whole layer, with all heads
     parallel    the process groups
     interleave  keys in a row that lie on one rank of the context-parallel group
+
+    ValueError on every rank where the ranks were given different ones.
     """
 
     def __init__(self, config: MLAConfig, parallel: Parallel, *, interleave: int = 1, **options: Any) -> None:
@@ -33,6 +36,9 @@ class ParallelMLA(MLA):
                 "ParallelMLA: an un-rotated cache with context parallelism; a rank's local positions are not the "
                 "sequence's: set cache_rotated=True"
             )
+        if parallel.world > 1:
+            given = {"interleave": interleave, **asdict(config), **options, "device": None}
+            check_agreement(given, parallel.all_group)
         super().__init__(config.for_rank(parallel.world), **options)
         self.parallel = parallel
         self.shard = parallel.shard(interleave)

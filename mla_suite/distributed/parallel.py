@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+from mla_suite.core import checks
 from mla_suite.distributed import peer_memory
 from mla_suite.ops.decode.reference import keys_of_rank
 
@@ -113,6 +115,7 @@ class Parallel:
         """The sum of x over all ranks of the layer."""
         if self.world == 1:
             return x
+        check_same_shape("sum", x, self.all_group)
         if peer_memory.serves(self.all_group, x.numel() * x.element_size()):
             return torch.ops.mla_suite_ranks.peer_sum(x.contiguous(), str(self.all_group))
         return _waited(functional.all_reduce(x, "sum", self.all_group))
@@ -136,6 +139,7 @@ def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
     """x of every rank, [ranks, *x.shape]."""
+    check_same_shape("gather", x, group)
     if peer_memory.serves(group, x.numel() * x.element_size()):
         return torch.ops.mla_suite_ranks.peer_gather(x.contiguous(), ranks, str(group))
     return _waited(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
@@ -160,19 +164,29 @@ def initialise(timeout_s: float = 60.0) -> torch.device:
     return device
 
 
-def check_agreement(facts: Mapping[str, Any]) -> None:
+def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:
     """Raises ValueError on every rank, naming the facts in dispute, when the ranks were given different ones.
 
     facts  picklable values by name, such as shapes and options; call it once when a model is set up, since it meets
            all ranks on the host
+    group  name of a process group; None is all ranks
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(facts))
+    process_group = None if group is None else distributed_c10d._resolve_process_group(group)
+    ranks = dist.get_process_group_ranks(process_group)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, dict(facts), group=process_group)
     names = sorted({name for own in everyone for name in own})
     disputes = []
     for name in names:
         values = [own.get(name, "missing") for own in everyone]
         if any(value != values[0] for value in values):
-            disputes.append(f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}")
+            said = (f"{value} on rank {rank}" for rank, value in zip(ranks, values, strict=True))
+            disputes.append(f"{name} is {', '.join(said)}")
     if disputes:
-        raise ValueError(f"the ranks disagree: {'; '.join(disputes)}; start them with the same arguments")
+        raise ValueError(f"the ranks disagree: {'; '.join(disputes)}; give all of them the same")
+
+
+def check_same_shape(name: str, x: torch.Tensor, group: Any) -> None:
+    """On a CPU and in debug mode, outside of compiled code: what the ranks exchange has one shape and dtype."""
+    if not torch.compiler.is_compiling() and (x.is_cpu or checks.debugging()):
+        check_agreement({f"what they {name}": f"{tuple(x.shape)} {x.dtype}"}, group)

@@ -6,6 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from mla_suite.__main__ import main
 
@@ -32,31 +35,47 @@ def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
     assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in sentences)
 
 
-DIES = """
+PROGRAM = """
 import os, sys
 from mla_suite.cli import demo_distributed
-from mla_suite.distributed import Parallel
-create = Parallel.create
-def dying(**options):
-    parallel = create(**options)
-    return os._exit(3) if parallel.rank == 1 else parallel
-Parallel.create = dying
-sys.exit(demo_distributed.run(2, 1, tokens=1, seed=0, as_json=False))
+from mla_suite.distributed import ContextParallelCache
+rank, tokens, append, steps = int(os.environ["RANK"]), 3, ContextParallelCache.append, []
+{fault}
+sys.exit(demo_distributed.run({tp}, {cp}, tokens=tokens, seed=0, as_json=False))
 """
+DIES = """
+def dying(*arguments, **options):
+    steps.append(1)
+    return os._exit(3) if rank == 1 and len(steps) == 3 else append(*arguments, **options)
+ContextParallelCache.append = dying
+"""
+BOTH = pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)], ids=["tp", "cp"])
 
 
-def test_a_rank_that_dies_is_one_sentence_of_the_other(tmp_path):
-    (tmp_path / "dies.py").write_text(DIES)
+def sentences(folder: Path, fault: str, tp: int, cp: int) -> list[str]:
+    """Returns what the ranks of a demo with a fault say, in the order of the ranks."""
+    (folder / "faulty.py").write_text(PROGRAM.format(fault=fault, tp=tp, cp=cp))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [*command, str(tmp_path / "dies.py")], capture_output=True, text=True, env=environment, timeout=300
+        [*command, str(folder / "faulty.py")], capture_output=True, text=True, env=environment, timeout=300
     )
-    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("demo:")]
+    assert done.returncode != 0
+    return sorted(line for line in done.stderr.splitlines() if line.startswith("demo:"))
+
+
+@BOTH
+def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path, tp, cp):
+    (sentence,) = sentences(tmp_path, DIES, tp, cp)
     assert sentence.startswith(
         "demo: rank 0: another rank ended or did not answer within 60 s; its own sentence says why"
     )
-    assert done.returncode != 0
+
+
+@BOTH
+def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path, tp, cp):
+    said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
+    assert sentences(tmp_path, "tokens += rank", tp, cp) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
 def test_without_torchrun_the_command_is_named(capsys):

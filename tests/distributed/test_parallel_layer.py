@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import on_ranks
 
 from mla_suite.distributed import ContextParallelCache, Parallel, ParallelMLA, check_agreement
@@ -80,28 +79,59 @@ def test_a_spread_layer_compiles_without_a_break():
     on_ranks(2, several, [(2, 1, torch.float32, 1, True), (1, 2, torch.float32, 1, True)])
 
 
-def disagree(rank: int) -> None:
+BOTH = pytest.mark.parametrize(("tp_size", "cp_size"), [(2, 1), (1, 2)], ids=["tp", "cp"])
+TIMEOUT_S = 10.0
+
+
+def tiny_layer(tp_size: int, cp_size: int, **changes: int):
+    """A layer of two ranks, its cache, and a function that decodes one token of `batch` sequences."""
+    config = dataclasses.replace(MLAConfig.tiny(), num_layers=1, **changes)
+    parallel = Parallel.create(tp_size=tp_size, cp_size=cp_size, device_type="cpu")
+    layer = ParallelMLA(config, parallel, kv_format="fp32", dtype=torch.float32).requires_grad_(False)
+    cache = ContextParallelCache(1, 30, 4, shard=layer.shard, kv_format="fp32")
+    table = cos_sin_table(config, 64)
+
+    def decode(batch: int) -> torch.Tensor:
+        step = cache.append([cache.allocate() for _ in range(batch)], [1] * batch)
+        return layer.decode(torch.randn(batch, 1, config.hidden_size), cache.layers[0], step, table)
+
+    return decode
+
+
+def disagree(rank: int, tp_size: int, cp_size: int) -> None:
     check_agreement({"batch": 4, "hidden_size": 128})
-    with pytest.raises(ValueError, match=r"the ranks disagree: batch is 4 on rank 0, 5 on rank 1; start them"):
+    with pytest.raises(ValueError, match=r"the ranks disagree: batch is 4 on rank 0, 5 on rank 1; give all of them"):
         check_agreement({"batch": 4 + rank})
+    with pytest.raises(ValueError, match=r"the ranks disagree: num_heads is 4 on rank 0, 8 on rank 1; give all"):
+        tiny_layer(tp_size, cp_size, num_heads=4 + 4 * rank)
+    decode = tiny_layer(tp_size, cp_size)
+    decode(2)
+    began = time.monotonic()
+    what = r"sum is \(2, 1, 128\)" if cp_size == 1 else r"gather is \(2, 1, 4, 576\)"
+    with pytest.raises(ValueError, match=rf"the ranks disagree: what they {what} torch.float32 on rank 0, \(3, 1, "):
+        decode(2 + rank)
+    assert time.monotonic() - began < TIMEOUT_S
 
 
-def test_ranks_that_disagree_are_told_on_all_ranks():
-    on_ranks(2, disagree)
+@BOTH
+def test_ranks_that_disagree_are_told_on_all_ranks(tp_size, cp_size):
+    on_ranks(2, disagree, tp_size, cp_size, timeout_s=TIMEOUT_S)
 
 
-def one_dies(rank: int, seconds: float) -> None:
-    Parallel.create(tp_size=2, device_type="cpu")
+def one_dies(rank: int, tp_size: int, cp_size: int) -> None:
+    decode = tiny_layer(tp_size, cp_size)
+    decode(2)
     if rank == 1:
         return  # its process ends here
     began = time.monotonic()
     with pytest.raises(RuntimeError):
-        dist.barrier()
-    assert time.monotonic() - began < seconds
+        decode(2)
+    assert time.monotonic() - began < 3 * TIMEOUT_S
 
 
-def test_a_rank_that_dies_ends_the_others_within_the_timeout():
-    on_ranks(2, one_dies, 30.0, timeout_s=10.0)
+@BOTH
+def test_a_rank_that_dies_ends_the_others_within_the_timeout(tp_size, cp_size):
+    on_ranks(2, one_dies, tp_size, cp_size, timeout_s=TIMEOUT_S)
 
 
 def test_an_unrotated_cache_with_context_parallelism_is_refused():

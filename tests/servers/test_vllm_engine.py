@@ -256,30 +256,30 @@ def test_options_that_it_has_not_are_refused(change, given):
         integration.MLASuiteImpl(**{**sizes, **options, **change})
 
 
-def of_two_workers(tmp_path, folder, batch, **settings):
-    """Tokens of an engine of three processes that finds the backend by the entry points that this package ships, and
-    what reached our decode in each of its two workers."""
-    environment = vllm_engine_plugin.environment(tmp_path)
+def of_two_processes(tmp_path, folder, batch, **settings):
+    """Tokens of an engine that finds the backend by the entry points that this package ships, and what reached our
+    decode in each of the two processes that it starts."""
     command = [sys.executable, vllm_engine_plugin.__file__, str(folder), json.dumps(batch), json.dumps(settings)]
+    environment = vllm_engine_plugin.environment(tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     calls = vllm_engine_plugin.calls(tmp_path)
-    assert len(calls) == 2  # one list for each worker process
+    assert len(calls) == 2
     assert min(len(own) for own in calls) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
     return json.loads(done.stdout.splitlines()[-1]), calls
 
 
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
-    tokens, _ = of_two_workers(tmp_path, checkpoint[0], vllm_engine.prompts(LENGTHS))
+    tokens, _ = of_two_processes(tmp_path, checkpoint[0], vllm_engine.prompts(LENGTHS))
     assert tokens == expected[0][: len(LENGTHS)]
 
 
 @pytest.mark.parametrize("interleave", [pytest.param(1, marks=pytest.mark.full), 16])
 def test_decode_context_parallelism_verifies_drafts(checkpoint, expected, tmp_path, interleave):
-    """Two workers hold the keys of a sequence in turn and verify drafts of different lengths; one may hold none."""
+    """Two ranks hold the keys of a sequence in turn and verify drafts of different lengths; one may hold none."""
     parallel = dict(decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave, block_size=16)
     batch = vllm_engine.prompts(LENGTHS) + vllm_engine.prompts(LATE, seed=9) + repeating()
-    tokens, calls = of_two_workers(tmp_path, checkpoint[0], batch, speculative_config=DRAFTS, **parallel)
+    tokens, calls = of_two_processes(tmp_path, checkpoint[0], batch, speculative_config=DRAFTS, **parallel)
     assert tokens == expected[0]
     steps = [row for own in calls for row in own]
     assert {row["ranks"] for row in steps} == {2}

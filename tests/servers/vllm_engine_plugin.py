@@ -1,10 +1,8 @@
 """Processes of vLLM that find our backend as an installed package, and write down what reached our decode.
 
-As a program it runs an engine with two worker processes:
-
 usage: python vllm_engine_plugin.py CHECKPOINT PROMPTS SETTINGS
 
-PROMPTS and SETTINGS are JSON, as are the tokens that it prints.
+As a program it runs an engine with two worker processes. PROMPTS and SETTINGS are JSON, as are the tokens it prints.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ def on_cpu() -> None:
     def counted(self, q, cache, metadata, layer):
         lens = metadata.query_start_loc[: metadata.num_decodes + 1].diff().tolist()
         row = {"query tokens": lens, "own keys": metadata.decode.seq_lens.tolist(), "ranks": self.dcp_world_size}
-        with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as calls:
-            calls.write(json.dumps(row) + "\n")
+        with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as written:
+            written.write(json.dumps(row) + "\n")
         return forward(self, q, cache, metadata, layer)
 
     MLASuiteImpl.forward_mqa = counted
