@@ -37,7 +37,7 @@ def test_the_compilers_are_the_same_wherever_they_are_named():
         pin = isolated[name].split(";")[0]
         rows = [line for line in environments.splitlines() if re.match(rf"    {name}\b", line)]
         assert all(line.strip().split(";")[0] == name + pin for line in rows), rows
-    headers = re.findall(r"nvidia-cuda-runtime(\S+?)[;\s]", environments) + [extra["nvidia-cuda-runtime"].split(";")[0]]
+    headers = [*re.findall(r"nvidia-cuda-runtime(\S+?)[;\s]", environments), extra["nvidia-cuda-runtime"].split(";")[0]]
     release = extra["nvidia-cuda-nvcc"].split(";")[0].removeprefix("==")
     major, minor, _ = map(int, release.split("."))
     assert set(headers) == {f">={release},<{major}.{minor + 1}"}, "nvcc cannot compile the headers of a later release"
