@@ -24,6 +24,11 @@ WHOLE_FLOPS = 2 * 10**9
 """Cases up to this size, a few seconds each, are emulated whole; larger ones from equal sequences and steady loops."""
 
 
+def countable(case: Case) -> bool:
+    """Whether a case is small enough to be emulated whole, or has equal sequences of which one is emulated."""
+    return case.sample.flops <= WHOLE_FLOPS or case.planned or case.op == "sparse_decode"
+
+
 def count(case: Case, arch: str) -> Result:
     """Run the native kernels of an arch in the emulator, check the result, and read the counters.
 
@@ -33,7 +38,7 @@ def count(case: Case, arch: str) -> Result:
     name = f"native on {arch}, emulated"
     found = Result(case.op, case.shape, name, dict(case.facts), case.sample.bytes, case.sample.flops)
     whole = case.sample.flops <= WHOLE_FLOPS
-    if not whole and not (case.planned or case.op == "sparse_decode"):
+    if not countable(case):
         found.failure = (
             f"{case.sample.flops:.1e} operations without a plan are too many to emulate; bounds are counted up to "
             f"{WHOLE_FLOPS:.0e}, and with a plan (--plan with) at any size"

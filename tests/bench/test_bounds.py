@@ -56,3 +56,8 @@ def test_a_large_case_without_a_plan_is_not_emulated() -> None:
     found = bounds.count(sets.decode(64, 128, 8192), "gfx942")
     assert "operations without a plan are too many to emulate" in found.failure
     assert not found.wrong
+
+
+@pytest.mark.parametrize("name", sets.SETS)
+def test_no_case_of_a_published_set_is_too_large(name: str) -> None:
+    assert [case.id for case in sets.named(name) if not bounds.countable(case)] == []
