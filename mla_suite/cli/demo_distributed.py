@@ -31,7 +31,7 @@ def run(tp_size: int, cp_size: int, *, tokens: int, seed: int, as_json: bool) ->
                 f"another rank ended or did not answer within {TIMEOUT_S:.0f} s; its own sentence says why ({sentence})"
             )
         who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-        print(f"demo: {who}{sentence}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"demo: {who}{sentence}\n")  # one write: the ranks share the stream
         return 1
     rank = dist.get_rank()
     dist.destroy_process_group()
