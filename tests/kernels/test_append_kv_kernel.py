@@ -8,7 +8,7 @@ from backend_calls import BackendCalls
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.common import append_kv as kernels
+from mla_suite.archs.common import combine
 from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import KV_FORMATS, kv_format
@@ -281,7 +281,7 @@ def test_refusals_are_sentences(monkeypatch):
     answer = NATIVE.supports(problem, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)
     assert "aligned to 1 bytes; kv_format v32 needs 4" in answer.reason
-    monkeypatch.setattr(kernels, "has_kernel", lambda arch, instance: False)
+    monkeypatch.setattr(combine, "has_kernel", lambda arch, instance: False)
     even = APPEND_KV.problem(kv_c, k_pe, filled(kind, 2, 4), torch.arange(2), kv_format="v32")
     answer = NATIVE.supports(even, archs.get("gfx950"))
     assert isinstance(answer, dispatch.Unsupported)

@@ -234,9 +234,8 @@ def launch_of(
     """
     config, slots, rows, batch = prepared.config, prepared.slots, prepared.rows, args.seq_lens.shape[0]
     named = partial(_buffers, slots, rows)
-    enqueue = bind(
-        "decode", config.instance, args.q, prepared.grid, config.threads, prepared.shared, named, prepared.overlap
-    )
+    launched = args.q, prepared.grid, config.threads, prepared.shared
+    enqueue = bind("decode", config.instance, *launched, named, overlap=prepared.overlap)
     numbers, copies_q, plus_inf_lse = prepared.numbers, prepared.copies_q, args.plus_inf_lse
     copies = prepared.copies_out, prepared.copies_lse
     copied = any(copies)

@@ -213,16 +213,8 @@ def launch_of(
     config, shape, slots = prepared.config, prepared.shape, prepared.slots
     rows, tokens, negative = shape.heads, shape.tokens, args.softmax_scale < 0
     named = partial(_buffers, slots, rows)
-    enqueue = bind(
-        "sparse_decode",
-        config.instance,
-        args.q,
-        prepared.grid,
-        config.threads,
-        prepared.shared,
-        named,
-        prepared.overlap,
-    )
+    launched = args.q, prepared.grid, config.threads, prepared.shared
+    enqueue = bind("sparse_decode", config.instance, *launched, named, overlap=prepared.overlap)
     copies_q, (first_numbers, *pool_numbers) = shape.copies_q, prepared.numbers
     copies_selection = any(token_stride(index, 1) is None for index in args.indices) or not all(
         lengths is None or lengths.is_contiguous() for lengths in args.topk_lengths or ()
