@@ -30,7 +30,7 @@ from mla_suite.archs import CSRC
 from mla_suite.archs.common import combine_config
 from mla_suite.archs.common.append_kv import MAX_TOKENS, AppendConfig
 from mla_suite.build import compilers
-from mla_suite.core import register
+from mla_suite.core import dispatch, register
 from mla_suite.emulator import Emulator, Memory
 from mla_suite.emulator.driver import EmulatorDriver
 from mla_suite.launch import has_kernel
@@ -162,20 +162,27 @@ def test_memory_that_is_not_there(launch, how):
 def first_launch(most: int = 1) -> Iterator[list[Launch]]:
     """Fills the list with the first launches done inside, to be done again."""
     found: list[Launch] = []
-    usual = EmulatorDriver.launch
+    usual = EmulatorDriver.bind
 
-    def recorded(self, kernel, grid, block, dynamic_lds, params, buffers, overlap=False):
-        if len(found) < most:
-            owners = list(buffers())
-            memory = [Memory.of(*buffer) for buffer in owners]
-            text, symbol = kernel.entry.read_text(), kernel.entry.symbol
-            machine, before = Emulator(self.arch.name), contents(memory)
-            found.append(Launch(machine, text, symbol, grid, block, dynamic_lds, params, memory, owners, before))
-        usual(self, kernel, grid, block, dynamic_lds, params, buffers, overlap)
+    def recorded(self, kernel, grid, block, dynamic_lds, naming, overlap=False):
+        start = usual(self, kernel, grid, block, dynamic_lds, naming, overlap)
+
+        def recording(params, given):
+            if len(found) < most:
+                owners = list(naming(*given))
+                memory = [Memory.of(*buffer) for buffer in owners]
+                text, symbol = kernel.entry.read_text(), kernel.entry.symbol
+                machine, before = Emulator(self.arch.name), contents(memory)
+                found.append(Launch(machine, text, symbol, grid, block, dynamic_lds, params, memory, owners, before))
+            start(params, given)
+
+        return recording
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatorDriver, "launch", recorded)
+        patch.setattr(EmulatorDriver, "bind", recorded)
+        dispatch.clear_caches()  # calls that were bound before, and after the test those of `recorded`
         yield found
+    dispatch.clear_caches()
 
 
 def test_combine(arch):
