@@ -221,7 +221,7 @@ def _nvcc_of_wheel() -> Path | None:
 
 
 def _checked_nvcc(program: Path) -> NvidiaCompiler:
-    """The compiler at `program`, tried on an empty source. BuildError says why it cannot build sm_90."""
+    """The compiler at `program`, tried on a small source. BuildError says why it cannot build sm_90."""
     release = re.search(r"V((\d+)[\d.]*)", _version([str(program)]))
     if release is None:
         raise BuildError(f"{program} does not say which CUDA release it is of")
