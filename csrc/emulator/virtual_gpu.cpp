@@ -190,10 +190,9 @@ EXPORT void virtual_gpu_attach(RunDispatch run, TellFault tell) {
   pthread_rwlock_unlock(&gpu.attached);
 }
 
-// Called before the process ends: what runs is waited for, and dispatches that follow are skipped. The queues stay, since
-// the runtime waits for them and destroys them before it unmaps their memory; that they are empty by then, unless one
-// waits for the host longer than `limit_ms`, keeps them from completing signals that the runtime is about to destroy.
-// Returns how many dispatches were skipped.
+// Called before the process ends: what runs is waited for, and dispatches that follow are skipped. Returns how many were,
+// once all queues are empty; a queue that waits for the host is given up after `limit_ms`. The queues stay, since the
+// runtime waits for them and destroys them before it unmaps their memory.
 EXPORT u32 virtual_gpu_end(u32 limit_ms) {
   pthread_rwlock_wrlock(&gpu.attached);
   gpu.run = nullptr;
@@ -206,6 +205,7 @@ EXPORT u32 virtual_gpu_end(u32 limit_ms) {
 
 // An event that nobody waits for and nobody destroys.
 EXPORT void virtual_gpu_spare_event(u32 event) { __atomic_store_n(&gpu.spare_event, event, __ATOMIC_RELEASE); }
+
 // The queue that was registered last gets no packets: its thread ends.
 EXPORT void virtual_gpu_spare_queue() {
   pthread_mutex_lock(&gpu.lock);
@@ -213,6 +213,7 @@ EXPORT void virtual_gpu_spare_queue() {
   pthread_mutex_unlock(&gpu.lock);
   if (queue) join(*queue);
 }
+
 EXPORT u64 virtual_gpu_base() { return reinterpret_cast<u64>(gpu.base); }
 
 // Copies at most `most` allocations; returns how many there are.

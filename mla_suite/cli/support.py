@@ -39,8 +39,10 @@ def as_if_built() -> Iterator[None]:
     """Within the block dispatch answers as if every declared kernel were built."""
     with launch.declared_kernels():
         dispatch.clear_caches()
-        yield
-    dispatch.clear_caches()
+        try:
+            yield
+        finally:
+            dispatch.clear_caches()
 
 
 def serving(op: str, arch: str) -> str:

@@ -126,7 +126,7 @@ class HipSession:
         self.runtime = HipRuntime(opened)
         self._thread = _Thread()
         self.runtime.set_device(0)
-        self.gpu.outlive_races()
+        self.gpu.reserve_event_and_queue()
         self.driver = HipDriver(
             arch, 0, opened, TorchDevice(lambda: 0, lambda _: self.stream(), lambda _: nullcontext())
         )

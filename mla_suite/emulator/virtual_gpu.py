@@ -54,7 +54,6 @@ _HSA_INFO_BREAK, _HSA_AGENT_INFO_DEVICE, _HSA_DEVICE_TYPE_GPU = 1, 17, 1
 _UINT32_MAX = 0xFFFFFFFF
 _SPARE_SLOTS = 64
 
-
 _END_LIMIT_MS = 2000
 """How long the end of a program waits for queues that wait for the host."""
 
@@ -173,8 +172,8 @@ class VirtualGpu:
         for error in self._faults:
             print(f"virtual GPU: never checked: {error}", file=sys.stderr)
 
-    def outlive_races(self) -> None:
-        """Makes an event and a queue that ROCr never destroys; called once the HIP runtime has initialised the GPU.
+    def reserve_event_and_queue(self) -> None:
+        """Makes an event and a queue that are never destroyed; called once the HIP runtime has initialised the GPU.
 
         The event: the hook can lose a wake-up, and setting another event wakes everybody to look again.
         The queue: ROCr destroys the event that all queues share with the last of them, while a thread of its own may

@@ -181,8 +181,10 @@ def first_launch(most: int = 1) -> Iterator[list[Launch]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EmulatorDriver, "bind", recorded)
         dispatch.clear_caches()  # calls that were bound before, and after the test those of `recorded`
-        yield found
-    dispatch.clear_caches()
+        try:
+            yield found
+        finally:
+            dispatch.clear_caches()
 
 
 def test_combine(arch):

@@ -186,6 +186,14 @@ def test_the_end_of_a_process_waits_no_longer_than_its_limit(aql):
     assert aql.library.virtual_gpu_end(LIMIT_S * 1000) == 1
 
 
+def test_a_spare_queue_takes_no_packets_and_can_be_destroyed(aql):
+    aql.library.virtual_gpu_spare_queue()
+    done = aql.signal(0, 1)
+    aql.send(dispatch(1, 0, (64, 1, 1), (64, 1, 1), done))
+    assert still(aql, done)
+    assert aql.dispatches == []
+
+
 def test_a_wake_up_that_was_missed_is_repeated(aql):
     """By the event that nobody destroys; setting it makes every sleeper look again."""
     aql.library.virtual_gpu_spare_event(99)

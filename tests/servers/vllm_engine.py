@@ -56,6 +56,14 @@ def save_model(folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
+def greedy(model: transformers.PreTrainedModel, prompt: list[int]) -> list[int]:
+    """The tokens with which transformers goes on."""
+    ids = torch.tensor([prompt])
+    options = dict(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
 def prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
