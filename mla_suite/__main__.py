@@ -6,10 +6,15 @@ import inspect
 import sys
 from collections.abc import Sequence
 
+import mla_suite
 from mla_suite.cli import COMMANDS, INTERRUPTED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if mla_suite.__file__ is None:
+        folder = next(iter(mla_suite.__path__))
+        print(f"the folder {folder} hides the installed package of its name; run this from elsewhere", file=sys.stderr)
+        return 2
     arguments = list(sys.argv[1:] if argv is None else argv)
     listing = "\n".join(f"  {name:10}{summary}" for name, summary in COMMANDS.items())
     parser = argparse.ArgumentParser(

@@ -73,3 +73,22 @@ def test_the_slow_rows_without_a_plan_are_those_of_uneven_lengths() -> None:
     assert all("kv~" in row["name"] for row in slow)
     planned = [row["plan"] / row["peer"] for row in slow]
     assert f"with one they take {min(planned):.2f} to {max(planned):.2f}" in README
+
+
+@pytest.mark.parametrize(
+    ("row", "arch", "more"),
+    [
+        ("gfx942 bf16", "gfx942", ""),
+        ("gfx950 fp8", "gfx950", "--kv-format fp8 --q-dtype float8_e4m3fn"),
+    ],
+)
+def test_the_amd_counts_are_what_its_commands_print(
+    row: str, arch: str, more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"emulate decode --on {arch} --heads 128 --kv 1024 --num-splits 1"
+    assert (f"`python -m mla_suite {command}`" if arch == "gfx942" else f"`{more}`") in README
+    assert main([*command.split(), *more.split(), "--json"]) == 0
+    (launch,) = json.loads(capsys.readouterr().out)["launches"]
+    (cells,) = re.findall(rf"\| {row}, 128 heads \| [\d.]+ / ([\d.]+) \| [\d.]+ / ([\d.]+) \|", README)
+    counted = launch["per_key"]
+    assert [float(cell) for cell in cells] == pytest.approx([counted["instructions"], counted["matrix"]], abs=0.05)

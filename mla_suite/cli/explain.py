@@ -18,18 +18,23 @@ from mla_suite.cli import torch_device
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator: plan, decode, sparse_decode, combine or append_kv")
     parser.add_argument("--on", metavar="ARCH", help="an AMD arch to emulate: gfx942 or gfx950")
-    parser.add_argument("--device", type=torch_device, default="cpu", help="torch device of the tensors (default cpu)")
+    parser.add_argument(
+        "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     import mla_suite
     from mla_suite.core import register
     from mla_suite.launch import emulate
 
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() and not args.on else "cpu")
     ops = [register.get(args.op)] if args.op else list(register.registry().values())
     with emulate(args.on) if args.on else nullcontext():
         for op in ops:
             for sample in op.samples() if args.op else list(op.samples())[:1]:
-                positional, keywords = sample.make(args.device)
+                positional, keywords = sample.make(device)
                 print(f"{sample.name}\n{mla_suite.explain(op.name, *positional, **keywords)}\n")
     return 0

@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from mla_suite import archs, launch
@@ -29,6 +30,11 @@ def run(args: argparse.Namespace) -> int:
         print(made)
     else:
         saving.write_section(args.write, "support", made)
+    if find_spec("triton") is None:
+        print(
+            "support: triton is not installed here, so no cell says triton; torch's builds for GPUs bring it",
+            file=sys.stderr,
+        )
     for sentence in bad:
         print(f"support: {sentence}", file=sys.stderr)
     return 1 if bad else 0

@@ -178,7 +178,7 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
     key = (name, problem, device, arch)
     choice = _choices.get(key)
     if choice is None:
-        choice = _ask(name, backends, problem, arch, device)
+        choice = ask(name, backends, problem, arch, device)
         if _calls is not None:
             choice = _counted(name, choice, _calls)
         bounded(_choices)[key] = choice
@@ -241,7 +241,8 @@ def warn_once(about: str, sentence: str) -> None:
         logger.warning("%s", sentence)
 
 
-def _ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:
+def ask(name: str, backends: Sequence[Backend], problem: Hashable, arch: ArchSpec | None, device: str) -> Choice:
+    """Return what `choose` answers for the first time, without caching, counting or logging it."""
     refused: list[tuple[str, str]] = []
     for backend in backends:
         if device not in backend.devices:

@@ -81,5 +81,5 @@ def serving(op: str, arch: ArchSpec | None, device: str) -> str:
     answers = set()
     for sample in record.samples():
         args, kwargs = sample.make(torch.device("cpu"))
-        answers.add(dispatch.choose(op, record.backends, record.problem(*args, **kwargs), arch, device).backend.name)
+        answers.add(dispatch.ask(op, record.backends, record.problem(*args, **kwargs), arch, device).backend.name)
     return next(backend.name for backend in record.backends if backend.name in answers)
