@@ -143,7 +143,7 @@ def _compiled(
         (work / item.arch.name).mkdir(parents=True, exist_ok=True)
     compiled = locations.file_hashes(csrc)
     if wanted:
-        said = ninja_plan.run(work, jobs, progress)
+        said = ninja_plan.run(work, ninja_plan.programs(amd, nvidia), jobs, progress)
         if said:
             print(said, file=sys.stderr)
     made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
@@ -211,7 +211,9 @@ def _entry(
         broken.append(f"{item.arch.name} {item.id}: takes {cost.params} bytes, but {mirror.name} has {mirror.size}")
     if cost.threads == 0:
         broken.append(f"{item.arch.name} {item.id}: has no launch bound; declare the entry with MLA_KERNEL")
-    sources = ninja_plan.dependencies(stem.with_name(item.id + ".d"), csrc)
+    depfile = stem.with_name(item.id + ".d")
+    sources = ninja_plan.dependencies(depfile, csrc)
+    ninja_plan.keep_dependencies(depfile, csrc, sources)
     compiler = amd if is_amd else nvidia
     assert compiler is not None
     entry = KernelEntry(

@@ -1,19 +1,26 @@
-"""build.ninja: writes the commands that make objects from instances, and runs them."""
+"""build.ninja: writes the commands that make objects from instances, and runs them.
+
+The commands name their programs by environment variables. So a compiler that lies in another folder, as that of each
+isolated build of pip does, compiles nothing again while it is the same program.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mla_suite.build import params
 from mla_suite.build.compilers import AmdCompiler, NvidiaCompiler
 from mla_suite.build.instances import Instance
-from mla_suite.build.locations import BuildError
+from mla_suite.build.locations import BuildError, sha256
+
+CLANG, LLD, NVCC = "MLA_SUITE_CLANG", "MLA_SUITE_LLD", "MLA_SUITE_NVCC"
 
 
 def write_if_changed(path: Path, text: str) -> None:
@@ -32,13 +39,14 @@ def write_plan(
 ) -> None:
     """Writes `folder/build.ninja` and the generated headers with the layout asserts of the parameter structs.
 
-    The compilers' names are inputs of every object: another compiler rebuilds. `folder` and `csrc` are absolute.
+    The compilers' versions and programs are inputs of every object: another compiler rebuilds. `folder` and `csrc` are
+    absolute.
     """
     lines = ["ninja_required_version = 1.5"]
     if amd is not None:
-        write_if_changed(folder / "amd.compiler", f"{amd.version}\n{shlex.join(amd.clang)}\n")
+        write_if_changed(folder / "amd.compiler", _identity(amd.version, amd.clang[0]))
     if nvidia is not None:
-        write_if_changed(folder / "nvidia.compiler", f"{nvidia.version}\n{nvidia.nvcc}\n")
+        write_if_changed(folder / "nvidia.compiler", _identity(nvidia.version, nvidia.nvcc))
     for item in instances:
         checks = folder / "params" / f"{item.params}.hpp"
         try:
@@ -64,16 +72,27 @@ def write_plan(
             ]
             assemble = [*amd.to_relocatable(item.arch.name), f"{stem}.s", "-o", f"{stem}.o"]
             link = [*amd.to_object(), f"{stem}.o", "-o", f"{stem}.hsaco"]
-            lines += _edge(f"{stem}.s", [source], [str(checks), "amd.compiler"], compile_command, f"{stem}.d")
-            lines += _edge(f"{stem}.o", [f"{stem}.s"], ["amd.compiler"], assemble)
-            lines += _edge(f"{stem}.hsaco", [f"{stem}.o"], ["amd.compiler"], link)
+            inputs = [str(checks), "amd.compiler"]
+            lines += _edge(f"{stem}.s", [source], inputs, CLANG, compile_command, f"{stem}.d")
+            lines += _edge(f"{stem}.o", [f"{stem}.s"], ["amd.compiler"], CLANG, assemble)
+            lines += _edge(f"{stem}.hsaco", [f"{stem}.o"], ["amd.compiler"], LLD, link)
         else:
             assert nvidia is not None
             command = [*nvidia.to_object(item.arch.name), *defines, "-MD", "-MF", f"{stem}.d", "-MT", f"{stem}.cubin"]
             command += [source, "-o", f"{stem}.cubin"]
             inputs = [str(checks), "nvidia.compiler"]
-            lines += _edge(f"{stem}.cubin", [source], inputs, command, f"{stem}.d", f"{stem}.log")
+            lines += _edge(f"{stem}.cubin", [source], inputs, NVCC, command, f"{stem}.d", f"{stem}.log")
     write_if_changed(folder / "build.ninja", "\n".join(lines) + "\n")
+
+
+def _identity(version: str, program: str) -> str:
+    return f"{version}\n{sha256(Path(program).read_bytes())}\n"
+
+
+def programs(amd: AmdCompiler | None, nvidia: NvidiaCompiler | None) -> dict[str, str]:
+    """The environment variables that stand for the programs in the commands of `write_plan`."""
+    found = {} if amd is None else {CLANG: amd.clang[0], LLD: amd.lld[0]}
+    return found if nvidia is None else found | {NVCC: nvidia.nvcc}
 
 
 def _each(before: str, *words: str) -> list[str]:
@@ -81,14 +100,21 @@ def _each(before: str, *words: str) -> list[str]:
 
 
 def _edge(
-    output: str, inputs: list[str], implicit: list[str], command: list[str], depfile: str = "", log: str = ""
+    output: str,
+    inputs: list[str],
+    implicit: list[str],
+    program: str,
+    command: list[str],
+    depfile: str = "",
+    log: str = "",
 ) -> list[str]:
     """A rule of its own and the one build line that uses it. With `log`, output is kept there and shown on failure.
 
-    The log is an output too: ninja builds again when it is missing.
+    The log is an output too: ninja builds again when it is missing. `program` names the variable that stands for the
+    command's first word.
     """
     rule = re.sub(r"\W", "_", output)
-    text = shlex.join(command)
+    text = f'"${program}" {shlex.join(command[1:])}'
     if log:
         kept = shlex.quote(log)
         text = f"{text} > {kept} 2>&1 || {{ cat {kept}; rm -f {kept}; exit 1; }}; grep -i -A 3 warning {kept} || true"
@@ -118,7 +144,12 @@ def ninja_program() -> str:
     return found
 
 
-def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | None = None) -> str:
+def run(
+    folder: Path,
+    programs: Mapping[str, str],
+    jobs: int | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> str:
     """Runs ninja in `folder`; returns the compilers' warnings. `progress` gets each step's number and their total.
 
     BuildError begins with the compiler's own message when a step fails.
@@ -129,7 +160,12 @@ def run(folder: Path, jobs: int | None, progress: Callable[[int, int], None] | N
     try:
         # A compiler may quote bytes that are not text.
         started = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            env={**os.environ, **programs},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
     except OSError as error:
         raise BuildError(f"ninja cannot be run: {error}") from error
@@ -168,3 +204,10 @@ def dependencies(depfile: Path, csrc: Path) -> tuple[str, ...]:
         if full.is_relative_to(csrc.resolve()):
             found.add(full.relative_to(csrc.resolve()).as_posix())
     return tuple(sorted(found))
+
+
+def keep_dependencies(depfile: Path, csrc: Path, sources: Sequence[str]) -> None:
+    """Leaves these files under `csrc` in a depfile, not the compiler's own headers, which may move with it."""
+    target = depfile.read_text(encoding="utf-8").partition(":")[0].strip()
+    paths = (re.sub(r"([\\ ])", r"\\\1", str(csrc / source)) for source in sources)
+    write_if_changed(depfile, f"{target}: {' '.join(paths)}\n")

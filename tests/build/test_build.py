@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,30 @@ def test_only_what_changed_is_rebuilt(csrc, tmp_path):
     build(ARCHS, csrc=csrc, out=out)
     changed = {path for path, stamp in stamps(out).items() if second[path] != stamp}
     assert changed == set(first), "a header rebuilds all that include it"
+
+
+def moved(program: str, levels: int, place: Path) -> str:
+    """The path of a program through a link to the folder that is so many levels above it."""
+    folder = Path(program).parents[levels]
+    place.symlink_to(folder, target_is_directory=True)
+    return str(place / Path(program).relative_to(folder))
+
+
+def test_the_same_compiler_elsewhere_rebuilds_nothing(csrc, tmp_path, monkeypatch):
+    out, steps = tmp_path / "objects", []
+    build(ARCHS, csrc=csrc, out=out)
+    first, found = stamps(out), compilers.find_amd()
+    clang = moved(found.clang[0], 0, tmp_path / "elsewhere")
+    elsewhere = replace(found, clang=(clang, *found.clang[1:]), lld=(clang, *found.lld[1:]))
+    monkeypatch.setattr(compilers, "find_amd", lambda *named: elsewhere)
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert (stamps(out), steps) == (first, [])
+    other = tmp_path / "another compiler"
+    other.write_text(f'#!/bin/sh\nexec {clang} "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setattr(compilers, "find_amd", lambda *named: replace(elsewhere, clang=(str(other), "clang")))
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert len(steps) >= len(ARCHS), "another program of the same version compiles"
 
 
 def test_a_broken_source_shows_the_compilers_words_first(csrc, tmp_path):
@@ -279,7 +304,8 @@ def test_budgets_for_some_instances_and_unknown_rules(csrc, tmp_path):
 
 
 def test_cubins(sources, tmp_path):
-    if compilers.find_nvidia() is None:
+    nvidia = compilers.find_nvidia()
+    if nvidia is None:
         pytest.skip("nvcc is not installed")
     made = build(["sm_90"], csrc=sources, out=tmp_path / "objects")
     entry = made.find("sm_90", "scale_threads-256")
@@ -292,6 +318,10 @@ def test_cubins(sources, tmp_path):
     assert build(["sm_90"], csrc=sources, out=tmp_path / "objects").find("sm_90", "scale_threads-256") == entry
     again = build(["sm_90"], csrc=make(tmp_path / "elsewhere" / "csrc"), out=tmp_path / "others", kernels=["scale"])
     assert [e.object_sha256 for e in again.kernels.values()] == [e.object_sha256 for e in made.kernels.values()]
+    steps: list[tuple[int, int]] = []
+    link = moved(nvidia.nvcc, 1, tmp_path / "cuda")  # the compiler's own headers lie there, too
+    build(["sm_90"], csrc=sources, out=tmp_path / "objects", nvcc=Path(link), progress=lambda *step: steps.append(step))
+    assert steps == []
     edit(sources / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
     with pytest.raises(BuildError, match=r'(?s)^.*scale\.cu\(5\): error: class "mla::ScaleParams" has no member'):
         build(["sm_90"], csrc=sources, out=tmp_path / "objects")
