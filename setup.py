@@ -42,8 +42,9 @@ class BuildWithObjects(build_py):
         sys.path.insert(0, str(ROOT))
         from mla_suite import build
 
-        # Both kinds of install build in the source tree, so that the second one compiles nothing again (see ninja_plan). An editable
-        # install keeps what the tree holds of other archs; a wheel carries the named ones alone.
+        # Both kinds of install build in the source tree, so that the second one compiles nothing again, though pip puts
+        # the compiler elsewhere each time. An editable install keeps what the tree holds of other archs; a wheel
+        # carries the named ones alone.
         package = ROOT / "mla_suite" / "objects"
         try:
             manifest = build.build(ARCHS or None, csrc=ROOT / "csrc", out=package, fp16=FP16)

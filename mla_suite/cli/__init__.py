@@ -1,4 +1,4 @@
-"""Layer 5: `python -m mla_suite <command>`, one file per command.
+"""`python -m mla_suite <command>`, one file per command.
 
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.

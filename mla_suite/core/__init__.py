@@ -1,1 +1,1 @@
-"""Layer 1: records and rules that know no operator: arch, kv_formats, checks, library, tuning, dispatch."""
+"""Records and rules that know no operator: registration, checks, tuned tables, dispatch, explain."""

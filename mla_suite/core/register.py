@@ -94,7 +94,7 @@ class _OutOverload(NamedTuple):
 
 
 def _define(schema: str) -> None:
-    # Exact strides: the byte kv_formats and padded block strides of caches are part of what an operator reads.
+    # Exact strides: the byte formats and padded block strides of caches are part of what an operator reads.
     _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
 
 

@@ -3,7 +3,8 @@
 A table is `ops/<op>/tuned/<arch>.csv`. A user's own is `<op>/<arch>.csv` in `MLA_SUITE_TUNED_DIR`, or in
 `mla_suite/tuned` under the configuration directory, and its rows come before shipped ones. What a table of an operator
 holds is declared by its `Format`. `find` takes the row of a shape, else the nearest in log space; an operator may read
-its rows as limits instead, as decode does. Nothing here needs torch, so a build can read the configurations that tables ask for.
+its rows as limits instead, as decode does. Nothing here needs torch, so a build can read the configurations that tables
+ask for.
 """
 
 from __future__ import annotations

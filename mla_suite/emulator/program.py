@@ -70,7 +70,7 @@ class Program:
         for row, item, code in zip(rows, parsed, codes, strict=True):
             row[0] = code | len(item.operands) << 32
             for i, operand in enumerate(item.operands):
-                at = 1 + 4 * i
+                at = 1 + 4 * i  # four words of an `Operand`; the library derives the third from the last
                 row[at] = operand.kind | operand.first << 32
                 row[at + 1] = operand.registers | operand.flags << 32
                 row[at + 3] = operand.value - (1 << 64) if operand.value >> 63 else operand.value

@@ -1,4 +1,4 @@
-"""Layer 5: other projects' models and interfaces on top of ours; each module imports its project, this one none.
+"""Other projects' models and interfaces on top of ours; each module imports its project, this one none.
 
 Here are facts and errors that several of them share: cache formats by dtype, and one-sentence errors.
 """

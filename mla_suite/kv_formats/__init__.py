@@ -1,4 +1,4 @@
-"""The KV kv_formats, each declared once; kernels, packers, checks and the printed byte map derive from them.
+"""The KV cache formats, each declared once; kernels, packers, checks and the printed byte map derive from them.
 
 `kv_format(name)` finds one and needs no torch. `mla_suite.kv_formats.cache` moves values in and out of tensors.
 """

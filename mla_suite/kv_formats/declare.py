@@ -153,13 +153,13 @@ class KVFormat:
         return -(-page * self.token_bytes // multiple) * multiple
 
     def sized(self, latent: int, rope: int) -> KVFormat:
-        """The same kv_format for rows of `latent` + `rope` values; only dense kv_formats have a choice."""
+        """The same format for rows of `latent` + `rope` values; only dense formats have a choice."""
         if (latent, rope) == (self.latent, self.rope):
             return self
         if not self.dense:
             raise ValueError(
-                f"format {self.name!r} holds {self.latent} latent and {self.rope} rope values, not {latent} and {rope};"
-                f" rows of any size need bf16, fp16, fp32, fp8 or fp8_fnuz"
+                f"kv_format {self.name!r} holds {self.latent} latent and {self.rope} rope values, not {latent} and "
+                f"{rope}; rows of any size need bf16, fp16, fp32, fp8 or fp8_fnuz"
             )
         return _dense_sized(self, latent, rope)
 

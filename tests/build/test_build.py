@@ -91,7 +91,7 @@ def test_only_what_changed_is_rebuilt(csrc, tmp_path):
 
 
 def moved(program: str, levels: int, place: Path) -> str:
-    """The path of a program through a link to the folder that is so many levels above it."""
+    """The path of a program through a link to one of its parents, 0 for its own folder."""
     folder = Path(program).parents[levels]
     place.symlink_to(folder, target_is_directory=True)
     return str(place / Path(program).relative_to(folder))

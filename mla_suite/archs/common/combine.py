@@ -89,11 +89,14 @@ def prepare(
     num_splits: int,
     skip: tuple[int, bool],
 ) -> CombineLaunch:
-    """shape is (batch, rows, heads) with rows = q_len x heads; strides are those of partial_out and partial_lse, which
-    begin with [splits, rows], and of out, which begins with [tokens, heads]; lse is where it lies and whether it is
-    +inf where it would be -inf; skip is whether sequences without a split (or, MAY_BE_MERGED, rows that decode marked,
-    too), and with one, are left as they are. Sequence b owns the splits that split_indptr says, or num_splits; and the
-    tokens that cu_seqlens_q says, or q_len.
+    """The launch of combine for tensors with this metadata.
+
+    shape       (batch, rows, heads), with rows = q_len x heads
+    strides     those of partial_out and of partial_lse, which begin with [splits, rows], and of out: [tokens, heads]
+    lse         where it lies, and whether a row without keys has +inf there instead of -inf
+    num_splits  splits of every sequence where there is no split_indptr, which says which splits a sequence owns
+    skip        which sequences are left as they are: those without a split (MAY_BE_MERGED: and rows that decode has
+                marked as merged), and those with one split
     """
     batch, rows, heads = shape
     partial, partial_lse, out = strides
@@ -147,8 +150,11 @@ def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
 
 
 def bind_launch(launch: CombineLaunch, tensor: torch.Tensor, named: partial[Iterator[Buffer]] | Any) -> Start:
-    """enqueue(pack_pointers(...) + launch.numbers, given) on the device of `tensor`; `named(*given)` lists a call's
-    tensors for the emulator."""
+    """Bind a launch to the device of `tensor`.
+
+    The function that is returned takes the packed parameters and the call's tensors, `given`; `named(*given)` lists
+    these for the emulator.
+    """
     return bind("combine", launch.instance, tensor, launch.grid, launch.threads, 0, named, overlap=True)
 
 

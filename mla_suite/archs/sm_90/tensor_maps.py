@@ -45,23 +45,24 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> 
     query_maps: dict[int, tuple[int, ...]] = {}
 
     def pack_leading(
-        q: int, kv: int, lens: int, table: int, indptr: int, indices: int, cu_q: int, q_descale: int, kv_descale: int,
-        sink: int,
-        _rope: int, plan: int, cp_lens: int, *outputs: int,
+        q: int, kv_cache: int, seq_lens: int, block_table: int, kv_indptr: int, kv_indices: int, cu_seqlens_q: int,
+        q_descale: int, kv_descale: int, attn_sink: int, _rope_cos_sin: int, plan: int, cp_tot_seq_lens: int,
+        *outputs: int,
     ) -> bytes:  # fmt: skip
         kv_words = _NO_MAP
         if keys is not None:
-            kv_words = key_maps.get(kv or q) or _made(key_maps, kv or q, keys)
+            kv_words = key_maps.get(kv_cache or q) or _cached_map(key_maps, kv_cache or q, keys)
         q_words = _NO_MAP
         if queries is not None:
-            q_words = query_maps.get(q) or _made(query_maps, q, queries)
-        sources = q, kv, lens, table or indices, indptr, cu_q, q_descale, kv_descale, sink, plan, cp_lens
-        return _pack_leading(*kv_words, *q_words, *sources, *outputs)
+            q_words = query_maps.get(q) or _cached_map(query_maps, q, queries)
+        pages = block_table or kv_indices
+        inputs = q, kv_cache, seq_lens, pages, kv_indptr, cu_seqlens_q, q_descale, kv_descale, attn_sink, plan
+        return _pack_leading(*kv_words, *q_words, *inputs, cp_tot_seq_lens, *outputs)
 
     return pack_leading
 
 
-def _made(maps: dict[int, tuple[int, ...]], address: int, contents: TensorMapDesc) -> tuple[int, ...]:
+def _cached_map(maps: dict[int, tuple[int, ...]], address: int, contents: TensorMapDesc) -> tuple[int, ...]:
     """The map at an address, kept in `maps`."""
     words = bounded(maps)[address] = tensor_map.swizzled(address, *contents)
     return words
@@ -71,10 +72,10 @@ def kv_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype,
     """The cache in boxes of 32 keys of a page, [box_blocks of 64 values][key][64], as a stage holds them."""
     pages, page, width = shape
     # A stride along a dimension of one page means nothing.
-    apart = strides[0] if pages > 1 else page * width
+    page_stride = strides[0] if pages > 1 else page * width
     blocks = width // 64
     return TensorMapDesc(
-        dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, apart * 2), (64, BLOCK_N, box_blocks, 1)
+        dtype, (64, page, blocks, max(pages, 1)), (width * 2, 128, page_stride * 2), (64, BLOCK_N, box_blocks, 1)
     )
 
 
@@ -83,12 +84,12 @@ def q_map(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, 
 
     Rows of a box come in whole turns of the swizzle, which are eight.
     """
-    apart = pitch(shape, strides)
-    if apart is None:
+    row_stride = pitch(shape, strides)
+    if row_stride is None:
         raise ValueError(f"decode: query rows of sizes {shape} and strides {strides} are no matrix; copy them first")
     heads, width = shape[-2:]
     rows, blocks = min(BLOCK_M, -(-heads * q_len // 8) * 8), width // 32
-    return TensorMapDesc(dtype, (32, prod(shape[:-1]), blocks), (apart * 2, 64), (32, rows, blocks // 2))
+    return TensorMapDesc(dtype, (32, prod(shape[:-1]), blocks), (row_stride * 2, 64), (32, rows, blocks // 2))
 
 
 def within_span(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:
@@ -98,9 +99,9 @@ def within_span(q_len: int, heads: int, strides: tuple[int, ...]) -> bool:
 
 def pitch(shape: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Elements from each row of the queries to the next, heads, tokens and sequences alike; None where they vary."""
-    apart, rows = 0, 1
+    row_stride, rows = 0, 1
     for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if size > 1 and (stride == 0 or stride != (apart * rows if apart else stride)):
+        if size > 1 and (stride == 0 or stride != (row_stride * rows if row_stride else stride)):
             return None
-        apart, rows = apart or (stride if size > 1 else 0), rows * size
-    return apart or shape[-1]
+        row_stride, rows = row_stride or (stride if size > 1 else 0), rows * size
+    return row_stride or shape[-1]
