@@ -61,6 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--intermediate", type=int, default=18432, help="size of the MLPs (default: 18432)")
     parser.add_argument("--batch", type=int, default=32, help="sequences (default: 32)")
     parser.add_argument("--context", type=int, default=4096, help="cached tokens of each (default: 4096)")
+    parser.add_argument("--modes", default="eager,compiled", help="eager comes first, for it is compared with")
     parser.add_argument("--csv", type=Path, help="write the lines here")
     return parser.parse_args()
 
@@ -124,7 +125,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> Iterator[Line]
     for state in ("unpatched", "patched"):
         if state == "patched":
             patch(model)
-        for mode in ("eager", "compiled"):
+        for mode in options.modes.split(","):
             torch._dynamo.reset()
             if state == "patched":
                 cache: Any = LatentCache(model, options.batch, longest)

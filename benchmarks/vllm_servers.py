@@ -1,0 +1,193 @@
+"""The servers that bench_vllm_server.py puts under load: vLLM's own with a random model, each with another backend."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm_decode import OURS, VOCAB, save_config, use_random_weights
+
+PLUGIN, BACKEND_VARIABLE = "vllm_servers", "VLLM_SERVERS_BACKEND"
+ON_GPU = torch.cuda.is_available()
+OWN_ON_CPU = "CPU_MLA"
+ROW_BYTES, PAGE = 576 * (2 if ON_GPU else 4), 64
+MEMORY = 0.85  # of the GPU, for all servers together
+STREAM_INTERVAL = 8  # tokens per streamed event, so that neither server nor load generator waits for Python
+START_LIMIT_S, STOP_LIMIT_S = 300, 30
+CAPTURED = "Graph capturing finished"  # a line of vLLM's
+CHOICE = re.compile(r"decode \w*Problem.* on (\S+) -> (\w+)")  # a line of MLA_SUITE_LOG=dispatch
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are sent at once, and the tokens of each."""
+
+    concurrency: int
+    input: int
+    output: int
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        return cls(*(int(part) for part in text.split("x")))
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} x {self.input} x {self.output}"
+
+    @property
+    def pages(self) -> int:
+        return self.concurrency * (-(-(self.input + self.output) // PAGE) + 1)
+
+
+@dataclass
+class Server:
+    """A server's process; it takes part in the last `rounds` rounds."""
+
+    backend: str
+    rounds: int
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def implementations(self) -> set[str]:
+        """What ran our decode in this server, such as "native on sm_90"."""
+        return {f"{choice} on {where}" for where, choice in CHOICE.findall(self.log.read_text())}
+
+    def has_graphs(self) -> bool:
+        return CAPTURED in self.log.read_text()
+
+
+def in_server() -> None:
+    """Entry point for vLLM's plugins, called in each process of a server: random weights, and our backend."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from mla_suite.integrations import plugins
+
+    use_random_weights()
+    plugins.vllm()
+    if not ON_GPU and os.environ[BACKEND_VARIABLE] == OURS:  # on a CPU vLLM takes no name but CPU_MLA
+        register_backend(AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.CUSTOM.get_path())
+
+
+def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> Path:
+    """A model's folder: its config.json, and a tokenizer of one word per token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    save_config(folder, layers, heads, max(load.input + load.output for load in loads) + PAGE)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False).save_pretrained(folder)
+    return folder
+
+
+def environment(folder: Path, backend: str) -> dict[str, str]:
+    """Variables of a server's processes, which find `in_server` by an entry of `folder`, as if it were installed."""
+    installed = folder / f"{PLUGIN}-0.dist-info"
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (installed / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:in_server\n")
+    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [str(folder), str(Path(__file__).parent), *path])),
+        "PYTHONUNBUFFERED": "1",
+        "VLLM_PLUGINS": PLUGIN,
+        "MLA_SUITE_LOG": "dispatch",
+        BACKEND_VARIABLE: backend,
+    }
+
+
+def start(name: str, model: Path, logs: Path, servers: int, options: argparse.Namespace) -> Server:
+    """Start a server; it is not up when this returns."""
+    backend, _, rounds = name.partition(":")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    most = max(load.concurrency for load in options.loads)
+    settings: dict[str, Any] = {
+        "--model": model,
+        "--served-model-name": "model",
+        "--load-format": "dummy",
+        "--dtype": "bfloat16" if ON_GPU else "float32",
+        "--max-num-seqs": most,
+        "--max-num-batched-tokens": 8192,
+        "--stream-interval": STREAM_INTERVAL,
+        "--attention-backend": backend if ON_GPU else OWN_ON_CPU,
+        "--gpu-memory-utilization": f"{MEMORY / servers:.2f}" if ON_GPU else "0.05",
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--seed": 0,
+    }
+    if ON_GPU:
+        # With a size for the cache vLLM need not measure the memory that is free, of which other servers take theirs.
+        pages = max(load.pages for load in options.loads)
+        settings["--kv-cache-memory-bytes"] = pages * PAGE * ROW_BYTES * options.layers
+        sizes = sorted({size for size in (1, 2, 4, *range(8, most, 8), most) if size <= most})
+        compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    else:  # vLLM's rotary kernel for CPUs is wrong on the strided views that MLA gives it
+        compilation = {"custom_ops": ["all", "-rotary_embedding"]}
+    settings["--compilation-config"] = json.dumps(compilation)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--no-enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log", *["--enforce-eager"] * (not ON_GPU)]
+    command += [str(text) for setting in settings.items() for text in setting]
+    log = logs / f"{backend}.log"
+    with log.open("w") as out:
+        # `-m` looks in the working directory first; a session of its own, so that all its processes can be ended
+        process = subprocess.Popen(
+            command, env=environment(model, backend), cwd=model, stdout=out, stderr=out, start_new_session=True
+        )
+    return Server(backend, int(rounds or options.rounds), process, port, log)
+
+
+def wait_until_up(server: Server, end: float) -> None:
+    import requests
+
+    while True:
+        with contextlib.suppress(requests.ConnectionError, requests.Timeout):
+            if requests.get(f"http://127.0.0.1:{server.port}/health", timeout=5).ok:
+                return
+        if server.process.poll() is not None or time.monotonic() > end:
+            state = "ended" if server.process.poll() is not None else "is not up"
+            raise SystemExit(
+                f"{server.log.read_text()[-4000:]}\n{server.backend}: the server {state}; its log is above"
+            )
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def running(options: argparse.Namespace, model: Path) -> Iterator[list[Server]]:
+    """All servers, up; they are stopped at the end, whatever ends it."""
+    logs, names = (options.logs or model).absolute(), options.backends.split(",")
+    logs.mkdir(parents=True, exist_ok=True)
+    servers: list[Server] = []
+    began = time.monotonic()
+    try:
+        for name in names:
+            servers.append(start(name, model, logs, len(names), options))
+        for server in servers:
+            wait_until_up(server, began + START_LIMIT_S)
+            print(f"{server.backend}: up after {time.monotonic() - began:.0f} s", flush=True)
+        yield servers
+    finally:
+        for server in servers:
+            server.process.terminate()
+        for server in servers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.process.wait(timeout=STOP_LIMIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)

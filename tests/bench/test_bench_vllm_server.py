@@ -1,0 +1,81 @@
+"""benchmarks/bench_vllm_server.py makes its table of rounds and reads servers' logs; tests/servers runs all of it."""
+
+import argparse
+import csv
+
+import bench_vllm_server
+import pytest
+import vllm_servers
+from vllm_servers import Load
+
+LINE = "decode DecodeProblem(batch=32, heads=128) on {} -> {}: kvsource_tma\n"
+
+
+def row(backend, load, tokens_per_s, turn=0):
+    times = dict.fromkeys(bench_vllm_server.FIELDS, 1.0) | {"tokens_per_s": tokens_per_s}
+    return {"backend": backend, "load": load, "round": turn, **times}
+
+
+def server(folder, backend, log):
+    path = folder / f"{backend}.log"
+    path.write_text(log)
+    return vllm_servers.Server(backend, rounds=3, process=None, port=0, log=path)
+
+
+def test_the_table_has_medians_and_ratios_by_load():
+    small, large = Load(32, 1024, 256), Load(128, 1024, 256)
+    peer = bench_vllm_server.AGAINST
+    rows = [row(peer, small, 100.0), row(peer, large, 400.0)]
+    rows += [row("CUSTOM", small, rate, turn) for turn, rate in enumerate((120.0, 900.0, 110.0))]
+    _, *lines = bench_vllm_server.table(rows).splitlines()
+    assert [line.split()[-6:-3] for line in lines] == [
+        [peer, "100", "1.000"],
+        [peer, "400", "1.000"],
+        ["CUSTOM", "120", "1.200"],
+    ]
+    assert lines[2].startswith("   32 x 1024 x 256 ")
+
+
+def test_a_load_takes_whole_pages_and_one_more_of_each_sequence():
+    assert Load.parse("2x63x1") == Load(2, 63, 1)
+    assert (Load(2, 63, 1).pages, Load(2, 64, 1).pages) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "status"),
+    [
+        (LINE.format("sm_90", "native"), "", 0),
+        ("", "", 1),  # a server that fell back to another backend
+        (LINE.format("sm_90", "native"), LINE.format("sm_90", "native"), 1),  # ours behind another's name
+    ],
+)
+def test_decode_has_to_run_in_our_server_alone(tmp_path, capsys, ours, theirs, status):
+    servers = [server(tmp_path, "CUSTOM", ours), server(tmp_path, "FLASHMLA", theirs)]
+    assert bench_vllm_server.check(servers, on_gpu=False) == status
+    said = capsys.readouterr().out
+    assert ("CUSTOM: our decode was native on sm_90\n" in said) == bool(ours)
+
+
+def test_graphs_have_to_be_captured_on_a_gpu(tmp_path, capsys):
+    captured = f"INFO {vllm_servers.CAPTURED} in 3 secs, took 0.50 GiB\n"
+    with_graphs = server(tmp_path, "CUSTOM", LINE.format("sm_90", "native") + captured)
+    without = server(tmp_path, "FLASHMLA", "")
+    assert bench_vllm_server.check([with_graphs], on_gpu=True) == 0
+    assert bench_vllm_server.check([with_graphs, without], on_gpu=True) == 1
+    assert "FLASHMLA: our decode did not run, without CUDA graphs" in capsys.readouterr().out
+
+
+def test_rows_are_saved_with_their_load(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_vllm_server, "versions", lambda: "vllm 0")
+    options = argparse.Namespace(csv=tmp_path / "rows.csv", layers=2, heads=4)
+    bench_vllm_server.save([row("CUSTOM", Load(8, 64, 16), 12.5, turn=2)], options)
+    with options.csv.open(newline="") as file:
+        (saved,) = csv.DictReader(file)
+    assert [saved[name] for name in ("backend", "concurrency", "input", "output", "round")] == [
+        "CUSTOM",
+        "8",
+        "64",
+        "16",
+        "2",
+    ]
+    assert (float(saved["tokens_per_s"]), saved["layers"]) == (12.5, "2")
