@@ -61,14 +61,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="of every load (default: 3)")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model (default: 32)")
     parser.add_argument("--heads", type=int, default=128, help="attention heads (default: 128)")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no load after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds after which no load begins")
     parser.add_argument("--logs", type=Path, help="keep the servers' logs in this folder")
     parser.add_argument("--csv", type=Path, help="write a row for every backend, load and round here")
     return parser.parse_args()
 
 
 def run_load(server: Server, model: Path, load: Load, seed: int) -> dict[str, Any]:
-    """What vLLM's load generator measures."""
+    """Put a server under a load once, and return what vLLM's generator measured."""
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm_decode import OURS, VOCAB, save_config, use_random_weights
 
-PLUGIN, BACKEND_VARIABLE = "vllm_servers", "VLLM_SERVERS_BACKEND"
+PLUGINS = {"bench_in_server": "vllm_servers:in_server", "bench_on_cpu": "vllm_servers:on_cpu"}
 ON_GPU = torch.cuda.is_available()
 OWN_ON_CPU = "CPU_MLA"
 ROW_BYTES, PAGE = 576 * (2 if ON_GPU else 4), 64
@@ -62,7 +62,7 @@ class Server:
     log: Path
 
     def implementations(self) -> set[str]:
-        """What ran our decode in this server, such as "native on sm_90"."""
+        """The implementations of our decode that ran in this server, such as "native on sm_90"."""
         return {f"{choice} on {where}" for where, choice in CHOICE.findall(self.log.read_text())}
 
     def has_graphs(self) -> bool:
@@ -71,14 +71,18 @@ class Server:
 
 def in_server() -> None:
     """Entry point for vLLM's plugins, called in each process of a server: random weights, and our backend."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
     from mla_suite.integrations import plugins
 
     use_random_weights()
     plugins.vllm()
-    if not ON_GPU and os.environ[BACKEND_VARIABLE] == OURS:  # on a CPU vLLM takes no name but CPU_MLA
-        register_backend(AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.CUSTOM.get_path())
+
+
+def on_cpu() -> None:
+    """The same for our server on a CPU, where vLLM takes no backend but CPU_MLA: that name is ours then."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    in_server()
+    register_backend(AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.CUSTOM.get_path())
 
 
 def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> Path:
@@ -94,21 +98,25 @@ def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> 
 
 
 def environment(folder: Path, backend: str) -> dict[str, str]:
-    """Variables of a server's processes, which find `in_server` by an entry of `folder`, as if it were installed."""
-    installed = folder / f"{PLUGIN}-0.dist-info"
+    """Variables of a server's processes, which find the plugins by an entry of `folder`, as if they were installed."""
+    installed = folder / "bench_vllm_server-0.dist-info"
     installed.mkdir(exist_ok=True)
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:in_server\n")
-    path = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-    return {
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: bench_vllm_server\nVersion: 0\n")
+    lines = ["[vllm.general_plugins]", *(f"{name} = {place}" for name, place in PLUGINS.items()), ""]
+    (installed / "entry_points.txt").write_text("\n".join(lines))
+    variables = {
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork could not use a GPU that a plugin's import has looked for
         **os.environ,
+    }
+    path = [part for part in variables.get("PYTHONPATH", "").split(os.pathsep) if part]
+    return {
+        **variables,
         "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [str(folder), str(Path(__file__).parent), *path])),
         "PYTHONUNBUFFERED": "1",
-        "VLLM_PLUGINS": PLUGIN,
+        "VLLM_PLUGINS": "bench_on_cpu" if backend == OURS and not ON_GPU else "bench_in_server",
         "MLA_SUITE_LOG": "dispatch",
-        BACKEND_VARIABLE: backend,
     }
 
 
