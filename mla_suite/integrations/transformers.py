@@ -10,7 +10,8 @@ token is absorbed decode over the latent cache. Padding (attention_mask 0) is ne
 real tokens. What a mask hides must be hidden when the token arrives; tokens already cached stay visible.
 
 Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
-norms and rope and call our attention (`transformers_attention`). docs/transformers_models.md lists the models.
+norms and rope and call our attention (`transformers_attention`). Models with an indexer, as DeepSeek V3.2 and GLM-5,
+keep it, and every token attends to what it selects. docs/transformers_models.md lists the models.
 """
 
 from __future__ import annotations

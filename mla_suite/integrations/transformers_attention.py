@@ -40,10 +40,10 @@ MISSING = {
 
 def check_indexers(model: nn.Module) -> None:
     """Raise TypeError for a model whose selection of keys does not reach `attend`."""
-    names = {type(module).__name__ for module in model.modules()}
-    for name in sorted(names):
+    for name in sorted({type(module).__name__ for module in model.modules()}):
         if name.endswith("Indexer") and name not in INDEXERS:
-            given = f"{type(model).__name__} selects {MISSING.get(name, 'keys in a way that is not known here')} ({name})"
+            selected = MISSING.get(name, "keys in a way that is not known here")
+            given = f"{type(model).__name__} selects {selected} ({name})"
             refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
 
 
@@ -98,7 +98,7 @@ def attend(
     q_len = q.shape[1]
     chosen = None
     if indices is not None and (s_aux is not None or indices.shape[-1] < attention_mask.shape[-1]):
-        # An indexer that finds fewer keys than it is to choose fills up with hidden ones.
+        # Where fewer keys are visible than an indexer is to select, it selects hidden ones as well.
         chosen = torch.where(attention_mask[:, 0].gather(-1, indices.long()), indices, -1)
     if call.cache is None or call.step is None:
         if chosen is not None:

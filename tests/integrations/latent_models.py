@@ -57,13 +57,20 @@ MISTRAL4_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# The tests' prompts are longer than index_topk, so that the selection matters; with 16 heads no two keys score alike.
+INDEXED = {"index_topk": 4, "index_head_dim": 80, "index_n_heads": 16, "num_hidden_layers": 3}
+SHARED = INDEXED | {"indexer_types": ["full", "shared", "full"]}
 # By folder: the class that is patched, and the fields in which its tiny config differs.
 PATCHED = {
     "axk1": ("AXK1ForCausalLM", {}),
+    "axk2": ("AXK2ForCausalLM", INDEXED | {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "gated_norm_rank": 8}),
     "bailing_hybrid": ("BailingHybridForCausalLM", HYBRID | {"head_dim": 16}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", SHARED),
+    "hy_v4": ("HYV4ForCausalLM", SHARED | {"learnable_sink_init": 0.5}),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", {}),
     "kimi_linear": ("KimiLinearForCausalLM", HYBRID | {"linear_head_dim": 16, "linear_num_heads": 4}),
     "longcat_flash": ("LongcatFlashForCausalLM", {"num_layers": 1, "expert_ffn_hidden_size": 32}),
@@ -71,17 +78,14 @@ PATCHED = {
     "mistral4": ("Mistral4ForCausalLM", {"kv_lora_rank": 256, "rope_parameters": MISTRAL4_ROPE}),
     "youtu": ("YoutuForCausalLM", {}),
 }
+SELECTING = [folder for folder, (_, fields) in PATCHED.items() if "index_topk" in fields]
 COMPILED_ALWAYS = ("mistral4",)  # its compiled step is tested with every run, those of other folders by `full`
 LOOPING_EXPERTS = ("longcat_flash",)  # their own loop over the chosen experts cannot be compiled, patched or not
-# By folder: a class whose layers select keys or compress them, and what makes its config small enough for a test.
+# By folder: a class whose selection of keys does not reach our attention, and what makes its config small enough for a test.
 REFUSED = {
-    "axk2": ("AXK2ForCausalLM", {"num_hidden_layers": 1}),
-    "deepseek_v32": ("DeepseekV32ForCausalLM", {"num_hidden_layers": 1}),
     "deepseek_v4": ("DeepseekV4ForCausalLM", {"num_hidden_layers": 4}),
     "dots3_note": ("Dots3NoteForCausalLM", {"num_hidden_layers": 4}),
     "glm5_next": ("Glm5NextForConditionalGeneration", {"num_hidden_layers": 4}),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {"num_hidden_layers": 1}),
-    "hy_v4": ("HYV4ForCausalLM", {"num_hidden_layers": 1}),
     "mistral_large4": ("MistralLarge4ForConditionalGeneration", {"num_hidden_layers": 1}),
 }
 NOT_LATENT = {"deepseek_ocr2": "its text layers are Llama's, and kv_lora_rank is taken out of its config"}
@@ -137,6 +141,7 @@ def table() -> str:
             patch(model)
             layers = [layer for _, _, layer in latent_attentions(model)]
             how = "whole layer" if isinstance(layers[0], LatentAttention) else "attention"
+            how = "attention to selected keys" if folder in SELECTING else how
             unpatch(model)
             sizes = type(model).config_class().get_text_config(decoder=True)
             row = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
@@ -164,7 +169,11 @@ This page is made by `python tests/integrations/latent_models.py --write`.
 
 *whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
 layer keeps its projections, norms, gates and rope, and calls our attention. A cached token is that of the folder's
-default config, in elements; one narrower than 512 + 64 is padded with zeros.
+default config, in elements; one narrower than 512 + 64 is padded with zeros. *attention to selected keys*: the same,
+and the layer keeps its indexer, or takes another layer's choice where the model shares it. Every token, of a prompt or
+not, goes through `sparse_decode` over the keys selected for it; attention is dense where all are selected. The indexer's
+own keys are cached beside the latents, `index_head_dim` elements a token. As in transformers' own static caches, a step
+scores all `max_len` of them, and keys of equal score are chosen as `torch.topk` chooses.
 
 *compiled step*: what of a decode step `torch.compile(model, fullgraph=True)` takes, with the same tokens, one graph for
 all lengths. The test compiles every row: `mistral4` with every run, the others by `tox run -e full`. LongCat's own

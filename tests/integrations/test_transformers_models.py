@@ -8,7 +8,7 @@ pytest.importorskip(
 )
 
 import latent_models
-from latent_models import COMPILED_ALWAYS, LOOPING_EXPERTS, NOT_LATENT, PATCHED, REFUSED, VOCAB, make, make_refused
+from latent_models import COMPILED_ALWAYS, LOOPING_EXPERTS, NOT_LATENT, PATCHED, REFUSED, SELECTING, VOCAB, make, make_refused
 
 import mla_suite
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
@@ -20,10 +20,15 @@ COMPILED = [name if name in COMPILED_ALWAYS else pytest.param(name, marks=pytest
 
 @pytest.fixture
 def decodes(monkeypatch):
-    """The calls that reached our decode."""
+    """The calls that reached our decode and our sparse_decode, by name."""
     calls = []
-    decode = mla_suite.decode
-    monkeypatch.setattr(mla_suite, "decode", lambda *args, **kwargs: (calls.append(1), decode(*args, **kwargs))[1])
+    for name in ("decode", "sparse_decode"):
+
+        def counted(*args, own=getattr(mla_suite, name), name=name, **kwargs):
+            calls.append(name)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(mla_suite, name, counted)
     return calls
 
 
@@ -61,7 +66,8 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
         layers = len(cache.paged.layers)
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
-    assert len(decodes) == layers * (STEPS - 1)
+    # The prompt of a model that selects keys is longer than index_topk, so it goes through sparse_decode as well.
+    assert decodes == (["sparse_decode"] * layers * STEPS if folder in SELECTING else ["decode"] * layers * (STEPS - 1))
     # fp32 sums in another order: absorbed products run over the latent where the model's run over a head.
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(greedy(model)[0], expected), "unpatched again"
@@ -131,10 +137,18 @@ def test_generate_of_a_model_with_linear_layers():
 
 @pytest.mark.parametrize("folder", REFUSED)
 def test_models_that_select_keys_are_refused(folder):
-    with pytest.raises(
-        TypeError, match=r"selects each query's keys \(\w+Indexer\); only models that attend to all keys"
-    ):
+    with pytest.raises(TypeError, match=r"selects (?!keys in a way).* \(\w+Indexer\); possible are the models of docs"):
         patch(make_refused(folder))
+
+
+def test_an_indexer_that_nobody_looked_at_is_refused():
+    class NewIndexer(torch.nn.Module):
+        pass
+
+    model = make("deepseek_v32")
+    model.model.layers[1].self_attn.indexer = NewIndexer()
+    with pytest.raises(TypeError, match=r"selects keys in a way that is not known here \(NewIndexer\)"):
+        patch(model)
 
 
 def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched():
