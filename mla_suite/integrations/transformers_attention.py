@@ -29,12 +29,11 @@ from mla_suite.models.config import LATENT, ROPE
 
 POSSIBLE = "leave this model as it is"
 # Indexers whose selection reaches the attention function, and what else is missing for the models of the others.
-INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer")
+INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer")
 MISSING = {
     "DeepseekV4Indexer": "keys compressed from several tokens beside a sliding window, which LatentCache does not hold",
     "Dots3NoteTextIndexer": "keys in some layers and a sliding window in others, which decode does not have",
     "Glm5NextTextIndexer": "pools of keys with an indexer that reads the cache of transformers itself",
-    "MistralLarge4TextIndexer": "keys among another layer's latents, where LatentCache keeps each layer's own",
 }
 
 

@@ -7,12 +7,9 @@ pytest.importorskip(
     "transformers.models.mistral_large4", reason="transformers 5.23 is missing: pip install mla_suite[hf]"
 )
 
-from latent_models import INDEXED, SELECTING, make
-from test_transformers_models import PROMPT, STEPS, decodes, greedy, left_padded  # noqa: F401 - a fixture
+from latent_models import INDEXED, PROMPT, SELECTING, STEPS, greedy, left_padded, make
 
 from mla_suite.integrations.transformers import LatentCache, patch
-
-TOPK = INDEXED["index_topk"]
 
 
 def close(got, expected):
@@ -35,7 +32,7 @@ def test_another_selection_is_another_output(folder):
 
 
 @pytest.mark.parametrize(("folder", "topk"), [("deepseek_v32", PROMPT), ("deepseek_v32", 64), ("glm_moe_dsa", 64)])
-def test_attention_is_dense_where_all_keys_are_selected(folder, topk, decodes):  # noqa: F811 - the fixture
+def test_attention_is_dense_where_all_keys_are_selected(folder, topk, decodes):
     model = make(folder, index_topk=topk)
     expected = greedy(model)[1]
     patch(model)
@@ -44,7 +41,7 @@ def test_attention_is_dense_where_all_keys_are_selected(folder, topk, decodes): 
     assert decodes == ["sparse_decode" if topk == PROMPT else "decode"] * 3 * (STEPS - 1)
 
 
-def test_sinks_count_where_all_keys_are_selected(decodes):  # noqa: F811 - the fixture
+def test_sinks_count_where_all_keys_are_selected(decodes):
     model = make("hy_v4", index_topk=64)
     expected = greedy(model)[1]
     with torch.no_grad():

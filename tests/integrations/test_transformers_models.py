@@ -8,52 +8,25 @@ pytest.importorskip(
 )
 
 import latent_models
-from latent_models import COMPILED_ALWAYS, LOOPING_EXPERTS, NOT_LATENT, PATCHED, REFUSED, SELECTING, VOCAB, make, make_refused
+from latent_models import (
+    COMPILED_ALWAYS,
+    LOOPING_EXPERTS,
+    NOT_LATENT,
+    PATCHED,
+    PROMPT,
+    REFUSED,
+    SELECTING,
+    STEPS,
+    greedy,
+    left_padded,
+    make,
+    make_refused,
+)
 
-import mla_suite
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
-PROMPT, STEPS = 9, 5
 # Compiling takes seconds a model, so a normal run has one; `full` has the rest.
 COMPILED = [name if name in COMPILED_ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
-
-
-@pytest.fixture
-def decodes(monkeypatch):
-    """The calls that reached our decode and our sparse_decode, by name."""
-    calls = []
-    for name in ("decode", "sparse_decode"):
-
-        def counted(*args, own=getattr(mla_suite, name), name=name, **kwargs):
-            calls.append(name)
-            return own(*args, **kwargs)
-
-        monkeypatch.setattr(mla_suite, name, counted)
-    return calls
-
-
-def left_padded():
-    """Two prompts of different lengths, and their mask."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (2, PROMPT), generator=generator)
-    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [5]])).long()
-    return ids * mask, mask
-
-
-@torch.no_grad()
-def greedy(model, cache=None):
-    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary]."""
-    ids, mask = left_padded()
-    logits, tokens = [], []
-    for _ in range(STEPS):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits[:, -1])
-        ids = logits[-1].argmax(-1, keepdim=True)
-        tokens.append(ids)
-        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
 @pytest.mark.parametrize("folder", PATCHED)
