@@ -137,19 +137,6 @@ def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer():
     assert len(cache.paged.layers) == 3
 
 
-def test_generate_with_a_cache_of_ours_and_with_its_own():
-    model = make("glm_moe_dsa")
-    ids, mask = left_padded()
-    options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
-    expected = model.generate(ids, **options)
-    with patch(model):
-        assert torch.equal(model.generate(ids, **options), expected)
-        cache = LatentCache(model, 2, PROMPT + STEPS)
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-        cache.reset()
-        assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-
-
 @torch.no_grad()
 def test_one_graph_serves_all_lengths_up_to_the_caches_end():
     """The graph that torch.compile traces, without Inductor, which `full` adds for every model."""

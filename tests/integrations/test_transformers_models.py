@@ -95,8 +95,9 @@ def test_a_decode_step_compiles_whole_and_once(folder):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_generate_of_a_model_with_linear_layers():
-    model = make("kimi_linear")
+@pytest.mark.parametrize("folder", ["kimi_linear", "glm_moe_dsa"])
+def test_generate_with_a_cache_of_ours_and_with_its_own(folder):
+    model = make(folder)
     ids, mask = left_padded()
     options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
     expected = model.generate(ids, **options)
