@@ -1,4 +1,4 @@
-"""What tests of several models watch."""
+"""Fixtures that several files of this folder use."""
 
 from functools import partial
 
