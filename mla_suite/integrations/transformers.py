@@ -10,7 +10,8 @@ token is absorbed decode over the latent cache. Padding (attention_mask 0) is ne
 real tokens. What a mask hides must be hidden when the token arrives; tokens already cached stay visible.
 
 Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
-norms and rope and call our attention (`transformers_attention`). docs/transformers_models.md lists the models.
+norms and rope and call our attention (`transformers_attention`). Models with an indexer, as DeepSeek V3.2 and GLM-5,
+keep it, and every token attends to what it selects. docs/transformers_models.md lists the models.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache
 
 from mla_suite.integrations import refuse
-from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, keep_latents
+from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, check_indexers, keep_latents
 from mla_suite.integrations.transformers_cache import (
     ATTENTION_NAME,
     Call,
@@ -32,6 +33,7 @@ from mla_suite.integrations.transformers_cache import (
     latent_attentions,
 )
 from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
+from mla_suite.models import prefill
 
 __all__ = ["ATTENTION_NAME", "LatentCache", "Patch", "config_of", "patch", "unpatch"]
 
@@ -45,6 +47,7 @@ class Patch:
         self._base = _decoder(model, [attention for _, _, attention in self._attentions])
         self._implementation = self._base.config._attn_implementation
         self._layer_types = _layer_types(self._base.config)
+        self._indexed = self._layer_types is not None and "indexed_attention" in self._layer_types
         replaced = [replaceable(attention) for _, _, attention in self._attentions]
         replacements = [
             LatentAttention(attention, config_of(cast(Any, attention).config)) if whole else attention
@@ -85,7 +88,9 @@ class Patch:
         shape = kwargs["inputs_embeds"].shape if given is None else given.shape
         batch, q_len = shape[0], shape[1]
         masks = kwargs.get("attention_mask")
-        valid = _valid(masks["full_attention"] if isinstance(masks, dict) else masks, q_len)
+        if isinstance(masks, dict):
+            masks = masks["indexed_attention" if self._indexed else "full_attention"]
+        valid = _valid(masks, q_len)
         use_cache = kwargs.get("use_cache")
         cache = self._cache(
             kwargs.get("past_key_values"), cast(Any, base.config).use_cache if use_cache is None else use_cache, batch
@@ -96,10 +101,15 @@ class Patch:
                 positions = torch.arange(q_len, device=cache.seen.device) + cache.seen
                 kwargs["position_ids"] = positions[None]
             prefix = q_len > 1 and cache.has_prefix
-            cache.has_prefix = True
             step = cache.begin(batch, q_len, valid)
         call = Call(cache, step, valid, prefix)
         kwargs = {**kwargs, "past_key_values": cache}
+        if self._indexed:
+            if cache is None:
+                visible = prefill.visible(0, q_len, q_len, cast(Any, base).device, valid).expand(batch, 1, -1, -1)
+            else:
+                visible = cache.visible()
+            return (), {**kwargs, "attention_mask": {"indexed_attention": visible}, "mla_suite_call": call}
         if self._layer_types is None:
             return (), {**kwargs, "attention_mask": None, "mla_suite_call": call}
         # The kernels of linear layers take no keyword that they do not know, so the call goes where the mask goes.
@@ -139,10 +149,7 @@ def _valid(attention_mask: torch.Tensor | None, q_len: int) -> torch.Tensor | No
 
 def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:
     """The innermost transformers model that holds these layers; refuses layers that `attend` is not right for."""
-    selecting = {type(m).__name__ for m in model.modules() if type(m).__name__.endswith("Indexer")}
-    if selecting:
-        given = f"{type(model).__name__} selects each query's keys ({selecting.pop()})"
-        refuse("patch", given, f"only models that attend to all keys are possible: {POSSIBLE}", TypeError)
+    check_indexers(model)
     if not attentions:
         given = f"{type(model).__name__} has no layers of multi-head latent attention (no kv_b_proj)"
         refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
@@ -162,9 +169,10 @@ def _layer_types(config: Any) -> list[str] | None:
     kinds = getattr(config, "layer_types", None)
     if kinds is None or set(kinds) <= {"full_attention"}:
         return None
-    if not set(kinds) <= {"full_attention", "linear_attention"}:
+    if not set(kinds) <= {"full_attention", "linear_attention"} and set(kinds) != {"indexed_attention"}:
         given = f"layers of the kinds {sorted(set(kinds))}"
-        refuse("patch", given, f"full_attention and linear_attention are possible: {POSSIBLE}")
+        possible = "full_attention with linear_attention, or indexed_attention alone, are possible"
+        refuse("patch", given, f"{possible}: {POSSIBLE}")
     return kinds
 
 

@@ -6,6 +6,9 @@ to the cache, expands what the cache returns with its method `expand_kv`, and ca
 of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
 
 Latents narrower than our cache's rows are padded with zeros, which change no score and no value.
+
+Models with an indexer pass the positions it selects on to the attention function, and `attend` has `sparse_decode` read
+these alone, for prompts as for single tokens. Where the indexer selects all keys there are, attention is dense.
 """
 
 from __future__ import annotations
@@ -17,13 +20,30 @@ from torch import nn
 from torch.nn import functional
 
 import mla_suite
-from mla_suite.integrations import refuse
+from mla_suite.integrations import WIDE, refuse
 from mla_suite.integrations.transformers_cache import Call
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
+from mla_suite.models.cache import slots
 from mla_suite.models.config import LATENT, ROPE
 
 POSSIBLE = "leave this model as it is"
+# Indexers whose selection reaches the attention function, and what else is missing for the models of the others.
+INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer")
+MISSING = {
+    "DeepseekV4Indexer": "keys compressed from several tokens beside a sliding window, which LatentCache does not hold",
+    "Dots3NoteTextIndexer": "keys in some layers and a sliding window in others, which decode does not have",
+    "Glm5NextTextIndexer": "pools of keys with an indexer that reads the cache of transformers itself",
+}
+
+
+def check_indexers(model: nn.Module) -> None:
+    """Raise TypeError for a model whose selection of keys does not reach `attend`."""
+    for name in sorted({type(module).__name__ for module in model.modules()}):
+        if name.endswith("Indexer") and name not in INDEXERS:
+            selected = MISSING.get(name, "keys in a way that is not known here")
+            given = f"{type(model).__name__} selects {selected} ({name})"
+            refuse("patch", given, f"possible are the models of docs/transformers_models.md: {POSSIBLE}", TypeError)
 
 
 def check(attention: nn.Module) -> None:
@@ -55,13 +75,17 @@ def attend(
     *,
     scaling: float | None = None,
     mla_suite_call: Call | None = None,
+    indices: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function as transformers calls it, for the new tokens' latents.
 
     query [batch, heads, q_len, nope + rope], rotated; key [batch, 1, q_len, kv_lora_rank], the normed latents; value
     [batch, 1, q_len, rope], the rotated k_pe. The model's hook passes its `Call` as mla_suite_call, or as the mask in
-    models that have masks by kind of layer. Returns ([batch, q_len, heads, v_head_dim], None).
+    models that have masks by kind of layer. With an indexer, indices are int32 [batch, q_len, topk] positions and the
+    mask is bool [batch, 1, q_len, keys]: which keys the indexer chose among. s_aux is a sink [heads].
+    Returns ([batch, q_len, heads, v_head_dim], None).
     """
     call = attention_mask if mla_suite_call is None else mla_suite_call
     if not isinstance(call, Call) or not hasattr(module, "kv_b_proj"):
@@ -71,7 +95,15 @@ def attend(
     layer, scale = cast(Any, module), cast(float, scaling)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
     q_len = q.shape[1]
+    chosen = None
+    if indices is not None and (s_aux is not None or indices.shape[-1] < attention_mask.shape[-1]):
+        # Where fewer keys are visible than an indexer is to select, it selects hidden ones as well.
+        chosen = torch.where(attention_mask[:, 0].gather(-1, indices.long()), indices, -1)
     if call.cache is None or call.step is None:
+        if chosen is not None:
+            pool = torch.cat((_widened(kv_c, LATENT), _widened(k_pe, ROPE)), dim=-1)  # a page for each sequence
+            table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)[:, None]
+            return _attend_selected(layer, q, chosen, pool, WIDE[pool.dtype], table, scale, s_aux), None
         k, v = _expanded(layer, key, value)
         return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
     kv_cache = call.cache.kv_cache(layer.layer_idx)
@@ -82,6 +114,9 @@ def attend(
         call.step.slot_mapping,
         kv_format=call.cache.paged.kv_format,
     )
+    if chosen is not None:
+        kv_format, table = call.cache.paged.kv_format, call.step.block_table
+        return _attend_selected(layer, q, chosen, kv_cache, kv_format, table, scale, s_aux), None
     if q_len == 1:
         return _attend_cached(layer, q, call, kv_cache, call.step.seq_lens, scale, causal=True)[0], None
     k, v = _expanded(layer, key, value)
@@ -100,14 +135,7 @@ def _attend_cached(
     """Values [batch, q_len, heads, v_head_dim] and lse [batch, q_len, heads] of the first seq_lens tokens cached."""
     assert call.cache is not None
     assert call.step is not None
-    rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
-    weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
-    w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
-    q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
-    q = absorbed(q_nope, q_pe, w_uk)
-    if (rank, rope) != (LATENT, ROPE):
-        latent, pe = q.split([rank, rope], dim=-1)
-        q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)
+    q, w_uv = _absorbed(layer, q)
     out, lse = mla_suite.decode(
         q,
         kv_cache,
@@ -118,7 +146,45 @@ def _attend_cached(
         causal=causal,
         kv_format=call.cache.paged.kv_format,
     )
-    return head_values(out[..., :rank], w_uv), lse
+    return head_values(out[..., : layer.kv_lora_rank], w_uv), lse
+
+
+def _attend_selected(
+    layer: Any,
+    q: torch.Tensor,
+    chosen: torch.Tensor,
+    pool: torch.Tensor,
+    kv_format: str,
+    block_table: torch.Tensor,
+    scale: float,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """Values [batch, q_len, heads, v_head_dim] of the tokens at the chosen positions [batch, q_len, topk]; -1: none."""
+    positions = chosen.clamp(min=0).long().flatten(1)
+    found = slots(block_table, positions, pool.shape[1]).view(chosen.shape)
+    q, w_uv = _absorbed(layer, q)
+    out, _ = mla_suite.sparse_decode(
+        q,
+        [pool],
+        [torch.where(chosen < 0, -1, found).int()],
+        attn_sink=None if sink is None else sink.float(),
+        kv_formats=[kv_format],
+        softmax_scale=scale,
+    )
+    return head_values(out[..., : layer.kv_lora_rank], w_uv)
+
+
+def _absorbed(layer: Any, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [batch, q_len, heads, nope + rope] as our cache is read, 512 + 64 wide, and W_UV [heads, v_head_dim, rank]."""
+    rank, rope = layer.kv_lora_rank, layer.qk_rope_head_dim
+    weight = layer.kv_b_proj.weight.view(q.shape[2], layer.qk_nope_head_dim + layer.v_head_dim, rank)
+    w_uk, w_uv = weight.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+    q_nope, q_pe = q.split([layer.qk_nope_head_dim, rope], dim=-1)
+    q = absorbed(q_nope, q_pe, w_uk)
+    if (rank, rope) != (LATENT, ROPE):
+        latent, pe = q.split([rank, rope], dim=-1)
+        q = torch.cat((_widened(latent, LATENT), _widened(pe, ROPE)), dim=-1)
+    return q, w_uv
 
 
 def _expanded(layer: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

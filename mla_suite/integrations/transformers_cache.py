@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from mla_suite.integrations import WIDE
@@ -27,6 +28,8 @@ class LatentCache(Cache):
     """The paged latent cache in the place of a transformers cache, for a fixed batch.
 
     Layers without latent attention, as the linear ones of Kimi Linear, keep the state that transformers gives them.
+    Layers with an indexer have its keys here too, in `index_keys`: a token's row is its position among those cached, so
+    that positions an indexer selects are positions in the block table's pages.
 
     With `max_len`, pages for `batch` sequences of that many tokens are taken at once and nothing moves afterwards, so
     a compiled decode step runs at any length. Without it the cache grows as it fills, in eager mode only.
@@ -51,7 +54,12 @@ class LatentCache(Cache):
         self.paged = PagedLatentCache(len(indices), batch * width, page_size, kv_format=kv_format, device=device)
         self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
         self.block_table = self._table()
+        self._index, self._selectable = torch.empty(0, dtype=torch.int64), 0  # of the step that `begin` began
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.index_keys = {
+            layer_idx: torch.zeros(batch, self.max_len + 1, head_dim, dtype=dtype, device=device)
+            for layer_idx, head_dim in _index_head_dims(model).items()
+        }
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         self._eager = 0  # of the tokens seen, those of eager calls
         self.has_prefix = False
@@ -60,7 +68,8 @@ class LatentCache(Cache):
             own[layer_idx] = _CacheLayer(batch, not self.growable)
         self._others = [layer for layer in own if not isinstance(layer, _CacheLayer)]
         super().__init__(layers=own)
-        for tensor in (*self.paged.layers, self.block_table, self.seq_lens, self.seen):
+        tensors = (*self.paged.layers, *self.index_keys.values(), self.block_table, self.seq_lens, self.seen)
+        for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)
 
     @property
@@ -79,6 +88,21 @@ class LatentCache(Cache):
         if self._config._attn_implementation != ATTENTION_NAME:
             raise TypeError("LatentCache: this model's attention is not ours; call patch(model) before using the cache")
         return key_states, value_states
+
+    def update_indexer(self, key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write an indexer's keys [batch, q_len, head_dim] of the new tokens; return those of all that may be selected.
+
+        Padding, and what is past max_len, goes to the spare last row, which is never returned.
+        """
+        keys = self.index_keys[layer_idx]
+        rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        keys[rows, self._index.clamp(max=self.max_len)] = key_states
+        return keys[:, : self._selectable]
+
+    def visible(self) -> torch.Tensor:
+        """bool [batch, 1, q_len, keys]: which of the keys that `update_indexer` returns a new token may select."""
+        positions = torch.arange(self._selectable, device=self.seq_lens.device)
+        return (positions <= self._index[..., None])[:, None]
 
     def begin(self, batch: int, q_len: int, valid: torch.Tensor | None) -> Step:
         """Make room for q_len tokens per sequence, those that `valid` [batch, q_len] marks, and say where they go.
@@ -99,10 +123,14 @@ class LatentCache(Cache):
             self.seq_lens.add_(q_len)
         else:
             # Padding looks up token 0, which every sequence has room for, and is then skipped.
-            index = torch.where(valid, start + valid.cumsum(1) - 1, 0)
-            slot_mapping = torch.where(valid, slots(self.block_table, index, self.paged.page_size), -1)
+            index = torch.where(valid, start + valid.cumsum(1) - 1, -1)
+            slot_mapping = slots(self.block_table, index.clamp(min=0), self.paged.page_size)
+            slot_mapping = torch.where(valid, slot_mapping, -1)
             self.seq_lens.add_(valid.sum(1, dtype=torch.int32))
         self.seen.add_(q_len)
+        if self.index_keys:
+            self._index, self._selectable = index, self.max_len if self.has_prefix else q_len
+        self.has_prefix = True
         positions = torch.arange(batch * q_len, device=self.seq_lens.device)
         return Step(self.block_table, self.seq_lens, slot_mapping.flatten(), positions)
 
@@ -165,6 +193,8 @@ class LatentCache(Cache):
         for sequence in self.sequences:
             self.paged.reserve(sequence, width * self.paged.page_size)
         self.block_table = self._table()
+        for layer_idx, keys in self.index_keys.items():
+            self.index_keys[layer_idx] = functional.pad(keys, (0, 0, 0, self.max_len + 1 - keys.shape[1]))
 
     def _table(self) -> torch.Tensor:
         rows = [self.paged.pool.pages(sequence) for sequence in self.sequences]
@@ -211,6 +241,12 @@ def latent_attentions(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]
         for name, child in parent.named_children()
         if hasattr(child, "kv_b_proj") and hasattr(child, "layer_idx")
     ]
+
+
+def _index_head_dims(model: nn.Module) -> dict[int, int]:
+    """By layer: the width of its indexer's keys, for layers that have an indexer of their own."""
+    layers = (cast(Any, attention) for _, _, attention in latent_attentions(model))
+    return {layer.layer_idx: layer.indexer.head_dim for layer in layers if getattr(layer, "indexer", None) is not None}
 
 
 def kv_format_of(dtype: torch.dtype) -> str:

@@ -23,7 +23,7 @@ def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
     """softmax(q k^T softmax_scale) v over each token and those before it, in the inputs' dtype."""
-    mask = None if valid is None else _visible(0, q.shape[1], q.shape[1], q.device, valid)
+    mask = None if valid is None else visible(0, q.shape[1], q.shape[1], q.device, valid)
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -50,8 +50,8 @@ def causal_attention_with_lse(
     for start in range(0, tokens, QUERY_TILE):
         stop = min(start + QUERY_TILE, tokens)
         scores = queries[:, :, start:stop] @ keys[:, :, :stop].transpose(-1, -2) * softmax_scale
-        visible = _visible(start, stop, stop, q.device, None if valid is None else valid[:, :stop])
-        scores = scores.masked_fill(~visible, -torch.inf)
+        seen = visible(start, stop, stop, q.device, None if valid is None else valid[:, :stop])
+        scores = scores.masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
         outs.append((scores - lse[..., None]).exp() @ values[:, :, :stop])
         lses.append(lse)
@@ -156,7 +156,7 @@ def check_order(q_lens: Sequence[int], step: Step, page_size: int) -> None:
     )
 
 
-def _visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:
+def visible(start: int, stop: int, keys: int, device: torch.device, valid: torch.Tensor | None) -> torch.Tensor:
     """bool, broadcastable to [batch, heads, stop - start, keys]: may query `start + i` see key j?"""
     rows = torch.arange(start, stop, device=device)[:, None]
     columns = torch.arange(keys, device=device)

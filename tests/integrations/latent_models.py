@@ -19,6 +19,7 @@ from mla_suite.integrations.transformers_layer import LatentAttention
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
 VOCAB = 96
+PROMPT, STEPS = 9, 5
 TINY = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -57,32 +58,49 @@ MISTRAL4_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+# The second layer has no rope, and the third reads the first one's latents with an indexer of its own.
+MISTRAL_LARGE4 = {
+    "indexer_types": ["full", "shared", "full"],
+    "no_rope_layers": [1, 0, 1],
+    "kv_source_layers": [0, 1, 0],
+    "rope_parameters": {name: MISTRAL4_ROPE[name] for name in list(MISTRAL4_ROPE)[:6]} | {"attention_factor": 1.0},
+}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+# The text model and the vision model of classes that have both.
+VISION_OF = {
+    "kimi_k25": ("deepseek_v3", VISION),
+    "mistral_large4": ("mistral_large4_text", VISION | {"model_type": "pixtral", "patch_size": 4, "image_size": 8}),
+}
+# The tests' prompts are longer than index_topk, so that the selection matters; with 16 heads no two keys score alike.
+INDEXED = {"index_topk": 4, "index_head_dim": 80, "index_n_heads": 16, "num_hidden_layers": 3}
+SHARED = INDEXED | {"indexer_types": ["full", "shared", "full"]}
 # By folder: the class that is patched, and the fields in which its tiny config differs.
 PATCHED = {
     "axk1": ("AXK1ForCausalLM", {}),
+    "axk2": ("AXK2ForCausalLM", INDEXED | {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "gated_norm_rank": 8}),
     "bailing_hybrid": ("BailingHybridForCausalLM", HYBRID | {"head_dim": 16}),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {}),
     "deepseek_v3": ("DeepseekV3ForCausalLM", {}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", SHARED),
+    "hy_v4": ("HYV4ForCausalLM", SHARED | {"learnable_sink_init": 0.5}),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration", {}),
     "kimi_linear": ("KimiLinearForCausalLM", HYBRID | {"linear_head_dim": 16, "linear_num_heads": 4}),
     "longcat_flash": ("LongcatFlashForCausalLM", {"num_layers": 1, "expert_ffn_hidden_size": 32}),
     "minicpm3": ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "scale_emb": 1}),
     "mistral4": ("Mistral4ForCausalLM", {"kv_lora_rank": 256, "rope_parameters": MISTRAL4_ROPE}),
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration", INDEXED | MISTRAL_LARGE4),
     "youtu": ("YoutuForCausalLM", {}),
 }
+SELECTING = [folder for folder, (_, fields) in PATCHED.items() if "index_topk" in fields]
 COMPILED_ALWAYS = ("mistral4",)  # its compiled step is tested with every run, those of other folders by `full`
 LOOPING_EXPERTS = ("longcat_flash",)  # their own loop over the chosen experts cannot be compiled, patched or not
-# By folder: a class whose layers select keys or compress them, and what makes its config small enough for a test.
+# By folder: a class whose selection does not reach our attention, and what makes its config small enough for a test.
 REFUSED = {
-    "axk2": ("AXK2ForCausalLM", {"num_hidden_layers": 1}),
-    "deepseek_v32": ("DeepseekV32ForCausalLM", {"num_hidden_layers": 1}),
     "deepseek_v4": ("DeepseekV4ForCausalLM", {"num_hidden_layers": 4}),
     "dots3_note": ("Dots3NoteForCausalLM", {"num_hidden_layers": 4}),
     "glm5_next": ("Glm5NextForConditionalGeneration", {"num_hidden_layers": 4}),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", {"num_hidden_layers": 1}),
-    "hy_v4": ("HYV4ForCausalLM", {"num_hidden_layers": 1}),
-    "mistral_large4": ("MistralLarge4ForConditionalGeneration", {"num_hidden_layers": 1}),
 }
 NOT_LATENT = {"deepseek_ocr2": "its text layers are Llama's, and kv_lora_rank is taken out of its config"}
 
@@ -106,9 +124,9 @@ def make(folder: str, **changes):
     name, own = PATCHED[folder]
     model_class = getattr(transformers, name)
     fields = TINY | own | changes
-    if folder == "kimi_k25":
-        vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
-        fields = {"text_config": {"model_type": "deepseek_v3", **fields}, "vision_config": vision}
+    if folder in VISION_OF:
+        kind, vision = VISION_OF[folder]
+        fields = {"text_config": {"model_type": kind, **fields}, "vision_config": vision}
         fields |= {name: TINY[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**fields)).eval()
@@ -117,6 +135,30 @@ def make(folder: str, **changes):
             if "self_attn" in parameter_name and parameter_name.endswith(("bias", "norm.weight")):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def left_padded():
+    """Two prompts of different lengths, and their mask."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, PROMPT), generator=generator)
+    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [5]])).long()
+    return ids * mask, mask
+
+
+@torch.no_grad()
+def greedy(model, cache=None):
+    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary]."""
+    ids, mask = left_padded()
+    logits, tokens = [], []
+    for _ in range(STEPS):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        logits.append(out.logits[:, -1])
+        ids = logits[-1].argmax(-1, keepdim=True)
+        tokens.append(ids)
+        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
+    return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
 def make_refused(folder: str):
@@ -137,6 +179,7 @@ def table() -> str:
             patch(model)
             layers = [layer for _, _, layer in latent_attentions(model)]
             how = "whole layer" if isinstance(layers[0], LatentAttention) else "attention"
+            how = "attention to selected keys" if folder in SELECTING else how
             unpatch(model)
             sizes = type(model).config_class().get_text_config(decoder=True)
             row = f"{sizes.kv_lora_rank} + {sizes.qk_rope_head_dim}"
@@ -165,6 +208,12 @@ This page is made by `python tests/integrations/latent_models.py --write`.
 *whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
 layer keeps its projections, norms, gates and rope, and calls our attention. A cached token is that of the folder's
 default config, in elements; one narrower than 512 + 64 is padded with zeros.
+
+*attention to selected keys*: the same, and the layer keeps its indexer, or takes another layer's choice where the model
+shares it. Every token, of a prompt or not, goes through `sparse_decode` over the keys selected for it; attention is
+dense where all are selected. The indexer's own keys are cached beside the latents, `index_head_dim` elements a token. A
+layer that reads another layer's latents keeps a copy of them. As with a static cache of transformers, a step scores all
+`max_len` keys; of keys that score alike, `torch.topk` chooses.
 
 *compiled step*: what of a decode step `torch.compile(model, fullgraph=True)` takes, with the same tokens, one graph for
 all lengths. The test compiles every row: `mistral4` with every run, the others by `tox run -e full`. LongCat's own

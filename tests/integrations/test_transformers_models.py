@@ -8,47 +8,25 @@ pytest.importorskip(
 )
 
 import latent_models
-from latent_models import COMPILED_ALWAYS, LOOPING_EXPERTS, NOT_LATENT, PATCHED, REFUSED, VOCAB, make, make_refused
+from latent_models import (
+    COMPILED_ALWAYS,
+    LOOPING_EXPERTS,
+    NOT_LATENT,
+    PATCHED,
+    PROMPT,
+    REFUSED,
+    SELECTING,
+    STEPS,
+    greedy,
+    left_padded,
+    make,
+    make_refused,
+)
 
-import mla_suite
 from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
-PROMPT, STEPS = 9, 5
 # Compiling takes seconds a model, so a normal run has one; `full` has the rest.
 COMPILED = [name if name in COMPILED_ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in PATCHED]
-
-
-@pytest.fixture
-def decodes(monkeypatch):
-    """The calls that reached our decode."""
-    calls = []
-    decode = mla_suite.decode
-    monkeypatch.setattr(mla_suite, "decode", lambda *args, **kwargs: (calls.append(1), decode(*args, **kwargs))[1])
-    return calls
-
-
-def left_padded():
-    """Two prompts of different lengths, and their mask."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, VOCAB, (2, PROMPT), generator=generator)
-    mask = (torch.arange(PROMPT) >= PROMPT - torch.tensor([[PROMPT], [5]])).long()
-    return ids * mask, mask
-
-
-@torch.no_grad()
-def greedy(model, cache=None):
-    """The tokens of STEPS steps after the prompts, with their logits [batch, STEPS, vocabulary]."""
-    ids, mask = left_padded()
-    logits, tokens = [], []
-    for _ in range(STEPS):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        logits.append(out.logits[:, -1])
-        ids = logits[-1].argmax(-1, keepdim=True)
-        tokens.append(ids)
-        mask = torch.cat((mask, mask.new_ones(2, 1)), dim=1)
-    return torch.cat(tokens, 1), torch.stack(logits, 1)
 
 
 @pytest.mark.parametrize("folder", PATCHED)
@@ -61,7 +39,8 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
         layers = len(cache.paged.layers)
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
-    assert len(decodes) == layers * (STEPS - 1)
+    # The prompt of a model that selects keys is longer than index_topk, so it goes through sparse_decode as well.
+    assert decodes == (["sparse_decode"] * layers * STEPS if folder in SELECTING else ["decode"] * layers * (STEPS - 1))
     # fp32 sums in another order: absorbed products run over the latent where the model's run over a head.
     torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(greedy(model)[0], expected), "unpatched again"
@@ -116,8 +95,9 @@ def test_a_decode_step_compiles_whole_and_once(folder):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_generate_of_a_model_with_linear_layers():
-    model = make("kimi_linear")
+@pytest.mark.parametrize("folder", ["kimi_linear", "glm_moe_dsa"])
+def test_generate_with_a_cache_of_ours_and_with_its_own(folder):
+    model = make(folder)
     ids, mask = left_padded()
     options = dict(attention_mask=mask, max_new_tokens=STEPS, do_sample=False, pad_token_id=0, eos_token_id=None)
     expected = model.generate(ids, **options)
@@ -131,10 +111,18 @@ def test_generate_of_a_model_with_linear_layers():
 
 @pytest.mark.parametrize("folder", REFUSED)
 def test_models_that_select_keys_are_refused(folder):
-    with pytest.raises(
-        TypeError, match=r"selects each query's keys \(\w+Indexer\); only models that attend to all keys"
-    ):
+    with pytest.raises(TypeError, match=r"selects (?!keys in a way).* \(\w+Indexer\); possible are the models of docs"):
         patch(make_refused(folder))
+
+
+def test_an_indexer_that_nobody_looked_at_is_refused():
+    class NewIndexer(torch.nn.Module):
+        pass
+
+    model = make("deepseek_v32")
+    model.model.layers[1].self_attn.indexer = NewIndexer()
+    with pytest.raises(TypeError, match=r"selects keys in a way that is not known here \(NewIndexer\)"):
+        patch(model)
 
 
 def test_a_cache_of_ours_is_refused_by_a_model_that_is_not_patched():

@@ -1,0 +1,162 @@
+"""Models whose indexer selects each query's keys: the selection of the unpatched model, on our sparse decode."""
+
+import pytest
+import torch
+
+pytest.importorskip(
+    "transformers.models.mistral_large4", reason="transformers 5.23 is missing: pip install mla_suite[hf]"
+)
+
+from latent_models import INDEXED, PROMPT, SELECTING, STEPS, greedy, left_padded, make
+
+from mla_suite.integrations.transformers import LatentCache, patch
+
+
+def close(got, expected):
+    # fp32 sums in another order, as in test_transformers_models.py.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("folder", SELECTING)
+def test_another_selection_is_another_output(folder):
+    model = make(folder)
+    first = greedy(model)[1]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("indexer.weights_proj.weight"):
+                parameter.neg_()  # the keys that scored least are selected
+    expected = greedy(model)[1]
+    assert (expected - first).abs().max() > 0.1, "these prompts would not show a wrong selection"
+    patch(model)
+    close(greedy(model, LatentCache(model, 2, PROMPT + STEPS))[1], expected)
+
+
+@pytest.mark.parametrize(("folder", "topk"), [("deepseek_v32", PROMPT), ("deepseek_v32", 64), ("glm_moe_dsa", 64)])
+def test_attention_is_dense_where_all_keys_are_selected(folder, topk, decodes):
+    model = make(folder, index_topk=topk)
+    expected = greedy(model)[1]
+    patch(model)
+    close(greedy(model, LatentCache(model, 2, PROMPT + STEPS, page_size=7))[1], expected)
+    # The first step after the prompt may select among max_len keys, of which all but those cached are hidden.
+    assert decodes == ["sparse_decode" if topk == PROMPT else "decode"] * 3 * (STEPS - 1)
+
+
+def test_sinks_count_where_all_keys_are_selected(decodes):
+    model = make("hy_v4", index_topk=64)
+    expected = greedy(model)[1]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.sinks.add_(3)
+    assert (greedy(model)[1] - expected).abs().max() > 0.1
+    expected = greedy(model)[1]
+    patch(model)
+    close(greedy(model, LatentCache(model, 2, PROMPT + STEPS))[1], expected)
+    assert set(decodes) == {"sparse_decode"}
+
+
+@pytest.mark.parametrize("folder", SELECTING)
+@torch.no_grad()
+def test_prompts_in_parts_growing_caches_and_forgotten_tokens(folder):
+    model = make(folder)
+    ids, mask = left_padded()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    options = {"attention_mask": mask, "position_ids": positions}
+    real = mask.bool()
+    expected = model(input_ids=ids, **options).logits[real]
+    patch(model)
+    close(model(input_ids=ids, use_cache=False, **options).logits[real], expected)
+    cache = LatentCache(model, 2, page_size=2)
+    wrong = torch.full((2, 2), 5)
+    parts = []
+    for start, stop in ((0, 3), (3, 4), (4, 8), (8, PROMPT)):
+        arguments = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        parts.append(model(input_ids=ids[:, start:stop], past_key_values=cache, **arguments).logits)
+        model(input_ids=wrong, past_key_values=cache)  # a draft that is not taken
+        cache.crop(-2)
+    close(torch.cat(parts, 1)[real], expected)
+    assert cache.max_len == 16
+
+
+def test_bf16_logits_differ_from_the_models_own_by_its_rounding():
+    """In one layer both see the same inputs and select the same keys, so only attention rounds differently.
+
+    How far a bf16 model of such a layer is from fp32 is measured where it selects all keys: a flipped choice, which is
+    no rounding error, is then impossible. The bound of 1.5 is that of test_transformers.py.
+    """
+    dense = make("deepseek_v32", num_hidden_layers=1, index_topk=64)
+    exact_tokens, exact = greedy(dense)
+    rounded_tokens, rounded = greedy(dense.bfloat16())
+    model = make("deepseek_v32", num_hidden_layers=1).bfloat16()
+    plain_tokens, plain = greedy(model)
+    patch(model)
+    tokens, logits = greedy(model)
+    assert torch.equal(rounded_tokens, exact_tokens)
+    assert torch.equal(tokens, plain_tokens)
+
+    def rms(a, b):
+        return (a.float() - b.float()).square().mean().sqrt()
+
+    assert rms(logits, plain) <= 1.5 * rms(rounded, exact)
+
+
+@torch.no_grad()
+def test_prompts_without_padding_need_no_mask_and_no_cache():
+    model = make("deepseek_v32")
+    ids = left_padded()[0][:1]
+    expected = model(input_ids=ids).logits
+    patch(model)
+    close(model(input_ids=ids, use_cache=False).logits, expected)
+    close(model(input_ids=ids).logits, expected)
+
+
+@torch.no_grad()
+def test_finished_sequences_may_be_masked_while_others_go_on():
+    model = make("glm_moe_dsa")
+    ids = left_padded()[0]
+    expected = model(input_ids=ids[:1]).logits
+    patch(model)
+    cache = LatentCache(model, 2, PROMPT, page_size=4)
+    model(input_ids=ids[:, :6], past_key_values=cache)
+    before = {layer_idx: keys[1, :6].clone() for layer_idx, keys in cache.index_keys.items()}
+    for i in range(6, PROMPT):
+        mask = torch.ones(2, i + 1, dtype=torch.int64)
+        mask[1, 6:] = 0
+        got = model(input_ids=ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
+        close(got[0, 0], expected[0, i])
+    assert cache.seq_lens.tolist() == [PROMPT, 6]
+    assert all(torch.equal(cache.index_keys[layer_idx][1, :6], keys) for layer_idx, keys in before.items())
+
+
+def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer():
+    model = make("glm_moe_dsa")
+    cache = LatentCache(model, 2, 16)
+    assert {layer_idx: tuple(keys.shape) for layer_idx, keys in cache.index_keys.items()} == {
+        0: (2, 65, INDEXED["index_head_dim"]),
+        2: (2, 65, INDEXED["index_head_dim"]),
+    }
+    assert len(cache.paged.layers) == 3
+
+
+@torch.no_grad()
+def test_one_graph_serves_all_lengths_up_to_the_caches_end():
+    """The graph that torch.compile traces, without Inductor, which `full` adds for every model."""
+    model = make("deepseek_v32", num_hidden_layers=1)
+    expected, _ = greedy(model)
+    ids, mask = left_padded()
+    patch(model)
+    cache = LatentCache(model, 2, PROMPT + STEPS - 1, page_size=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    lens = mask.sum(1, keepdim=True)
+    for i in range(STEPS - 1):
+        out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
+        assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
+    assert counters["stats"]["unique_graphs"] == 1
+    before = cache.paged.layers[0].clone()
+    with pytest.raises(ValueError, match="slot_mapping holds slot"):
+        compiled(input_ids=ids[:, :1], past_key_values=cache)
+    assert torch.equal(cache.paged.layers[0], before)
