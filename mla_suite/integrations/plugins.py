@@ -33,7 +33,10 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """Add `--attention-backend mla_suite`, for deterministic inference as well; twice is once."""
+    """Add `--attention-backend mla_suite`, for deterministic inference with the radix cache as well; twice is once.
+
+    SGLang has two lists for deterministic inference, and takes no MLA model where the second does not name the backend.
+    """
     from sglang.srt import server_args  # type: ignore[import-not-found]  # optional
     from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
         register_attention_backend,
@@ -42,6 +45,7 @@ def sglang() -> None:
     if SGLANG_NAME not in server_args.ATTENTION_BACKEND_CHOICES:
         server_args.add_attention_backend_choices([SGLANG_NAME])
         server_args.add_deterministic_attention_backend_choices([SGLANG_NAME])
+        server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
     register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
 

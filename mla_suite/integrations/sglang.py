@@ -5,8 +5,9 @@
     plugins.sglang()                        # needed only where mla_suite is on the path without being installed
 
 Installing mla_suite registers the backend in every process of a server. Decode, verification of a chain of drafts
-(`--speculative-eagle-topk 1`) and extends of up to 8 tokens per sequence go to `mla_suite.decode`; all else is SGLang's
-Triton backend, from which the class is derived. Tested against the classes of SGLang 0.5.23.
+(`--speculative-eagle-topk 1`; n-gram drafts are none) and extends of up to 8 tokens per sequence go to
+`mla_suite.decode`; all else is SGLang's Triton backend, from which the class is derived. In deterministic inference
+every extend is SGLang's. Tested with the server and the classes of SGLang 0.5.23, on a CPU.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         forward_batch, tokens = call.forward_batch, call.q.shape[0]
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
-            # With a topk of 1 the mask of a tree of drafts is the causal one.
-            return self.topk == 1 and tokens % max(forward_batch.batch_size, 1) == 0
+            return _is_chain(forward_batch.spec_info)
+        if self.enable_deterministic:
+            return False  # bits would depend on how much of a prompt was cached, or came in the last chunk
         lens = forward_batch.extend_seq_lens_cpu
         if mode.name not in ("EXTEND", "MIXED") or lens is None or _capturing(forward_batch.seq_lens):
             return False
@@ -205,6 +207,15 @@ class MLASuiteAttnBackend(TritonAttnBackend):
 
 def _capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_chain(drafts: Any) -> bool:
+    """Returns whether each draft of a sequence follows the one before it, and all sequences have as many drafts.
+
+    N-gram drafts are a tree whatever their breadth is: matches of several lengths, and padding, start at its root.
+    """
+    topk = getattr(drafts, "tree_topk", getattr(drafts, "topk", -1))
+    return topk == 1 and getattr(drafts, "ragged_verify_layout", None) is None
 
 
 def _absorbed(layer: Any, pool: Any) -> bool:

@@ -1,51 +1,19 @@
-"""SGLang's own backend and pool on a CPU, without its server: what they read of one, and libraries they only import."""
+"""SGLang's own backend and pool on a CPU, without its server: what they read of one."""
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
+import sglang_cpu  # noqa: F401  # before SGLang
 import torch
-import transformers.models.auto.processing_auto  # noqa: F401  # asks for torchvision before it seems to be there
+from sglang.srt.layers.attention import triton_backend
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
 HEADS, LATENT, ROPE = 4, 512, 64
 WIDTH = LATENT + ROPE
-# SGLang imports these at its top; nothing of them is called here. torchvision alone would bring a torch of its own.
-ONLY_IMPORTED = ("IPython", "torchvision", "sentencepiece", "gguf")
-
-
-class _Anything(ModuleType):
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return mock.MagicMock(name=f"{self.__name__}.{name}")
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in ONLY_IMPORTED:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> ModuleType:
-        return _Anything(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(_Absent())  # last, so that an installed library is taken
-
-from sglang.srt.layers.attention import triton_backend  # noqa: E402
-from sglang.srt.mem_cache import memory_pool  # noqa: E402
-from sglang.srt.model_executor.forward_batch_info import ForwardMode  # noqa: E402
 
 
 def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048, requests: int = 6, **changes: Any):
@@ -94,13 +62,13 @@ def runner(page: int, dtype: torch.dtype, *, layers: int = 2, slots: int = 2048,
     )
 
 
-def settings(monkeypatch: Any, *, topk: int = 1, deterministic: bool = False, dcp_size: int = 1) -> None:
+def settings(monkeypatch: Any, *, deterministic: bool = False, dcp_size: int = 1) -> None:
     """The parts of the server's configuration that the backend's constructor asks for."""
     kernel = SimpleNamespace(
         enable_lean_attention=None, triton_attention_num_kv_splits=8, triton_attention_split_tile_size=None
     )
     parts = dict(
-        get_spec=SimpleNamespace(speculative_num_draft_tokens=4, speculative_num_steps=3, speculative_eagle_topk=topk),
+        get_spec=SimpleNamespace(speculative_num_draft_tokens=4, speculative_num_steps=3, speculative_eagle_topk=1),
         get_exec=SimpleNamespace(
             kernel=kernel,
             dllm=SimpleNamespace(dllm_algorithm=None),
@@ -137,10 +105,28 @@ def layer(layer_id: int, k_scale: float | None = None) -> SimpleNamespace:
     )
 
 
+def drafts(topk: int = 1) -> EagleVerifyInput:
+    """Returns SGLang's description of 4 draft tokens per sequence, as far as the backend reads it."""
+    unread = dict.fromkeys(
+        ("draft_token", "custom_mask", "positions", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+    )
+    return EagleVerifyInput(
+        **unread,
+        retrieve_cum_len=None,
+        spec_steps=3,
+        topk=topk,
+        draft_token_num=4,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+        seq_lens_sum=None,
+        seq_lens_cpu=None,
+    )
+
+
 def batch(mode: ForwardMode, lengths: list[int], rows: list[int], slots: torch.Tensor, **changes: Any):
     """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
     return SimpleNamespace(
         forward_mode=mode,
+        spec_info=drafts() if mode.is_target_verify() else None,
         batch_size=len(lengths),
         seq_lens=torch.tensor(lengths),
         seq_lens_cpu=torch.tensor(lengths),

@@ -20,6 +20,7 @@ if importlib.util.find_spec("sglang") is None:
 import sglang_classes as theirs
 from sglang.srt.layers.attention.base_attn_backend import SharedReadEnds
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from mla_suite.integrations import plugins
 from mla_suite.integrations import sglang as integration
@@ -158,20 +159,37 @@ def test_short_extends(monkeypatch, decodes, extends):
     assert extends == []
 
 
+def test_deterministic_prefill_stays_with_sglang(monkeypatch, decodes, extends):
+    """A short extend may be what remains of a long one after a prefix was cached, and must have the same bits."""
+    theirs.settings(monkeypatch, deterministic=True)
+    backend = integration.MLASuiteAttnBackend(theirs.runner(64, torch.bfloat16))
+    batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, POOL_ROWS, torch.arange(12))
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor([8, 1, 3]), [8, 1, 3]
+    q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
+    backend.forward_extend(q, k, k[..., :LATENT], theirs.layer(0), batch)
+    assert (decodes, extends) == ([], [12])
+
+
 def test_what_stays_with_sglang(monkeypatch, decodes, extends):
-    """Trees of drafts, long extends, tokens that pad a captured prefill, un-absorbed layers, sinks."""
-    theirs.settings(monkeypatch, topk=4)
+    """Trees of drafts, rows of different lengths, long extends, tokens that pad a captured prefill, un-absorbed layers,
+    sinks."""
+    theirs.settings(monkeypatch)
     runner = theirs.runner(64, torch.bfloat16)
     backend = integration.MLASuiteAttnBackend(runner)
     filled(runner, LENGTHS, 64, 1.0)
     q, k = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, WIDTH)
 
-    def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, **options):
+    def extend(mode=ForwardMode.EXTEND, lens=(4, 4, 4), layer=None, drafts=None, **options):
         batch = theirs.batch(mode, LENGTHS, POOL_ROWS, torch.arange(12))
+        batch.spec_info = drafts
         batch.extend_seq_lens, batch.extend_seq_lens_cpu = torch.tensor(lens), list(lens)
         backend.forward_extend(q, k, k[..., :LATENT], layer or theirs.layer(0), batch, **options)
 
-    extend(ForwardMode.TARGET_VERIFY)
+    ragged = theirs.drafts()
+    ragged.ragged_verify_layout = object()
+    ngram = NgramVerifyInput(custom_mask=torch.ones(1), draft_token_num=4)  # whose breadth of 1 is no chain
+    for drafts in (theirs.drafts(topk=4), ngram, ragged):
+        extend(ForwardMode.TARGET_VERIFY, drafts=drafts)
     extend(lens=(10, 1, 1))
     extend(lens=(4, 4, 1))
     extend(sinks=torch.zeros(HEADS))
@@ -179,7 +197,7 @@ def test_what_stays_with_sglang(monkeypatch, decodes, extends):
     own_keys.tp_k_head_num, own_keys.v_head_dim = HEADS, 128
     extend(layer=own_keys)
     extend(ForwardMode.DRAFT_EXTEND_V2)
-    assert extends == [12] * 6
+    assert extends == [12] * 8
     assert decodes == []
 
 
@@ -230,6 +248,7 @@ def test_registration(monkeypatch):
 
     plugins.sglang()
     assert "mla_suite" in server_args.ATTENTION_BACKEND_CHOICES
+    assert "mla_suite" in server_args.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
     theirs.settings(monkeypatch)
     assert type(ATTENTION_BACKENDS["mla_suite"](theirs.runner(64, torch.bfloat16))) is integration.MLASuiteAttnBackend
     original = draft_utils.DraftBackendFactory._create_backend
