@@ -20,6 +20,8 @@ import torch
 
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
+import installed_plugins
+import tiny_deepseek
 import vllm_engine
 import vllm_engine_plugin
 from vllm.v1.attention.backend import MultipleOf
@@ -30,30 +32,30 @@ from mla_suite.integrations import vllm as integration
 LENGTHS = [5, 40, 17, 33]
 LATE = [7, 3]  # of prompts that arrive while others decode
 LATENT, ROPE = 512, 64
-LAYERS = vllm_engine.SHAPE["num_hidden_layers"]
+LAYERS = tiny_deepseek.LAYERS
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("deepseek")
-    return folder, vllm_engine.save_model(folder)
+    return folder, tiny_deepseek.save_model(folder)
 
 
 def repeating():
     """Prompts in which drafts are found, and one in which they are not."""
-    return [vllm_engine.prompts([6], seed=3)[0] * 5, vllm_engine.prompts([20], seed=4)[0]]
+    return [tiny_deepseek.prompts([6], seed=3)[0] * 5, tiny_deepseek.prompts([20], seed=4)[0]]
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Tokens and log-probabilities of vLLM's own MLA for CPUs; transformers gives the same tokens."""
     folder, model = checkpoint
-    batch = vllm_engine.prompts(LENGTHS) + vllm_engine.prompts(LATE, seed=9) + repeating()
+    batch = tiny_deepseek.prompts(LENGTHS) + tiny_deepseek.prompts(LATE, seed=9) + repeating()
     with vllm_engine.engine(folder, ours=False) as llm:
         tokens, logprobs = vllm_engine.generate(llm, batch)
     for prompt, answer in zip(batch, tokens, strict=True):
-        assert vllm_engine.greedy(model, prompt) == answer
+        assert tiny_deepseek.greedy(model, prompt) == answer
     return tokens, logprobs
 
 
@@ -103,23 +105,23 @@ class TestOneEngine:
 
     @pytest.fixture(scope="class")
     def llm(self, checkpoint, expected):
-        with vllm_engine.engine(checkpoint[0], ours=True, chunks=vllm_engine.MAX_LEN) as llm:
+        with vllm_engine.engine(checkpoint[0], ours=True, chunks=tiny_deepseek.MAX_LEN) as llm:
             yield llm
 
     def test_mixed_prompts(self, llm, expected, calls, monkeypatch):
         """Prompts of 5 to 40 tokens at once, then again with two more that arrive while the others decode."""
-        batch, late = vllm_engine.prompts(LENGTHS), vllm_engine.prompts(LATE, seed=9)
+        batch, late = tiny_deepseek.prompts(LENGTHS), tiny_deepseek.prompts(LATE, seed=9)
         plan, plans = integration.mla_suite.plan, []
         monkeypatch.setattr(integration.mla_suite, "plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
         assert_same(vllm_engine.generate(llm, batch), expected)
         steps = [lens for lens, _ in calls]
-        assert len(steps) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
+        assert len(steps) >= LAYERS * (tiny_deepseek.NEW_TOKENS - 1)
         assert [5] in steps  # prompts of up to 8 tokens are decoded
         assert [1, 1, 1, 1] in steps
         llm.reset_prefix_cache()
         core, finished = llm.llm_engine, {}
         waiting = [(0, ids) for ids in batch] + [(3, late[0]), (5, late[1])]
-        for step in range(4 * vllm_engine.NEW_TOKENS):
+        for step in range(4 * tiny_deepseek.NEW_TOKENS):
             for name, (when, ids) in enumerate(waiting):
                 if when == step:
                     core.add_request(str(name), {"prompt_token_ids": ids}, vllm_engine.sampling())
@@ -135,7 +137,7 @@ class TestOneEngine:
         monkeypatch.setattr(llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 16)
         for _ in range(2):
             before = len(calls)
-            assert_same(vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS)), expected)
+            assert_same(vllm_engine.generate(llm, tiny_deepseek.prompts(LENGTHS)), expected)
         extends = [lens for lens, _ in calls[before:] if max(lens) > 1]
         assert any(1 in lens and max(lens) > 1 for lens in extends)
 
@@ -178,12 +180,12 @@ def test_fp8_cache(checkpoint, calls, monkeypatch):
 
     monkeypatch.setattr(integration.MLASuiteImpl, "do_kv_cache_update", checked_write)
     monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", checked_forward)
-    batch = vllm_engine.prompts(LENGTHS)
+    batch = tiny_deepseek.prompts(LENGTHS)
     with vllm_engine.engine(checkpoint[0], ours=True, kv_cache_dtype="fp8") as llm:
         llm.apply_model(set_scale)
         vllm_engine.generate(llm, batch)
-    assert rows >= LAYERS * (sum(LENGTHS) + len(batch) * (vllm_engine.NEW_TOKENS - 1))
-    assert checked >= LAYERS * len(batch) * (vllm_engine.NEW_TOKENS - 1)
+    assert rows >= LAYERS * (sum(LENGTHS) + len(batch) * (tiny_deepseek.NEW_TOKENS - 1))
+    assert checked >= LAYERS * len(batch) * (tiny_deepseek.NEW_TOKENS - 1)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +261,14 @@ def of_two_processes(tmp_path, folder, batch, **settings):
     environment = vllm_engine_plugin.environment(tmp_path)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
-    calls = vllm_engine_plugin.calls(tmp_path)
+    calls = installed_plugins.calls(tmp_path)
     assert len(calls) == 2
-    assert min(len(own) for own in calls) >= LAYERS * (vllm_engine.NEW_TOKENS - 1)
+    assert min(len(own) for own in calls) >= LAYERS * (tiny_deepseek.NEW_TOKENS - 1)
     return json.loads(done.stdout.splitlines()[-1]), calls
 
 
 def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_path):
-    tokens, _ = of_two_processes(tmp_path, checkpoint[0], vllm_engine.prompts(LENGTHS))
+    tokens, _ = of_two_processes(tmp_path, checkpoint[0], tiny_deepseek.prompts(LENGTHS))
     assert tokens == expected[0][: len(LENGTHS)]
 
 
@@ -274,13 +276,13 @@ def test_installed_entry_points_reach_every_process(checkpoint, expected, tmp_pa
 def test_decode_context_parallelism_verifies_drafts(checkpoint, expected, tmp_path, interleave):
     """Two ranks hold the keys of a sequence in turn and verify drafts of different lengths; one may hold none."""
     parallel = dict(decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave, block_size=16)
-    batch = vllm_engine.prompts(LENGTHS) + vllm_engine.prompts(LATE, seed=9) + repeating()
+    batch = tiny_deepseek.prompts(LENGTHS) + tiny_deepseek.prompts(LATE, seed=9) + repeating()
     tokens, calls = of_two_processes(tmp_path, checkpoint[0], batch, speculative_config=DRAFTS, **parallel)
     assert tokens == expected[0]
     steps = [row for own in calls for row in own]
     assert {row["ranks"] for row in steps} == {2}
-    assert any(len(set(row["query tokens"])) > 1 for row in steps)
-    assert any(min(row["own keys"]) == 0 for row in steps) == (interleave == 16)
+    assert any(len(set(row["query_tokens"])) > 1 for row in steps)
+    assert any(min(row["own_keys"]) == 0 for row in steps) == (interleave == 16)
 
 
 def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypatch):
@@ -311,11 +313,11 @@ def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypat
         return out, lse
 
     with vllm_engine.engine(checkpoint[0], ours=True, speculative_config=DRAFTS) as llm:
-        assert vllm_engine.generate(llm, vllm_engine.prompts(LENGTHS))[0] == expected[0][: len(LENGTHS)]
+        assert vllm_engine.generate(llm, tiny_deepseek.prompts(LENGTHS))[0] == expected[0][: len(LENGTHS)]
         assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
         verified = [lens for lens, _ in calls if max(lens) in (2, 3, 4)]
         assert any(len(set(lens)) > 1 for lens in verified)
         monkeypatch.setattr(integration, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True))
         monkeypatch.setattr(integration.MLASuiteImpl, "forward_mqa", also_alone)
         assert vllm_engine.generate(llm, repeating())[0] == expected[0][-2:]
-    assert compared > LAYERS * vllm_engine.NEW_TOKENS
+    assert compared > LAYERS * tiny_deepseek.NEW_TOKENS

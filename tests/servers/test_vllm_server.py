@@ -2,78 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
-import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("vllm", reason="this needs vLLM for CPUs: tox -e vllm")
 
+import http_server
+import installed_plugins
 import requests
+import tiny_deepseek
 import vllm_engine
 import vllm_engine_plugin
 
 LENGTHS = [5, 40, 17, 33]
-START_LIMIT_S = 240
-LAYERS = vllm_engine.SHAPE["num_hidden_layers"]
+LAYERS, NEW_TOKENS = tiny_deepseek.LAYERS, tiny_deepseek.NEW_TOKENS
 
 
-@contextlib.contextmanager
 def server(model, folder):
     """The server's address, while it runs. `folder` gets its log and the counts of calls."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     options = {
         "--model": str(model),
         "--served-model-name": "tiny",
         "--dtype": "float32",
-        "--max-model-len": str(vllm_engine.MAX_LEN),
+        "--max-model-len": str(tiny_deepseek.MAX_LEN),
         "--attention-backend": "CPU_MLA",
         "--gpu-memory-utilization": "0.05",  # the name is for CPUs as well
         "--compilation-config": json.dumps(vllm_engine.COMPILATION),
-        "--port": str(port),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--skip-tokenizer-init", "--enforce-eager"]
     command += [text for option in options.items() for text in option]
-    log = folder / "server.log"
-    environment = vllm_engine_plugin.environment(folder)
-    with log.open("w") as out:
-        # `-m` looks in the working directory first, and the root of an editable checkout names plugins of its own.
-        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=out)
-    try:
-        address, end = f"http://localhost:{port}", time.monotonic() + START_LIMIT_S
-        while not answers(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
-
-
-def answers(address):
-    try:
-        return requests.get(f"{address}/health", timeout=5).ok
-    except requests.ConnectionError:
-        return False
+    return http_server.running(command, vllm_engine_plugin.environment(folder), folder)
 
 
 def test_completions_over_http(tmp_path):
     """Requests that arrive together, then one that streams, give the tokens of transformers."""
-    model = vllm_engine.save_model(tmp_path / "model")
-    batch = vllm_engine.prompts(LENGTHS)
-    expected = [vllm_engine.greedy(model, prompt) for prompt in batch]
+    model = tiny_deepseek.save_model(tmp_path / "model")
+    batch = tiny_deepseek.prompts(LENGTHS)
+    expected = [tiny_deepseek.greedy(model, prompt) for prompt in batch]
     with server(tmp_path / "model", tmp_path) as address:
 
         def ask(prompt, stream=False):
-            body = dict(model="tiny", prompt=prompt, max_tokens=vllm_engine.NEW_TOKENS, temperature=0, ignore_eos=True)
+            body = dict(model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
             body |= dict(detokenize=False, return_token_ids=True, stream=stream)
             reply = requests.post(f"{address}/v1/completions", json=body, timeout=120, stream=stream)
             assert reply.ok, reply.text
@@ -86,5 +58,5 @@ def test_completions_over_http(tmp_path):
     assert events.pop() == b"[DONE]"
     streamed = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]
     assert streamed == expected[0]
-    (calls,) = vllm_engine_plugin.calls(tmp_path)
-    assert len(calls) >= 2 * LAYERS * (vllm_engine.NEW_TOKENS - 1)
+    (calls,) = installed_plugins.calls(tmp_path)
+    assert len(calls) >= 2 * LAYERS * (NEW_TOKENS - 1)

@@ -8,37 +8,19 @@ As a program it runs an engine with two worker processes. PROMPTS and SETTINGS a
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
-import tomllib
+import installed_plugins
 import torch
-
-ROOT = Path(__file__).parents[2]
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Variables for a process in which this package is installed, by an entry of `folder` that names its plugins."""
-    installed = folder / "mla_suite-0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mla_suite\nVersion: 0\n")
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
     # On a CPU vLLM ignores CUSTOM, so a second function puts the registered class behind the name it does not ignore.
-    lines = [f"{name} = {value}" for name, value in {**declared, "on_cpu": "vllm_engine_plugin:on_cpu"}.items()]
-    (installed / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(Path(__file__).parent)]),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "MLA_SUITE_TEST_CALLS": str(folder / "calls"),
-    }
-
-
-def calls(folder: Path) -> list[list[dict[str, Any]]]:
-    """The calls that reached our decode, by process."""
-    return [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("calls.*")]
+    variables = installed_plugins.install(folder, "vllm.general_plugins", on_cpu="vllm_engine_plugin:on_cpu")
+    return {**variables, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def on_cpu() -> None:
@@ -54,9 +36,8 @@ def on_cpu() -> None:
 
     def counted(self, q, cache, metadata, layer):
         lens = metadata.query_start_loc[: metadata.num_decodes + 1].diff().tolist()
-        row = {"query tokens": lens, "own keys": metadata.decode.seq_lens.tolist(), "ranks": self.dcp_world_size}
-        with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as written:
-            written.write(json.dumps(row) + "\n")
+        own = metadata.decode.seq_lens.tolist()
+        installed_plugins.write_call(query_tokens=lens, own_keys=own, ranks=self.dcp_world_size)
         return forward(self, q, cache, metadata, layer)
 
     MLASuiteImpl.forward_mqa = counted

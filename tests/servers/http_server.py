@@ -1,0 +1,43 @@
+"""A server in a process of its own, on a free port of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import requests
+
+START_LIMIT_S = 240
+
+
+@contextlib.contextmanager
+def running(command: list[str], environment: dict[str, str], folder: Path) -> Iterator[str]:
+    """The address of the server that `command` starts in `folder`, while it runs. `folder` gets its log."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    log, command = folder / "server.log", [*command, "--port", str(port)]
+    with log.open("w") as out:
+        # `-m` looks in the working directory first, and the root of an editable checkout names plugins of its own.
+        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        address, end = f"http://localhost:{port}", time.monotonic() + START_LIMIT_S
+        while not _answers(address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.2)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _answers(address: str) -> bool:
+    try:
+        return requests.get(f"{address}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
