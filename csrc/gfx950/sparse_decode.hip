@@ -1,16 +1,15 @@
 // Sparse decode on gfx950. Macros of an instance: KV_FORMAT as below, ROWS 16 to 128.
-#include "cdna/sparse_decode/traits.hpp"
+#include "cdna/sparse_decode/mfma_16x16x32/traits.hpp"
 #include "gfx950/sparse_policy.hpp"
 
 namespace {
 namespace sparse = cdna::sparse;
-using Policy = gfx950::SparsePolicy;
-using dsv4 = sparse::Dsv4Format<Policy>;
-using v32 = sparse::V32Format<Policy, sparse::ScaleDequant>;
-using v32pow2 = sparse::V32Format<Policy, sparse::Pow2Dequant>;
+using dsv4 = sparse::Dsv4Format<gfx950::Pow2Dequant>;
+using v32 = sparse::V32Format<gfx950::ScaleDequant>;
+using v32pow2 = sparse::V32Format<gfx950::Pow2Dequant>;
 using bf16x512 = sparse::Bf16Format<512>;
 using bf16x576 = sparse::Bf16Format<576>;
-using Decode = sparse::Decode<sparse::SparseProblem<KV_FORMAT, ROWS>, Policy>;
+using Decode = sparse::mfma_16x16x32::Decode<sparse::SparseProblem<KV_FORMAT, ROWS>, gfx950::Policy>;
 }  // namespace
 
 MLA_KERNEL(Decode::threads, 1) void MLA_SUITE_KERNEL(mla::SparseDecodeParams) {

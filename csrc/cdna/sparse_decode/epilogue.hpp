@@ -43,8 +43,8 @@ class SparseEpilogue {
     if (stored_) *lse_at_ = lse_;
   }
 
-  // Stores four values from column `first_column` + 16 t on, for every t below `count`.
-  template <int count, class Values>
+  // Stores four values from column `first_column` + `step` t on, for every t below `count`.
+  template <int count, int step, class Values>
   MLA_DEVICE void store(int first_column, const Values& values) const {
     if (!stored_) return;
     if (final_) {
@@ -52,12 +52,13 @@ class SparseEpilogue {
       for (int t = 0; t < count; ++t) {
         const f32x4 x = values(t) * scale;
         const float a = x[0], b = x[1], c = x[2], d = x[3];
-        *reinterpret_cast<u32x2*>(out_ + (first_column + 16 * t) * 2) =
+        *reinterpret_cast<u32x2*>(out_ + (first_column + step * t) * 2) =
             u32x2{Policy::template pack<mla::bf16>(a, b), Policy::template pack<mla::bf16>(c, d)};
       }
     } else {
 #pragma unroll
-      for (int t = 0; t < count; ++t) *reinterpret_cast<f32x4*>(out_ + (first_column + 16 * t) * 4) = values(t) * scale;
+      for (int t = 0; t < count; ++t)
+        *reinterpret_cast<f32x4*>(out_ + (first_column + step * t) * 4) = values(t) * scale;
     }
   }
 

@@ -57,33 +57,24 @@ MLA_DEVICE uint32_t from_quad(uint32_t x) {
 }
 
 // Dequantises 16 fp8 values to bf16 and writes them to their two slots.
+//
+// `Convert` is the arch's way from stored values to bf16, with the scale of the 16 values:
+//   from_e8m0, from_fp32   the bits of a scale as it is stored -> those that the constructor takes as a float
+//   prepared               the 16 values in the form that low and high take
+//   low, high              two values of four, times the scale
 template <class Convert>
-MLA_DEVICE void dequant_piece(u32x4 raw, const Convert& convert, uint32_t at, const GatherWriteMap& map) {
-  const uint32_t a = raw[0], b = raw[1], c = raw[2], d = raw[3];
+MLA_DEVICE void dequant_piece(u32x4 raw, Convert convert, uint32_t at, const GatherWriteMap& map) {
+  const u32x4 values = convert.prepared(raw);
+  const uint32_t a = values[0], b = values[1], c = values[2], d = values[3];
   lds_write16(lds_pointer(at + map.first), u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)});
   lds_write16(lds_pointer(at + (map.first ^ 16)),
               u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)});
   __builtin_amdgcn_sched_barrier(0);  // or all pieces are converted at once, in more registers than there are
 }
 
-// Dequantises with a scale that is a power of two: exact.
-template <class Policy>
-struct Pow2Dequant {
-  float scale;
-  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template fp8_pair_times_pow2<false>(four, scale); }
-  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template fp8_pair_times_pow2<true>(four, scale); }
-};
-// Dequantises with any scale: rounded once.
-template <class Policy>
-struct ScaleDequant {
-  float scale;
-  MLA_DEVICE uint32_t low(uint32_t four) const { return Policy::template fp8_pair_times_scale<false>(four, scale); }
-  MLA_DEVICE uint32_t high(uint32_t four) const { return Policy::template fp8_pair_times_scale<true>(four, scale); }
-};
-
 // 584 bytes: 448 fp8 values and 64 bf16 ones, tokens 576 bytes apart, and behind all tokens of a page 8 bytes each with
 // seven E8M0 scales of 64 values.
-template <class Policy>
+template <class Convert>
 struct Dsv4Format {
   static constexpr int qk_dim = 512;
   static constexpr bool separate_scales = true;  // scales have an address of their own
@@ -117,7 +108,7 @@ struct Dsv4Format {
 
   static constexpr int pieces = 5;
   MLA_DEVICE static void store(int piece, const Raw& raw, uint32_t at, const GatherWriteMap& map) {
-    const uint32_t scale = raw.scale << 23;
+    const uint32_t scale = Convert::from_e8m0(raw.scale);
     if (piece == 0) store_one<0>(raw, scale, at, map);
     if (piece == 1) store_one<1>(raw, scale, at, map);
     if (piece == 2) store_one<2>(raw, scale, at, map);
@@ -128,12 +119,12 @@ struct Dsv4Format {
  private:
   template <int m>
   MLA_DEVICE static void store_one(const Raw& raw, uint32_t scale, uint32_t at, const GatherWriteMap& map) {
-    dequant_piece(raw.latent[m], Pow2Dequant<Policy>{mla::bit_cast<float>(from_quad<m>(scale))}, at + m * 2048, map);
+    dequant_piece(raw.latent[m], Convert{mla::bit_cast<float>(from_quad<m>(scale))}, at + m * 2048, map);
   }
 };
 
 // 656 bytes: 512 fp8 values, four fp32 scales of 128 values, 64 bf16 values.
-template <class Policy, template <class> class Convert>
+template <class Convert>
 struct V32Format {
   static constexpr int qk_dim = 576;
   static constexpr bool separate_scales = false;
@@ -169,7 +160,8 @@ struct V32Format {
  private:
   template <int m>
   MLA_DEVICE static void store_one(const Raw& raw, uint32_t at, const GatherWriteMap& map) {
-    dequant_piece(raw.latent[m], Convert<Policy>{mla::bit_cast<float>(from_quad<m>(raw.scale))}, at + m * 2048, map);
+    const uint32_t scale = from_quad<m>(Convert::from_fp32(raw.scale));
+    dequant_piece(raw.latent[m], Convert{mla::bit_cast<float>(scale)}, at + m * 2048, map);
   }
 };
 

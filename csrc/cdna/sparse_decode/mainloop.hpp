@@ -12,8 +12,6 @@
 
 #include "cdna/common/accum_registers.hpp"
 #include "cdna/common/lds_copy.hpp"
-#include "cdna/common/mfma_16x16x32.hpp"
-#include "cdna/sparse_decode/mainloop_pv.hpp"
 #include "cdna/sparse_decode/query.hpp"
 #include "cdna/sparse_decode/shared_storage.hpp"
 #include "cdna/sparse_decode/topk_lists.hpp"
@@ -22,7 +20,7 @@
 
 namespace cdna::sparse {
 
-template <class Problem, class Policy, class Partition, class Producer>
+template <class Problem, class Policy, class Partition, class Producer, class Pv>
 class SparseMainloop {
   using KvFormat = typename Problem::KvFormat;
   static constexpr int keys = Partition::keys;
@@ -33,8 +31,7 @@ class SparseMainloop {
   static constexpr int key_steps = keys / 32;  // of PV
   using Tile = typename Producer::Tile;
   using Query = SparseQueryTile<KvFormat::qk_dim>;
-  using Pv = PvMma<KvFormat, Partition, Tile>;
-  using Mma = Mfma16x16x32<mla::bf16>;
+  using Mma = typename Pv::Mma;
 
  public:
   using Lds = SharedStorage<Problem, Partition, Producer>;
@@ -45,14 +42,14 @@ class SparseMainloop {
         first_row_(first_row),
         lds_(lds),
         wave_(wave),
-        row_group_(wave / Partition::key_groups),
+        row_group_(Partition::row_group_of(wave)),
         key_group_(wave % Partition::key_groups),
         scale_(p.softmax_scale * mla::LOG2_E) {
     const Lane lane = Lane::current();
-    const int key = 4 * lane.group + lane.column / 4;
+    const int key = Pv::first_key(lane);
     own_ = static_cast<uint32_t>(lane.index * 16);
     piece_ = static_cast<uint32_t>(Tile::slot_offset(lane.column, lane.group));
-    column_ = static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
+    column_ = Pv::first_column(key, lane, wave);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) softmax_[r] = mla::RowSoftmax::empty();
     Pv::clear(output_);
@@ -67,7 +64,7 @@ class SparseMainloop {
     producer.load(0);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
-      query_[r].load(p, tile_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+      if (scores_keys()) query_[r].load(p, tile_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
     wait_all_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every iteration
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_pointer(lds_ + Lds::flags + own_ / 4), 0);
@@ -93,6 +90,11 @@ class SparseMainloop {
         if (n + 1 < count) producer.load(n + 1);
         wave_lds_fence();
         compute_p(n, lds_ + stage, valid, sum, [](int) {});
+      } else if (Partition::stages == 1) {
+        valid = lds_read_word(lds_pointer(lds_ + bits));
+#pragma unroll
+        for (int r = 0; r < wave_rows; ++r) sum[r] = 0.0f;
+        if (scores_keys()) compute_p(n, lds_, valid, sum, [](int) {});
       } else {
         valid = lds_read_word(lds_pointer(lds_ + bits));
         // The next tile is dequantised in the shadow of this one's products, and the one after it begins to load.
@@ -108,6 +110,13 @@ class SparseMainloop {
       // The next iteration's counters stay behind the last product, whose operands they could otherwise overwrite at
       // once.
       __builtin_amdgcn_sched_barrier(0);
+      if (Partition::stages == 1 && n + 1 < count) {
+        mla::block_sync();
+#pragma unroll
+        for (int i = 0; i < Producer::pieces; ++i) producer.store(i, lds_);
+        load_after(producer, n + 1, count, bits);
+        mla::block_sync();
+      }
       stage = next;
       bits = next_bits;
     }
@@ -120,7 +129,7 @@ class SparseMainloop {
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) {
       const float sum = sum_over_groups(softmax_[r].sum, lane);
-      if (lane.group == 0) {
+      if (lane.group == 0 && scores_keys()) {
         lds_write_float(lds_pointer(row + key_group_ * Lds::row_bytes + r * 64), softmax_[r].max);
         lds_write_float(lds_pointer(row + (Lds::sums - Lds::maxima) + key_group_ * Lds::row_bytes + r * 64), sum);
       }
@@ -135,11 +144,16 @@ class SparseMainloop {
         sum += lds_read_float(lds_pointer(at + (Lds::sums - Lds::maxima) + k * Lds::row_bytes));
       const Epilogue target(p, tile_, first_row_ + 16 * r + lane.column, lds_read_float(lds_pointer(at)), sum);
       if (wave_ == 0 && lane.group == 0) target.store_lse();
-      target.template store<Pv::column_tiles>(128 * wave_ + 4 * lane.group, [&](int i) { return output_[r][i]; });
+      Pv::store(target, 128 * wave_, lane, [&](int i) { return output_[r][i]; });
     }
   }
 
  private:
+  // Says whether there are scores for this wave to compute.
+  MLA_DEVICE bool scores_keys() const {
+    return Partition::scoring_waves == Partition::waves || wave_ < Partition::scoring_waves;
+  }
+
   // Moves as much of the queries to AGPRs as output and scores leave room for.
   MLA_DEVICE void spread_query() {
     constexpr int room = (256 - row_tiles * Pv::column_tiles * 4 - wave_rows * key_tiles * 4) / 4 - 2;
@@ -286,13 +300,16 @@ class SparseMainloop {
   MLA_DEVICE void raise_max(int n, uint32_t tile, uint32_t valid, float (&sum)[wave_rows]) {
     const Lane lane = Lane::current();
     f32x4 s[wave_rows][key_tiles];
-    scores(tile, s, [](int) {});
-    mask(valid, s);
+    if (scores_keys()) {
+      scores(tile, s, [](int) {});
+      mask(valid, s);
+    }
     const uint32_t row = lds_ + Lds::maxima + (row_group_ * wave_rows * 16 + lane.column) * 4;
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r) {
       const float max = max_over_groups(lane_max(s[r]), lane) * scale_;
-      if (lane.group == 0) lds_write_float(lds_pointer(row + key_group_ * Lds::row_bytes + r * 64), max);
+      if (lane.group == 0 && scores_keys())
+        lds_write_float(lds_pointer(row + key_group_ * Lds::row_bytes + r * 64), max);
     }
     mla::block_sync();
 #pragma unroll
@@ -304,10 +321,10 @@ class SparseMainloop {
       const float alpha = Policy::exp2(softmax_[r].max - max);
       softmax_[r].max = max;
       softmax_[r].sum *= alpha;
-      if (key_group_ == 0 && lane.group == 0)
+      if (key_group_ == 0 && lane.group == 0 && scores_keys())
         lds_write_float(lds_pointer(row + (Lds::alphas - Lds::maxima) + r * 64), alpha);
     }
-    publish_p(n, s, sum);
+    if (scores_keys()) publish_p(n, s, sum);
     mla::block_sync();
 #pragma unroll
     for (int r = 0; r < row_tiles; ++r) {

@@ -5,21 +5,24 @@ from __future__ import annotations
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode_config import MAX_ROWS, CdnaConfig
+from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
 from mla_suite.ops.decode import Problem as DecodeProblem
 from mla_suite.ops.plan.scheduler import SchedulerCosts, workgroup_costs
+from mla_suite.ops.sparse_decode import Problem as SparseDecodeProblem
 
 PLAN_WAVES = (("search", (4, 4)), ("balanced", (8, 8)), ("uniform", (4, 4)))
 
 
 class CdnaKernels(CommonKernels):
-    """The kernels that gfx942 and gfx950 share; the choice of decode's instance is the arch's own."""
+    """The kernels that gfx942 and gfx950 share; the choice of an attention kernel's instance is the arch's own."""
 
     wavefront = 64
     tile_rows = MAX_ROWS
     plan_waves = PLAN_WAVES
+    sparse_config: type[CdnaSparseConfig]
 
     def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
         """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
@@ -27,6 +30,9 @@ class CdnaKernels(CommonKernels):
 
     def decode(self, problem: DecodeProblem) -> Supported | Unsupported:
         return decode.supports(problem, self.arch, self.decode_config)
+
+    def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
+        return self.sparse_config.supports(problem, self.arch)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         if problem.plus_inf_lse:

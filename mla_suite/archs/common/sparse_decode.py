@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -44,7 +44,8 @@ RECORDS = {
     ("bf16", 512): "bf16x512",
     ("bf16", 576): "bf16x576",
 }
-"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same."""
+"""(kv_format, values of a row) -> a kernel's name of the record; all pools of a launch have the same. An arch may have
+more."""
 
 POINTERS = ("attn_sink", "plan", "out", "lse", "partial_out", "partial_lse")
 POOL_POINTERS = ("cache", "indices", "indptr", "lengths")
@@ -60,20 +61,22 @@ class SparseConfig(DecodeConfig, Protocol):
     def rows(self) -> int: ...
 
 
-def record_of(kv_formats: Sequence[str], width: int) -> str | None:
+def record_of(
+    kv_formats: Sequence[str], width: int, records: Mapping[tuple[str, int], str] = RECORDS
+) -> str | None:
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
-    names = {RECORDS.get((kv_format, width)) for kv_format in kv_formats}
+    names = {records.get((kv_format, width)) for kv_format in kv_formats}
     # A power of two is a number: the kernel for any scale reads both.
     return "v32" if names == {"v32", "v32pow2"} else names.pop() if len(names) == 1 else None
 
 
-def _unsupported(problem: Problem) -> Unsupported | None:
+def _unsupported(problem: Problem, records: Mapping[tuple[str, int], str]) -> Unsupported | None:
     """Why no kernel can take a problem; None when one may."""
     if problem.dtype != torch.bfloat16:
         return Unsupported(f"q is {problem.dtype}; it takes bfloat16")
     kv_formats = [pool.kv_format for pool in problem.pools]
-    if record_of(kv_formats, problem.head_dim) is None:
-        possible = ", ".join(f"{kv_format} ({width})" for kv_format, width in RECORDS)
+    if record_of(kv_formats, problem.head_dim, records) is None:
+        possible = ", ".join(f"{kv_format} ({width})" for kv_format, width in records)
         given = f"pools in {', '.join(kv_formats)} with rows of {problem.head_dim} values"
         return Unsupported(f"{given}; it takes {possible}")
     if problem.head_dim_v != 512:
@@ -90,10 +93,13 @@ def _unsupported(problem: Problem) -> Unsupported | None:
 
 
 def supports(
-    problem: Problem, arch: ArchSpec, config_for: Callable[[Problem, ArchSpec], SparseConfig]
+    problem: Problem,
+    arch: ArchSpec,
+    config_for: Callable[[Problem, ArchSpec], SparseConfig],
+    records: Mapping[tuple[str, int], str] = RECORDS,
 ) -> Supported | Unsupported:
     """The instance that `config_for` gives for the problem, if it was built, and the combine behind it."""
-    why = _unsupported(problem)
+    why = _unsupported(problem, records)
     if why is not None:
         return why
     config = config_for(problem, arch)

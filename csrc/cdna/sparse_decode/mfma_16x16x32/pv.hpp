@@ -1,4 +1,4 @@
-// PV of sparse decode: one wave's columns of the output, to which P and values are added.
+// PV of sparse decode by transposed LDS reads: one wave's columns of the output, to which P and values are added.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
@@ -6,18 +6,25 @@
 #include "cdna/common/mfma_16x16x32.hpp"
 #include "common/problem.hpp"
 
-namespace cdna::sparse {
+namespace cdna::sparse::mfma_16x16x32 {
 
 template <class KvFormat, class Partition, class Tile>
 class PvMma {
   static constexpr int row_tiles = Partition::row_tiles;
   static constexpr int key_steps = Partition::keys / 32;
-  using Mma = Mfma16x16x32<mla::bf16>;
 
  public:
+  using Mma = Mfma16x16x32<mla::bf16>;  // of QK^T, too
   static constexpr int column_tiles = mla::VALUE_DIM / 16 / Partition::waves;
   // Tile [r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
   using Output = f32x4[row_tiles][column_tiles];
+
+  // Return the lane's first key as the left operand of PV, and its offset in a tile at the lane's first column. They are
+  // two, because LLVM 22 computes both otherwise when nothing lies between.
+  MLA_DEVICE static int first_key(const Lane& lane) { return 4 * lane.group + lane.column / 4; }
+  MLA_DEVICE static uint32_t first_column(int key, const Lane& lane, int wave) {
+    return static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
+  }
 
   MLA_DEVICE static void clear(Output& output) {
 #if __clang_major__ < 22
@@ -48,6 +55,12 @@ class PvMma {
       if (!in_vgpr(r, i)) pin_to_agpr(x);
       if (i % 4 == 3) __builtin_amdgcn_sched_barrier(0);  // or all pass through VGPRs at once
     }
+  }
+
+  // Stores the output of 16 rows; `tile(i)` is the lane's element i of an Output row.
+  template <class Target, class Tiles>
+  MLA_DEVICE static void store(const Target& target, int first_column, const Lane& lane, const Tiles& tile) {
+    target.template store<column_tiles, 16>(first_column + 4 * lane.group, tile);
   }
 
  private:
@@ -108,4 +121,4 @@ class PvMma {
   MLA_DEVICE static constexpr bool in_vgpr(int r, int i) { return row_tiles == 8 && r == 7 && i >= column_tiles - 2; }
 };
 
-}  // namespace cdna::sparse
+}  // namespace cdna::sparse::mfma_16x16x32

@@ -1,0 +1,120 @@
+"""sparse_decode on the CDNA archs: the configuration of a kernel, how many splits, and how it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from mla_suite.archs import ArchSpec
+from mla_suite.archs.common import combine
+from mla_suite.archs.common.attention import packer
+from mla_suite.archs.common.sparse_decode import (
+    MIN_SPLIT,
+    POINTERS,
+    Prepared,
+    combine_launch,
+    launch_of,
+    numbers_of,
+    record_of,
+    shape_of,
+    slots_and_tiles,
+    supports,
+)
+from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
+
+WAVES = 4
+LEADING = ("q", *POINTERS)
+_pack_leading = packer(len(LEADING)).pack
+
+
+@dataclass(frozen=True)
+class CdnaSparseConfig:
+    """One instance of csrc/<arch>/sparse_decode.hip. Construction raises ValueError, in a sentence, if it is illegal.
+
+    record  how a selected token is stored: a value of `records`
+    rows    query rows (heads of one token) that a workgroup holds: one of `block_ms`
+
+    A subclass names the arch that it belongs to, its records as `archs.common.sparse_decode.RECORDS` has them, and the
+    rows of its instances.
+    """
+
+    arch_name: ClassVar[str]
+    records: ClassVar[Mapping[tuple[str, int], str]]
+    block_ms: ClassVar[tuple[int, ...]]
+
+    arch: ArchSpec = field(repr=False)
+    record: str
+    rows: int
+
+    def __post_init__(self) -> None:
+        if self.arch.name != self.arch_name:
+            self._raise(f"{self.arch.name} has no such kernels, {self.arch_name} has")
+        if self.record not in self.records.values():
+            self._raise(f"records are {', '.join(self.records.values())}")
+        if self.rows not in self.block_ms:
+            self._raise(f"rows are one of {', '.join(map(str, self.block_ms))}")
+
+    @classmethod
+    def supports(cls, problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
+        """The instance for a problem, if there is one, and the combine behind it."""
+        return supports(problem, arch, cls.for_problem, cls.records)
+
+    @classmethod
+    def for_problem(cls, problem: Problem, arch: ArchSpec) -> CdnaSparseConfig:
+        """The instance for a problem; it depends on heads and kv_formats alone, as batch-invariant calls need it."""
+        record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, cls.records)
+        return cls(arch, record or "none", cls.tile_rows(problem.heads))
+
+    @classmethod
+    def tile_rows(cls, heads: int) -> int:
+        """Rows of a workgroup: the fewest that hold all heads, or one of the near-equal tiles of many heads."""
+        tiles = -(-heads // cls.block_ms[-1])
+        return next(rows for rows in cls.block_ms if rows * tiles >= heads)
+
+    def _raise(self, why: str) -> None:
+        raise ValueError(f"sparse_decode: no kernel of {self.record} and {self.rows} rows on {self.arch.name}: {why}")
+
+    @property
+    def threads(self) -> int:
+        return WAVES * self.arch.wavefront  # a wave per SIMD, each with all registers of its lanes
+
+    @property
+    def instance(self) -> str:
+        return f"sparse_decode_kvformat-{self.record}_rows-{self.rows}"
+
+    def tiles(self, heads: int) -> int:
+        """Workgroups that share the keys of one query token."""
+        return -(-heads // self.rows)
+
+    def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
+        """The launch of sparse_decode."""
+        return _prepare(self, outputs, args)
+
+
+def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
+    if outputs[0].numel() == 0:
+        return lambda outputs, tensors: None
+    q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
+    shape = shape_of(args, q, outputs, any_lse=False)
+    units, tiles = config.arch.compute_units, config.tiles(shape.heads)
+    splits = 1
+    if not shape.plan_words:
+        fill = max(1, min(units // (shape.tokens * tiles), shape.keys // MIN_SPLIT))
+        splits = args.num_splits or (splits_by_size(args) if args.split_size else fill)
+    slots, items = slots_and_tiles(args, shape, splits)
+    groups = min(items, units) if shape.plan_words else items
+    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
+    numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
+    combined = None
+    if slots:
+        partials, fixed = -(-slots // shape.tokens), args.split_size > 0
+        chosen = combine.config_for(
+            config.arch, args.head_dim_v, shape.out.dtype, shape.heads, shape.tokens, partials, fixed
+        )
+        combined = combine_launch(chosen, args, shape, splits)
+    prepared = Prepared(config, (groups, tiles, 1), 0, False, numbers, shape, slots, combined)
+    return launch_of(prepared, args, _pack_leading)
