@@ -72,6 +72,26 @@ MLA_DEVICE void dequant_piece(u32x4 raw, Convert convert, uint32_t at, const Gat
   __builtin_amdgcn_sched_barrier(0);  // or all pieces are converted at once, in more registers than there are
 }
 
+// The same in two steps, where the tile is not free yet: 16 values in registers, then in their two slots. LLVM 22 makes
+// other code of a dequant_piece that consists of these.
+struct Slots {
+  u32x4 first, second;
+
+  template <class Convert>
+  MLA_DEVICE static Slots dequantised(u32x4 raw, Convert convert) {
+    const u32x4 values = convert.prepared(raw);
+    const uint32_t a = values[0], b = values[1], c = values[2], d = values[3];
+    Slots slots{u32x4{convert.low(a), convert.high(a), convert.low(b), convert.high(b)},
+                u32x4{convert.low(c), convert.high(c), convert.low(d), convert.high(d)}};
+    asm volatile("" : "+v"(slots.first), "+v"(slots.second));  // or they are computed where they are written
+    return slots;
+  }
+  MLA_DEVICE void write(uint32_t at, const GatherWriteMap& map) const {
+    lds_write16(lds_pointer(at + map.first), first);
+    lds_write16(lds_pointer(at + (map.first ^ 16)), second);
+  }
+};
+
 // 584 bytes: 448 fp8 values and 64 bf16 ones, tokens 576 bytes apart, and behind all tokens of a page 8 bytes each with
 // seven E8M0 scales of 64 values.
 template <class Convert>
@@ -79,6 +99,7 @@ struct Dsv4Format {
   static constexpr int qk_dim = 512;
   static constexpr bool separate_scales = true;  // scales have an address of their own
   static constexpr int raw_registers = 21;
+  static constexpr bool is_dequantised = true;
 
   struct Raw {
     u32x4 latent[4];  // half the lanes have none of the last
@@ -116,7 +137,27 @@ struct Dsv4Format {
     if (piece == 4) lds_write16(lds_pointer(at + map.whole + 7 * 1024), raw.rope);
   }
 
+  // All lanes dequantise the last 64 values, for a branch would cost more; half of them write.
+  MLA_DEVICE static Slots converted(int piece, const Raw& raw) {
+    const uint32_t scale = Convert::from_e8m0(raw.scale);
+    if (piece == 0) return converted_one<0>(raw, scale);
+    if (piece == 1) return converted_one<1>(raw, scale);
+    if (piece == 2) return converted_one<2>(raw, scale);
+    if (piece == 3) return converted_one<3>(raw, scale);
+    return Slots{raw.rope, {}};
+  }
+  MLA_DEVICE static void write(const Slots (&converted)[pieces], uint32_t at, const GatherWriteMap& map) {
+#pragma unroll
+    for (int m = 0; m < 3; ++m) converted[m].write(at + m * 2048, map);
+    if (map.lower_half()) converted[3].write(at + 3 * 2048, map);
+    lds_write16(lds_pointer(at + map.whole + 7 * 1024), converted[4].first);
+  }
+
  private:
+  template <int m>
+  MLA_DEVICE static Slots converted_one(const Raw& raw, uint32_t scale) {
+    return Slots::dequantised(raw.latent[m], Convert{mla::bit_cast<float>(from_quad<m>(scale))});
+  }
   template <int m>
   MLA_DEVICE static void store_one(const Raw& raw, uint32_t scale, uint32_t at, const GatherWriteMap& map) {
     dequant_piece(raw.latent[m], Convert{mla::bit_cast<float>(from_quad<m>(scale))}, at + m * 2048, map);
@@ -129,6 +170,7 @@ struct V32Format {
   static constexpr int qk_dim = 576;
   static constexpr bool separate_scales = false;
   static constexpr int raw_registers = 21;
+  static constexpr bool is_dequantised = true;
 
   struct Raw {
     u32x4 latent[4];
@@ -157,7 +199,25 @@ struct V32Format {
     if (piece == 4) lds_write16(lds_pointer(at + map.whole + 8 * 1024), raw.rope);
   }
 
+  MLA_DEVICE static Slots converted(int piece, const Raw& raw) {
+    if (piece == 0) return converted_one<0>(raw);
+    if (piece == 1) return converted_one<1>(raw);
+    if (piece == 2) return converted_one<2>(raw);
+    if (piece == 3) return converted_one<3>(raw);
+    return Slots{raw.rope, {}};
+  }
+  MLA_DEVICE static void write(const Slots (&converted)[pieces], uint32_t at, const GatherWriteMap& map) {
+#pragma unroll
+    for (int m = 0; m < 4; ++m) converted[m].write(at + m * 2048, map);
+    lds_write16(lds_pointer(at + map.whole + 8 * 1024), converted[4].first);
+  }
+
  private:
+  template <int m>
+  MLA_DEVICE static Slots converted_one(const Raw& raw) {
+    const uint32_t scale = from_quad<m>(Convert::from_fp32(raw.scale));
+    return Slots::dequantised(raw.latent[m], Convert{mla::bit_cast<float>(scale)});
+  }
   template <int m>
   MLA_DEVICE static void store_one(const Raw& raw, uint32_t at, const GatherWriteMap& map) {
     const uint32_t scale = from_quad<m>(Convert::from_fp32(raw.scale));
@@ -172,6 +232,7 @@ struct Bf16Format {
   static constexpr bool separate_scales = false;
   static constexpr int blocks = qk_dim_ / 64;
   static constexpr int raw_registers = 4 * blocks;
+  static constexpr bool is_dequantised = false;
 
   struct Raw {
     u32x4 block[blocks];

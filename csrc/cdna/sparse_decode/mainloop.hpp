@@ -7,7 +7,8 @@
 //
 // All waves must subtract the same running max. A wave whose scores exceed its row's max by more than the threshold of
 // the lazy rescale raises a flag instead of writing P; behind the tile's barrier all waves see it, agree on a new max
-// and rescale. There is one barrier per tile otherwise.
+// and rescale. There is one barrier per tile otherwise, or three where LDS has room for one stage of keys: then the next
+// tile waits in registers, dequantised, until all waves have multiplied this one.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
@@ -73,7 +74,7 @@ class SparseMainloop {
     if (!Partition::scores_own_keys) {
 #pragma unroll
       for (int i = 0; i < Producer::pieces; ++i) producer.store(i, lds_);
-      mark(producer, bits);
+      mark(producer.valid(), bits);
       if (count > 1) producer.load(1);
     }
     mla::block_sync();
@@ -82,7 +83,7 @@ class SparseMainloop {
       const bool last = stage == (Partition::stages - 1) * Tile::bytes;
       const uint32_t next = last ? 0 : stage + Tile::bytes;
       const uint32_t next_bits = last ? Lds::masks : bits + 4;
-      uint32_t valid;
+      uint32_t valid, next_valid;
       if (Partition::scores_own_keys) {
 #pragma unroll
         for (int i = 0; i < Producer::pieces; ++i) producer.store(i, lds_ + stage);
@@ -92,9 +93,8 @@ class SparseMainloop {
         compute_p(n, lds_ + stage, valid, sum, [](int) {});
       } else if (Partition::stages == 1) {
         valid = lds_read_word(lds_pointer(lds_ + bits));
-#pragma unroll
-        for (int r = 0; r < wave_rows; ++r) sum[r] = 0.0f;
-        if (scores_keys()) compute_p(n, lds_, valid, sum, [](int) {});
+        next_valid = producer.valid();
+        convert_ahead(producer, n, count, valid, sum);
       } else {
         valid = lds_read_word(lds_pointer(lds_ + bits));
         // The next tile is dequantised in the shadow of this one's products, and the one after it begins to load.
@@ -112,9 +112,9 @@ class SparseMainloop {
       __builtin_amdgcn_sched_barrier(0);
       if (Partition::stages == 1 && n + 1 < count) {
         mla::block_sync();
-#pragma unroll
-        for (int i = 0; i < Producer::pieces; ++i) producer.store(i, lds_);
-        load_after(producer, n + 1, count, bits);
+        producer.write_converted(lds_);
+        mark(next_valid, bits);
+        if (!KvFormat::is_dequantised && n + 2 < count) producer.load(n + 2);
         mla::block_sync();
       }
       stage = next;
@@ -169,13 +169,12 @@ class SparseMainloop {
 
   // Tile n is loaded and stored: publishes its valid keys and begins to load tile n + 1.
   MLA_DEVICE void load_after(Producer& producer, int n, int count, uint32_t bits) const {
-    mark(producer, bits);
+    mark(producer.valid(), bits);
     if (n + 1 < count) producer.load(n + 1);
   }
-  // Publishes which of the wave's keys that were loaded last are valid, for the waves that score them.
-  MLA_DEVICE void mark(const Producer& producer, uint32_t at) const {
-    if (own_ == 0)
-      *reinterpret_cast<MLA_LDS uint8_t*>(lds_pointer(lds_ + at + wave_)) = static_cast<uint8_t>(producer.valid());
+  // Publishes which of the wave's keys of a tile are valid, for the waves that score them.
+  MLA_DEVICE void mark(uint32_t valid, uint32_t at) const {
+    if (own_ == 0) *reinterpret_cast<MLA_LDS uint8_t*>(lds_pointer(lds_ + at + wave_)) = static_cast<uint8_t>(valid);
   }
 
   // S^T of the wave's rows and keys: element e of key tile T of a lane is key 16 T + 4 * lane.group + e of row
@@ -246,6 +245,23 @@ class SparseMainloop {
           const float score = s[r][T][e];
           s[r][T][e] = (mine >> (16 * T + e) & 1) != 0 ? score : mla::MINUS_INFINITY;
         }
+  }
+
+  // With one stage: publishes P of tile n while tile n + 1 is dequantised in registers, until the stage is free for it.
+  // Then tile n + 2 begins to load, unless the registers that it needs hold tile n + 1 as it was loaded.
+  MLA_DEVICE void convert_ahead(Producer& producer, int n, int count, uint32_t valid, float (&sum)[wave_rows]) {
+    const auto aside = [&](int step) {
+      if (step < Producer::pieces) producer.convert(step);
+      if (step == load_step && KvFormat::is_dequantised && n + 2 < count) producer.load(n + 2);
+    };
+    if (scores_keys()) {
+      compute_p(n, lds_, valid, sum, aside);
+      return;
+    }
+#pragma unroll
+    for (int r = 0; r < wave_rows; ++r) sum[r] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < steps; ++step) aside(step);
   }
 
   // Publishes P of tile n for all waves, or the flag that says that a running max must be raised first.

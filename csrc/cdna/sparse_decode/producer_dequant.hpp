@@ -71,6 +71,28 @@ class DequantProducer {
                     write_map_.for_group(static_cast<uint32_t>(eight) % 2));
   }
 
+  // The same in two steps: dequantises one of the pieces in registers, beside products, and writes all of them later.
+  // Where nothing is dequantised, the rows stay as they were loaded until then.
+  MLA_DEVICE void convert(int piece) {
+    if constexpr (KvFormat::is_dequantised) {
+      converted_[piece / KvFormat::pieces][piece % KvFormat::pieces] =
+          KvFormat::converted(piece % KvFormat::pieces, raw_[piece / KvFormat::pieces]);
+    }
+  }
+  MLA_DEVICE void write_converted(uint32_t at) const {
+#pragma unroll
+    for (int g = 0; g < groups; ++g) {
+      const int eight = wave_ * groups + g;
+      if constexpr (KvFormat::is_dequantised) {
+        KvFormat::write(converted_[g], at + eight * Tile::group_bytes,
+                        write_map_.for_group(static_cast<uint32_t>(eight) % 2));
+      } else {
+#pragma unroll
+        for (int i = 0; i < KvFormat::pieces; ++i) store(g * KvFormat::pieces + i, at);
+      }
+    }
+  }
+
   // Bit k says whether the wave's key k of the tile that was loaded last is valid.
   MLA_DEVICE uint32_t valid() const { return valid_; }
 
@@ -119,6 +141,7 @@ class DequantProducer {
   uint64_t block_valid_;  // bit l: the key of lane l of this block
   uint32_t valid_;
   typename KvFormat::Raw raw_[groups];
+  Slots converted_[groups][KvFormat::is_dequantised ? KvFormat::pieces : 1];
 };
 
 }  // namespace cdna::sparse
