@@ -24,6 +24,8 @@ ORDERS = ("forward", "reverse", "shuffle:1", "shuffle:2")
 """In which workgroups run."""
 RECORDS = ((("dsv4",), 4), (("v32", "v32_pow2"), 2), (("bf16",), 4))
 """KV formats that one sparse problem mixes, and its most pools."""
+FNUZ_RECORDS = {"fnuz": ((("dsv4_fnuz",), 4),), "ocp": ()}
+"""Those of archs that convert fp8 in this flavour."""
 
 
 def length(draw: random.Random, most: int) -> int:
@@ -101,11 +103,11 @@ def check_dense(arch: str, seed: int) -> None:
     _within(out, lse, exact_result, rounding, f"random_problems.dense({arch!r}, {seed})")
 
 
-def sparse(seed: int) -> tuple[list[Any], dict[str, Any]]:
+def sparse(arch: str, seed: int) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of sparse_decode: repeated and absurd indices into one to four pools, NaN in what is not selected."""
-    draw = random.Random(f"sparse {seed}")
+    draw = random.Random(f"sparse {arch} {seed}")
     torch.manual_seed(seed)
-    mode, (formats, most_pools) = draw.choice(MODES), draw.choice(RECORDS)
+    mode, (formats, most_pools) = draw.choice(MODES), draw.choice(RECORDS + FNUZ_RECORDS[archs.get(arch).fp8])
     tokens = draw.choice((2, 4)) if mode == "mtp" else draw.randint(1, 5)
     heads = draw.choice((16, 64, 128, draw.randint(1, 128)))
     most = max(8, ROW_KEYS // (tokens * heads))
@@ -123,13 +125,13 @@ def sparse(seed: int) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-def check_sparse(seed: int) -> None:
-    """One problem in gfx950's emulator, which is active; against keys rounded to bf16, as v32 records are defined."""
-    args, kwargs = sparse(seed)
+def check_sparse(arch: str, seed: int) -> None:
+    """One problem in the emulator that is active; against keys rounded to bf16, as v32 records are defined."""
+    args, kwargs = sparse(arch, seed)
     poison(scratch.take(CPU, 1 << 20))
     with emulator.configured(order=ORDERS[seed % len(ORDERS)]):
         out, lse = attend(args, kwargs)
-    _within(out, lse, exact(*args, **kwargs), 2.0**-8, f"random_problems.sparse({seed})")
+    _within(out, lse, exact(*args, **kwargs), 2.0**-8, f"random_problems.sparse({arch!r}, {seed})")
 
 
 def _within(out: torch.Tensor, lse: torch.Tensor, exact_result: Any, rounding: float, name: str) -> None:

@@ -1,18 +1,22 @@
-"""Hostile sparse_decode problems for gfx950's machine code, and their results in fp64."""
+"""Hostile sparse_decode problems for the machine code of AMD's archs, and their results in fp64."""
 
 from __future__ import annotations
 
 import torch
 
 import mla_suite
-from mla_suite import archs
+from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.gfx942.sparse_decode import SparseConfig as Gfx942
+from mla_suite.archs.gfx950.sparse_decode import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
+from mla_suite.launch import current_arch
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
-GFX950 = archs.get("gfx950")
+CONFIGS: dict[str, type[CdnaSparseConfig]] = {config.arch_name: config for config in (Gfx942, Gfx950)}
+"""Of each arch that can be emulated and has kernels, their configuration."""
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 
@@ -22,7 +26,7 @@ def kind_of(name, width):
 
 
 def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
-    """Random rows, scaled by up to 2^+-spread, at the slots `used`; every other byte is 0xff: NaN in every format."""
+    """Random rows, scaled by up to 2^+-spread, at the slots `used`; each other byte is 0xff: NaN, or of a NaN scale."""
     kind = kind_of(name, width)
     cache = caches.empty(kind, pages, page, padded=padded)
     torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(0xFF)
@@ -35,7 +39,7 @@ def poisoned(name, pages, page, used, seed, width, padded=True, spread=2):
 def problem(pools, tokens, heads, seed=0, invalid=0.2, padded=True, spread=2):
     """Queries, poisoned caches and dense indices, some repeated, some absurd. pools: (kv_format, pages, page, topk)."""
     generator = torch.Generator().manual_seed(1000 + seed)
-    width = 512 if any(name == "dsv4" for name, *_ in pools) or len(pools) > 2 else 576
+    width = 512 if any(name.startswith("dsv4") for name, *_ in pools) or len(pools) > 2 else 576
     q = torch.randn(tokens, heads, width, generator=generator).bfloat16()
     kv_caches, indices = [], []
     for i, (name, pages, page, topk) in enumerate(pools):
@@ -90,9 +94,9 @@ def exact(
 
 
 def attend(args, kwargs):
-    """Runs the native kernels and nothing else."""
+    """Runs the native kernels of the arch that is emulated and nothing else."""
     facts = SPARSE_DECODE.problem(*args, **kwargs)
-    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, GFX950, "cpu")
+    choice = dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, current_arch(args[0]), "cpu")
     assert choice.backend.name == "native", str(choice)
     return torch.ops.mla_suite.sparse_decode(*args, **kwargs)
 
@@ -106,6 +110,14 @@ POOLS = {
     "three pools": [("dsv4", 1, 256, 40), ("dsv4", 9, 1, 7), ("dsv4", 3, 16, 65)],
     "four pools": [("bf16", 3, 16, 20), ("bf16", 3, 1, 3), ("bf16", 2, 64, 50), ("bf16", 1, 7, 9)],
 }
+FNUZ_POOLS = {
+    "v4 in fnuz": [("dsv4_fnuz", 2, 64, 70), ("dsv4_fnuz", 40, 2, 45)],
+}
+
+
+def pools_of(arch):
+    """Pools that the kernels of an arch read."""
+    return POOLS | FNUZ_POOLS if ("dsv4_fnuz", 512) in CONFIGS[arch].records else POOLS
 
 
 MODES = ("one split", "splits and sink", "planned", "invariant", "ragged", "lengths and sink", "mtp")

@@ -1,4 +1,7 @@
-"""sparse_decode's machine code for gfx950, executed in the emulator with every check on, against fp64."""
+"""sparse_decode's machine code for AMD's archs, executed in the emulator with every check on, against fp64.
+
+The default run takes fewer heads and smaller problems of gfx942 than of gfx950; a full one (`-m full`) takes the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
-from sparse_problems import GFX950, MODES, POOLS, attend, exact, in_mode, problem
+from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, pools_of, problem
 
 import mla_suite
-from mla_suite import emulator
-from mla_suite.archs.gfx950.sparse_decode import SparseConfig
+from mla_suite import archs, emulator
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
@@ -19,13 +21,33 @@ EMULATED = sparse_runs.Machine(attend)
 check = EMULATED.check
 
 
-@pytest.fixture(autouse=True)
-def gfx950():
-    config = SparseConfig(GFX950, "dsv4", 16)
-    if not has_kernel("gfx950", config.instance):
-        pytest.skip(f"{config.instance} is not built for gfx950; run `python -m mla_suite build --arch gfx950`")
-    with mla_suite.emulate("gfx950") as record:
-        yield record
+@pytest.fixture(autouse=True, params=CONFIGS)
+def arch(request):
+    name = request.param
+    config = CONFIGS[name](archs.get(name), "dsv4", 16)
+    if not has_kernel(name, config.instance):
+        pytest.skip(f"{config.instance} is not built for {name}; run `python -m mla_suite build --arch {name}`")
+    with mla_suite.emulate(name):
+        yield name
+
+
+def readable(*names):
+    """Each arch with each of these KV formats that it has kernels for."""
+    return [
+        (arch, name)
+        for arch, config in CONFIGS.items()
+        for name in names
+        if name in {kv_format for kv_format, _ in config.records}
+    ]
+
+
+def on_archs(cases, quick):
+    """Each case on each arch; of gfx942 the default run takes `quick`."""
+    return [
+        pytest.param(name, *case, marks=[pytest.mark.full] if name == "gfx942" and case not in quick else [])
+        for name in CONFIGS
+        for case in cases
+    ]
 
 
 def cosine_distance(out, expected):
@@ -36,10 +58,14 @@ def cosine_distance(out, expected):
 HEADS = (1, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)
 
 
-@pytest.mark.parametrize("heads", HEADS)
-def test_within_the_rounding_bound(heads):
+@pytest.mark.parametrize(
+    ("arch", "heads"),
+    on_archs([(heads,) for heads in HEADS], [(1,), (12,), (16,), (24,), (64,), (80,)]),
+    indirect=["arch"],
+)
+def test_within_the_rounding_bound(arch, heads):
     """Any two of heads, pools and mode meet at least once."""
-    for j, pools in enumerate(POOLS.values()):
+    for j, pools in enumerate(pools_of(arch).values()):
         mode = MODES[(HEADS.index(heads) + j) % len(MODES)]
         args, kwargs = problem(pools, 2 if mode != "planned" else 5, heads, seed=heads + j)
         in_mode(mode, args, kwargs, seed=heads)
@@ -51,11 +77,20 @@ V4 = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "topk", "window_page", "extra_page"), V4)
-def test_deepseek_v4(heads, topk, window_page, extra_page):
+@pytest.mark.parametrize(
+    ("arch", "name", "heads", "topk", "window_page", "extra_page"),
+    [
+        case
+        for name in ("dsv4", "dsv4_fnuz")
+        for case in on_archs([(name, *shape) for shape in V4], [("dsv4", *V4[0]), ("dsv4_fnuz", *V4[-1])])
+        if case.values[:2] in readable(name)
+    ],
+    indirect=["arch"],
+)
+def test_deepseek_v4(arch, name, heads, topk, window_page, extra_page):
     """Its heads, window of 128 keys, compressed selection and pages, with sink, split and not, MTP of 2 for Flash."""
     tokens = 2 if heads == 64 else 1
-    pools = [("dsv4", 1024 // window_page, window_page, 128), ("dsv4", 4096 // extra_page, extra_page, topk)]
+    pools = [(name, 1024 // window_page, window_page, 128), (name, 4096 // extra_page, extra_page, topk)]
     for splits in (0, 1):
         args, kwargs = problem(pools, tokens, heads, seed=heads, padded=splits == 0)
         args[5] = torch.randn(heads)
@@ -69,17 +104,18 @@ def test_deepseek_v4(heads, topk, window_page, extra_page):
 FLASH, PRO = (64, 512), (128, 1024)
 
 
+MANY = [(256, 1, 12, 40), (1, 3, *FLASH), (256, 1, *FLASH), (2, 3, *FLASH), (2, 3, *PRO)]
+
+
 @pytest.mark.parametrize(
-    ("batch", "q_len", "heads", "topk"),
+    ("arch", "batch", "q_len", "heads", "topk"),
     [
-        (256, 1, 12, 40),
-        (1, 3, *FLASH),
-        pytest.param(256, 1, *FLASH, marks=pytest.mark.full),
-        pytest.param(2, 3, *FLASH, marks=pytest.mark.full),
-        pytest.param(2, 3, *PRO, marks=pytest.mark.full),
+        pytest.param(*case.values, marks=[*case.marks, *([] if case.values[1:] in MANY[:2] else [pytest.mark.full])])
+        for case in on_archs(MANY, [MANY[1]])
     ],
+    indirect=["arch"],
 )
-def test_many_requests_and_several_query_tokens(batch, q_len, heads, topk):
+def test_many_requests_and_several_query_tokens(arch, batch, q_len, heads, topk):
     """256 requests at once, and two drafts verified (three query tokens), with V4's window beside its selection.
 
     The lengths of the window are ragged, and one request has none.
@@ -145,9 +181,9 @@ def test_hard_scores(heads, kind):
 
 
 @pytest.mark.parametrize("selection", sparse_runs.SELECTIONS)
-@pytest.mark.parametrize("name", ["dsv4", "v32", "bf16"])
+@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_selections(heads, name, selection):
+def test_selections(arch, heads, name, selection):
     sparse_runs.selections(EMULATED, name, heads, selection)
 
 
@@ -157,13 +193,14 @@ def test_sinks(sink, splits):
     sparse_runs.sinks(EMULATED, sink, splits)
 
 
-def test_extreme_scales():
-    sparse_runs.extreme_scales(EMULATED)
+@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz"), indirect=["arch"])
+def test_extreme_scales(arch, name):
+    sparse_runs.extreme_scales(EMULATED, name=name)
 
 
-@pytest.mark.parametrize("name", ["dsv4", "v32", "bf16"])
+@pytest.mark.parametrize(("arch", "name"), readable("dsv4", "dsv4_fnuz", "v32", "bf16"), indirect=["arch"])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_nan_that_is_selected_is_seen(name, splits):
+def test_nan_that_is_selected_is_seen(arch, name, splits):
     sparse_runs.selected_nan(EMULATED, name, splits)
 
 

@@ -248,7 +248,8 @@ class SparseMainloop {
   }
 
   // With one stage: publishes P of tile n while tile n + 1 is dequantised in registers, until the stage is free for it.
-  // Then tile n + 2 begins to load, unless the registers that it needs hold tile n + 1 as it was loaded.
+  // Then tile n + 2 begins to load, unless the registers that it needs hold tile n + 1 as it was loaded. Behind the last
+  // tile there is nothing to dequantise; it is done again, because a branch in each step would part it from the products.
   MLA_DEVICE void convert_ahead(Producer& producer, int n, int count, uint32_t valid, float (&sum)[wave_rows]) {
     const auto aside = [&](int step) {
       if (step < Producer::pieces) producer.convert(step);

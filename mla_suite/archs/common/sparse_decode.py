@@ -61,9 +61,7 @@ class SparseConfig(DecodeConfig, Protocol):
     def rows(self) -> int: ...
 
 
-def record_of(
-    kv_formats: Sequence[str], width: int, records: Mapping[tuple[str, int], str] = RECORDS
-) -> str | None:
+def record_of(kv_formats: Sequence[str], width: int, records: Mapping[tuple[str, int], str] = RECORDS) -> str | None:
     """A kernel's name of the record of pools in these kv_formats; None when no kernel reads them together."""
     names = {records.get((kv_format, width)) for kv_format in kv_formats}
     # A power of two is a number: the kernel for any scale reads both.
