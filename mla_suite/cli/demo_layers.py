@@ -36,11 +36,11 @@ class Part:
 
 def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
     """Yields the parts shown on an arch: (what takes time to make, the call that makes it)."""
-    if arch.fp8 != "ocp":  # the R1 and V4-style layers have caches of OCP fp8
+    if arch.fp8 != "ocp":  # the R1 layer has a cache of OCP fp8
         yield "weights of the GPU MODE layer", lambda: gpu_mode_layer(arch)
     else:
         yield "weights of an R1 layer", lambda: dense_layers(arch)
-        yield "weights of a V4-style layer", lambda: [sparse_layer(arch)]
+    yield "weights of a V4-style layer", lambda: [sparse_layer(arch)]
 
 
 def gpu_mode_layer(arch: ArchSpec) -> list[Part]:

@@ -33,7 +33,7 @@ CASES = {
     "indices": (replace(sets.decode(4, 16, 2600, ragged_pages=True, page=1, planned=True), parts=3), ("gfx942",)),
     "fp8 weights": (replace(sets.decode(4, 32, 2700, 4, page=1, planned=True, **FP8), parts=3), ("gfx950",)),
     "fp8 cache": (replace(sets.decode(4, 16, 2700, kv_format="fp8", planned=True), parts=3), ("gfx950",)),
-    "v32": (sets.sparse(3, 16, 2, [PoolShape("v32", 12, 64, 700)]), ("gfx950",)),
+    "v32": (sets.sparse(3, 16, 2, [PoolShape("v32", 12, 64, 700)]), ("gfx942", "gfx950")),
     "two pools": (sets.sparse(2, 64, 1, [PoolShape("dsv4", 4, 64, n) for n in (100, 130)], sink=True), ("gfx950",)),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ EXPECTED = {
     "gfx942": Expected(
         "3,700 GB/s (70 % of 5.3 TB/s)",
         "80 million per decode: 45 vector and 34 matrix instructions",
-        "aiter-3468 and gpu-mode-2025 (triton serves OCP fp8 and sparse_decode)",
+        "aiter-3468 and gpu-mode-2025 (triton serves OCP fp8)",
         (
             Step(
                 "pytest tests/kernels/test_decode_kernel.py",
