@@ -9,12 +9,9 @@
 
 namespace gfx942 {
 
-// As Policy, with results whose NaN stays one whatever its payload.
+// As Policy, with results that are roundable: reciprocals of sums are their only factors.
 struct SparsePolicy : Policy {
-  template <class Element>
-  MLA_DEVICE static uint32_t pack(float low, float high) {
-    return Policy::pack<Element>(cdna::roundable(low), cdna::roundable(high));
-  }
+  MLA_DEVICE static float reciprocal(float x) { return cdna::roundable(Policy::reciprocal(x)); }
 };
 
 // How products are rounded to bf16. Those of a power of two have no more than four significant bits.

@@ -36,10 +36,10 @@ class CdnaSparseConfig:
     """One instance of csrc/<arch>/sparse_decode.hip. Construction raises ValueError, in a sentence, if it is illegal.
 
     record  how a selected token is stored: a value of `records`
-    rows    query rows (heads of one token) that a workgroup holds: one of `block_ms`
+    rows    query rows (heads of one token) that a workgroup holds: one of `rows_of(record)`
 
     A subclass names the arch that it belongs to, its records as `archs.common.sparse_decode.RECORDS` has them, and the
-    rows of its instances.
+    rows of its instances, fewest first.
     """
 
     arch_name: ClassVar[str]
@@ -54,9 +54,9 @@ class CdnaSparseConfig:
         if self.arch.name != self.arch_name:
             self._raise(f"{self.arch.name} has no such kernels, {self.arch_name} has")
         if self.record not in self.records.values():
-            self._raise(f"records are {', '.join(self.records.values())}")
-        if self.rows not in self.block_ms:
-            self._raise(f"rows are one of {', '.join(map(str, self.block_ms))}")
+            self._raise(f"records are {', '.join(dict.fromkeys(self.records.values()))}")
+        if self.rows not in self.rows_of(self.record):
+            self._raise(f"rows are one of {', '.join(map(str, self.rows_of(self.record)))}")
 
     @classmethod
     def supports(cls, problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
@@ -66,14 +66,20 @@ class CdnaSparseConfig:
     @classmethod
     def for_problem(cls, problem: Problem, arch: ArchSpec) -> CdnaSparseConfig:
         """The instance for a problem; it depends on heads and kv_formats alone, as batch-invariant calls need it."""
-        record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, cls.records)
-        return cls(arch, record or "none", cls.tile_rows(problem.heads))
+        record = record_of([pool.kv_format for pool in problem.pools], problem.head_dim, cls.records) or "none"
+        return cls(arch, record, cls.tile_rows(record, problem.heads))
 
     @classmethod
-    def tile_rows(cls, heads: int) -> int:
+    def rows_of(cls, record: str) -> tuple[int, ...]:
+        """Rows of the instances that read a record."""
+        return cls.block_ms
+
+    @classmethod
+    def tile_rows(cls, record: str, heads: int) -> int:
         """Rows of a workgroup: the fewest that hold all heads, or one of the near-equal tiles of many heads."""
-        tiles = -(-heads // cls.block_ms[-1])
-        return next(rows for rows in cls.block_ms if rows * tiles >= heads)
+        possible = cls.rows_of(record)
+        tiles = -(-heads // possible[-1])
+        return next(rows for rows in possible if rows * tiles >= heads)
 
     def _raise(self, why: str) -> None:
         raise ValueError(f"sparse_decode: no kernel of {self.record} and {self.rows} rows on {self.arch.name}: {why}")
