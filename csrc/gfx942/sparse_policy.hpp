@@ -1,8 +1,9 @@
 // How sparse decode turns stored fp8 values into the bf16 that is multiplied, on gfx942; see dequant_piece.
 //
 // The instruction that widens fp8 reads FNUZ e4m3. An OCP code is twice its FNUZ value, with two exceptions: 0x80 is -0
-// and would be NaN, 0x7f and 0xff are NaN and would be 240 and -240. The first becomes 0 before it is widened. The second
-// makes the scale NaN, and so all 16 values: one NaN in a key makes the key's scores NaN, and thereby all results.
+// and would be NaN, 0x7f and 0xff are NaN and would be 240 and -240. The first becomes 0 before it is widened. The
+// second makes the scale NaN, and so all 16 values: one NaN in a key makes the key's scores NaN, and thereby all
+// results.
 #pragma once
 
 #include "gfx942/policy.hpp"

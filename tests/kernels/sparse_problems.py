@@ -16,7 +16,7 @@ from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
 CONFIGS: dict[str, type[CdnaSparseConfig]] = {config.arch_name: config for config in (Gfx942, Gfx950)}
-"""Of each arch that can be emulated and has kernels, their configuration."""
+"""An arch that can be emulated -> the configuration of its kernels."""
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 

@@ -15,7 +15,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel
 
-SMALLEST_NORMAL = 2.0**-126
+MIN_NORMAL = 2.0**-126
 E8M0 = (0, 1, 60, 126, 127, 128, 200, 246, 254)
 FP32 = (2.0**-127, 2.0**-126, 1e-30, 0.3, 1.0, 1.7, 3.3e9, 2.0**118, 2.0**127)
 SCALES = {"dsv4": E8M0, "dsv4_fnuz": E8M0, "v32": FP32, "v32_pow2": (2.0**-127, 2.0**-60, 0.5, 1.0, 2.0**118, 2.0**127)}
@@ -71,7 +71,7 @@ def test_every_finite_code_is_exact(arch, name):
     rounded = exact.bfloat16().float()
     assert exact.isfinite().all()
     assert torch.equal(lse, torch.zeros_like(lse))
-    normal = (exact.abs() >= SMALLEST_NORMAL) | (exact == 0)
+    normal = (exact.abs() >= MIN_NORMAL) | (exact == 0)
     for head in (0, 15):
         differs = normal & (out[:, head] != rounded)
         assert not bool(differs.any()), (name, [records[i][1] for i in differs.any(dim=1).nonzero().flatten()])

@@ -73,7 +73,7 @@ def test_partials_are_fp32():
     assert sparse.stored["partial_lse"] == 2 * 16 * 4
 
 
-def test_no_arch_never_gets_these_kernels(arch):
+def test_a_machine_without_the_arch_never_gets_these_kernels(arch):
     args, kwargs = problem(POOLS["v4"], 2, 16)
     answer = NATIVE.supports(SPARSE_DECODE.problem(*args, **kwargs), None)
     assert isinstance(answer, Unsupported)

@@ -7,8 +7,8 @@
 //
 // All waves must subtract the same running max. A wave whose scores exceed its row's max by more than the threshold of
 // the lazy rescale raises a flag instead of writing P; behind the tile's barrier all waves see it, agree on a new max
-// and rescale. There is one barrier per tile otherwise, or three where LDS has room for one stage of keys: then the next
-// tile waits in registers, dequantised, until all waves have multiplied this one.
+// and rescale. There is one barrier per tile otherwise, or three where LDS has room for one stage of keys: then the
+// next tile waits in registers, dequantised, until all waves have multiplied this one.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"
@@ -65,7 +65,8 @@ class SparseMainloop {
     producer.load(0);
 #pragma unroll
     for (int r = 0; r < wave_rows; ++r)
-      if (scores_keys()) query_[r].load(p, tile_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
+      if (scores_keys())
+        query_[r].load(p, tile_.sequence, first_row_ + 16 * (row_group_ * wave_rows + r), Lane::current());
     wait_all_loads();  // else the loop would wait for the queries, and so for all loads in flight, in every iteration
     spread_query();
     if (wave_ == 0 && own_ < 32) lds_write_word(lds_pointer(lds_ + Lds::flags + own_ / 4), 0);
@@ -248,8 +249,9 @@ class SparseMainloop {
   }
 
   // With one stage: publishes P of tile n while tile n + 1 is dequantised in registers, until the stage is free for it.
-  // Then tile n + 2 begins to load, unless the registers that it needs hold tile n + 1 as it was loaded. Behind the last
-  // tile there is nothing to dequantise; it is done again, because a branch in each step would part it from the products.
+  // Then tile n + 2 begins to load, unless the registers that it needs hold tile n + 1 as it was loaded. Behind the
+  // last tile there is nothing to dequantise; it is done again, because a branch in each step would part it from the
+  // products.
   MLA_DEVICE void convert_ahead(Producer& producer, int n, int count, uint32_t valid, float (&sum)[wave_rows]) {
     const auto aside = [&](int step) {
       if (step < Producer::pieces) producer.convert(step);

@@ -1,7 +1,7 @@
 // PV of sparse decode without transposed LDS reads: one wave's columns of the output, to which P and values are added.
 //
-// A lane reads 16 bytes of each of four keys, eight neighbouring columns, and transposes them in registers. So the eight
-// accumulators of a row tile hold eight neighbouring columns, as in dense decode.
+// A lane reads 16 bytes of each of four keys, eight neighbouring columns, and transposes them in registers. So the
+// eight accumulators of a row tile hold eight neighbouring columns, as in dense decode.
 #pragma once
 
 #include "cdna/common/accum_registers.hpp"

@@ -19,8 +19,8 @@ class PvMma {
   // Tile [r][i] of a lane is columns 128 w + 16 i + 4 * lane.group + 0..3 of row 16 r + lane.column.
   using Output = f32x4[row_tiles][column_tiles];
 
-  // Return the lane's first key as the left operand of PV, and its offset in a tile at the lane's first column. They are
-  // two, because LLVM 22 computes both otherwise when nothing lies between.
+  // Return the lane's first key as the left operand of PV, and its offset in a tile at the lane's first column. They
+  // are two, because LLVM 22 computes both otherwise when nothing lies between.
   MLA_DEVICE static int first_key(const Lane& lane) { return 4 * lane.group + lane.column / 4; }
   MLA_DEVICE static uint32_t first_column(int key, const Lane& lane, int wave) {
     return static_cast<uint32_t>(Tile::slot_offset(key, lane.column % 4 / 2) + lane.column % 2 * 8) + wave * 2048;
