@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import mla_suite
+from mla_suite import archs
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.gfx942.sparse_decode import SparseConfig as Gfx942
 from mla_suite.archs.gfx950.sparse_decode import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
-from mla_suite.launch import current_arch
+from mla_suite.launch import current_arch, has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 from mla_suite.testing import Exact, attention
 
 CONFIGS: dict[str, type[CdnaSparseConfig]] = {config.arch_name: config for config in (Gfx942, Gfx950)}
 """An arch that can be emulated -> the configuration of its kernels."""
+
+
+def require_kernels(arch):
+    """Skips the test where the kernels of an arch are not built."""
+    config = CONFIGS[arch](archs.get(arch), "dsv4", 16)
+    if not has_kernel(arch, config.instance):
+        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+
+
 ABSURD = (-1, 2**31 - 1, -(2**31), -7)
 
 

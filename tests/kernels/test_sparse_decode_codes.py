@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_problems import CONFIGS, attend
+from sparse_problems import CONFIGS, attend, require_kernels
 
 import mla_suite
-from mla_suite import archs
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
-from mla_suite.launch import has_kernel
 
 MIN_NORMAL = 2.0**-126
 E8M0 = (0, 1, 60, 126, 127, 128, 200, 246, 254)
@@ -26,9 +24,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def emulated(arch):
-    config = CONFIGS[arch](archs.get(arch), "dsv4", 16)
-    if not has_kernel(arch, config.instance):
-        pytest.skip(f"{config.instance} is not built for {arch}; run `python -m mla_suite build --arch {arch}`")
+    require_kernels(arch)
     with mla_suite.emulate(arch):
         yield
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from backend_calls import BackendCalls
 from decode_grid import assert_within_bound
-from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem
+from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, problem, require_kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
@@ -17,7 +17,6 @@ from mla_suite.archs.common.sparse_decode import record_of
 from mla_suite.build import compilers, manifest
 from mla_suite.core.dispatch import Unsupported
 from mla_suite.kv_formats import kv_format
-from mla_suite.launch import has_kernel
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
@@ -25,11 +24,8 @@ NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 @pytest.fixture(autouse=True, params=CONFIGS)
 def arch(request):
-    name = request.param
-    config = CONFIGS[name](archs.get(name), "dsv4", 16)
-    if not has_kernel(name, config.instance):
-        pytest.skip(f"{config.instance} is not built for {name}; run `python -m mla_suite build --arch {name}`")
-    with mla_suite.emulate(name) as record:
+    require_kernels(request.param)
+    with mla_suite.emulate(request.param) as record:
         yield record
 
 

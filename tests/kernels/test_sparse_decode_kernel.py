@@ -9,13 +9,12 @@ import pytest
 import sparse_runs
 import torch
 from decode_grid import assert_within_bound
-from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, pools_of, problem
+from sparse_problems import CONFIGS, MODES, POOLS, attend, exact, in_mode, pools_of, problem, require_kernels
 
 import mla_suite
-from mla_suite import archs, emulator
+from mla_suite import emulator
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
-from mla_suite.launch import has_kernel
 
 EMULATED = sparse_runs.Machine(attend)
 check = EMULATED.check
@@ -23,12 +22,9 @@ check = EMULATED.check
 
 @pytest.fixture(autouse=True, params=CONFIGS)
 def arch(request):
-    name = request.param
-    config = CONFIGS[name](archs.get(name), "dsv4", 16)
-    if not has_kernel(name, config.instance):
-        pytest.skip(f"{config.instance} is not built for {name}; run `python -m mla_suite build --arch {name}`")
-    with mla_suite.emulate(name):
-        yield name
+    require_kernels(request.param)
+    with mla_suite.emulate(request.param):
+        yield request.param
 
 
 def readable(*names):

@@ -12,7 +12,7 @@
 
 namespace cdna::sparse::mfma_16x16x16 {
 
-template <class Partition, class Tile>
+template <class, class Partition, class Tile>
 class PvMma {
   static constexpr int row_tiles = Partition::row_tiles;
   static constexpr int key_steps = Partition::keys / 32;
