@@ -110,7 +110,11 @@ def _packed(problem: Problem, words: int) -> bytes:
 
 
 def drawn(draw: random.Random, max_batch: int) -> Problem:
-    """A problem of any kind of lengths."""
+    """A problem of any kind of lengths; each third is ragged, as plans are that deal sequences out of order."""
+    if draw.random() < 1 / 3:
+        longest = draw.choice((700, 4096, 8192, 16384))
+        lens = tuple(draw.randint(1, longest) for _ in range(draw.randint(1, min(256, max_batch))))
+        return Problem(lens, draw.choice((16, 64, 128, 256)), draw.choice(SM_PARTS[1:]))
     batch = min(max_batch, draw.choice((1, 2, draw.randint(1, 32), draw.randint(33, 160), draw.randint(161, 512))))
     longest = draw.choice((1, 64, 700, 4096, 8192, 32768, 200_000))
     kinds = {
