@@ -27,6 +27,7 @@ ROW_BYTES, PAGE = 576 * (2 if ON_GPU else 4), 64
 MEMORY = 0.85  # of the GPU, for all servers together
 STREAM_INTERVAL = 8  # tokens per streamed event, so that neither server nor load generator waits for Python
 START_LIMIT_S, STOP_LIMIT_S = 300, 30
+UNKNOWN = "a-word-that-is-not-known"
 CAPTURED = "Graph capturing finished"  # a line of vLLM's
 CHOICE = re.compile(r"decode \w*Problem.* on (\S+) -> (\w+)")  # a line of MLA_SUITE_LOG=dispatch
 
@@ -86,12 +87,16 @@ def on_cpu() -> None:
 
 
 def save_model(folder: Path, layers: int, heads: int, loads: Sequence[Load]) -> Path:
-    """A model's folder: its config.json, and a tokenizer of one word per token."""
+    """A model's folder: its config.json, and a tokenizer of one word per token.
+
+    vLLM refuses a text with more characters than the longest words could have, spaces not counted, so one word is long.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     save_config(folder, layers, heads, max(load.input + load.output for load in loads) + PAGE)
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    vocabulary = {UNKNOWN: 0, **{f"w{token}": token for token in range(1, VOCAB)}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, clean_up_tokenization_spaces=False).save_pretrained(folder)
     return folder

@@ -13,6 +13,10 @@ MLA_DEVICE int64_t from_lane(int64_t x, int source) {
   const uint32_t high = static_cast<uint32_t>(Wave::from_lane(static_cast<int>(bits >> 32), source));
   return static_cast<int64_t>(static_cast<uint64_t>(high) << 32 | low);
 }
+template <class Wave>
+MLA_DEVICE int from_lane(int x, int source) {
+  return Wave::from_lane(x, source);
+}
 
 // Returns the best of the values that each of `n` waves found, by the shortest chain of comparisons. `better(a, b)`
 // says whether to take a.
@@ -55,20 +59,21 @@ struct BlockScan {
   }
 
   // Returns the sum over the threads before this one; `total` becomes the sum over all.
-  MLA_DEVICE int64_t exclusive(int64_t value, int64_t& total) {
+  template <class Number>
+  MLA_DEVICE Number exclusive(Number value, Number& total) {
     const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
-    int64_t inclusive = value;
+    Number inclusive = value;
     for (int apart = 1; apart < Wave::lanes; apart *= 2) {
-      const int64_t other = from_lane<Wave>(inclusive, lane >= apart ? lane - apart : lane);
+      const Number other = from_lane<Wave>(inclusive, lane >= apart ? lane - apart : lane);
       if (lane >= apart) inclusive += other;
     }
     if (lane == Wave::lanes - 1) sums[wave] = inclusive;
     block_sync();
-    int64_t before = 0;
+    Number before = 0;
     total = 0;
     for (int w = 0; w < waves; ++w) {
-      if (w < wave) before += sums[w];
-      total += sums[w];
+      if (w < wave) before += static_cast<Number>(sums[w]);
+      total += static_cast<Number>(sums[w]);
     }
     block_sync();  // the next call writes sums again
     return before + inclusive - value;

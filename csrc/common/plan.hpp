@@ -1,8 +1,8 @@
-// plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/scheduler.py and
-// ops/plan/reference.py, so that both make the same words. One source for every arch.
+// plan: divides the keys of ragged sequences among SM parts, with the same integer steps as ops/plan/scheduler.py,
+// ops/plan/dealing.py and ops/plan/reference.py, so that both make the same words. One source for every arch.
 //
 //   search    one workgroup per candidate number of SM parts: the lower price of its two families -> two words of the
-//             items
+//             items; and one per candidate that deals sequences out of order (plan_dealing.hpp)
 //   balanced  one workgroup: the cheapest candidate's split points, then the plan
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
@@ -14,13 +14,15 @@
 
 #include "common/block_scan.hpp"
 #include "common/params/plan.hpp"
+#include "common/plan_dealing.hpp"
 #include "common/plan_prefix_sum.hpp"
 #include "common/plan_uniform.hpp"
 #include "common/plan_words.hpp"
 
 namespace mla {
 
-template <class Wave, int waves>
+// With DEALS plans may also deal sequences out of order.
+template <class Wave, int waves, bool DEALS = false>
 struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base = PlanPrefixSum<Wave, waves>;
   using Base::divide, Base::larger, Base::max_sm_parts, Base::open, Base::round_up, Base::threads;
@@ -39,10 +41,14 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     int row[max_sm_parts + 1];     // its partial row: one for each before it, one for each first split
     int before[max_sm_parts + 1];  // entries of the sequences before each, where these are not too many
   };
+  using Dealing = PlanDealing<Wave, waves>;
   // Both kernels ask for the same shared memory. An SM does not change its split of shared memory and L1 while a block
   // is resident, so the second kernel could not begin beside the first otherwise.
   struct Memory : Shared {
-    Entries entries;
+    union {
+      Entries entries;  // of a plan in order
+      typename Dealing::Dealt dealt;
+    };
     uint32_t inverse[max_sm_parts];  // of each number of SM parts
   };
   // The price of some SM parts of a candidate: the cost of the slowest in each family, and the partials of family 1.
@@ -53,7 +59,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   };
 
   // Computes the price of both families with as many SM parts as this workgroup's number, and writes the lower one into
-  // the words of the items.
+  // the words of the items. The workgroups behind these have a candidate each that deals sequences out of order.
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Memory s;
     want_params(p);
@@ -62,6 +68,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());  // while the divisor is made
     const Divisor used(block_id_x() + 1);
     Base::prefix_sum(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    if constexpr (DEALS)
+      if (block_id_x() >= p.num_sm_parts) return find_price_of_dealing(p, s, block_id_x() - p.num_sm_parts);
     if (Base::fits_32_bits(p, s.costs))
       find_price<int32_t>(p, s.costs, used);
     else
@@ -84,6 +92,20 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     split += merge_cost(p, costs, used.number(), partials);
     const int number = used.number() - 1;
     if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.num_sm_parts + number));
+  }
+
+  MLA_DEVICE static void find_price_of_dealing(const PlanParams& p, Memory& s, int number) {
+    MLA_SHARED int64_t slowest[waves];
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    const typename Dealing::Sizes sizes = Dealing::deal(p, s, s.dealt, number);
+    const int64_t own = wave_largest(sizes.possible ? Dealing::slowest(p, s.dealt, sizes) : 0);
+    if (lane == 0) slowest[wave] = own;
+    block_sync();
+    if (wave > 0) return;
+    const int64_t cost =
+        wave_largest(lane < waves ? slowest[lane] : 0) + static_cast<int64_t>(p.shared_cost) * sizes.partial_rows;
+    if (lane == 0)
+      found_prices(p)[p.num_sm_parts + number] = sizes.possible ? ranked(cost, 2 * p.num_sm_parts + number) : MOST;
   }
 
   // Returns the price of this wave's SM parts. Each lane has a split point, the next lane the next one; the
@@ -147,7 +169,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   MLA_DEVICE static int64_t ranked(int64_t cost, int number) { return cost << INDEX_BITS | number; }
   MLA_DEVICE static int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // [num_sm_parts] of these lie where the items will: 4 words each, and there are at least as many items as SM parts.
+  // [num_sm_parts + dealt] of these lie where the items will: 4 words each, and there are more items than SM parts, of
+  // which there are at least `dealt`.
   MLA_DEVICE static int64_t* found_prices(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
 
   // Return the largest value of a wave. 64 bits are compared by halves: among the lanes with the largest high half, the
@@ -173,7 +196,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
 #pragma unroll
       for (int i = 0; i < each; ++i) {
         const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
-        at_[i] = found_prices(p) + (number < p.num_sm_parts ? number : p.num_sm_parts - 1);
+        at_[i] = found_prices(p) + (number < prices_of(p) ? number : prices_of(p) - 1);
         Wave::want(at_[i]);  // here: the compiler would compute it behind the wait
       }
     }
@@ -188,11 +211,13 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     const int64_t* at_[each];
   };
 
-  // Returns the cheapest candidate; among equals one that splits nothing, then the one with the fewest SM parts.
+  MLA_DEVICE static int prices_of(const PlanParams& p) { return p.num_sm_parts + (DEALS ? p.dealt : 0); }
+
+  // Returns the cheapest candidate; among equals one in order, then one that splits nothing, then the one with the fewest SM parts.
   MLA_DEVICE static int cheapest(const PlanParams& p, const PriceReader& prices) {
     int64_t lowest = prices.lowest();
 #pragma unroll 1
-    for (int first = PriceReader::prices; first < p.num_sm_parts; first += PriceReader::prices)
+    for (int first = PriceReader::prices; first < prices_of(p); first += PriceReader::prices)
       lowest = lower(lowest, PriceReader(p, first).lowest());
     lowest = ~wave_largest(~lowest);
     return static_cast<int>(lowest) & ((1 << INDEX_BITS) - 1);
@@ -213,6 +238,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int best = cheapest(p, prices);
+    if constexpr (DEALS)
+      if (best >= 2 * p.num_sm_parts) return Dealing::write(p, s, s.dealt, best - 2 * p.num_sm_parts);
     const bool splits = best >= p.num_sm_parts;
     const int number = splits ? best - p.num_sm_parts : best;
     const Divisor used(number + 1, s.inverse[number]);

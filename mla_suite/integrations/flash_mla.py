@@ -91,8 +91,9 @@ def _older(
         lengths = flash_mla_kv_heads.of_each_head(lengths, num_heads_k)
     num_sm_parts = sm_parts(lengths, rows)
     plan = mla_suite.plan(lengths, num_heads=rows, num_sm_parts=num_sm_parts)
+    in_order = metadata_convert.in_order(plan, lengths, num_q_rows=rows, num_sm_parts=num_sm_parts)
     made = metadata_convert.to_flash_mla(
-        plan, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
+        in_order, lengths, num_sm_parts=num_sm_parts, columns=metadata_convert.OlderFlashMlaColumn
     )
     metadata_convert.remember(made.tile_scheduler_metadata, plan, lengths.shape[0])
     return made.tile_scheduler_metadata, made.num_splits

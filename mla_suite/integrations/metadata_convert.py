@@ -23,9 +23,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mla_suite.launch import current_arch
+from mla_suite.ops.plan.dealing import candidates
 from mla_suite.ops.plan.metadata import ITEM_WORDS, OPEN, Item, Layout, assemble
 from mla_suite.ops.plan.reference import items_between
-from mla_suite.ops.plan.scheduler import Splits
+from mla_suite.ops.plan.scheduler import Splits, balanced_splits, scheduler_costs
 
 FLASH_MLA_BLOCK = 64
 FLASH_MLA_WORDS = 8
@@ -85,8 +87,9 @@ def to_flash_mla(
 ) -> FlashMlaPlan:
     """The plan that `mla_suite.plan(seq_lens, ..., num_sm_parts=num_sm_parts)` made, as FlashMLA writes it.
 
-    Splits are rounded down to multiples of 64 keys. Neighbouring items of one sequence in an SM part become one split.
-    The lengths must be those the plan was made for: FlashMLA's records end where a sequence ended then.
+    FlashMLA's format has sequences in order, so the plan must have them so, too: see `in_order`. Splits are rounded
+    down to multiples of 64 keys. Neighbouring items of one sequence in an SM part become one split. The lengths must be
+    those the plan was made for: FlashMLA's records end where a sequence ended then.
     """
     batch = seq_lens.shape[0]
     parts = _parts(plan, batch, num_sm_parts)
@@ -120,6 +123,15 @@ def to_flash_mla(
         if column.name in values:
             metadata[:, column] = values[column.name]
     return FlashMlaPlan(metadata, num_splits.int())
+
+
+def in_order(plan: torch.Tensor, seq_lens: torch.Tensor, *, num_q_rows: int, num_sm_parts: int) -> torch.Tensor:
+    """The plan; where plans of its device may deal sequences out of order, one for the same lengths that does not."""
+    batch, costs = seq_lens.shape[0], scheduler_costs(current_arch(seq_lens), num_q_rows)
+    if not candidates(costs, batch, num_sm_parts):
+        return plan
+    splits, _ = balanced_splits(seq_lens.long(), costs, num_sm_parts)
+    return _assembled(splits, batch, num_sm_parts)
 
 
 def from_flash_mla(
@@ -258,10 +270,15 @@ def _split_at(places: torch.Tensor, batch: int) -> torch.Tensor:
     places = torch.cat((places, places.new_full((1,), batch * _SPAN)))
     places = places.flip(0).cummin(0).values.flip(0)  # who has no work begins where the next one does
     places[0].fill_(0)  # whatever precedes the first SM part's position is still somebody's
+    return _assembled(Splits(places // _SPAN, places % _SPAN), batch, num_sm_parts)
+
+
+def _assembled(splits: Splits, batch: int, num_sm_parts: int) -> torch.Tensor:
+    """The plan with these splits."""
     layout = Layout(batch, num_sm_parts, batch + num_sm_parts)
-    plan = torch.empty(int(layout.words), dtype=torch.int32, device=places.device)
+    plan = torch.empty(int(layout.words), dtype=torch.int32, device=splits.key.device)
     header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=0)
-    assemble(layout, header, *items_between(Splits(places // _SPAN, places % _SPAN), batch), into=plan)
+    assemble(layout, header, *items_between(splits, batch), into=plan)
     return plan
 
 

@@ -12,7 +12,8 @@ Rules a kernel may rely on:
 - An item covers keys first_key <= key < min(end_key, seq_lens[sequence]), with seq_lens as the kernel reads it. It is
   empty when first_key is past the end. The last item of a sequence has end_key OPEN, so every key below seq_lens[b] is
   in exactly one item of b, whatever the lengths were when the plan was made.
-- Items are sorted by sequence, then by first_key; every sequence has at least one. Items from the used count up to
+- Every sequence has at least one item, and its items are in the order of first_key. The items of all sequences are in
+  order, too, unless an arch's plans deal sequences to SM parts (`dealing.py`). Items from the used count up to
   item_capacity have sequence -1 and belong to no SM part; work_indptr[num_sm_parts] is the used count.
 - A sequence with one item owns no partial row: the item has partial_row -1 and writes `out` and `lse` itself. A
   sequence with n > 1 items owns n rows, in the order of its items; an empty item stores lse -inf in its row.

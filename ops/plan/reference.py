@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from mla_suite.launch import current_arch
+from mla_suite.ops.plan import dealing
 from mla_suite.ops.plan import metadata as words
 from mla_suite.ops.plan.metadata import OPEN
 from mla_suite.ops.plan.scheduler import (
@@ -81,7 +82,19 @@ def _balanced(
     if batch == 0:
         nothing = torch.zeros(num_sm_parts + 1, dtype=torch.int64, device=kv_lens.device)
         return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(num_sm_parts, 4)
-    return items_between(balanced_splits(kv_lens, costs, num_sm_parts), batch)
+    splits, cost = balanced_splits(kv_lens, costs, num_sm_parts)
+    in_order = items_between(splits, batch)
+    if not dealing.candidates(costs, batch, num_sm_parts):
+        return in_order
+    dealt, dealt_cost = dealing.deal(kv_lens, costs, num_sm_parts)
+    work_indptr, split_indptr, items = dealt
+    first, second, third = in_order
+    cheaper = dealt_cost < cost
+    return (
+        torch.where(cheaper, work_indptr, first),
+        torch.where(cheaper, split_indptr, second),
+        torch.where(cheaper, items, third),
+    )
 
 
 def items_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,9 @@ work per (candidate, split): a binary search in the prefix sum and a few additio
 `tile`, `partial_rows` and `partial` are the arch's `SchedulerCosts`: the first two where a workgroup combines what its
 neighbours left, the first and the last where a kernel of the whole device does.
 
+Plans of two kinds compete. One has the sequences in order, as follows; the other, for archs whose `SchedulerCosts`
+allow it, deals them out of order (`dealing.py`) and is taken where it costs less.
+
 A prefix sum lays the sequences end to end, each as long as its cost unsplit. A candidate (u, family) divides it into u
 equal parts, split j at floor(j x total / u). A split within a sequence divides its keys in the proportion in which it
 divides its cost. Family 1 rounds it to SPLIT_ALIGNMENT keys, or moves it to the sequence's boundary where the smaller
@@ -45,6 +48,7 @@ class SchedulerCosts(NamedTuple):
     tile: int  # fixed cost of a work tile: loading its queries, and what else it takes before and after its keys
     partial_rows: int  # query rows of a tile, each as a key to the workgroup that writes or reads the tile's partial
     partial: int  # cost of each partial to the whole device
+    max_dealt: int = 0  # most sequences that a plan may deal out of order; then partial_rows is 0
 
 
 def scheduler_costs(arch: ArchSpec | None, num_q_rows: int) -> SchedulerCosts:
@@ -90,9 +94,9 @@ def round_up(keys: Keys) -> Keys:
     return (keys + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT * SPLIT_ALIGNMENT
 
 
-def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int) -> Splits:
-    """The splits of the cheapest candidate. kv_lens [batch] int64, not negative."""
-    fixed, partial_rows, partial = costs
+def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int) -> tuple[Splits, torch.Tensor]:
+    """The splits of the cheapest candidate, and its cost. kv_lens [batch] int64, not negative."""
+    fixed, partial_rows, partial, _ = costs
     keys = torch.cat((round_up(kv_lens), kv_lens.new_zeros(1)))
     ends = (keys[:-1] + fixed).cumsum(0)
     cost_sum = torch.cat((kv_lens.new_zeros(1), ends))
@@ -117,9 +121,10 @@ def balanced_splits(kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: 
     combine = partial_rows * (1 + (keys.amax() + spacing - 1) // spacing)
     cost = (cost + torch.where((inside > 0).any(-1), combine, 0) + partial * _partials(sequences, inside)).reshape(-1)
     # The index in the low digits makes the first of equals the minimum on every device.
-    best = (cost * cost.numel() + torch.arange(cost.numel(), device=cost.device)).amin() % cost.numel()
-    at = best.reshape(1)
-    return Splits(sequences.flatten(0, 1).index_select(0, at)[0], inside.flatten(0, 1).index_select(0, at)[0])
+    best = (cost * cost.numel() + torch.arange(cost.numel(), device=cost.device)).amin()
+    at = (best % cost.numel()).reshape(1)
+    splits = Splits(sequences.flatten(0, 1).index_select(0, at)[0], inside.flatten(0, 1).index_select(0, at)[0])
+    return splits, best // cost.numel()
 
 
 def _cost(

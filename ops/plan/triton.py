@@ -17,7 +17,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import current_arch
 from mla_suite.launch.scratch import take
-from mla_suite.ops.plan import metadata, scheduler
+from mla_suite.ops.plan import dealing, metadata, scheduler
 from mla_suite.ops.plan.metadata import Item, Word
 
 SPLIT_ALIGNMENT = tl.constexpr(scheduler.SPLIT_ALIGNMENT)
@@ -270,6 +270,9 @@ def round_up(keys):
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.num_splits or problem.split_size:
         return Supported(None, "Triton, two kernels")
+    costs = scheduler.scheduler_costs(arch, problem.num_heads * problem.max_seqlen_q)
+    if dealing.candidates(costs, problem.batch, problem.num_sm_parts):
+        return Unsupported(f"{problem.batch} sequences may be dealt out of order; it keeps them in order")
     return Supported(None, f"Triton, four kernels over {2 * problem.num_sm_parts} candidates")
 
 
@@ -291,7 +294,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     header = tuple(
         layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
     )
-    fixed, tile_rows, shared = scheduler.scheduler_costs(
+    fixed, tile_rows, shared, _ = scheduler.scheduler_costs(
         current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
     )
     lanes = max(capacity, batch + 1, args.num_sm_parts + 1, items_at - counters_at, metadata.HEADER_WORDS)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import mla_suite
+from mla_suite import archs
 from mla_suite.integrations import metadata_convert
+from mla_suite.ops.plan import reference
 from mla_suite.ops.plan.metadata import OPEN, Plan
 
 DIM = 8
@@ -184,6 +186,36 @@ def test_a_balanced_plan_survives_both_ways_word_for_word(name):
     assert torch.equal(
         metadata_convert.from_aiter(aiter.work_indptr, aiter.work_info_set, kv_indptr, page_size=64), plan
     )
+
+
+def test_sequences_dealt_out_of_order(monkeypatch):
+    """FlashMLA's format cannot say so: its lists are those of another plan, with the sequences in order."""
+    for module in (reference, metadata_convert):
+        monkeypatch.setattr(module, "current_arch", lambda tensor: archs.get("sm_90"))
+    toy, num_sm_parts = Toy([50 * i % 700 for i in range(1, 40)]), 20
+    plan = toy.plan(num_sm_parts)
+    sequences = [item[0] for item in Plan.read(plan).items]
+    assert sequences != sorted(sequences)
+    torch.testing.assert_close(run_ours(plan, toy), toy.expected())
+    in_order = metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=num_sm_parts)
+    sequences = [item[0] for item in Plan.read(in_order).items]
+    assert sequences == sorted(sequences)
+    theirs = metadata_convert.to_flash_mla(in_order, toy.seq_lens, num_sm_parts=num_sm_parts)
+    torch.testing.assert_close(run_flash_mla(*theirs, toy), toy.expected())
+    # AITER's lists name a sequence with every work, so they keep any order.
+    qo_indptr, kv_indptr = paged(toy, 64)
+    theirs = metadata_convert.to_aiter(
+        plan, qo_indptr, kv_indptr, num_sm_parts=num_sm_parts, page_size=64, max_seqlen_q=1
+    )
+    torch.testing.assert_close(run_aiter(theirs, kv_indptr, 64, toy), toy.expected())
+    back = metadata_convert.from_aiter(theirs.work_indptr, theirs.work_info_set, kv_indptr, page_size=64)
+    torch.testing.assert_close(run_ours(back, toy), toy.expected())
+
+
+def test_a_plan_that_is_never_dealt_is_the_same_plan():
+    toy = Toy(LENGTHS["ragged"])
+    plan = toy.plan(20)
+    assert metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=20) is plan
 
 
 def flash_mla_planner(lengths, parts, overhead=5):

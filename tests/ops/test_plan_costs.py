@@ -22,10 +22,10 @@ def on_sm_90(monkeypatch):
 def test_the_figures_of_an_arch():
     """One workgroup merges, unless the arch is sm_90: there a row of partials counts by the time of decode's stages."""
     for name in ("gfx942", "gfx950"):
-        assert scheduler_costs(arch.get(name), 48) == scheduler_costs(None, 48) == (TILE_COST + 48, 48, 0)
-    assert scheduler_costs(None, 500) == (TILE_COST + 128, 128, 0)
-    assert scheduler_costs(SM_90, 16) == scheduler_costs(SM_90, 24) == (TILE_COST, 0, 1)
-    assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6)
+        assert scheduler_costs(arch.get(name), 48) == scheduler_costs(None, 48) == (TILE_COST + 48, 48, 0, 0)
+    assert scheduler_costs(None, 500) == (TILE_COST + 128, 128, 0, 0)
+    assert scheduler_costs(SM_90, 16) == scheduler_costs(SM_90, 24) == (TILE_COST, 0, 1, costs.MAX_DEALT)
+    assert scheduler_costs(SM_90, 128) == (TILE_COST, 0, 6, costs.MAX_DEALT)
     assert scheduler_costs(SM_90, 10**12) == scheduler_costs(SM_90, 2**16)
     partial_us = 2 * costs.ROWS_PER_KEY * 2048 / 4.3e6  # bytes a us, each way
     assert costs.FITTED.stage <= partial_us * tile.BLOCK_N <= costs.FITTED.stage + costs.FITTED.busy_stage

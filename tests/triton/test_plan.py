@@ -10,8 +10,9 @@ from backend import CPU, run
 
 import mla_suite
 from mla_suite import archs as arch
+from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.op import Sample
-from mla_suite.ops.plan import reference
+from mla_suite.ops.plan import PLAN, reference
 from mla_suite.ops.plan import triton as plan
 from mla_suite.ops.plan.samples import sample, samples
 
@@ -62,8 +63,19 @@ def test_the_figures_of_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (plan, reference):
         monkeypatch.setattr(module, "current_arch", lambda tensor: arch.get("sm_90"))
     chance = random.Random(0)
-    for rows, num_sm_parts, lens in ((16, 64, [8192]), (128, 40, lengths("ragged", 33, chance)), (512, 16, [9000] * 5)):
+    for rows, num_sm_parts, lens in ((16, 264, [8192]), (128, 15, lengths("ragged", 33, chance)), (512, 9, [9000] * 5)):
         assert_same_words(sample(lens, num_heads=rows, num_sm_parts=num_sm_parts, max_seqlen_kv=max(lens)))
+
+
+def test_sequences_that_may_be_dealt_are_refused() -> None:
+    """Triton keeps them in order; the definition, which does not, makes such a plan."""
+    problem = PLAN.problem(
+        torch.ones(33, dtype=torch.int32), num_heads=128, max_seqlen_q=1, num_sm_parts=40, max_seqlen_kv=9
+    )
+    answer = plan.supports(problem, arch.get("sm_90"))
+    assert isinstance(answer, Unsupported)
+    assert answer.reason == "33 sequences may be dealt out of order; it keeps them in order"
+    assert isinstance(plan.supports(problem, arch.get("gfx942")), Supported)
 
 
 def test_more_sequences_than_a_block() -> None:

@@ -27,5 +27,6 @@ struct PlanParams {
   int32_t split_size;
   int32_t counters_per_sequence;
   int32_t max_seqlen_kv;
+  int32_t dealt;                 // no word: chunks tried for a plan that deals sequences out of order, where one may
 };
 }  // namespace mla

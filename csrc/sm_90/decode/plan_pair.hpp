@@ -1,6 +1,6 @@
 // How the two CTAs of a cluster share a plan (ClusterReduceLast): they walk SM parts 2k and 2k + 1, the odd one
-// backwards. A plan's items are in order, so the items where the two parts meet are often splits of one sequence; they
-// are both CTAs' last, and the cluster merges them.
+// backwards. The items where the two parts meet are often splits of one sequence; they are both CTAs' last, and the
+// cluster merges them.
 //
 // Everything is read from the plan, so a captured launch follows whatever plan is there when it is replayed. Both CTAs
 // read the same words, and so agree.

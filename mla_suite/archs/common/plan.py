@@ -17,6 +17,7 @@ from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import Buffer, bind
 from mla_suite.ops.plan import PlanArgs, Problem
 from mla_suite.ops.plan import metadata as words
+from mla_suite.ops.plan.dealing import candidates
 from mla_suite.ops.plan.metadata import Word
 from mla_suite.ops.plan.scheduler import scheduler_costs
 
@@ -114,6 +115,7 @@ def _prepare(
     header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
     splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
     costs = scheduler_costs(config.arch, num_q_rows)
+    dealt = 0 if splits > 0 else candidates(costs, batch, num_sm_parts)
     threads = config.threads("uniform", batch)
     workgroups = min(-(-batch * splits // threads), config.arch.compute_units) if splits > 0 else 1
     packed = load("plan").pack(
@@ -123,9 +125,10 @@ def _prepare(
         shared_cost=costs.partial,
         splits=splits,
         workgroups=workgroups,
+        dealt=dealt,
         **{name: header[word] for word, name in _NAMES.items()},
     )
-    groups = {"uniform": workgroups, "search": num_sm_parts, "balanced": 1}
+    groups = {"uniform": workgroups, "search": num_sm_parts + dealt, "balanced": 1}
     steps = tuple(
         _Step(step, config.instance(step, batch), (groups[step], 1, 1), config.threads(step, batch))
         for step in _steps(num_splits, split_size)

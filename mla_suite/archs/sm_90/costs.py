@@ -20,11 +20,12 @@ ROWS_PER_KEY = 24
 """Rows of a partial that cost the whole device as much as one key costs a CTA: a row's 2048 bytes, written and read at
 4.3 TB/s each way, are 0.95 ns, and a key takes a CTA 22 ns where it is alone and 27 where all are busy."""
 MAX_COSTED_ROWS = 2**16  # more rows count as this number, which keeps sums far from 64 bits
+MAX_DEALT = 256  # sequences that plan deals out of order; each is compared with all others
 
 
 def scheduler_costs(num_q_rows: int) -> SchedulerCosts:
     """Costs for plan: all SMs combine all partials at once, so each costs little and their number counts."""
-    return SchedulerCosts(TILE_COST, 0, -(-min(num_q_rows, MAX_COSTED_ROWS) // ROWS_PER_KEY))
+    return SchedulerCosts(TILE_COST, 0, -(-min(num_q_rows, MAX_COSTED_ROWS) // ROWS_PER_KEY), MAX_DEALT)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,10 @@
+// A prefetch on a CPU: a load like any other, whose word may be anyone's.
+#pragma once
+
+extern "C" void host_prefetch(const void* address);
+
+namespace mla::sm_90 {
+
+inline void prefetch_l1(const void* address) { host_prefetch(address); }
+
+}  // namespace mla::sm_90

@@ -1,0 +1,200 @@
+"""csrc/sm_90/plan/plan.cu, executed on a CPU with warps of 32 lanes: the definition's words exactly.
+
+Threads are fibers in an order that a seed varies. An exchange without all lanes of a warp, two barriers at once, a word
+that nobody has written, a missing barrier or griddep_wait, an address of nothing and overflows are errors
+(cuda_on_host/plan). What nvcc makes of the source, and time, are not seen.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+import torch
+from bench_flashmla import DENSE
+from plan_on_host import SM_90, SM_PARTS, Problem, compiled, definition, drawn, words_of_kernels
+
+from mla_suite.archs import CSRC
+from mla_suite.ops.plan import reference, scheduler
+from mla_suite.ops.plan.metadata import Plan
+
+
+@pytest.fixture(autouse=True)
+def on_sm_90(monkeypatch):
+    monkeypatch.setattr(reference, "current_arch", lambda tensor: SM_90)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    return compiled(tmp_path_factory.mktemp("plan"))
+
+
+def check(program, problems, seed=1):
+    """Returns how many plans deal sequences out of order."""
+    expected = [definition(problem) for problem in problems]
+    found = words_of_kernels(program, problems, [len(words) for words in expected], seed)
+    assert not found.error, f"{found.error} in one of {problems}"
+    dealt = 0
+    for problem, words, made in zip(problems, expected, found.plans, strict=True):
+        different = (words != made).nonzero()[0].tolist()
+        assert not different, f"words {different[:8]} of {words.size} differ in {problem}"
+        sequences = [item[0] for item in Plan.read(torch.from_numpy(words)).items]
+        dealt += sequences != sorted(sequences)
+    return dealt
+
+
+def test_random_problems(program):
+    draw = random.Random(0)
+    assert check(program, [drawn(draw, 200) for _ in range(60)]) > 10
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_many_random_problems(program, seed):
+    draw = random.Random(seed)
+    dealt = check(program, [drawn(draw, 512) for _ in range(300)], seed)
+    print(f"300 problems, {dealt} dealt out of order")
+
+
+def test_ragged_rows_of_the_benchmark(program):
+    problems = []
+    for row in (row for row in DENSE if row.ragged):
+        rows = row.heads * row.q_len
+        parts = SM_90.compute_units // -(-rows // scheduler.tile_rows(SM_90))
+        problems.append(Problem(tuple(row.lens()), rows, parts, max_seqlen_kv=max(row.lens())))
+    assert len(problems) == 4
+    for seed in range(3):
+        assert check(program, problems, seed) > 0
+
+
+EDGES = (
+    [0],
+    [0] * 100,
+    [512] * 128,
+    [64] * 199 + [100_000],
+    [2**31 - 1] * 5 + [3] * 40,
+    [2**31 - 64] * 256,
+    [900] * 257,
+    [64 * (i % 7) for i in range(512)],
+    [5] * 2048,
+)
+
+
+@pytest.mark.parametrize("lens", EDGES, ids=lambda lens: f"{len(lens)}x{max(lens)}")
+def test_edges(program, lens):
+    check(program, [Problem(tuple(lens), rows, parts) for rows, parts in ((1, 15), (128, 66), (300, 256))])
+
+
+def test_sequences_without_a_query_token(program):
+    lens, queries = (4000, 9000, 70, 5000, 800) * 20, (0, *(1 + i // 2 for i in range(100)))
+    for split in ({}, {"num_splits": 3}, {"split_size": 256, "max_seqlen_kv": 9000}):
+        check(program, [Problem(lens, 16, parts, queries, **split) for parts in SM_PARTS])
+
+
+FAULTS = {
+    "no barrier after prices": (
+        "plan.hpp",
+        "if (lane == 0) slowest[wave] = own;\n    block_sync();",
+        "if (lane == 0) slowest[wave] = own;",
+        "nobody has written|no barrier",
+    ),
+    "no barrier between turns": (
+        "plan_dealing.hpp",
+        "        d.turn[sequence] = turn;\n      }\n      block_sync();",
+        "        d.turn[sequence] = turn;\n      }",
+        "no barrier",
+    ),
+    "no barrier before places are read": (
+        "plan_dealing.hpp",
+        "begin += all;\n    }\n    block_sync();",
+        "begin += all;\n    }",
+        "no barrier",
+    ),
+    "a barrier of some threads": (
+        "plan_dealing.hpp",
+        "d.load[bin] = 0;\n    block_sync();",
+        "d.load[bin] = 0;\n    if (thread_id() < bins) block_sync();",
+        "another barrier|missing from",
+    ),
+    "an exchange of one lane": (
+        "plan.hpp",
+        "if (wave > 0) return;\n    const int64_t cost",
+        "if (thread_id() > 0) return;\n    const int64_t cost",
+        "missing from",
+    ),
+    "the next lane but one": (
+        "plan.hpp",
+        "from_lane_of(point, lane + 1)",
+        "from_lane_of(point, lane + 2)",
+        "words differ|undefined",
+    ),
+    "this lane for the one before": (
+        "plan.hpp",
+        "from_lane_of(point, lane - 1)",
+        "from_lane_of(point, lane)",
+        "words differ|written|address|undefined",
+    ),
+    "an item too many": (
+        "plan_dealing.hpp",
+        "i < p.item_capacity",
+        "i <= p.item_capacity",
+        "an address of nothing",
+    ),
+    "a sequence too many": (
+        "plan_dealing.hpp",
+        "rank<8, true>(d.left, p.batch, b)",
+        "rank<8, true>(d.left, p.batch + 1, b)",
+        "nobody has written shared",
+    ),
+    "a part too few": (
+        "plan_dealing.hpp",
+        "part <= p.num_sm_parts",
+        "part < p.num_sm_parts",
+        "has not written",
+    ),
+    "no last row": (
+        "plan_dealing.hpp",
+        "p.plan[p.split_indptr + p.batch] = sizes.partial_rows;",
+        "",
+        "has not written",
+    ),
+    "no wait for prices": (
+        "plan.hpp",
+        "const PriceReader prices(p, 0);\n    Wave::wait_for_producer();",
+        "const PriceReader prices(p, 0);",
+        "before griddep_wait",
+    ),
+    "equal bins at one place": (
+        "plan_dealing.hpp",
+        "values[i] < value + earlier",
+        "values[i] < value",
+        "nobody has written|words differ|two threads|no barrier",
+    ),
+}
+IN_DEFAULT = ("no barrier between turns", "an exchange of one lane", "the next lane but one", "a part too few")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_DEFAULT else pytest.mark.full) for name in FAULTS]
+)
+def test_a_planted_fault_is_found(tmp_path, program, name):
+    file, right, broken, expected = FAULTS[name]
+    sources = tmp_path / "csrc"
+    for folder in ("common", "sm_90/plan"):
+        shutil.copytree(CSRC / folder, sources / folder)
+    shutil.copy(CSRC / "sm_90" / "wave.hpp", sources / "sm_90")
+    path = sources / "common" / file
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, broken))
+    draw = random.Random(5)
+    problems = [drawn(draw, 100) for _ in range(20)]
+    plans = [definition(problem) for problem in problems]
+    found = words_of_kernels(compiled(tmp_path, sources), problems, [len(words) for words in plans], seconds=60)
+    differ = not found.error and any((a != b).any() for a, b in zip(plans, found.plans, strict=True))
+    outcome = "words differ" if differ else found.error
+    print(outcome)
+    assert any(what in outcome for what in expected.split("|")), outcome or "not found"
