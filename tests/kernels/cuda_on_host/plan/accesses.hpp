@@ -43,13 +43,15 @@ struct Word {
 };
 
 struct Memory {
-  const char* name;
   uintptr_t begin, end;
   bool global, writable;
   std::vector<Word> words;
 
-  Memory(const char* name, const void* at, size_t bytes, bool global, bool writable)
-      : name(name), begin(reinterpret_cast<uintptr_t>(at)), end(begin + bytes), global(global), writable(writable),
+  Memory(const void* at, size_t bytes, bool global, bool writable)
+      : begin(reinterpret_cast<uintptr_t>(at)),
+        end(begin + bytes),
+        global(global),
+        writable(writable),
         words((bytes + 3) / 4) {}
 
   bool met_earlier_block(uint32_t when) const { return global && when >= launch_began && when < block_began; }

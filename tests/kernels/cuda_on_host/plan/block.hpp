@@ -1,5 +1,5 @@
 // Runs the threads of a block as fibers of one CPU thread, in an order that a seed varies: in each round most warps go
-// on to their next exchange or barrier. Errors are a lane that is missing from an exchange, and threads at two barriers.
+// on to their next exchange or barrier. Errors are a lane missing from an exchange, and threads at two barriers.
 #pragma once
 
 #include <csetjmp>

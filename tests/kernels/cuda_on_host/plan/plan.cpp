@@ -99,10 +99,10 @@ int main(int argc, char** argv) {
     params.plan = plan.at;
 
     host::memories.clear();
-    host::memories.emplace_back("shared", __bss_start, static_cast<size_t>(_end - __bss_start), false, true);
-    host::memories.emplace_back("seq_lens", lens.at, lens.words * 4, true, false);
-    host::memories.emplace_back("cu_seqlens_q", queries.at, queries.words * 4, true, false);
-    host::memories.emplace_back("plan", plan.at, plan.words * 4, true, true);
+    host::memories.emplace_back(__bss_start, static_cast<size_t>(_end - __bss_start), false, true);
+    host::memories.emplace_back(lens.at, lens.words * 4, true, false);
+    host::memories.emplace_back(queries.at, queries.words * 4, true, false);
+    host::memories.emplace_back(plan.at, plan.words * 4, true, true);
     host::first_launch = true;
     for (int i = 0; i < launches; ++i) launch(block, each[i]);
     for (size_t i = 0; i < plan.words; ++i)
