@@ -31,14 +31,16 @@ SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exch
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
+SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32, 64)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
-    declared = {item.id: item for item in instances("sm_90") if item.kernel == "decode"}
-    assert set(declared) == {Sm90Config(H200, *point).instance for point in POINTS}
-    for point in POINTS:
+    declared = {item.id: item for item in instances("sm_90") if item.kernel in ("decode", "swap_ab_decode")}
+    points = POINTS + SWAP_AB
+    assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
+    for point in points:
         config = Sm90Config(H200, *point)
         assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
 
@@ -51,9 +53,12 @@ def test_every_point_is_declared():
         ({"width": 320}, "width is one of 576, 512"),
         ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
-        ({"kv_load": "hope"}, "kv_load is one of tma, gather, fp8"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, gather, fp8, swap_ab"),
         ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
+        ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
+        ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32, 64"),
+        ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
         ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
@@ -64,7 +69,7 @@ def test_an_illegal_config_says_why(changed, sentence):
 
 
 def test_a_config_prints_its_point_alone():
-    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none')"
+    printed = "Sm90Config(dtype='bf16', width=576, kv_load='tma', cluster_mode='none', q_rows=64)"
     assert str(Sm90Config(H200, "bf16", 576, "tma")) == printed
 
 
@@ -82,11 +87,20 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert(BLOCK_N == {BLOCK_N} && BLOCK_M == {BLOCK_M}, "tile of {config.instance}");',
             f'static_assert({traits}::STAGES == {config.stages} && THREADS == {config.threads}, "block");',
         ]
-    assert_compiles(tmp_path, [f"decode/cluster/{mode}.hpp" for mode in clusters], lines)
+    for point in SWAP_AB:
+        config = Sm90Config(H200, *point)
+        traits = f"SwapAbTraits<{config.dtype}, {config.q_rows}>"
+        lines += [
+            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert({traits}::STAGES == {config.stages}, "ring of {config.instance}");',
+            f'static_assert({traits}::CONSUMERS + 128 == {config.threads}, "block of {config.instance}");',
+        ]
+    headers = [f"decode/cluster/{mode}.hpp" for mode in clusters] + ["decode/swap_ab/shared_storage.hpp"]
+    assert_compiles(tmp_path, headers, lines)
 
 
 def test_what_was_built():
-    configs = [Sm90Config(H200, *point) for point in POINTS]
+    configs = [Sm90Config(H200, *point) for point in POINTS + SWAP_AB]
     if not has_kernel("sm_90", configs[0].instance):
         pytest.skip(f"{configs[0].instance} is not built for sm_90; run `python -m mla_suite build --arch sm_90`")
     for config in configs:
@@ -110,8 +124,10 @@ def answer_of(monkeypatch, built=True, **options):
         ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_clustermode-none"),
         ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_clustermode-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
-        ({"kv_format": "fp8", "page": 16, "heads": 128}, "decode_dtype-bf16_dqk-576_kvsource-fp8_clustermode-none"),
-        ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
+        ({"kv_format": "fp8", "page": 16, "heads": 128}, "swap_ab_decode_dtype-bf16_qrows-64"),
+        ({"kv_format": "fp8", "page": 1, "heads": 16}, "swap_ab_decode_dtype-bf16_qrows-16"),
+        ({"kv_format": "fp8", "heads": 17}, "swap_ab_decode_dtype-bf16_qrows-32"),
+        ({**FP8, "page": 1, "q_len": 4}, "swap_ab_decode_dtype-fp8_qrows-"),
         ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
     ],
 )
@@ -279,6 +295,15 @@ def test_an_e4m3_cache(monkeypatch, dtype):
     assert (fields["kv_page_stride"], fields["q_row_stride"]) == (16 * 576, 576)
     assert [fields[f"kv_map_{i}"] for i in range(16)] == [0] * 16
     assert (fields["q_map_0"] == 0) == (name == "fp8")
+
+
+def test_an_e4m3_cache_without_a_cluster(monkeypatch):
+    """Three splits are in no cluster, so keys are the first operand: 384 threads, and rows of 16 heads at once."""
+    sample = decode_sample((700, 90), kv_format="fp8", heads=16, page=16, num_splits=3)
+    (instance, grid, block, shared, fields, *_), args, _ = launched(monkeypatch, sample)
+    assert instance == "swap_ab_decode_dtype-bf16_qrows-16"
+    assert (grid, block, shared) == ((1, 6, 1), 384, 231344)
+    assert (fields["q"], fields["kv_cache"]) == (args[0].data_ptr(), args[1].data_ptr())
 
 
 class FakeDriver:

@@ -27,7 +27,7 @@ from mla_suite.archs.common.decode import (
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of
+from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, P_BYTES, REGISTER_STEPS, block_bytes, groups_of, swap_ab_bytes
 from mla_suite.build.params import reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import tensor_map
@@ -46,7 +46,9 @@ RAW_STAGES = 2  # stages of keys as they are stored, which the producer of e4m3 
 EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 * 2 + 2 * 2 + 2 * 4) + 16 + 1024
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
-KV_LOADS = ("tma", "gather", "fp8")
+KV_LOADS = ("tma", "gather", "fp8", "swap_ab")
+SWAP_AB_STAGES = {16: 11, 32: 9, 64: 6}  # most query rows of a CTA -> stages of 32 keys as they are stored
+SWAP_AB_WIDTH = 576
 CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
 PLAN = INPUTS.index("plan")
 MAX_M = 2**25 - 1  # query rows of a sequence: 32 bits count its partial results in 16 bytes
@@ -59,11 +61,13 @@ class Sm90Config:
     dtype     type of queries; the result has it, too, or bf16 for fp8
     width     values of a cached row
     kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages;
-              'fp8': keys of any pages are e4m3, which threads convert. Otherwise they have the type of the queries
+              'fp8': keys of any pages are e4m3, which threads convert; 'swap_ab': the same, converted where they are
+              multiplied, as the first operand (decode/swap_ab). Otherwise they have the type of the queries
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
               partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
               of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
               cluster, as for gathered keys
+    q_rows    query rows of a CTA at most; fewer than 64 only with 'swap_ab'
     """
 
     arch: ArchSpec = field(repr=False)
@@ -71,15 +75,17 @@ class Sm90Config:
     width: int
     kv_load: str
     cluster_mode: str = "none"
+    q_rows: int = BLOCK_M
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
             self._raise(f"{self.arch.name} is not sm_90")
         for name, value, possible in (
             ("dtype", self.dtype, dtypes(self.kv_load)),
-            ("width", self.width, WIDTHS),
+            ("width", self.width, (SWAP_AB_WIDTH,) if self.kv_load == "swap_ab" else WIDTHS),
             ("kv_load", self.kv_load, KV_LOADS),
             ("cluster_mode", self.cluster_mode, cluster_modes(self.kv_load, self.width)),
+            ("q_rows", self.q_rows, tuple(SWAP_AB_STAGES) if self.kv_load == "swap_ab" else (BLOCK_M,)),
         ):
             if value not in possible:
                 self._raise(f"{name} is one of {', '.join(map(str, possible))}")
@@ -92,11 +98,15 @@ class Sm90Config:
 
     @property
     def threads(self) -> int:
+        if self.kv_load == "swap_ab":
+            return 384  # three warpgroups: one loads keys, two compute P and the result
         return 512  # four warpgroups: one loads keys, one computes P, two hold the result
 
     @property
     def lds(self) -> int:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
+        if self.kv_load == "swap_ab":
+            return swap_ab_bytes(self.width, self.stages, self.q_rows)
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
         beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
@@ -108,6 +118,8 @@ class Sm90Config:
 
     @property
     def stages(self) -> int:
+        if self.kv_load == "swap_ab":
+            return SWAP_AB_STAGES[self.q_rows]
         if self.kv_load == "fp8":
             return FP8_STAGES[self.width]
         return EXCHANGE_STAGES if self.cluster_mode == "exchange_p" else STAGES
@@ -115,7 +127,15 @@ class Sm90Config:
     @property
     def keys(self) -> str:
         """How keys come, as the estimate of time asks: e4m3 rows that no cluster shares are gathered."""
+        if self.kv_load == "swap_ab":
+            return "fp8"
         return "gather" if self.kv_load == "fp8" and self.width != 576 else self.kv_load
+
+    def clustered(self, cluster_mode: str) -> Sm90Config:
+        """The instance with a cluster mode. Keys that are the first operand are shared by none."""
+        if self.kv_load == "swap_ab" and cluster_mode != "none":
+            return Sm90Config(self.arch, self.dtype, self.width, "fp8", cluster_mode)
+        return replace(self, cluster_mode=cluster_mode)
 
     @property
     def box_blocks(self) -> int:
@@ -124,6 +144,8 @@ class Sm90Config:
 
     @property
     def instance(self) -> str:
+        if self.kv_load == "swap_ab":
+            return f"swap_ab_decode_dtype-{self.dtype}_qrows-{self.q_rows}"
         return f"decode_dtype-{self.dtype}_dqk-{self.width}_kvsource-{self.kv_load}_clustermode-{self.cluster_mode}"
 
     def tiles(self, rows: int) -> int:
@@ -144,12 +166,15 @@ def cluster_modes(kv_load: str, width: int) -> tuple[str, ...]:
 
 def dtypes(kv_load: str) -> tuple[str, ...]:
     """The types of queries that have instances, by how keys come."""
-    return tuple(ELEMENTS.values()) if kv_load == "fp8" else ("bf16", "fp16")
+    return tuple(ELEMENTS.values()) if kv_load in ("fp8", "swap_ab") else ("bf16", "fp16")
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
     if problem.kv_format == "fp8":
+        if problem.head_dim == SWAP_AB_WIDTH:
+            rows = next((q_rows for q_rows in SWAP_AB_STAGES if problem.heads * problem.q_len <= q_rows), BLOCK_M)
+            return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, "swap_ab", q_rows=rows)
         return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, "fp8")
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "gather"
     return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
@@ -163,8 +188,8 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     if row is not None and row.values["use"] == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
     config = config_for(problem, arch)
-    modes = cluster_modes(config.kv_load, config.width)
-    clusters = [replace(config, cluster_mode=mode).instance for mode in modes]
+    modes = cluster_modes(config.keys, config.width)
+    clusters = [config.clustered(mode).instance for mode in modes]
     tiles = config.tiles(problem.heads * problem.q_len)
     reason = f"{tiles} tiles of {BLOCK_M} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
@@ -210,7 +235,7 @@ def _split(
         splits = Splits(1, 1, args.split_size)
         groups = groups_of(config.arch, splits.tiles(shape), config.tiles(shape.rows))
         merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.bound)
-        return replace(config, cluster_mode="reduce_last" if merges else "none"), splits, None
+        return config.clustered("reduce_last" if merges else "none"), splits, None
     size = whole_blocks(args.split_size)
     by_size = int(splits_of(shape.bound, size)) if size else 0
     count = args.num_splits or by_size or split_count(config, args, shape)
@@ -222,7 +247,7 @@ def _split(
     streaming = None
     if estimate.streams(count, mode):
         streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
-    return replace(config, cluster_mode=mode), Splits(count, partials, size), streaming
+    return config.clustered(mode), Splits(count, partials, size), streaming
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:
@@ -255,7 +280,7 @@ def _prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: Decode
     if _needs_no_plan(config, args, out):
         unplanned = _prepare(config, outputs, replace(args, plan=None))
         return lambda outputs, tensors: unplanned(outputs, (*tensors[:PLAN], None, *tensors[PLAN + 1 :]))
-    keys_are_fp8 = config.kv_load == "fp8"  # whose kernel takes q_descale itself
+    keys_are_fp8 = config.kv_load in ("fp8", "swap_ab")  # whose kernel takes q_descale itself
     adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not keys_are_fp8)
     q = args.q if adjust is None else adjust(args.q, args.q_descale)
     shape = shape_of(args, q, out)

@@ -18,6 +18,15 @@ def block_bytes(width: int, stages: int, register_steps: int) -> int:
     return keys + queries + 2 * P_BYTES + 4 * 32 + 8 * (2 * stages + 2 * 2 + 2 * 4)
 
 
+def swap_ab_bytes(width: int, stages: int, rows: int) -> int:
+    """Shared memory of a CTA that multiplies keys by at most `rows` query rows (csrc/sm_90/decode/swap_ab)."""
+    keys = stages * 2 * (16 * width + 32)
+    queries = rows * width * 2
+    p = 2 * 128 * rows * 2
+    of_rows = rows * (8 + 4 + 4 + 8 + 8 * 4)
+    return keys + queries + p + of_rows + 4 * 32 + 8 * (2 * stages + 2 * 4)
+
+
 def groups_of(arch: ArchSpec, items: int, tiles: int) -> int:
     """Groups of `tiles` CTAs that walk the work tiles: one CTA on every SM, as far as there are work tiles."""
     return max(1, min(items, arch.compute_units // tiles))

@@ -1,0 +1,428 @@
+// The two warpgroups of swap_ab that multiply. In a step each computes S^T = K Q^T of 64 of its 128 keys and their P; then
+// both compute O^T += V^T P^T of all 128 keys, 256 columns each. Keys are read as they are stored and converted to fp16 in
+// registers, where the first operand lies; P goes through shared memory.
+//
+// A query row is a column of both products: a lane holds rows 8i + 2(l % 4) and the next of S^T, O^T, sums and factors.
+#pragma once
+
+#include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/softmax.hpp"
+#include "sm_90/decode/swap_ab/epilogue.hpp"
+#include "sm_90/decode/swap_ab/queries.hpp"
+#include "sm_90/ptx/barrier_red.hpp"
+#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/wgmma_rs.hpp"
+
+namespace mla::sm_90 {
+
+// Adds up over lanes the values that they have for the same row: a lane sends the half of its values that it does not keep,
+// until two are left. It keeps those of rows 2 * kept_quad and the next.
+template <int N>
+MLA_DEVICE void add_over_lanes(const float (&values)[N], float (&kept)[2], int lane_bit = 16) {
+  if constexpr (N == 2) {
+    kept[0] = values[0];
+    kept[1] = values[1];
+  } else {
+    const bool upper = (warpgroup_thread() & lane_bit) != 0;
+    float half[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float sent = upper ? values[i] : values[i + N / 2];
+      half[i] = (upper ? values[i + N / 2] : values[i]) + __shfl_xor_sync(~0u, sent, lane_bit);
+    }
+    add_over_lanes(half, kept, lane_bit / 2);
+  }
+}
+
+template <class Traits>
+class SwapAbMainloop {
+  using Params = typename Traits::Params;
+  using Storage = SharedStorage<Traits>;
+  static constexpr int ROWS = Traits::ROWS;
+  static constexpr int S_REGS = ROWS / 2;   // of 64 keys
+  static constexpr int LANE_ROWS = ROWS / 4;
+  static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
+  static constexpr int BLOCKS = Traits::COLUMN_BLOCKS;
+  static constexpr int TILES = 4;  // of 64 columns of O^T
+  // Steps of K Q^T, 16 deep, that are converted and issued together. While one such group is multiplied the next is
+  // converted.
+  static constexpr int GROUP_STEPS = ROWS == 64 ? 2 : 4;
+
+ public:
+  MLA_DEVICE SwapAbMainloop(const Params& params, uint32_t shared, int group)
+      : params_(params),
+        barriers_(shared),
+        shared_(shared),
+        group_(group),
+        warp_(warp_uniform(warpgroup_thread() / 32)),
+        scale_(params.softmax_scale * LOG2E) {
+    const int lane = warpgroup_thread() % 32, quad = lane / 4, in_quad = lane % 4;
+    key_at_ = place(key_of_row(warp_ % 2, quad)) + in_quad * 16;
+    const int column = group * 256 + warp_ * 64 + quad * 8;
+    value_at_[0] = place(key_of_row(0, in_quad * 2)) + column;
+    value_at_[1] = place(key_of_row(0, in_quad * 2 + 1)) + column;
+  }
+
+  MLA_DEVICE void run() {
+    for (bool any = false; next_tile(); any = true) {
+      // The producer has waited for the previous kernel, which may have written these.
+      if (!any) scale_ = fmaxf(scale_ * descale(params_.q_descale) * descale(params_.kv_descale), MIN_SCALE);
+      one_tile();
+    }
+  }
+
+ private:
+  using KvState = PipelineState<Traits::STAGES>;
+
+  MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
+
+  // Bytes from a stage's beginning to one of its keys.
+  MLA_DEVICE static int place(int key) { return key / 16 * Traits::GROUP_BYTES + key % 16 * ROW_BYTES; }
+
+  MLA_DEVICE static void sync() { named_barrier_sync<PV_BARRIER, Traits::CONSUMERS>(); }
+  MLA_DEVICE static int consumer_thread() { return thread_id() - 128; }
+  MLA_DEVICE int consumer_warp() const { return group_ * 4 + warp_; }
+  MLA_DEVICE static int in_quad() { return warpgroup_thread() % 4; }
+
+  // The tile stays in its slot until it is done, because there are no registers to keep all of it in.
+  MLA_DEVICE bool next_tile() {
+    mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
+    info_ = warp_uniform(ld_shared<int>(tile_at() + 20));
+    return info_ != END_OF_WORK;
+  }
+  MLA_DEVICE uint32_t tile_at() const { return shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile); }
+  MLA_DEVICE WorkTile tile() const {
+    uint32_t words[4];
+    ld_shared_v4(tile_at(), words);
+    WorkTile tile;
+    tile.sequence = warp_uniform(words[0]);
+    tile.length = warp_uniform(words[1]);
+    tile.first = warp_uniform(words[2]);
+    tile.end = warp_uniform(words[3]);
+    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + 16));
+    return tile;
+  }
+
+  MLA_DEVICE void one_tile() {
+    int first = tile().first;
+    end_ = tile().end;
+    const bool any = first < end_;
+    if (any) {
+      take_queries(tile());
+    } else if (info_ == Q_LOADED) {
+      for (int i = 0; i < Traits::Q_STAGES; ++i) {
+        mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+        release();
+      }
+    }
+    // Only now, because queries take many registers.
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+      for (int r = 0; r < S_REGS; ++r) o_[i][r] = 0.0f;
+    sum_[0] = sum_[1] = 0.0f;
+#pragma unroll 1
+    for (; first < end_; first += Traits::BLOCK_KEYS) step(first);
+    finish(tile(), any);
+    __syncwarp();
+    mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
+    tiles_.next();
+  }
+
+  // This thread has read the next stage.
+  MLA_DEVICE void release() {
+    __syncwarp();
+    mbarrier_arrive(barriers_.kv_empty(kv_.stage));
+    kv_.next();
+  }
+
+  MLA_DEVICE uint32_t stage_at(const KvState& kv) const {
+    return shared_ + Storage::KV + kv.stage * Traits::STAGE_BYTES;
+  }
+
+  // Every warp takes four rows at a time; both stages and threads are then done with what they had of the last tile.
+  MLA_DEVICE void take_queries(const WorkTile& tile) {
+    const Queries queries(params_, tile.sequence);
+    const Heads heads(params_);
+#pragma unroll 1
+    for (int first = consumer_warp() * 4; first < ROWS; first += 32) {
+      const int row = first + warpgroup_thread() % 32 / 8;
+      KvState kv = kv_;
+      for (int i = 0; i < first / 16; ++i) kv.next();
+      mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
+      const QueryRow query(heads, queries, first_row() + row);
+      SwapAbQueries<Traits>::take_row(shared_, row, stage_at(kv) + row % 16 * Traits::Q_ROW_BYTES, query.valid, scale_);
+      if (warpgroup_thread() % 8 == 0)
+        st_shared(shared_ + Storage::KEY_LIMIT + row * 4, query.key_limit(params_, queries, tile));
+    }
+    common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile);
+    fence_proxy_async();
+    sync();
+    for (int i = 0; i < Traits::Q_STAGES; ++i) release();
+  }
+
+  // 128 keys from `first` on, or what the tile has of them.
+  MLA_DEVICE void step(int first) {
+    const int stages = min((end_ - first + BLOCK_N - 1) / BLOCK_N, Traits::STEP_STAGES);
+    if (__builtin_expect(first + Traits::BLOCK_KEYS > end_, 0)) clear_absent(stages, (end_ - first) % BLOCK_N);
+    float s[S_REGS];
+    multiply_keys(s, stages);
+    if (__builtin_expect(first + Traits::BLOCK_KEYS > common_limit_, 0)) mask(s, first);
+    float sum[2];
+    const bool outgrown = exponentiate(s, sum);
+    fence_proxy_async();
+    if (__builtin_expect(named_barrier_any<PV_BARRIER, Traits::CONSUMERS>(outgrown), 0)) {
+      raise_max(s);
+      exponentiate(s, sum);
+      fence_proxy_async();
+      sync();
+    }
+    sum_[0] += sum[0];
+    sum_[1] += sum[1];
+    multiply_values(stages);
+    p_stage_ ^= 1;
+  }
+
+  // The stage that this step's stage `number` is in.
+  MLA_DEVICE KvState ahead(int number) const {
+    KvState kv = kv_;
+    kv.stage += number;
+    if (kv.stage >= Traits::STAGES) {
+      kv.stage -= Traits::STAGES;
+      kv.parity ^= 1;
+    }
+    return kv;
+  }
+
+  // Zeros what the tile's last stage has behind its `used` keys, if these are not all: their P is 0, but what lies there may
+  // be NaN.
+  MLA_DEVICE void clear_absent(int stages, int used) {
+    if (used == 0) return;
+    const KvState kv = ahead(stages - 1);
+    mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
+    constexpr int PIECES = ROW_BYTES / 16;
+    for (int i = consumer_thread(); i < (BLOCK_N - used) * PIECES; i += Traits::CONSUMERS)
+      st_shared_v4(stage_at(kv) + place(used + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
+  }
+
+  // S^T of this warpgroup's 64 keys: of each warp 16, of one stage. A warp whose stage the tile does not have multiplies
+  // keys of the first one, which are masked.
+  MLA_DEVICE void multiply_keys(float (&s)[S_REGS], int stages) {
+    const int number = group_ * 2 + warp_ / 2;
+    const KvState kv = ahead(number < stages ? number : 0);
+    mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
+    const uint32_t from = stage_at(kv) + key_at_;
+    const uint64_t q = make_descriptor(warp_uniform(shared_ + Storage::Q), 0, 1024, Swizzle::bytes128);
+    uint32_t stored[2][2][4];
+    ld_shared_v4(from, stored[0][0]);
+    ld_shared_v4(from + 4 * ROW_BYTES, stored[0][1]);
+    uint32_t keys[2][GROUP_STEPS][4];
+#pragma unroll
+    for (int group = 0; group < BLOCKS * 4 / GROUP_STEPS; ++group) {
+      const int c = group * GROUP_STEPS / 4, begin = group * GROUP_STEPS % 4;
+      if (begin == 0 && c + 1 < BLOCKS) {
+        ld_shared_v4(from + (c + 1) * 64, stored[(c + 1) % 2][0]);
+        ld_shared_v4(from + (c + 1) * 64 + 4 * ROW_BYTES, stored[(c + 1) % 2][1]);
+      }
+      if (group >= 2) wgmma_wait<1>();
+#pragma unroll
+      for (int k = 0; k < GROUP_STEPS; ++k) {
+        keys[group % 2][k][0] = e4m3_to_fp16<0>(stored[c % 2][0][begin + k]);
+        keys[group % 2][k][1] = e4m3_to_fp16<0>(stored[c % 2][1][begin + k]);
+        keys[group % 2][k][2] = e4m3_to_fp16<1>(stored[c % 2][0][begin + k]);
+        keys[group % 2][k][3] = e4m3_to_fp16<1>(stored[c % 2][1][begin + k]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < GROUP_STEPS; ++k)
+        mma_rs(s, keys[group % 2][k], advance_descriptor(q, c * Traits::Q_BLOCK_BYTES + (begin + k) * 32),
+                     group + k > 0);
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    pin_accumulator(s);
+  }
+
+  // Scores of keys that a row does not see become -inf.
+  MLA_DEVICE void mask(float (&s)[S_REGS], int first) const {
+    const int key = first + (group_ * 2 + warp_ / 2) * BLOCK_N + key_of_row(warp_ % 2, warpgroup_thread() % 32 / 4);
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+      const int limit = ld_shared<int>(shared_ + Storage::KEY_LIMIT + row(i) * 4);
+      if (key >= limit) s[i / 2 * 4 + i % 2] = -INFINITE;
+      if (key + 4 >= limit) s[i / 2 * 4 + i % 2 + 2] = -INFINITE;
+    }
+  }
+
+  // The first of the two rows whose sums this lane keeps; fewer than 64 rows are kept by several lanes.
+  MLA_DEVICE static int kept_row() { return warpgroup_thread() % 32 / (128 * 2 / ROWS) * 8 + in_quad() * 2; }
+
+  // The i-th row of this lane.
+  MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
+
+  // P = 2^(S * scale - running max) to shared memory, and its sums for the rows whose sums this lane keeps. Returns whether
+  // P is so large that the running max must be raised.
+  MLA_DEVICE bool exponentiate(const float (&s)[S_REGS], float (&kept)[2]) const {
+    float sum[LANE_ROWS];
+    // Cores of 8 rows x 8 keys: [16 keys][8 of them][8 rows][row][key].
+    const int lane = warpgroup_thread() % 32;
+    const uint32_t to = p_at() + consumer_warp() * Traits::P_STEP_BYTES + lane / 8 % 2 * (ROWS / 8 * 128) +
+                        lane / 16 * 128 + lane % 8 * 16;
+    bool outgrown = false;
+#pragma unroll
+    for (int j = 0; j < LANE_ROWS / 2; j += 2) {
+      uint32_t p[4];
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        uint32_t two[4];  // scale and max of two rows
+        const int pair = j + part;
+        ld_shared_v4(shared_ + Storage::SCALE_AND_MAX + row(2 * pair) * 8, two);
+        float values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          values[i] = exp2_approx(
+              fmaf(s[4 * pair + i], bit_cast<float>(two[i % 2 * 2]), -bit_cast<float>(two[i % 2 * 2 + 1])));
+        sum[2 * pair] = values[0] + values[2];
+        sum[2 * pair + 1] = values[1] + values[3];
+        outgrown |= sum[2 * pair] > RESCALE_THRESHOLD || sum[2 * pair + 1] > RESCALE_THRESHOLD;
+        p[2 * part] = pack_pair<fp16>(values[0], values[1]);
+        p[2 * part + 1] = pack_pair<fp16>(values[2], values[3]);
+      }
+      stmatrix_trans_x4(to + j * 128, p);
+    }
+    add_over_lanes(sum, kept);
+    return outgrown;
+  }
+
+  MLA_DEVICE uint32_t p_at() const { return shared_ + Storage::P + p_stage_ * Traits::P_BYTES; }
+
+  // Raises the running max of every row to its largest score so far, and rescales O and the sums.
+  MLA_DEVICE void raise_max(const float (&s)[S_REGS]) {
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+      float top = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + i % 2 + 2]);
+#pragma unroll
+      for (int lane = 4; lane < 32; lane *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
+      if (warpgroup_thread() % 32 < 4) st_shared(of_warp(consumer_warp(), row(i)), top);
+    }
+    sync();
+    if (const int row = consumer_thread(); row < ROWS) {
+      const uint32_t at = shared_ + Storage::SCALE_AND_MAX + row * 8;
+      float top = -INFINITE;
+      for (int warp = 0; warp < 8; ++warp) top = fmaxf(top, ld_shared<float>(of_warp(warp, row)));
+      const float before = ld_shared<float>(at + 4);
+      const float raised = fmaxf(before, top * ld_shared<float>(at));
+      st_shared(at + 4, raised);
+      st_shared(shared_ + Storage::FACTOR + row * 4, exp2_approx(before - raised));
+    }
+    sync();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) sum_[i] *= ld_shared<float>(shared_ + Storage::FACTOR + (kept_row() + i) * 4);
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+      const float factor = ld_shared<float>(shared_ + Storage::FACTOR + row(i) * 4);
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        o_[tile][i / 2 * 4 + i % 2] *= factor;
+        o_[tile][i / 2 * 4 + i % 2 + 2] *= factor;
+      }
+    }
+  }
+
+  MLA_DEVICE uint32_t of_warp(int warp, int row) const { return shared_ + Storage::OF_WARP + (warp * ROWS + row) * 4; }
+
+  // O^T += V^T P^T of the step's stages, each of which is then released.
+  MLA_DEVICE void multiply_values(int stages) {
+    const uint64_t p = make_descriptor(warp_uniform(p_at()), ROWS / 8 * 128, 128, Swizzle::none);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) pin_accumulator(o_[i]);
+    uint32_t values[2][TILES][4];
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
+      uint32_t stored[2][2][2][2];
+      const uint32_t from = stage_at(kv_);
+      load_values(from, stored[0]);
+      load_values(from + 8 * ROW_BYTES, stored[1]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const uint32_t pairs =
+                __byte_perm(stored[k][half][0][i / 2], stored[k][half][1][i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
+            values[k][i][half * 2] = e4m3_to_fp16<0>(pairs);
+            values[k][i][half * 2 + 1] = e4m3_to_fp16<1>(pairs);
+          }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+          mma_rs(o_[i], values[k][i], advance_descriptor(p, (stage * 2 + k) * Traits::P_STEP_BYTES), true);
+        wgmma_commit();
+      }
+      release();
+    }
+    wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) pin_accumulator(o_[i]);
+  }
+
+  // Eight columns of the lane's four keys of a step: [half of the step][key][word].
+  MLA_DEVICE void load_values(uint32_t from, uint32_t (&stored)[2][2][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int key = 0; key < 2; ++key)
+        ld_shared_v2(from + value_at_[key] + half * 4 * ROW_BYTES, stored[half][key]);
+  }
+
+  // O / denominators to memory.
+  MLA_DEVICE void finish(const WorkTile& tile, bool any) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float sum = sum_[i];
+#pragma unroll
+      for (int lane = 4; lane < 256 / ROWS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (warpgroup_thread() % 32 % (256 / ROWS) < 4) st_shared(of_warp(consumer_warp(), kept_row() + i), sum);
+    }
+    sync();
+    const SwapAbEpilogue<Traits> epilogue(params_, shared_);
+    if (const int row = consumer_thread(); row < ROWS) {
+      float sum = 0.0f;
+      for (int warp = 0; warp < 8; ++warp) sum += ld_shared<float>(of_warp(warp, row));
+      const float max = any ? ld_shared<float>(shared_ + Storage::SCALE_AND_MAX + row * 8 + 4) : LOWEST;
+      epilogue.finish_row(tile, row, max, sum, descale(params_.kv_descale));
+    }
+    sync();
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i) {
+      float eight[8];
+#pragma unroll
+      for (int column = 0; column < 8; ++column)
+        eight[column] = o_[column / 2][i / 2 * 4 + column % 2 * 2 + i % 2];
+      epilogue.store(tile, row(i), group_ * 256 + warp_ * 64 + warpgroup_thread() % 32 / 4 * 8, eight);
+    }
+  }
+
+  const Params& params_;
+  Mbarriers<Traits> barriers_;
+  uint32_t shared_;
+  int group_;
+  int warp_;  // of the warpgroup
+  float scale_;
+  uint32_t key_at_;       // the first of this lane's two keys of S^T within a stage, and its 16 bytes of 64
+  uint32_t value_at_[2];  // the first two of its keys of V^T, and its columns
+  int p_stage_ = 0;
+  KvState kv_;
+  PipelineState<Traits::TILE_STAGES> tiles_;
+  int info_;          // TileInfo of the tile
+  int end_;           // one past its last key
+  int common_limit_;  // one past the last key that every row of the sequence sees
+  float sum_[2];      // of P over this lane's keys, for the rows that it keeps
+  float o_[TILES][S_REGS];  // tile i has columns 2i and 2i + 1 of the lane's eight
+};
+
+}  // namespace mla::sm_90

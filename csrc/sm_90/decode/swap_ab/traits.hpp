@@ -1,0 +1,60 @@
+// Decode with keys as the first operand of wgmma: S^T = K Q^T and O^T = V^T P^T, for caches of e4m3 rows of 576 values.
+// The first operand may lie in registers, so a warp converts keys where they are multiplied and nothing is written back
+// to shared memory. A block has at most ROWS query rows, which are the columns of both products.
+#pragma once
+
+#include "sm_90/decode/cluster/none.hpp"
+#include "sm_90/decode/traits.hpp"
+
+namespace mla::sm_90 {
+
+template <class Query, int ROWS_>
+struct SwapAbTraits {
+  using Problem = DecodeProblem<Query, 576>;
+  using Params = typename Problem::Params;
+  using OutElement = typename Problem::OutElement;
+  using Cluster = ClusterNone;
+  using QueryElement = Query;
+  static constexpr KvSource SOURCE = KvSource::fp8;
+  static constexpr bool STREAMABLE = false;
+  static constexpr int HEAD_DIM_QK = 576;
+  static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
+  static constexpr int BOX_BLOCKS = COLUMN_BLOCKS;
+  static constexpr int SPLIT_ALIGNMENT = BLOCK_N;
+  static constexpr int TILE_STAGES = 4;
+
+  static constexpr int ROWS = ROWS_;
+  static constexpr int CONSUMERS = 256;       // threads of the two warpgroups that multiply
+  static constexpr int BLOCK_KEYS = 128;      // keys of one step, 64 for each warpgroup's S^T
+  static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
+  // Registers per thread of the producer and of the other two warpgroups; a block is launched with 168.
+  static constexpr int PRODUCER_REGISTERS = ROWS == 64 ? 40 : 56;
+  static constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+
+  // A stage has 32 keys as they are stored, in two groups of 16. The second begins 32 bytes further in the turn of the
+  // banks, so that lanes which read four keys of both groups read all banks.
+  static constexpr int GROUP_BYTES = 16 * HEAD_DIM_QK + 32;
+  static constexpr int STAGE_BYTES = 2 * GROUP_BYTES;
+  static constexpr int STAGES = ROWS == 64 ? 6 : ROWS == 32 ? 9 : 11;
+  // Queries come through the ring, too, 16 rows a stage.
+  static constexpr int Q_STAGES = ROWS / 16;
+  static constexpr int Q_ROW_BYTES = Problem::CONVERTS_Q ? HEAD_DIM_QK : 2 * HEAD_DIM_QK;
+  static_assert(16 * Q_ROW_BYTES <= STAGE_BYTES, "16 rows of queries fit in a stage");
+
+  static constexpr int Q_BLOCK_BYTES = ROWS * 128;                  // 64 columns of all rows, in the 128-byte swizzle
+  static constexpr int P_STEP_BYTES = ROWS * 32;                    // 16 keys of P
+  static constexpr int P_BYTES = BLOCK_KEYS / 16 * P_STEP_BYTES;
+  static constexpr int P_STAGES = 2;
+
+  MLA_DEVICE static bool combine_streams(const Params&) { return false; }
+};
+
+// The key of a stage that row `row` (of 16) of a 16 x 16 step holds: of step 0 or 1, keys 8 * step to 8 * step + 7 of both
+// groups. The rows of a quad of S^T, and the lanes of a quad of V^T, have neighbouring keys, which lie 64 bytes further in
+// the turn of the banks.
+MLA_DEVICE int key_of_row(int step, int row) {
+  const int low = row & 1, high = row >> 1 & 1;
+  return (row >> 2 & 1) * 16 + step * 8 + (row >> 3) * 4 + high * 2 + (high ^ low);
+}
+
+}  // namespace mla::sm_90
