@@ -18,9 +18,9 @@ class SwapAbEpilogue {
   MLA_DEVICE SwapAbEpilogue(const Params& params, uint32_t shared) : params_(params), shared_(shared) {}
 
   // Stores the lse of a row of the block, and leaves in shared memory what its results are multiplied by and where they go.
-  // Called by one thread for each row.
-  MLA_DEVICE void finish_row(const WorkTile& tile, int number, float max, float sum, float value_scale) const {
-    const Queries queries(params_, tile.sequence);
+  // Called by one thread for each row; `queries` are the tile's, which whole warps must ask for.
+  MLA_DEVICE void finish_row(const WorkTile& tile, const Queries& queries, int number, float max, float sum,
+                             float value_scale) const {
     const QueryRow row(Heads(params_), queries, first_row() + number);
     const bool any = sum != 0.0f;  // NaN included
     float denominator = sum;

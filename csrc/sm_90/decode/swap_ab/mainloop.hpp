@@ -390,11 +390,12 @@ class SwapAbMainloop {
     }
     sync();
     const SwapAbEpilogue<Traits> epilogue(params_, shared_);
+    const Queries queries(params_, tile.sequence);
     if (const int row = consumer_thread(); row < ROWS) {
       float sum = 0.0f;
       for (int warp = 0; warp < 8; ++warp) sum += ld_shared<float>(of_warp(warp, row));
       const float max = any ? ld_shared<float>(shared_ + Storage::SCALE_AND_MAX + row * 8 + 4) : LOWEST;
-      epilogue.finish_row(tile, row, max, sum, descale(params_.kv_descale));
+      epilogue.finish_row(tile, queries, row, max, sum, descale(params_.kv_descale));
     }
     sync();
 #pragma unroll
