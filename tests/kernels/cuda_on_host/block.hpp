@@ -1,0 +1,80 @@
+// Runs a block on a CPU: in every round all threads that have not ended run until they wait, in an order that changes; some
+// warps sleep for a round, and copies arrive late and in any order. Shared memory begins as NaN of every type.
+#pragma once
+
+#include <ucontext.h>
+
+#include <random>
+
+#include "sm_90/ptx/tma.hpp"
+
+class Block {
+ public:
+  explicit Block(uint32_t seed) : random_(seed), stacks_(BLOCK_THREADS * STACK_BYTES) { running_ = this; }
+
+  // False where threads wait for what never comes.
+  bool run(void (*kernel)()) {
+    using namespace mla::sm_90;
+    std::memset(memory, 0xFF, SHARED_BYTES);
+    mbarriers.clear();
+    kernel_ = kernel;
+    for (int thread = 0; thread < BLOCK_THREADS; ++thread) start(thread);
+    std::vector<int> order(BLOCK_THREADS);
+    for (int thread = 0; thread < BLOCK_THREADS; ++thread) order[thread] = thread;
+    for (int left = BLOCK_THREADS, quiet = 0; left != 0;) {
+      const long before = events;
+      if (random_() % 4 == 0) std::shuffle(order.begin(), order.end(), random_);
+      const uint32_t asleep = random_() & random_();  // a bit for each warp
+      for (const int thread : order)
+        if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0) resume(thread);
+      while (!bulk_copies.empty() && random_() % 2 == 0) copy(random_() % bulk_copies.size());
+      left = static_cast<int>(std::count(ended_, ended_ + BLOCK_THREADS, false));
+      quiet = events == before && bulk_copies.empty() ? quiet + 1 : 0;
+      if (quiet > MAX_QUIET_ROUNDS) return false;
+    }
+    return true;
+  }
+
+  static void leave() { swapcontext(&running_->threads_[current], &running_->scheduler_); }
+
+ private:
+  static constexpr size_t STACK_BYTES = 128 << 10;
+  static constexpr int MAX_QUIET_ROUNDS = 400;
+
+  static void enter() {
+    running_->kernel_();
+    running_->ended_[current] = true;
+    ++events;
+    leave();
+  }
+  void start(int thread) {
+    ended_[thread] = false;
+    getcontext(&threads_[thread]);
+    threads_[thread].uc_stack.ss_sp = &stacks_[thread * STACK_BYTES];
+    threads_[thread].uc_stack.ss_size = STACK_BYTES;
+    threads_[thread].uc_link = &scheduler_;
+    makecontext(&threads_[thread], enter, 0);
+  }
+  void resume(int thread) {
+    current = thread;
+    swapcontext(&scheduler_, &threads_[thread]);
+  }
+  static void copy(size_t number) {
+    using namespace mla::sm_90;
+    const BulkCopy done = bulk_copies[number];
+    bulk_copies.erase(bulk_copies.begin() + static_cast<long>(number));
+    std::memcpy(memory + done.to, done.from, done.bytes);
+    mbarrier_at(done.barrier).bytes -= done.bytes;
+    mbarrier_at(done.barrier).settle();
+  }
+
+  static inline Block* running_ = nullptr;
+  std::mt19937 random_;
+  std::vector<char> stacks_;
+  void (*kernel_)() = nullptr;
+  ucontext_t scheduler_;
+  ucontext_t threads_[BLOCK_THREADS];
+  bool ended_[BLOCK_THREADS];
+};
+
+inline void yield() { Block::leave(); }

@@ -1,0 +1,148 @@
+// CUDA's words on a CPU: the threads of one block are fibers of one CPU thread, and a warp's lanes meet where they exchange
+// values. Included before the kernel's sources.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __CUDACC__ 1
+#define __device__
+#define __forceinline__ inline
+#define __global__
+#define __shared__
+#define __align__(bytes)
+#define __grid_constant__
+
+using std::max;
+using std::min;
+
+struct int4 { int x, y, z, w; };
+struct uint4 { uint32_t x, y, z, w; };
+struct float4 { float x, y, z, w; };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+constexpr int BLOCK_THREADS = 384;
+inline int current = 0;  // the thread that runs
+inline struct { unsigned x, y, z; } blockIdx;
+struct CurrentThread {
+  operator unsigned() const { return current; }
+};
+inline struct { CurrentThread x; } threadIdx;
+
+void yield();           // another thread runs
+inline long events = 0;  // anything that a waiting thread may have waited for
+[[noreturn]] inline void fail(const char* what, long number) {
+  std::printf("thread %d: %s %ld\n", current, what, number);
+  std::exit(2);
+}
+
+// Threads that exchange one value each; `values` are those of the last meeting.
+struct Meeting {
+  int count = 0;
+  long number = 0;
+  uint64_t values[2][128];
+};
+inline Meeting warps[BLOCK_THREADS / 32], warpgroups[BLOCK_THREADS / 128];
+
+inline const uint64_t* meet(Meeting& meeting, int threads, uint64_t value) {
+  const long number = meeting.number;
+  meeting.values[number % 2][current % threads] = value;
+  if (++meeting.count == threads) {
+    meeting.count = 0;
+    ++meeting.number;
+    ++events;
+  }
+  while (meeting.number == number) yield();
+  return meeting.values[number % 2];
+}
+inline const uint64_t* meet_warp(uint64_t value) { return meet(warps[current / 32], 32, value); }
+inline const uint64_t* meet_warpgroup(uint64_t value) { return meet(warpgroups[current / 128], 128, value); }
+
+inline void __syncwarp() { meet_warp(0); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  std::memcpy(&value, &meet_warp(bits)[lane % 32], sizeof value);
+  return value;
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return __shfl_sync(mask, value, current % 32 ^ lanes);
+}
+inline void __syncthreads() {
+  static int count = 0;
+  static long number = 0;
+  const long before = number;
+  if (++count == BLOCK_THREADS) {
+    count = 0;
+    ++number;
+    ++events;
+  }
+  while (number == before) yield();
+}
+
+template <class T>
+T __ldg(const T* from) {
+  return *from;
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return static_cast<uint64_t>(a) * b >> 32; }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<uint32_t>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+  return result;
+}
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __log2f(float x) { return std::log2(x); }
+inline size_t __cvta_generic_to_shared(const void*) { return 0; }
+
+inline float bits_to_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline uint32_t float_to_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// The 16-bit types and e4m3, rounded to nearest even.
+inline float bf16_to_float(uint16_t bits) { return bits_to_float(static_cast<uint32_t>(bits) << 16); }
+inline uint16_t float_to_bf16(float value) {
+  const uint32_t bits = float_to_bits(value);
+  return std::isnan(value) ? 0x7FFF : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+inline float fp16_to_float(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = exponent == 31  ? (fraction ? NAN : INFINITY)
+                     : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                     : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+  return bits >> 15 ? -size : size;
+}
+inline uint16_t float_to_fp16(float value) {
+  const uint16_t sign = float_to_bits(value) >> 31 << 15;
+  if (std::isnan(value)) return 0x7FFF;
+  const float size = std::fabs(value);
+  if (size >= 65520.0f) return sign | 0x7C00;
+  if (size < std::ldexp(1.0f, -14)) return sign | static_cast<uint16_t>(std::nearbyint(std::ldexp(size, 24)));
+  const int exponent = std::ilogb(size);
+  const int fraction = static_cast<int>(std::nearbyint(std::ldexp(size, 10 - exponent)));  // 2048 carries
+  return sign | static_cast<uint16_t>(((exponent + 14) << 10) + fraction);
+}
+inline float e4m3_to_float(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const float size = exponent == 15 && fraction == 7 ? NAN
+                     : exponent == 0                 ? std::ldexp(static_cast<float>(fraction), -9)
+                                                     : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  return bits >> 7 ? -size : size;
+}

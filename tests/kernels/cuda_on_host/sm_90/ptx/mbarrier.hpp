@@ -1,0 +1,72 @@
+// mbarriers and named barriers on a CPU.
+#pragma once
+
+#include <map>
+
+#include "common/device.hpp"
+
+namespace mla::sm_90 {
+
+struct Mbarrier {
+  int arrivals;
+  int pending;
+  long bytes = 0;  // announced and not yet copied; negative where copies came first
+  uint32_t phase = 0;
+
+  void settle() {
+    if (pending != 0 || bytes != 0) return;
+    phase ^= 1;
+    pending = arrivals;
+    ++events;
+  }
+};
+inline std::map<uint32_t, Mbarrier> mbarriers;
+
+inline Mbarrier& mbarrier_at(uint32_t address) {
+  const auto found = mbarriers.find(address);
+  if (found == mbarriers.end()) fail("no mbarrier at", address);
+  return found->second;
+}
+inline void mbarrier_init(uint32_t barrier, int arrivals) { mbarriers[barrier] = {arrivals, arrivals}; }
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint32_t barrier) {
+  Mbarrier& at = mbarrier_at(barrier);
+  if (at.pending == 0) fail("one arrival too many at", barrier);
+  --at.pending;
+  at.settle();
+}
+inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
+  mbarrier_at(barrier).bytes += bytes;
+  mbarrier_arrive(barrier);
+}
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  while (mbarrier_at(barrier).phase == parity) yield();
+}
+inline void fence_proxy_async() {}
+
+struct NamedBarrierState {
+  int count = 0;
+  long number = 0;
+  bool any[2] = {};
+};
+inline NamedBarrierState named_barriers[16];
+
+inline bool at_named_barrier(int id, int threads, bool any) {
+  NamedBarrierState& barrier = named_barriers[id];
+  const long number = barrier.number;
+  barrier.any[number % 2] |= any;
+  if (++barrier.count == threads) {
+    barrier.count = 0;
+    ++barrier.number;
+    barrier.any[barrier.number % 2] = false;
+    ++events;
+  }
+  while (barrier.number == number) yield();
+  return barrier.any[number % 2];
+}
+template <int ID, int THREADS>
+void named_barrier_sync() {
+  at_named_barrier(ID, THREADS, false);
+}
+
+}  // namespace mla::sm_90
