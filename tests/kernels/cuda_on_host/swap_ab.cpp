@@ -172,7 +172,7 @@ struct Case {
     return result;
   }
 
-  // What the kernel has of a row, its partials combined.
+  // A row's results and lse from the kernel, its partials combined.
   double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) {
     if (splits == 1) {
       for (int c = 0; c < VALUES; ++c) {

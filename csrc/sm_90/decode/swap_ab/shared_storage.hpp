@@ -6,7 +6,7 @@
 
 namespace mla::sm_90 {
 
-// What a query row has beside its queries.
+// The softmax state of a query row.
 struct ScaleAndMax {
   float scale;  // of its scores, with that of its queries
   float max;    // the running max, in units of log2

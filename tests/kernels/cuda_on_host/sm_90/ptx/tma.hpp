@@ -22,7 +22,7 @@ inline void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier
   bulk_copies.push_back({to, from, bytes, barrier});
 }
 
-// What producers with tensor maps call; never executed here.
+// Calls of producers with tensor maps, which no test runs.
 inline uint32_t cluster_rank() { return 0; }
 inline void tma_load(uint32_t, const void*, int, int, int, uint32_t) { fail("no tensor map", 0); }
 inline void tma_load_multicast(uint32_t, const void*, int, int, int, uint32_t) { fail("no tensor map", 0); }
