@@ -31,7 +31,7 @@ SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exch
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
-SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32, 64)]
+SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
@@ -57,7 +57,7 @@ def test_every_point_is_declared():
         ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
-        ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32, 64"),
+        ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
         ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
@@ -124,10 +124,11 @@ def answer_of(monkeypatch, built=True, **options):
         ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_clustermode-none"),
         ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_clustermode-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
-        ({"kv_format": "fp8", "page": 16, "heads": 128}, "swap_ab_decode_dtype-bf16_qrows-64"),
+        ({"kv_format": "fp8", "page": 16, "heads": 128}, "decode_dtype-bf16_dqk-576_kvsource-fp8_clustermode-none"),
         ({"kv_format": "fp8", "page": 1, "heads": 16}, "swap_ab_decode_dtype-bf16_qrows-16"),
         ({"kv_format": "fp8", "heads": 17}, "swap_ab_decode_dtype-bf16_qrows-32"),
-        ({**FP8, "page": 1, "q_len": 4}, "swap_ab_decode_dtype-fp8_qrows-"),
+        ({**FP8, "page": 1, "q_len": 2}, "swap_ab_decode_dtype-fp8_qrows-32"),
+        ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
         ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
     ],
 )

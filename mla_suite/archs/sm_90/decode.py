@@ -47,7 +47,7 @@ EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 
 WIDTHS = (576, 512)
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 KV_LOADS = ("tma", "gather", "fp8", "swap_ab")
-SWAP_AB_STAGES = {16: 11, 32: 9, 64: 6}  # most query rows of a CTA -> stages of 32 keys as they are stored
+SWAP_AB_STAGES = {16: 11, 32: 9}  # most query rows of a CTA -> stages of 32 keys as they are stored
 SWAP_AB_WIDTH = 576
 CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
 PLAN = INPUTS.index("plan")
@@ -62,7 +62,7 @@ class Sm90Config:
     width     values of a cached row
     kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages;
               'fp8': keys of any pages are e4m3, which threads convert; 'swap_ab': the same, converted where they are
-              multiplied, as the first operand (decode/swap_ab). Otherwise they have the type of the queries
+              multiplied, as the first operand, for few query rows (decode/swap_ab). Otherwise they have the queries' type
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
               partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
               of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
@@ -172,10 +172,11 @@ def dtypes(kv_load: str) -> tuple[str, ...]:
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
     """The instance for a problem. It sees neither batch nor lengths, so a batch-invariant call may use it."""
     if problem.kv_format == "fp8":
-        if problem.head_dim == SWAP_AB_WIDTH:
-            rows = next((q_rows for q_rows in SWAP_AB_STAGES if problem.heads * problem.q_len <= q_rows), BLOCK_M)
-            return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, "swap_ab", q_rows=rows)
-        return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, "fp8")
+        element, rows = ELEMENTS[problem.q_dtype], problem.heads * problem.q_len
+        few = next((q_rows for q_rows in SWAP_AB_STAGES if rows <= q_rows), None)
+        if few is not None and problem.head_dim == SWAP_AB_WIDTH:
+            return Sm90Config(arch, element, problem.head_dim, "swap_ab", q_rows=few)
+        return Sm90Config(arch, element, problem.head_dim, "fp8")
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "gather"
     return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
 

@@ -46,7 +46,7 @@ class SwapAbMainloop {
   static constexpr int TILES = 4;  // of 64 columns of O^T
   // Steps of K Q^T, 16 deep, that are converted and issued together. While one such group is multiplied the next is
   // converted.
-  static constexpr int GROUP_STEPS = ROWS == 64 ? 2 : 4;
+  static constexpr int GROUP_STEPS = 4;
 
  public:
   MLA_DEVICE SwapAbMainloop(const Params& params, uint32_t shared, int group)

@@ -24,18 +24,19 @@ struct SwapAbTraits {
   static constexpr int TILE_STAGES = 4;
 
   static constexpr int ROWS = ROWS_;
+  static_assert(ROWS == 16 || ROWS == 32, "more rows are faster as the first operand (PERF.md)");
   static constexpr int CONSUMERS = 256;       // threads of the two warpgroups that multiply
   static constexpr int BLOCK_KEYS = 128;      // keys of one step, 64 for each warpgroup's S^T
   static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
   // Registers per thread of the producer and of the other two warpgroups; a block is launched with 168.
-  static constexpr int PRODUCER_REGISTERS = ROWS == 64 ? 40 : 56;
+  static constexpr int PRODUCER_REGISTERS = 56;
   static constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
 
   // A stage has 32 keys as they are stored, in two groups of 16. The second begins 32 bytes further in the turn of the
   // banks, so that lanes which read four keys of both groups read all banks.
   static constexpr int GROUP_BYTES = 16 * HEAD_DIM_QK + 32;
   static constexpr int STAGE_BYTES = 2 * GROUP_BYTES;
-  static constexpr int STAGES = ROWS == 64 ? 6 : ROWS == 32 ? 9 : 11;
+  static constexpr int STAGES = ROWS == 32 ? 9 : 11;
   // Queries come through the ring, too, 16 rows a stage.
   static constexpr int Q_STAGES = ROWS / 16;
   static constexpr int Q_ROW_BYTES = Problem::CONVERTS_Q ? HEAD_DIM_QK : 2 * HEAD_DIM_QK;
