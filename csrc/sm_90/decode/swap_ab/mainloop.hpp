@@ -195,7 +195,7 @@ class SwapAbMainloop {
   }
 
   // Zeros what the tile's last stage has behind its `used` keys, if these are not all: their P is 0, but what lies there may
-  // be NaN.
+  // be NaN. K Q^T may read them before or after, because their scores are masked; P V reads them behind the barrier.
   MLA_DEVICE void clear_absent(int stages, int used) {
     if (used == 0) return;
     const KvState kv = ahead(stages - 1);
@@ -254,7 +254,7 @@ class SwapAbMainloop {
     }
   }
 
-  // The first of the two rows whose sums this lane keeps; fewer than 64 rows are kept by several lanes.
+  // The first of the two rows whose sums this lane keeps; several lanes keep a row.
   MLA_DEVICE static int kept_row() { return warpgroup_thread() % 32 / (128 * 2 / ROWS) * 8 + in_quad() * 2; }
 
   // The i-th row of this lane.
