@@ -58,7 +58,7 @@ class AmdCompiler:
         return [arch for arch, command in commands.items() if subprocess.run(command, capture_output=True).returncode]
 
     def to_object(self) -> list[str]:
-        """Command that links; `relocatable -o object` follows it. Source lines are in the text, which ships beside it."""
+        """Command that links; `relocatable -o object` follows it. Source lines are in the text, shipped beside it."""
         return [*self.lld, "-m", "elf64_amdgpu", "-shared", "--no-undefined", "--strip-debug"]
 
 

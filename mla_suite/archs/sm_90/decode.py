@@ -62,7 +62,7 @@ class Sm90Config:
     width     values of a cached row
     kv_load   'tma': the copy engine brings 32 keys of one page at a time; 'gather': threads bring keys of any pages;
               'fp8': keys of any pages are e4m3, which threads convert; 'swap_ab': the same, converted where they are
-              multiplied, as the first operand, for few query rows (decode/swap_ab). Otherwise they have the queries' type
+              multiplied, as the first operand (decode/swap_ab), for few rows. Otherwise they have the queries' type
     cluster_mode  each CTA of a cluster of two processes one split of a sequence, and the two write one result or
               partial: they reduce O ('reduce_o') or exchange P ('exchange_p') over DSMEM; with a plan they reduce O
               of their last work tiles where these are splits of one sequence ('reduce_last'); 'none' without a
