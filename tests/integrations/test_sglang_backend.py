@@ -25,11 +25,12 @@ def sglang(monkeypatch):
             self.split_tile_size = 256 if model_runner.deterministic else None
             self.topk = 1
 
-    choices, deterministic = ["triton"], ["triton"]
+    choices, deterministic, with_radix_cache = ["triton"], ["triton"], ["triton"]
     server_args = ModuleType("sglang.srt.server_args")
     server_args.ATTENTION_BACKEND_CHOICES = choices
     server_args.add_attention_backend_choices = choices.extend
     server_args.add_deterministic_attention_backend_choices = deterministic.extend
+    server_args.add_radix_supported_deterministic_attention_backend_choices = with_radix_cache.extend
     modules(
         monkeypatch,
         sglang__srt=dict(server_args=server_args),
@@ -38,7 +39,7 @@ def sglang(monkeypatch):
     )
     module = fresh(monkeypatch, "mla_suite.integrations.sglang")
     monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", module)
-    module.stand_in_backends, module.stand_in_choices = backends, (choices, deterministic)
+    module.stand_in_backends, module.stand_in_choices = backends, (choices, deterministic, with_radix_cache)
     return module
 
 
@@ -141,7 +142,7 @@ def test_the_shipped_entry_point_registers_with_sglang(sglang):
     register = entry_point("sglang.srt.plugins")
     for _ in range(2):
         register()
-        assert sglang.stand_in_choices == (["triton", "mla_suite"], ["triton", "mla_suite"])
+        assert sglang.stand_in_choices == (["triton", "mla_suite"],) * 3
     (create,) = sglang.stand_in_backends.values()
     with pytest.raises(ValueError, match="MLASuiteAttnBackend: the model has no latent attention"):
         create(SimpleNamespace(use_mla_backend=False))

@@ -10,7 +10,6 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).parents[2]
-FILE = "MLA_SUITE_TEST_CALLS"
 
 
 def install(folder: Path, group: str, **more: str) -> dict[str, str]:
@@ -24,13 +23,13 @@ def install(folder: Path, group: str, **more: str) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(Path(__file__).parent)]),
-        FILE: str(folder / "calls"),
+        "MLA_SUITE_TEST_CALLS": str(folder / "calls"),
     }
 
 
 def write_call(**row: Any) -> None:
     """Add a row to the file of this process."""
-    with open(f"{os.environ[FILE]}.{os.getpid()}", "a") as written:
+    with open(f"{os.environ['MLA_SUITE_TEST_CALLS']}.{os.getpid()}", "a") as written:
         written.write(json.dumps(row) + "\n")
 
 
