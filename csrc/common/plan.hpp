@@ -213,7 +213,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
 
   MLA_DEVICE static int prices_of(const PlanParams& p) { return p.num_sm_parts + (DEALS ? p.dealt : 0); }
 
-  // Returns the cheapest candidate; among equals one in order, then one that splits nothing, then the one with the fewest SM parts.
+  // Returns the cheapest candidate; among equals one in order, then one that splits nothing, then the one with the
+  // fewest SM parts.
   MLA_DEVICE static int cheapest(const PlanParams& p, const PriceReader& prices) {
     int64_t lowest = prices.lowest();
 #pragma unroll 1

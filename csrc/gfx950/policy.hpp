@@ -19,7 +19,7 @@ struct Policy : cdna::Elementary {
     return pack<Element>(low, high);
   }
 
-  // Returns the residuals of two roundings.
+  // Packs the residuals of two roundings.
   template <class Element>
   MLA_DEVICE static uint32_t pack_residual(float low, float high) {
     return pack<Element>(low, high);

@@ -88,7 +88,7 @@ struct Wave {
   // Returns true in every lane when `condition` holds in any.
   MLA_DEVICE static bool any(bool condition) { return __builtin_amdgcn_ballot_w64(condition) != 0; }
 
-  // Return in how many lanes `condition` holds, and in how many before this one.
+  // Return in how many lanes `condition` holds, and in how many before this one; `all` becomes the former.
   MLA_DEVICE static int count(bool condition) { return __builtin_popcountll(__builtin_amdgcn_ballot_w64(condition)); }
   MLA_DEVICE static int count_before(bool condition, int, int& all) {
     const uint64_t lanes_with = __builtin_amdgcn_ballot_w64(condition);

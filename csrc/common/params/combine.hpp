@@ -25,7 +25,7 @@ struct CombineParams {
   int32_t sink_heads;            // row r has the logit of head r mod sink_heads
   int32_t num_splits;            // read where split_indptr is null
   int32_t out_type;              // 0 bf16, 1 fp16, 2 fp32
-  int32_t skip_none;             // 1: sequences without a split are left as they are
+  int32_t skip_none;             // 1: leave sequences without a split; 2: and rows that decode marked as merged
   int32_t skip_single;           // 1: sequences with exactly one split are left as they are
   uint32_t rows_reciprocal;      // ceil(2^(31 + shift) / rows): n / rows = n * reciprocal >> 31 + shift for n < 2^31
   int32_t rows_shift;            // ceil(log2(rows))

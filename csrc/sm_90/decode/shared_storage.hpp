@@ -1,5 +1,5 @@
 // The shared memory of a decode block: one struct, whose member offsets are all that the roles use. What the host packs
-// for a launch is compared with its size at the end of this file and by tests/kernels.
+// for a launch is compared with its size by tests/kernels/test_decode_sm90.py.
 #pragma once
 
 #include "sm_90/decode/traits.hpp"
@@ -19,7 +19,7 @@ struct alignas(16) PStage {
   uint8_t unused[100];
 };
 static_assert(sizeof(PStage) % 128 == 0 && sizeof(PStage) == BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128,
-              "ops/decode packs as many bytes");
+              "P_BYTES in mla_suite/archs/sm_90/tile.py says as many");
 
 // A work tile on its way from the producer to the QK warpgroup.
 struct PublishedTile {
