@@ -127,14 +127,19 @@ def show(row: Row, peer: Row | None) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each load and backend, with the medians of its rounds."""
+def medians(rows: Sequence[Row]) -> dict[tuple[Load, str], Row]:
+    """A row for each load and backend, with the medians of its rounds."""
     runs: dict[tuple[Load, str], list[Row]] = {}
     for row in rows:
         runs.setdefault((row["load"], row["backend"]), []).append(row)
-    medians = {key: {**own[0], **{name: median(r[name] for r in own) for name in FIELDS}} for key, own in runs.items()}
+    return {key: {**own[0], **{name: median(r[name] for r in own) for name in FIELDS}} for key, own in runs.items()}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each load and backend, with its medians and their ratio to the peer's."""
+    found = medians(rows)
     lines = ["concur x in x out  backend       tokens/s  ratio  TPOT ms      p99  TTFT ms"]
-    return "\n".join([*lines, *(show(row, medians.get((load, AGAINST))) for (load, _), row in medians.items())])
+    return "\n".join([*lines, *(show(row, found.get((load, AGAINST))) for (load, _), row in found.items())])
 
 
 def versions() -> str:

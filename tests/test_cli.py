@@ -111,7 +111,7 @@ def test_demo_reports_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_demo_fails_where_results_differ_too_much(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(demo.MAX_DIFFERENCE, "bf16", 1e-6)
+    monkeypatch.setattr(demo, "MAX_BF16_DIFFERENCE", 1e-6)
     assert main(["demo", "--tokens", "2", "--layers", "1"]) == 1
     assert "FAILED" in capsys.readouterr().out
 
