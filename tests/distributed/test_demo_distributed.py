@@ -9,14 +9,53 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import free_port
 
 from mla_suite.__main__ import main
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mla_suite", "demo"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=300)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "mla_suite", "demo", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
+        timeout=300,
+    )
+
+
+def sentences(*command: str) -> list[str]:
+    """Returns what two failing ranks say, in the order of the ranks.
+
+    The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
+    before its own sentence is written says nothing.
+    """
+    described = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "test",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | described | {"RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode not in (0, None) for rank in ranks), said
+    return [line for stderr in said for line in stderr.splitlines() if line.startswith("demo:")]
 
 
 def test_a_layer_over_two_ranks_agrees_with_the_whole_layer():
@@ -27,12 +66,16 @@ def test_a_layer_over_two_ranks_agrees_with_the_whole_layer():
     assert 0 < report["largest relative difference"] <= 1e-5
 
 
-def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
+def test_torchrun_fails_when_a_rank_fails():
     done = torchrun("--tp", "3")
-    sentences = [line for line in done.stderr.splitlines() if line.startswith("demo:")]
     assert done.returncode != 0
-    assert sorted(sentence.split(":")[1] for sentence in sentences) == [" rank 0", " rank 1"]
-    assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in sentences)
+    assert "demo: rank " in done.stderr
+
+
+def test_a_wrong_number_of_ranks_is_one_sentence_on_every_rank():
+    said = sentences("-m", "mla_suite", "demo", "--tp", "3")
+    assert [sentence.split(":")[1] for sentence in said] == [" rank 0", " rank 1"]
+    assert all("tp_size 3 x cp_size 1 is 3, and the process group has 2 ranks" in line for line in said)
 
 
 PROGRAM = """
@@ -52,21 +95,15 @@ ContextParallelCache.append = dying
 BOTH = pytest.mark.parametrize(("tp", "cp"), [(2, 1), (1, 2)], ids=["tp", "cp"])
 
 
-def sentences(folder: Path, fault: str, tp: int, cp: int) -> list[str]:
-    """Returns what the ranks of a demo with a fault say, in the order of the ranks."""
+def faulty(folder: Path, fault: str, tp: int, cp: int) -> str:
+    """Writes a program that runs a demo with a fault, and returns its path."""
     (folder / "faulty.py").write_text(PROGRAM.format(fault=fault, tp=tp, cp=cp))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, str(folder / "faulty.py")], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode != 0
-    return sorted(line for line in done.stderr.splitlines() if line.startswith("demo:"))
+    return str(folder / "faulty.py")
 
 
 @BOTH
 def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path, tp, cp):
-    (sentence,) = sentences(tmp_path, DIES, tp, cp)
+    (sentence,) = sentences(faulty(tmp_path, DIES, tp, cp))
     assert sentence.startswith(
         "demo: rank 0: another rank ended or did not answer within 60 s; its own sentence says why"
     )
@@ -75,7 +112,7 @@ def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path, t
 @BOTH
 def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path, tp, cp):
     said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
-    assert sentences(tmp_path, "tokens += rank", tp, cp) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
+    assert sentences(faulty(tmp_path, "tokens += rank", tp, cp)) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
 def test_without_torchrun_the_command_is_named(capsys):
