@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_suite.cli import positive
+from mla_suite.cli import problem
 
 if TYPE_CHECKING:
     from mla_suite.archs import ArchSpec
@@ -31,22 +31,14 @@ if TYPE_CHECKING:
     from mla_suite.emulator import Report
 
 
-Q_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz")
+OWN = tuple(name for name in problem.OPTIONS if name != "topk")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator; without one, operators and samples are listed")
     parser.add_argument("sample", nargs="?", help="a sample's name (default: the operator's first)")
     parser.add_argument("--on", metavar="ARCH", default="gfx942", help="gfx942 or gfx950 (default gfx942)")
-    own = parser.add_argument_group(
-        "a problem of your own, of decode", "--heads and --kv together, then any of the rest"
-    )
-    own.add_argument("--heads", type=positive, help="heads of the queries")
-    own.add_argument("--kv", type=int, help="cached keys")
-    own.add_argument("--q-len", type=positive, help="query tokens (default 1)")
-    own.add_argument("--kv-format", help="the cache's kv_format (default bf16)")
-    own.add_argument("--q-dtype", choices=Q_DTYPES, help="default bfloat16")
-    own.add_argument("--num-splits", type=int, help="splits (default 0: decode's own)")
+    problem.add_arguments(parser, "of decode, with --heads and --kv; then any of the rest", OWN)
     parser.add_argument(
         "--hip",
         metavar="DIR",
@@ -104,9 +96,9 @@ def _through_hip(folder: Path, arch: str) -> None:
 
 
 def _sample(op: Op, args: argparse.Namespace) -> Sample:
-    given = {name: getattr(args, name) for name in ("heads", "kv", "q_len", "kv_format", "q_dtype", "num_splits")}
-    if any(value is not None for value in given.values()):
-        if args.heads is None or args.kv is None or op.name != "decode" or args.sample:
+    given = problem.given(args)
+    if given:
+        if "heads" not in given or "kv" not in given or op.name != "decode" or args.sample:
             raise ValueError(
                 "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
             )
@@ -114,9 +106,9 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
 
         from mla_suite.ops.decode.samples import decode_sample
 
-        dtype, kv_format = getattr(torch, args.q_dtype or "bfloat16"), args.kv_format or "bf16"
-        shape = dict(heads=args.heads, q_len=args.q_len or 1, num_splits=args.num_splits or 0)
-        return decode_sample([args.kv], kv_format=kv_format, dtype=dtype, **shape)
+        lens = given.pop("batch", 1) * [given.pop("kv")]
+        dtype = getattr(torch, given.pop("q_dtype", "bfloat16"))
+        return decode_sample(lens, dtype=dtype, planned=given.pop("plan", False), **given)
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:

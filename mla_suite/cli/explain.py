@@ -1,8 +1,10 @@
-"""Say which backend would run an operator's samples here, and why the preferred ones would not.
+"""Say which backend would run a problem, and why the preferred ones would not.
 
   python -m mla_suite explain                       every operator, its first sample
   python -m mla_suite explain decode                every sample of decode
-  python -m mla_suite explain decode --on gfx942    as if that AMD GPU were here (its kernels run in the emulator)
+  python -m mla_suite explain decode --on gfx942    as if that GPU were here; no GPU is needed for it
+  python -m mla_suite explain decode --on sm_90 --batch 32 --heads 128 --kv 4096 --kv-format fp8 --plan
+  python -m mla_suite explain sparse_decode --on gfx950 --heads 16 --topk 2048 --kv-format dsv4
 
 For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))`, or set MLA_SUITE_LOG=dispatch.
 """
@@ -10,31 +12,45 @@ For a call of your own use `print(mla_suite.explain("decode", q, kv_cache, ...))
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 
-from mla_suite.cli import torch_device
+from mla_suite.cli import problem, torch_device
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", nargs="?", help="an operator: plan, decode, sparse_decode, combine or append_kv")
-    parser.add_argument("--on", metavar="ARCH", help="an AMD arch to emulate: gfx942 or gfx950")
+    parser.add_argument("--on", metavar="ARCH", help="an arch: gfx942, gfx950 or sm_90")
     parser.add_argument(
         "--device", type=torch_device, help="torch device of the tensors (default: cuda where torch has one, else cpu)"
     )
+    about = "of decode, with --heads and --kv, or of sparse_decode, with --heads and --topk; then any of the rest"
+    problem.add_arguments(parser, about, tuple(problem.OPTIONS))
 
 
 def run(args: argparse.Namespace) -> int:
     import torch
 
     import mla_suite
+    from mla_suite import archs
     from mla_suite.core import register
-    from mla_suite.launch import emulate
+    from mla_suite.core.explain import explain_on
 
-    device = args.device or torch.device("cuda" if torch.cuda.is_available() and not args.on else "cpu")
-    ops = [register.get(args.op)] if args.op else list(register.registry().values())
-    with emulate(args.on) if args.on else nullcontext():
-        for op in ops:
-            for sample in op.samples() if args.op else list(op.samples())[:1]:
-                positional, keywords = sample.make(device)
-                print(f"{sample.name}\n{mla_suite.explain(op.name, *positional, **keywords)}\n")
+    arch = archs.get(args.on) if args.on else None
+    options = problem.given(args)
+    if options:
+        if arch is None:
+            raise ValueError("a problem of your own is explained for an arch: add --on ARCH, sm_90 for example")
+        if args.op is None:
+            raise ValueError("a problem of your own needs an operator: decode or sparse_decode")
+        positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
+        print(explain_on(arch, args.op, *positional, **keywords))
+        return 0
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() and arch is None else "cpu")
+    for record in [register.get(args.op)] if args.op else list(register.registry().values()):
+        for sample in record.samples() if args.op else list(record.samples())[:1]:
+            positional, keywords = sample.make(device)
+            if arch is None:
+                answer = mla_suite.explain(record.name, *positional, **keywords)
+            else:
+                answer = explain_on(arch, record.name, *positional, **keywords)
+            print(f"{sample.name}\n{answer}\n")
     return 0

@@ -11,6 +11,7 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core import dispatch, register
+from mla_suite.core.op import Op
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Explanation:
     backend    the backend that runs the call, with its configuration and the reason for it, which names the tuned
                table's file and row if one decided
     refused    the backends preferred to it, each with its reason
-    notes      which context the choice used
+    notes      which context the choice used, and how a native kernel splits the keys
     problem    all it could depend on
     """
 
@@ -53,21 +54,49 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
       context 128 keys per sequence, from block_table width x page
     """
     record = register.get(op)
+    given, outputs = _checked(record, args, kwargs)
+    first = dispatch.first_tensor([getattr(given, record.arguments[0])])
+    arch, problem = dispatch.arch_of(first), record.describe(given)
+    choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
+    return _explanation(op, (outputs, given), problem, arch, choice)
+
+
+def explain_on(arch: ArchSpec, op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Say how a call would run on a GPU of this arch, which need not be here. The tensors may be of the meta device.
+
+    Tuned rows, objects and the number of compute units are those of this machine and of the arch's record.
+    """
+    record = register.get(op)
+    given, outputs = _checked(record, args, kwargs)
+    problem = record.describe(given)
+    choice = dispatch.ask(op, record.backends, problem, arch, "cuda")
+    return _explanation(op, (outputs, given), problem, arch, choice)
+
+
+def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    """(the operator's record of the arguments, checked; its outputs without values)."""
     try:
         if record.defaults is not None:
             kwargs = record.defaults(*args, **kwargs)
         signature(record.Args).bind(*args, **kwargs)
     except TypeError as error:
-        raise TypeError(f"explain: {op}: {error}; give the arguments of mla_suite.{op}") from None
-    first = dispatch.first_tensor(args or (kwargs[record.arguments[0]],))
+        raise TypeError(f"explain: {record.name}: {error}; give the arguments of mla_suite.{record.name}") from None
     given = record.Args(*args, **kwargs)
-    record.check(given)
-    problem = record.describe(given)
-    arch = dispatch.arch_of(first)
-    choice = dispatch.choose(op, record.backends, problem, arch, first.device.type)
-    # A problem may say in words what it is made from; most have nothing to add.
-    notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
+    outputs = (torch.empty(output.shape, dtype=output.dtype, device="meta") for output in record.check(given))
+    return given, tuple(outputs)
+
+
+def _explanation(
+    op: str,
+    call: tuple[tuple[torch.Tensor, ...], Any],
+    problem: Hashable,
+    arch: ArchSpec | None,
+    choice: dispatch.Choice,
+) -> Explanation:
     answer = choice.supported
+    # A problem may say in words what it is made from, and a configuration how it splits a call; most add nothing.
+    notes: tuple[str, ...] = getattr(problem, "notes", tuple)()
+    notes += getattr(answer.config, "notes", lambda outputs, args: ())(*call)
     name = arch.name if arch else None
     return Explanation(op, name, choice.backend.name, answer.config, answer.reason, choice.refused, notes, problem)
 

@@ -127,6 +127,14 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
     return launch_of(prepared, args, adjust, _pack_pointers)
 
 
+def notes(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
+    """Returns what `explain` says of a call: how its keys are split."""
+    if args.seq_lens.shape[0] == 0 or outputs[0].numel() == 0:
+        return ()
+    shape = shape_of(args, args.q, outputs[0])
+    return (_splits(config, args, shape).note(shape),)
+
+
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
     if shape.plan_words:
         return Splits(1, 1, args.split_size)

@@ -91,6 +91,12 @@ class CdnaConfig:
         """Workgroups that share the keys of one work tile."""
         return -(-rows // self.rows)
 
+    def notes(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
+        """Returns what `explain` says of a call: how its keys are split."""
+        from mla_suite.archs.cdna import decode
+
+        return decode.notes(self, outputs, args)
+
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
         """The launch of decode."""
         from mla_suite.archs.cdna import decode

@@ -15,12 +15,14 @@ from mla_suite.archs.common.sparse_decode import (
     MIN_SPLIT,
     POINTERS,
     Prepared,
+    Shape,
     combine_launch,
     launch_of,
     numbers_of,
     record_of,
     shape_of,
     slots_and_tiles,
+    split_note,
     supports,
 )
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
@@ -96,9 +98,26 @@ class CdnaSparseConfig:
         """Workgroups that share the keys of one query token."""
         return -(-heads // self.rows)
 
+    def notes(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> tuple[str, ...]:
+        """Returns what `explain` says of a call: how its keys are split."""
+        if outputs[0].numel() == 0:
+            return ()
+        shape = shape_of(args, args.q, outputs, any_lse=False)
+        return (split_note(args, shape, _splits(self, args, shape)),)
+
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
         return _prepare(self, outputs, args)
+
+
+def _splits(config: CdnaSparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
+    """Splits of each query token: the device filled once, MIN_SPLIT keys at least; 1 with a plan, which has its own."""
+    if shape.plan_words:
+        return 1
+    if args.split_size and not args.num_splits:
+        return splits_by_size(args)
+    groups = shape.tokens * config.tiles(shape.heads)
+    return args.num_splits or max(1, min(config.arch.compute_units // groups, shape.keys // MIN_SPLIT))
 
 
 def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
@@ -107,10 +126,7 @@ def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
     shape = shape_of(args, q, outputs, any_lse=False)
     units, tiles = config.arch.compute_units, config.tiles(shape.heads)
-    splits = 1
-    if not shape.plan_words:
-        fill = max(1, min(units // (shape.tokens * tiles), shape.keys // MIN_SPLIT))
-        splits = args.num_splits or (splits_by_size(args) if args.split_size else fill)
+    splits = _splits(config, args, shape)
     slots, items = slots_and_tiles(args, shape, splits)
     groups = min(items, units) if shape.plan_words else items
     own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}

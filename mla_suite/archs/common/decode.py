@@ -111,6 +111,16 @@ class Splits(NamedTuple):
         """Work tiles that a launch walks."""
         return self.slots(shape) if shape.plan_words else shape.batch * self.number
 
+    def note(self, shape: Shape) -> str:
+        """Returns what `explain` says of them."""
+        if shape.plan_words:
+            return f"the plan splits sequences, into at most {self.slots(shape)} partial results"
+        if self.number == 1:
+            return "sequences are not split"
+        if self.partials == 1:
+            return f"{self.number} splits of each sequence, merged in the kernel"
+        return f"{self.number} splits of each sequence, whose {self.partials} partial results combine merges"
+
 
 def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
     """The parameters that the kernels of every arch take."""

@@ -147,6 +147,13 @@ class Prepared(NamedTuple):
     combine: CombineLaunch | None  # None when nothing is split
 
 
+def split_note(args: SparseDecodeArgs, shape: Shape, splits: int) -> str:
+    """Returns what `explain` says of the splits of a call."""
+    if shape.plan_words:
+        return f"the plan splits query tokens, into at most {slots_and_tiles(args, shape, splits)[0]} partial results"
+    return f"{splits} splits of each query token" if splits > 1 else "query tokens are not split"
+
+
 def slots_and_tiles(args: SparseDecodeArgs, shape: Shape, splits: int) -> tuple[int, int]:
     """(partials, work tiles) of a launch."""
     if shape.plan_words:

@@ -152,6 +152,10 @@ class Sm90Config:
         """CTAs that share the keys of one work tile."""
         return -(-rows // BLOCK_M)
 
+    def notes(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
+        """Returns what `explain` says of a call: how its keys are split."""
+        return _notes(self, outputs, args)
+
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
         """The launch of decode."""
         return _prepare(self, outputs, args)
@@ -191,8 +195,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     config = config_for(problem, arch)
     modes = cluster_modes(config.keys, config.width)
     clusters = [config.clustered(mode).instance for mode in modes]
-    tiles = config.tiles(problem.heads * problem.q_len)
-    reason = f"{tiles} tiles of {BLOCK_M} rows for {problem.q_len} x {problem.heads} query rows"
+    reason = f"tiles of {config.q_rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
     return missing(arch, *clusters, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
 
@@ -249,6 +252,20 @@ def _split(
     if estimate.streams(count, mode):
         streaming = combine.streaming(config.arch, 512, shape.rows, shape.batch, partials, estimate.busy(count), runs)
     return config.clustered(mode), Splits(count, partials, size), streaming
+
+
+def _notes(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> tuple[str, ...]:
+    out = outputs[0]
+    if args.seq_lens.shape[0] == 0 or out.numel() == 0:
+        return ()
+    if _needs_no_plan(config, args, out):
+        unread = "the plan is not read: equal splits take less time for these sequences"
+        return unread, *_notes(config, outputs, replace(args, plan=None))
+    shape = shape_of(args, args.q, out)
+    clustered, splits, streaming = _split(config, args, shape)
+    beside = " while decode runs" if streaming is not None else ""
+    pairs = "" if clustered.cluster_mode == "none" else f"; clusters of two CTAs, cluster_mode {clustered.cluster_mode}"
+    return (f"{splits.note(shape)}{beside}{pairs}",)
 
 
 def may_pair_parts(config: Sm90Config, args: DecodeArgs, groups: int) -> bool:

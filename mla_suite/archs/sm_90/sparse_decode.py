@@ -13,12 +13,14 @@ from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     POINTERS,
     Prepared,
+    Shape,
     combine_launch,
     launch_of,
     numbers_of,
     record_of,
     shape_of,
     slots_and_tiles,
+    split_note,
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
@@ -99,6 +101,13 @@ class Sm90SparseConfig:
         """Blocks that share the keys of one query token."""
         return -(-heads // BLOCK_M)
 
+    def notes(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> tuple[str, ...]:
+        """Returns what `explain` says of a call: how its keys are split."""
+        if outputs[0].numel() == 0:
+            return ()
+        shape = shape_of(args, args.q, outputs, any_lse=True)
+        return (split_note(args, shape, _splits(self, args, shape)),)
+
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
         return _prepare(self, outputs, args)
@@ -127,6 +136,15 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
     return min(splits_worth_trying(max_splits(config.arch, tokens * tiles, stages), stages), key=microseconds)
 
 
+def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
+    """Splits of each query token; 1 with a plan, which has its own."""
+    if shape.plan_words:
+        return 1
+    if args.split_size and not args.num_splits:
+        return splits_by_size(args)
+    return args.num_splits or best_splits(config, shape.tokens, shape.heads, shape.keys)
+
+
 def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
     if outputs[0].numel() == 0:
         return lambda outputs, tensors: None
@@ -136,11 +154,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
         shape = shape._replace(q=shape.q.copied(), copies_q=True)
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied(), copies_out=True)
-    splits = 1
-    if not shape.plan_words:
-        splits = args.num_splits or (
-            splits_by_size(args) if args.split_size else best_splits(config, shape.tokens, shape.heads, shape.keys)
-        )
+    splits = _splits(config, args, shape)
     slots, items = slots_and_tiles(args, shape, splits)
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, items, tiles)

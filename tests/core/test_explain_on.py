@@ -1,0 +1,77 @@
+"""`explain --on ARCH` says what a GPU that is not here would run: the kernel, the splits, or why not the kernel."""
+
+import pytest
+import torch
+
+from mla_suite import archs
+from mla_suite.__main__ import main
+from mla_suite.archs.common.decode import shape_of
+from mla_suite.archs.sm_90.decode import Sm90Config, split_count
+from mla_suite.cli import problem
+from mla_suite.core import register
+from mla_suite.core.explain import Explanation, explain_on
+from mla_suite.ops.decode import DecodeArgs
+
+
+def on(arch: str, op: str, **options: object) -> Explanation:
+    record = archs.get(arch)
+    args, kwargs = problem.without_values(op, options, record)
+    return explain_on(record, op, *args, **kwargs)
+
+
+@pytest.mark.parametrize("arch", archs.registered())
+@pytest.mark.parametrize("planned", [False, True], ids=["equal", "planned"])
+def test_a_bf16_batch_is_native_everywhere(arch, planned):
+    answer = on(arch, "decode", batch=128, heads=128, kv=4096, **({"plan": True} if planned else {}))
+    assert (answer.arch, answer.backend) == (arch, "native")
+    assert any("the plan splits" in note if planned else "split" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize(("op", "options"), [("decode", {"kv": 512}), ("sparse_decode", {"topk": 512})])
+@pytest.mark.parametrize("arch", archs.registered())
+def test_what_no_kernel_takes_goes_to_triton_and_says_why(arch, op, options):
+    answer = on(arch, op, heads=16, q_dtype="float32", kv_format="fp32", **options)
+    assert answer.backend == "triton"
+    assert dict(answer.refused)["native"]
+
+
+def test_the_splits_it_names_are_those_of_the_launch():
+    options = {"batch": 4, "heads": 128, "kv": 8192}
+    args, kwargs = problem.without_values("decode", options, archs.get("sm_90"))
+    given = DecodeArgs(*args, **kwargs)
+    out = torch.empty(4, 1, 128, 512, dtype=torch.bfloat16, device="meta")
+    config = Sm90Config(archs.get("sm_90"), "bf16", 576, "tma")
+    number = split_count(config, given, shape_of(given, given.q, out))
+    assert number > 1
+    assert any(note.startswith(f"{number} splits of each sequence") for note in on("sm_90", "decode", **options).notes)
+
+
+@pytest.mark.parametrize(("arch", "op"), [("gfx942", "decode"), ("gfx950", "decode"), ("gfx950", "sparse_decode")])
+def test_forced_splits_are_named(arch, op):
+    length = {"decode": "kv", "sparse_decode": "topk"}[op]
+    answer = on(arch, op, batch=2, heads=16, num_splits=3, **{length: 2048})
+    assert any(note.startswith("3 splits of each") for note in answer.notes)
+
+
+def test_one_sequence_with_a_plan_on_sm_90_is_split_evenly():
+    notes = on("sm_90", "decode", heads=16, kv=8192, plan=True).notes
+    assert any("the plan is not read" in note for note in notes)
+    assert any("splits of each sequence" in note for note in notes)
+
+
+@pytest.mark.parametrize("arch", archs.registered())
+def test_every_sample_of_every_operator_is_explained(arch, capsys):
+    for name in register.registry():
+        assert main(["explain", name, "--on", arch]) == 0
+    answers = [line for line in capsys.readouterr().out.splitlines() if f" on {arch} -> " in line]
+    assert len(answers) == sum(len(record.samples()) for record in register.registry().values())
+
+
+def test_the_command_prints_one_problem(capsys):
+    assert (
+        main(["explain", "sparse_decode", "--on", "gfx950", "--heads", "16", "--topk", "2048", "--kv-format", "dsv4"])
+        == 0
+    )
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == "sparse_decode on gfx950 -> native (gfx950): dsv4 records, tiles of 16 rows for 16 heads"
+    assert "  16 splits of each query token" in rest
