@@ -111,8 +111,8 @@ def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if not shape.plan_words:
         fill = max(1, min(units // (shape.tokens * tiles), shape.keys // MIN_SPLIT))
         splits = args.num_splits or (splits_by_size(args) if args.split_size else fill)
-    slots, items = slots_and_tiles(args, shape, splits)
-    groups = min(items, units) if shape.plan_words else items
+    slots, work_tiles = slots_and_tiles(args, shape, splits)
+    groups = min(work_tiles, units) if shape.plan_words else work_tiles
     own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
     numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
     combined = None

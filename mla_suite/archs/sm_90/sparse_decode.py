@@ -141,9 +141,9 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
         splits = args.num_splits or (
             splits_by_size(args) if args.split_size else best_splits(config, shape.tokens, shape.heads, shape.keys)
         )
-    slots, items = slots_and_tiles(args, shape, splits)
+    slots, work_tiles = slots_and_tiles(args, shape, splits)
     tiles = config.tiles(shape.heads)
-    groups = groups_of(config.arch, items, tiles)
+    groups = groups_of(config.arch, work_tiles, tiles)
     lse = combine_kernels.lse_numbers(*shape.lse)
     numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, **lse)
     combined = None
