@@ -175,7 +175,7 @@ def compare_planned(row: Row, width: int) -> str:
     rounds = [[replay.round(0.05) for replay in replays] for _ in range(3)]
     us, planned_us = (median([pair[i] for pair in rounds]) for i in (0, 1))
     return (
-        f"{row.name:{width}s} {unplanned_splits(row, args[0]):5d} {us:9.2f} {header[Word.ITEMS_USED]:6d} "
+        f"{row.name:{width}s} {unplanned_splits(row, args[0]):5d} {us:9.2f} {header[Word.WORK_TILES_USED]:6d} "
         f"{header[Word.PARTIAL_ROWS]:7d} {planned_us:9.2f} {planned_us / us:6.2f}"
     )
 

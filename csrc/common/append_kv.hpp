@@ -60,7 +60,7 @@ struct AppendKv {
       const int first = block_id_x() * p.group;
       const int count = p.tokens - first < p.group ? p.tokens - first : p.group;
       if (rows) write_rows(p, table, wave, first, count);
-      else write_pieces(Wave::again(p), table, wave, first, count);
+      else write_pieces(Wave::reread(p), table, wave, first, count);
     }
   }
 
@@ -77,8 +77,8 @@ struct AppendKv {
     }
     if (written_later(p, token, slot) || slot < 0) return;
     const Record record = record_of(p, slot);
-    if (wave == 0) row.store_latent(Wave::again(p), record, lane);
-    if (wave == 1) row.store_rest(Wave::again(p), record, angle, lane);
+    if (wave == 0) row.store_latent(Wave::reread(p), record, lane);
+    if (wave == 1) row.store_rest(Wave::reread(p), record, angle, lane);
   }
 
   MLA_DEVICE static void write_pieces_of_token(const AppendKvParams& p, int wave) {
@@ -108,13 +108,13 @@ struct AppendKv {
                                    int lane) {
     const int slot = Wave::uniform(table.stale[own] != 0 ? -1 : table.slots[own]);
     if (slot >= 0) {
-      const auto angle = row.load_angle(Wave::again(p), lane);
-      const Record record = record_of(Wave::again(p), slot);
-      row.store_latent(Wave::again(p), record, lane);
-      row.store_rest(Wave::again(p), record, angle, lane);
+      const auto angle = row.load_angle(Wave::reread(p), lane);
+      const Record record = record_of(Wave::reread(p), slot);
+      row.store_latent(Wave::reread(p), record, lane);
+      row.store_rest(Wave::reread(p), record, angle, lane);
     }
     const int next = own + step;
-    if (next < count) row.load(Wave::again(p), first + next, lane);
+    if (next < count) row.load(Wave::reread(p), first + next, lane);
   }
 
   MLA_DEVICE static void write_pieces(const AppendKvParams& p, Table& table, int wave, int first, int count) {
@@ -141,9 +141,9 @@ struct AppendKv {
   MLA_DEVICE static void write_piece(const AppendKvParams& p, int token, int slot, int i, int pieces, int length) {
     const int lane = thread_id() % Wave::lanes;
     const Record record = record_of(p, slot);
-    if (i + 1 == pieces) write_rest(Wave::again(p), record, token, lane);
-    else if (p.tile > 0) write_latent<true>(Wave::again(p), record, token, i, length, lane);
-    else write_latent<false>(Wave::again(p), record, token, i, length, lane);
+    if (i + 1 == pieces) write_rest(Wave::reread(p), record, token, lane);
+    else if (p.tile > 0) write_latent<true>(Wave::reread(p), record, token, i, length, lane);
+    else write_latent<false>(Wave::reread(p), record, token, i, length, lane);
   }
 
   // Returns whether a later token has the slot, the same in all threads of the workgroup.

@@ -297,7 +297,7 @@ struct Combine {
   MLA_DEVICE static void run(const CombineParams& p) {
     RowAssignment at;
     const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
-    Wave::want(p.partial_out, p.partial_row_stride);
+    Wave::materialize(p.partial_out, p.partial_row_stride);
     Wave::release_consumer();   // while decode runs: the next kernel waits for this launch, and so for decode
     Wave::wait_for_producer();  // everything above is computed while decode runs
     resolve_splits(p, sequence, at);

@@ -6,14 +6,14 @@
 #include "common/mask.hpp"
 #include "common/online_softmax.hpp"
 #include "common/problem.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace mla {
 
 template <class Policy, class Element>
 class RowSink {
  public:
-  MLA_DEVICE RowSink(const DecodeParams& p, const WorkItem& tile, const SequenceRows& rows, int row)
+  MLA_DEVICE RowSink(const DecodeParams& p, const WorkTile& tile, const SequenceRows& rows, int row)
       : final_(tile.partial_row < 0), stored_(row < rows.rows), absent_(!final_ && !stored_ && row < p.rows) {
     const int token = SequenceRows::token_of(p, row);
     const int head = row - token * p.heads;

@@ -14,7 +14,7 @@ class KvSource {
         page_stride_(p.kv_page_stride * element_bytes),
         token_stride_(static_cast<uint32_t>(p.kv_token_stride * element_bytes)),
         page_(static_cast<uint32_t>(p.page)),
-        page_magic_(p.page_magic),
+        page_reciprocal_(p.page_reciprocal),
         page_shift_(p.page_shift) {
     list_ = p.block_table ? p.block_table + sequence * p.block_table_stride : p.kv_indices + p.kv_indptr[sequence];
   }
@@ -31,14 +31,14 @@ class KvSource {
 
  private:
   // key / page
-  MLA_DEVICE uint32_t entry(uint32_t key) const { return divided(key, page_magic_, page_shift_); }
+  MLA_DEVICE uint32_t entry(uint32_t key) const { return divided(key, page_reciprocal_, page_shift_); }
 
   const char* cache_;
   const int32_t* list_;
   int64_t page_stride_;    // bytes
   uint32_t token_stride_;  // bytes
   uint32_t page_;
-  uint32_t page_magic_;
+  uint32_t page_reciprocal_;
   uint32_t page_shift_;
 };
 

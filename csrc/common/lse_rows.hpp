@@ -9,7 +9,7 @@ namespace mla {
 // Elements from p.lse to head 0 of `token`, counted through the batch and below 2^31.
 template <class Params>
 MLA_DEVICE int64_t lse_of_token(const Params& p, int64_t token) {
-  const uint32_t before = divided(static_cast<uint32_t>(token), p.lse_tokens_magic, p.lse_tokens_shift);
+  const uint32_t before = divided(static_cast<uint32_t>(token), p.lse_tokens_reciprocal, p.lse_tokens_shift);
   return token * p.lse_token_stride + before * p.lse_batch_stride;
 }
 

@@ -2,7 +2,7 @@
 // ops/plan/dealing.py and ops/plan/reference.py, so that both make the same words. One source for every arch.
 //
 //   search    one workgroup per candidate number of SM parts: the lower price of its two families -> two words of the
-//             items; and one per candidate that deals sequences out of order (plan_dealing.hpp)
+//             work tiles; and one per candidate that deals sequences out of order (plan_dealing.hpp)
 //   balanced  one workgroup: the cheapest candidate's split points, then the plan
 //   uniform   the plan of equal numbers or sizes of splits; any number of workgroups
 //
@@ -59,15 +59,15 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   };
 
   // Computes the price of both families with as many SM parts as this workgroup's number, and writes the lower one into
-  // the words of the items. The workgroups behind these have a candidate each that deals sequences out of order.
+  // the words of the work tiles. The workgroups behind these have a candidate each that deals sequences out of order.
   MLA_DEVICE static void search(const PlanParams& p) {
     MLA_SHARED Memory s;
-    want_params(p);
+    materialize_params(p);
     Wave::wait_for_producer();
     Wave::release_consumer();
-    if (thread_id() < p.batch) Wave::want_line(p.seq_lens + thread_id());  // while the divisor is made
+    if (thread_id() < p.batch) Wave::prefetch_line(p.seq_lens + thread_id());  // while the divisor is made
     const Divisor used(block_id_x() + 1);
-    Base::prefix_sum(p, s, p.tile_rows > 0, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Base::prefix_sum(p, s, p.partial_cost > 0, [&](int64_t keys) { return round_up(keys) + p.work_tile_cost; });
     if constexpr (DEALS)
       if (block_id_x() >= p.num_sm_parts) return find_price_of_dealing(p, s, block_id_x() - p.num_sm_parts);
     if (Base::fits_32_bits(p, s.costs))
@@ -127,7 +127,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
         split = larger(split, load<Number>(p, costs, point.sequence, point.key, next.sequence, next.key));
       }
       // A sequence has one partial more than it has split points inside.
-      const bool begins = exists && begins_item(point.sequence, point.key, next.sequence, next.key);
+      const bool begins = exists && begins_work_tile(point.sequence, point.key, next.sequence, next.key);
       const bool leads = begins && splits_sequence(point.sequence, point.key, next.sequence);
       partials += Wave::count(begins) + Wave::count(leads);
     }
@@ -139,26 +139,26 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   MLA_DEVICE static Number load(const PlanParams& p, const CostPrefixSum& costs, int sequence, int key, int next,
                                 int next_key) {
     const bool first = key > 0, last = next_key > 0;
-    const Number from = static_cast<Number>(costs.at[sequence]) + (first ? p.item_cost + key : 0);
-    const Number to = static_cast<Number>(costs.at[next]) + (last ? p.item_cost + next_key : 0);
+    const Number from = static_cast<Number>(costs.at[sequence]) + (first ? p.work_tile_cost + key : 0);
+    const Number to = static_cast<Number>(costs.at[next]) + (last ? p.work_tile_cost + next_key : 0);
     if (to == from) return 0;
     const int rows = (first ? 1 : 0) + (last ? 1 : 0) - (first && last && sequence == next ? 1 : 0);
-    return to - from + (first ? p.item_cost : 0) + 2 * p.tile_rows * rows;
+    return to - from + (first ? p.work_tile_cost : 0) + 2 * p.partial_cost * rows;
   }
 
   // Returns the cost of these partials, which is added to that of the slowest SM part.
   MLA_DEVICE static int64_t merge_cost(const PlanParams& p, const CostPrefixSum& costs, int used, int partials) {
     int64_t cost = static_cast<int64_t>(p.shared_cost) * partials;
-    if (p.tile_rows > 0 && partials > 0) {
+    if (p.partial_cost > 0 && partials > 0) {
       const int64_t spacing = larger(divide(costs.at[p.batch] + used - 1, used), int64_t{1});
-      cost += p.tile_rows * (1 + divide(costs.longest + spacing - 1, spacing));
+      cost += p.partial_cost * (1 + divide(costs.longest + spacing - 1, spacing));
     }
     return cost;
   }
 
-  // Tells whether an item begins at a split point that differs from the one before it, and whether it is its sequence's
-  // first.
-  MLA_DEVICE static bool begins_item(int last_sequence, int last_key, int sequence, int key) {
+  // Tells whether a work tile begins at a split point that differs from the one before it, and whether it is its
+  // sequence's first.
+  MLA_DEVICE static bool begins_work_tile(int last_sequence, int last_key, int sequence, int key) {
     return key > 0 && !(last_sequence == sequence && last_key == key);
   }
   MLA_DEVICE static bool splits_sequence(int last_sequence, int last_key, int sequence) {
@@ -169,9 +169,11 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   MLA_DEVICE static int64_t ranked(int64_t cost, int number) { return cost << INDEX_BITS | number; }
   MLA_DEVICE static int64_t lower(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // [num_sm_parts + dealt] of these lie where the items will: 4 words each, and there are more items than SM parts, of
-  // which there are at least `dealt`.
-  MLA_DEVICE static int64_t* found_prices(const PlanParams& p) { return reinterpret_cast<int64_t*>(p.plan + p.items); }
+  // [num_sm_parts + dealt] of these lie where the work tiles will: 4 words each, and there are more work tiles than SM
+  // parts, of which there are at least `dealt`.
+  MLA_DEVICE static int64_t* found_prices(const PlanParams& p) {
+    return reinterpret_cast<int64_t*>(p.plan + p.work_tiles);
+  }
 
   // Return the largest value of a wave. 64 bits are compared by halves: among the lanes with the largest high half, the
   // largest low half wins, compared as a signed number in the same order.
@@ -197,7 +199,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
       for (int i = 0; i < each; ++i) {
         const int number = first + i * Wave::lanes + thread_id() % Wave::lanes;
         at_[i] = found_prices(p) + (number < prices_of(p) ? number : prices_of(p) - 1);
-        Wave::want(at_[i]);  // here: the compiler would compute it behind the wait
+        Wave::materialize(at_[i]);  // here: the compiler would compute it behind the wait
       }
     }
     MLA_DEVICE int64_t lowest() const {
@@ -225,14 +227,14 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   }
 
   // Writes the plan of the cheapest candidate. Each new split point inside a sequence is an entry of a list and begins
-  // an item, and so does each sequence. The rest follows from the number of entries of earlier sequences.
+  // a work tile, and so does each sequence. The rest follows from the number of entries of earlier sequences.
   MLA_DEVICE static void balanced(const PlanParams& p) {
     MLA_SHARED Memory s;
-    want_params(p);
+    materialize_params(p);
 #pragma unroll 1
     for (int i = thread_id(); i < p.num_sm_parts; i += threads) s.inverse[i] = Divisor::inverse(i + 1);
     // The kernel of the prices has waited for the producer of the lengths and for earlier readers of this plan.
-    Base::prefix_sum(p, s, false, [&](int64_t keys) { return round_up(keys) + p.item_cost; });
+    Base::prefix_sum(p, s, false, [&](int64_t keys) { return round_up(keys) + p.work_tile_cost; });
     write_frame(p, thread_id(), threads);
     const bool fits_32_bits = Base::fits_32_bits(p, s.costs);
     const PriceReader prices(p, 0);
@@ -258,8 +260,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   // it. With more sequences, each sequence searches for its entries.
   MLA_DEVICE static bool few(const PlanParams& p) { return p.batch <= p.num_sm_parts; }
 
-  // Fills the list, and finds the first item of each SM part. A lane has a split point and the lane before it the one
-  // before; the first lane has that of the wave before, or none.
+  // Fills the list, and finds the first work tile of each SM part. A lane has a split point and the lane before it the
+  // one before; the first lane has that of the wave before, or none.
   template <class Number>
   MLA_DEVICE static Counts list_entries(const PlanParams& p, Memory& s, const Divisor& used, bool splits) {
     Entries& entries = s.entries;
@@ -278,7 +280,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
       }
       SplitPoint last = Base::from_lane_of(point, lane - 1);
       if (j <= 0) last.sequence = -1;
-      const bool begins = exists && begins_item(last.sequence, last.key, point.sequence, point.key);
+      const bool begins = exists && begins_work_tile(last.sequence, last.key, point.sequence, point.key);
       const bool leads = begins && splits_sequence(last.sequence, last.key, point.sequence);
       uint32_t all;
       const uint32_t earlier = s.scan.count_before(begins, leads, turn, all);
@@ -307,18 +309,18 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
       p.plan[p.split_indptr + b] = row;
       if (b == p.batch) break;
       const bool split = before < counts.entries && entries.sequence[before] == b;
-      write_item(p, b + before, b, 0, split ? entries.key[before] : open, split ? row : -1);
+      write_work_tile(p, b + before, b, 0, split ? entries.key[before] : open, split ? row : -1);
     }
     // The threads that had no sequence begin.
 #pragma unroll 1
     for (int c = threads - 1 - thread_id(); c < counts.entries; c += threads) {
       const int b = entries.sequence[c];
       const bool more = c + 1 < counts.entries && entries.sequence[c + 1] == b;
-      write_item(p, b + c + 1, b, entries.key[c], more ? entries.key[c + 1] : open, entries.row[c]);
+      write_work_tile(p, b + c + 1, b, entries.key[c], more ? entries.key[c + 1] : open, entries.row[c]);
     }
     const int used = p.batch + counts.entries;
 #pragma unroll 1
-    for (int i = used + thread_id(); i < p.item_capacity; i += threads) write_item(p, i, -1, 0, 0, -1);
+    for (int i = used + thread_id(); i < p.work_tile_capacity; i += threads) write_work_tile(p, i, -1, 0, 0, -1);
     if (thread_id() == threads - 1) write_counts(p, used, counts.entries + counts.split);
   }
 
@@ -337,7 +339,9 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   }
 
   // Loads the parameters here: the compiler would sink their loads behind the wait.
-  MLA_DEVICE static void want_params(const PlanParams& p) { Wave::want(p.plan, static_cast<int64_t>(p.batch)); }
+  MLA_DEVICE static void materialize_params(const PlanParams& p) {
+    Wave::materialize(p.plan, static_cast<int64_t>(p.batch));
+  }
 
   MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves>::write(p); }
 };

@@ -24,7 +24,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
     int order[most];   // sequences, the longest rest first
     int owner[most];   // the bin of each sequence
     int turn[most];    // in which it got it
-    int place[most];   // of each bin among all in the last turn; then the bin's first item among those of bins
+    int place[most];   // of each bin among all in the last turn; then the bin's first work tile among those of bins
     int64_t load[most];  // cost of each bin
   };
 
@@ -48,7 +48,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
       const int b = base + thread_id();
       int own = 0;  // chunks, and above them whether there are any
       if (b < p.batch) {
-        const int blocks = static_cast<int>((s.costs.at[b + 1] - s.costs.at[b] - p.item_cost) / split_alignment);
+        const int blocks = static_cast<int>((s.costs.at[b + 1] - s.costs.at[b] - p.work_tile_cost) / split_alignment);
         const int whole = blocks > 0 ? static_cast<int>(static_cast<uint32_t>(blocks - 1) / sizes.chunk) : 0;
         d.left[b] = blocks - whole * sizes.chunk;
         own = (whole < too_many ? whole : too_many) + (whole > 0 ? split_sequence : 0);
@@ -71,7 +71,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
 
   // The cost of the slowest of this thread's SM parts.
   MLA_DEVICE static int64_t slowest(const PlanParams& p, const Dealt& d, const Sizes& sizes) {
-    int64_t cost = sizes.chunks > 0 ? static_cast<int64_t>(sizes.chunk) * split_alignment + p.item_cost : 0;
+    int64_t cost = sizes.chunks > 0 ? static_cast<int64_t>(sizes.chunk) * split_alignment + p.work_tile_cost : 0;
 #pragma unroll 1
     for (int bin = thread_id(); bin < sizes.bins; bin += threads) cost = larger(cost, d.load[bin]);
     return cost;
@@ -88,9 +88,9 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
       const int keys = sizes.chunk * split_alignment;
       p.plan[p.split_indptr + b] = d.row[b];
 #pragma unroll 1
-      for (int i = 0; i < whole; ++i) write_item(p, d.chunks[b] + i, b, i * keys, (i + 1) * keys, d.row[b] + i);
-      const int item = sizes.chunks + d.place[d.owner[b]] + d.turn[b];
-      write_item(p, item, b, whole * keys, open, whole > 0 ? d.row[b] + whole : -1);
+      for (int i = 0; i < whole; ++i) write_work_tile(p, d.chunks[b] + i, b, i * keys, (i + 1) * keys, d.row[b] + i);
+      const int tile = sizes.chunks + d.place[d.owner[b]] + d.turn[b];
+      write_work_tile(p, tile, b, whole * keys, open, whole > 0 ? d.row[b] + whole : -1);
     }
 #pragma unroll 1
     for (int part = thread_id(); part <= p.num_sm_parts; part += threads) {
@@ -99,7 +99,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
       p.plan[p.work_indptr + part] = last ? used : bin < 0 ? part : sizes.chunks + d.place[bin];
     }
 #pragma unroll 1
-    for (int i = used + thread_id(); i < p.item_capacity; i += threads) write_item(p, i, -1, 0, 0, -1);
+    for (int i = used + thread_id(); i < p.work_tile_capacity; i += threads) write_work_tile(p, i, -1, 0, 0, -1);
     if (thread_id() == 0) {
       p.plan[p.split_indptr + p.batch] = sizes.partial_rows;
       write_counts(p, used, sizes.partial_rows);
@@ -122,7 +122,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
     // A quotient of 64 bits takes several times as long.
     const int64_t share = fill <= 0x7fffffff ? static_cast<uint32_t>(fill) / static_cast<uint32_t>(parts)
                                              : divide(fill, int64_t{parts});
-    const int64_t blocks = (round_up(share) - round_up(static_cast<int64_t>(p.item_cost))) / split_alignment;
+    const int64_t blocks = (round_up(share) - round_up(static_cast<int64_t>(p.work_tile_cost))) / split_alignment;
     return static_cast<int>(larger(blocks, int64_t{1}));
   }
 
@@ -146,7 +146,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
         const int at = first + d.place[bin];
         if (at >= p.batch) continue;
         const int sequence = d.order[at];
-        d.load[bin] += static_cast<int64_t>(d.left[sequence]) * split_alignment + p.item_cost;
+        d.load[bin] += static_cast<int64_t>(d.left[sequence]) * split_alignment + p.work_tile_cost;
         d.owner[sequence] = bin;
         d.turn[sequence] = turn;
       }
@@ -155,8 +155,8 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
     return turn;
   }
 
-  // Makes `place` the first item of each bin among those of bins. Each has one of every turn but the last, in which only
-  // the first bins got one.
+  // Makes `place` the first work tile of each bin among those of bins. Each has one of every turn but the last, in
+  // which only the first bins got one.
   MLA_DEVICE static void find_first_items(const PlanParams& p, Shared& s, Dealt& d, const Sizes& sizes) {
     const int whole = sizes.turns - 1, taken = p.batch - whole * sizes.bins;
     int begin = 0;
@@ -172,8 +172,8 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
     block_sync();
   }
 
-  // How many of `count` values come before the one at `own`: larger (or smaller) ones, and equal ones before it. AT_ONCE
-  // values are loaded together, because each load takes as long as several comparisons.
+  // How many of `count` values come before the one at `own`: larger (or smaller) ones, and equal ones before it.
+  // AT_ONCE values are loaded together, because each load takes as long as several comparisons.
   template <int AT_ONCE, bool LARGEST_FIRST, class Number>
   MLA_DEVICE static int rank(const Number* values, int count, int own) {
     const Number value = values[own];

@@ -8,16 +8,16 @@ namespace mla {
 struct PlanHeader {
   static constexpr int num_sm_parts = 3;
   static constexpr int work_indptr = 6;  // offset in words, as is the next
-  static constexpr int items = 8;
-  static constexpr int item_words = 4;
+  static constexpr int work_tiles = 8;
+  static constexpr int work_tile_words = 4;
   static constexpr int partial_rows = 14;
   static constexpr int words = 16;     // split_indptr [batch + 1] follows, then work_indptr [num_sm_parts + 1]
-  static constexpr int counters = 16;  // of each sequence, then the items, at a multiple of 4 words
+  static constexpr int counters = 16;  // of each sequence, then the work tiles, at a multiple of 4 words
 
   // Where these lie, in words, in a plan for `batch` sequences and `num_sm_parts` SM parts.
-  MLA_DEVICE static int work_of(int batch) { return words + batch + 1; }
-  MLA_DEVICE static int items_of(int batch, int num_sm_parts) {
-    return (work_of(batch) + num_sm_parts + 1 + counters * batch + 3) / 4 * 4;
+  MLA_DEVICE static int work_indptr_at(int batch) { return words + batch + 1; }
+  MLA_DEVICE static int work_tiles_at(int batch, int num_sm_parts) {
+    return (work_indptr_at(batch) + num_sm_parts + 1 + counters * batch + 3) / 4 * 4;
   }
 };
 

@@ -135,7 +135,7 @@ struct PlanPrefixSum {
 
   // Returns whether 32 bits hold every number that split points are computed from; their quotients take half the time.
   MLA_DEVICE static bool fits_32_bits(const PlanParams& p, const CostPrefixSum& costs) {
-    return costs.at[p.batch] * (p.item_cost + 1) <= 0x7fffffff;
+    return costs.at[p.batch] * (p.work_tile_cost + 1) <= 0x7fffffff;
   }
 
   // Returns the number of sequences that end at `position` or before it.
@@ -170,14 +170,14 @@ struct PlanPrefixSum {
       const Number position = each_ * j + used_.divide(left_ * j);
       const int b = sequence_at(p_, costs_, position);
       const Number begin = static_cast<Number>(costs_.at[b]);
-      const Number length = b < p_.batch ? static_cast<Number>(costs_.at[b + 1]) - begin - p_.item_cost : 0;
+      const Number length = b < p_.batch ? static_cast<Number>(costs_.at[b + 1]) - begin - p_.work_tile_cost : 0;
       return within(b, position - begin, length);
     }
 
    private:
     // Returns the split point at this cost into sequence b of `length` keys; the one behind the last sequence has none.
     MLA_DEVICE SplitPoint within(int b, Number offset, Number length) const {
-      const Number fixed = p_.item_cost;
+      const Number fixed = p_.work_tile_cost;
       const Number min_split = round_up(fixed / 2);
       // offset x length / (length + fixed), from a product that fits_32_bits allows for
       const Number before = offset - quotient<Number>(offset * fixed + length + fixed - 1, length + fixed);

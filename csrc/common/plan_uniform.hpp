@@ -12,8 +12,8 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base::divide, Base::split_alignment, Base::kv_len, Base::larger, Base::open, Base::round_up, Base::threads;
   using typename Base::Shared;
 
-  // The items of a sequence when every sequence has `splits`: whole ones of `chunk` keys, one of the remaining keys,
-  // and empty ones of cost 1.
+  // The work tiles of a sequence when every sequence has `splits`: whole ones of `chunk` keys, one of the remaining
+  // keys, and empty ones of cost 1.
   struct Equal {
     int64_t chunk, whole_cost, last_cost;
     int whole, splits;
@@ -26,14 +26,14 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
       }
       whole = static_cast<int>(divide(keys, chunk) < splits - 1 ? divide(keys, chunk) : splits - 1);
       const int64_t left = keys - whole * chunk;
-      whole_cost = round_up(chunk) + p.item_cost;
-      last_cost = left > 0 ? round_up(left) + p.item_cost : 1;
+      whole_cost = round_up(chunk) + p.work_tile_cost;
+      last_cost = left > 0 ? round_up(left) + p.work_tile_cost : 1;
     }
-    // Returns the cost of the first n items.
+    // Returns the cost of the first n work tiles.
     MLA_DEVICE int64_t cost(int n) const {
       return n <= whole ? n * whole_cost : whole * whole_cost + last_cost + (n - whole - 1);
     }
-    // Returns how many items begin before a cost, counted from the first item's beginning.
+    // Returns how many work tiles begin before a cost, counted from the first work tile's beginning.
     MLA_DEVICE int begin_before(int64_t position) const {
       if (position <= 0) return 0;
       if (position <= whole * whole_cost) return static_cast<int>(divide(position + whole_cost - 1, whole_cost));
@@ -50,14 +50,14 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
     Base::prefix_sum(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
     const int thread = block_id_x() * threads + thread_id();
     const int all = p.workgroups * threads;
-    const int64_t items = static_cast<int64_t>(p.batch) * p.splits;
+    const int64_t work_tiles = static_cast<int64_t>(p.batch) * p.splits;
 #pragma unroll 1
-    for (int64_t i = thread; i < items; i += all) {
+    for (int64_t i = thread; i < work_tiles; i += all) {
       const int b = static_cast<int>(divide(i, p.splits));
       const int split = static_cast<int>(i - static_cast<int64_t>(b) * p.splits);
       const int64_t first = split * Equal(p, kv_len(p, b)).chunk;
       const int64_t end = first + Equal(p, kv_len(p, b)).chunk;
-      write_item(p, i, b, first < open ? static_cast<int>(first) : open,
+      write_work_tile(p, i, b, first < open ? static_cast<int>(first) : open,
                  split + 1 == p.splits || end > open ? open : static_cast<int>(end),
                  p.splits > 1 ? static_cast<int>(i) : -1);
     }
@@ -72,7 +72,7 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
 #pragma unroll 1
     for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = p.splits > 1 ? b * p.splits : 0;
     write_frame(p, thread, all);
-    if (thread == 0) write_counts(p, static_cast<int>(items), p.splits > 1 ? static_cast<int>(items) : 0);
+    if (thread == 0) write_counts(p, static_cast<int>(work_tiles), p.splits > 1 ? static_cast<int>(work_tiles) : 0);
   }
 };
 

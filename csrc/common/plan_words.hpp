@@ -7,13 +7,13 @@
 namespace mla {
 
 struct PlanWords {
-  MLA_DEVICE static void write_item(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
-    Vec<int32_t, 4> item;
-    item[0] = sequence;
-    item[1] = first;
-    item[2] = end;
-    item[3] = row;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.items + slot * 4) = item;
+  MLA_DEVICE static void write_work_tile(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
+    Vec<int32_t, 4> tile;
+    tile[0] = sequence;
+    tile[1] = first;
+    tile[2] = end;
+    tile[3] = row;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.work_tiles + slot * 4) = tile;
   }
 
   // Writes what follows from sizes alone: the header but for its last four words, and the zeros between the parts.
@@ -21,11 +21,11 @@ struct PlanWords {
   MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
     if (thread == 0) {
       write_header(p, 0, p.magic, p.version, p.batch, p.num_sm_parts);
-      write_header(p, 4, p.item_capacity, p.split_indptr, p.work_indptr, p.counters);
-      write_header(p, 8, p.items, p.item_words, p.num_splits, p.split_size);
+      write_header(p, 4, p.work_tile_capacity, p.split_indptr, p.work_indptr, p.counters);
+      write_header(p, 8, p.work_tiles, p.work_tile_words, p.num_splits, p.split_size);
     }
 #pragma unroll 1
-    for (int i = p.counters + thread; i < p.items; i += threads_in_all) p.plan[i] = 0;
+    for (int i = p.counters + thread; i < p.work_tiles; i += threads_in_all) p.plan[i] = 0;
   }
   MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
     write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_seqlen_kv);

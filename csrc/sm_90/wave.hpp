@@ -17,19 +17,19 @@ struct Wave {
   // Marks a value that is the same in all lanes of the warp.
   MLA_DEVICE static int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-  // The parameters. They lie in constant memory and are read as operands, so reading them again costs nothing.
+  // Returns the parameters. They lie in constant memory and are read as operands, so reading them again costs nothing.
   template <class Params>
-  MLA_DEVICE static const Params& again(const Params& p) { return p; }
+  MLA_DEVICE static const Params& reread(const Params& p) { return p; }
 
-  // Forces these values into registers here, which also brings the 64 bytes around a parameter to the constant cache.
+  // Makes the compiler have these values in registers here, which also brings the 64 bytes around a parameter to the constant cache.
   // Otherwise the compiler sinks the constant load behind a following wait.
   template <class... Words>
-  MLA_DEVICE static void want(Words... words) {
-    (want_word(words), ...);
+  MLA_DEVICE static void materialize(Words... words) {
+    (materialize_word(words), ...);
   }
 
   // Prefetches the line that holds an address into L1.
-  MLA_DEVICE static void want_line(const int32_t* address) { prefetch_l1(address); }
+  MLA_DEVICE static void prefetch_line(const int32_t* address) { prefetch_l1(address); }
 
   // The value of lane `source` (0..31); each lane may name another.
   MLA_DEVICE static int from_lane(int x, int source) { return __shfl_sync(~0u, x, source); }
@@ -118,7 +118,7 @@ struct Wave {
 
  private:
   template <class Word>
-  MLA_DEVICE static void want_word(Word word) {
+  MLA_DEVICE static void materialize_word(Word word) {
     asm volatile("" ::"l"(word) : "memory");
   }
 

@@ -30,7 +30,7 @@ from mla_suite.core.op import Op
 from mla_suite.emulator import Report, SanitizerError, configured
 from mla_suite.launch import LaunchError
 from mla_suite.ops.combine.samples import sample as combine_sample
-from mla_suite.ops.plan.metadata import OPEN, Item, Plan, Word
+from mla_suite.ops.plan.metadata import OPEN, Plan, Word, WorkTile
 
 PERIOD = 512
 """Keys after which the loop of a decode kernel repeats: a workgroup fetches this many keys' page numbers at a time."""
@@ -198,7 +198,7 @@ def one_pool(case: Case) -> Call:
 def _tiles(plan: Plan, lens: Sequence[int]) -> list[tuple[Tile, ...]]:
     """The work tiles of each sequence, in order."""
     found: list[list[Tile]] = [[] for _ in lens]
-    for sequence, first, end, row in plan.items:
+    for sequence, first, end, row in plan.work_tiles:
         found[sequence].append(Tile(max(0, min(end, lens[sequence]) - first), row >= 0, end == OPEN))
     return [tuple(tiles) for tiles in found]
 
@@ -206,14 +206,14 @@ def _tiles(plan: Plan, lens: Sequence[int]) -> list[tuple[Tile, ...]]:
 def _shortened(words: torch.Tensor, plan: Plan, sequences: Sequence[Sequence[Tile]]) -> torch.Tensor:
     """The plan with every work tile shortened: the same tiles of the same workgroups, at other keys."""
     words = words.clone()
-    at = plan.header[Word.ITEMS]
+    at = plan.header[Word.WORK_TILES]
     for tiles in sequences:
         first = 0
         for tile in tiles:
-            words[at + Item.FIRST_KEY] = first
+            words[at + WorkTile.FIRST_KEY] = first
             first += tile.shortened
-            words[at + Item.END_KEY] = OPEN if tile.last else first
-            at += plan.header[Word.ITEM_WORDS]
+            words[at + WorkTile.END_KEY] = OPEN if tile.last else first
+            at += plan.header[Word.WORK_TILE_WORDS]
     return words
 
 

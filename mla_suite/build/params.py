@@ -198,6 +198,6 @@ def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
 
 
 def reciprocal(n: int) -> tuple[int, int]:
-    """(magic, shift) by which kernels divide by n >= 1: x // n == x * magic >> 31 + shift for 0 <= x < 2^31."""
+    """(m, shift) by which kernels divide by n >= 1: x // n == x * m >> 31 + shift for 0 <= x < 2^31."""
     shift = (n - 1).bit_length()
     return -(-(1 << 31 + shift) // n), shift

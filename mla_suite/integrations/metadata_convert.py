@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mla_suite.launch import current_arch
 from mla_suite.ops.plan.dealing import candidates
-from mla_suite.ops.plan.metadata import ITEM_WORDS, OPEN, Item, Layout, assemble
-from mla_suite.ops.plan.reference import items_between
+from mla_suite.ops.plan.metadata import OPEN, WORK_TILE_WORDS, Layout, WorkTile, assemble
+from mla_suite.ops.plan.reference import work_tiles_between
 from mla_suite.ops.plan.scheduler import Splits, balanced_splits, scheduler_costs
 
 FLASH_MLA_BLOCK = 64
@@ -88,12 +88,12 @@ def to_flash_mla(
     """The plan that `mla_suite.plan(seq_lens, ..., num_sm_parts=num_sm_parts)` made, as FlashMLA writes it.
 
     FlashMLA's format has sequences in order, so the plan must have them so, too: see `in_order`. Splits are rounded
-    down to multiples of 64 keys. Neighbouring items of one sequence in an SM part become one split. The lengths must be
-    those the plan was made for: FlashMLA's records end where a sequence ended then.
+    down to multiples of 64 keys. Neighbouring work tiles of one sequence in an SM part become one split. The lengths
+    must be those the plan was made for: FlashMLA's records end where a sequence ended then.
     """
     batch = seq_lens.shape[0]
     parts = _parts(plan, batch, num_sm_parts)
-    sequence, items = parts.sequence, parts.items.long()
+    sequence, work_tiles = parts.sequence, parts.work_tiles.long()
     first, stop = parts.work_indptr[:-1], parts.work_indptr[1:]
     busy = stop > first
     rank = busy.cumsum(0) - 1
@@ -103,10 +103,10 @@ def to_flash_mla(
     num_splits = torch.cat((splits.new_zeros(1), splits.cumsum(0)))
 
     blocks = (torch.cat((seq_lens.long(), seq_lens.new_zeros(1))) + FLASH_MLA_BLOCK - 1) // FLASH_MLA_BLOCK
-    head, tail = first.clamp(max=len(items) - 1), (stop - 1).clamp(min=0)
+    head, tail = first.clamp(max=len(work_tiles) - 1), (stop - 1).clamp(min=0)
     begins, ends = sequence[head].clamp(max=batch), sequence[tail].clamp(max=batch)
-    begin_block = torch.minimum(items[head, Item.FIRST_KEY] // FLASH_MLA_BLOCK, blocks[begins])
-    end_key = items[tail, Item.END_KEY]
+    begin_block = torch.minimum(work_tiles[head, WorkTile.FIRST_KEY] // FLASH_MLA_BLOCK, blocks[begins])
+    end_key = work_tiles[tail, WorkTile.END_KEY]
     end_block = torch.where(end_key == OPEN, blocks[ends], torch.minimum(end_key // FLASH_MLA_BLOCK, blocks[ends]))
     splits, first_part = torch.cat((splits, splits.new_zeros(1))), torch.cat((first_part, first_part.new_zeros(1)))
     values = {
@@ -176,14 +176,14 @@ def aiter_lists(
     """As `to_aiter`, for sequences with pages spans[0][b]..spans[1][b] of kv_indices; spans is int64 [2, batch + 1]."""
     batch = qo_indptr.shape[0] - 1
     parts = _parts(plan, batch, num_sm_parts)
-    items = parts.items.long()
-    used = items[:, Item.SEQUENCE] >= 0
-    owner = torch.where(used, items[:, Item.SEQUENCE], 0)
+    work_tiles = parts.work_tiles.long()
+    used = work_tiles[:, WorkTile.SEQUENCE] >= 0
+    owner = torch.where(used, work_tiles[:, WorkTile.SEQUENCE], 0)
     kv_begin, kv_end = spans[0][owner], spans[1][owner]
-    kv_start = torch.minimum(kv_begin + items[:, Item.FIRST_KEY] // page_size, kv_end)
-    split_end = torch.minimum(kv_begin + items[:, Item.END_KEY] // page_size, kv_end)
-    kv_stop = torch.where(items[:, Item.END_KEY] == OPEN, kv_end, split_end)
-    row, queries = items[:, Item.PARTIAL_ROW], qo_indptr.long()
+    kv_start = torch.minimum(kv_begin + work_tiles[:, WorkTile.FIRST_KEY] // page_size, kv_end)
+    split_end = torch.minimum(kv_begin + work_tiles[:, WorkTile.END_KEY] // page_size, kv_end)
+    kv_stop = torch.where(work_tiles[:, WorkTile.END_KEY] == OPEN, kv_end, split_end)
+    row, queries = work_tiles[:, WorkTile.PARTIAL_ROW], qo_indptr.long()
     works = torch.stack(
         (
             owner,
@@ -200,7 +200,7 @@ def aiter_lists(
     # In place: a row of constants would be a copy from host memory, which cannot be captured.
     works.masked_fill_(~used[:, None], 0)
     works[:, : AiterColumn.Q_START].masked_fill_(~used[:, None], -1)
-    entries = torch.arange(len(items), dtype=torch.int32, device=plan.device) * max_seqlen_q
+    entries = torch.arange(len(work_tiles), dtype=torch.int32, device=plan.device) * max_seqlen_q
     return AiterPlan(
         parts.work_indptr.int(),
         works.int(),
@@ -234,31 +234,31 @@ class _Parts(NamedTuple):
 
     split_indptr: torch.Tensor
     work_indptr: torch.Tensor
-    items: torch.Tensor  # [capacity, 4]
-    sequence: torch.Tensor  # [capacity] of the items, `batch` for unused ones, so that it rises
+    work_tiles: torch.Tensor  # [capacity, 4]
+    sequence: torch.Tensor  # [capacity] of the work tiles, `batch` for unused ones, so that it rises
 
 
 def _parts(plan: torch.Tensor, batch: int, num_sm_parts: int) -> _Parts:
     place = Layout(batch, num_sm_parts, 0)
-    words = plan.shape[0] - int(place.items)
-    if words < 0 or words % ITEM_WORDS != 0:
+    words = plan.shape[0] - int(place.work_tiles)
+    if words < 0 or words % WORK_TILE_WORDS != 0:
         raise ValueError(
             f"plan has {plan.shape[0]} words, none that {batch} sequences and {num_sm_parts} SM parts can have; give "
             "the batch and num_sm_parts that mla_suite.plan was given"
         )
-    items = plan[place.items :].view(-1, ITEM_WORDS)
-    sequence = items[:, Item.SEQUENCE].long()
+    work_tiles = plan[place.work_tiles :].view(-1, WORK_TILE_WORDS)
+    sequence = work_tiles[:, WorkTile.SEQUENCE].long()
     return _Parts(
         plan[place.split_indptr : place.work_indptr],
         plan[place.work_indptr : place.counters].long(),
-        items,
+        work_tiles,
         torch.where(sequence < 0, batch, sequence),
     )
 
 
-def _owner(work_indptr: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
-    """the SM part of each item."""
-    return torch.searchsorted(work_indptr, item, right=True) - 1
+def _owner(work_indptr: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
+    """The SM part of each work tile."""
+    return torch.searchsorted(work_indptr, tile, right=True) - 1
 
 
 def _split_at(places: torch.Tensor, batch: int) -> torch.Tensor:
@@ -278,7 +278,7 @@ def _assembled(splits: Splits, batch: int, num_sm_parts: int) -> torch.Tensor:
     layout = Layout(batch, num_sm_parts, batch + num_sm_parts)
     plan = torch.empty(int(layout.words), dtype=torch.int32, device=splits.key.device)
     header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=0)
-    assemble(layout, header, *items_between(splits, batch), into=plan)
+    assemble(layout, header, *work_tiles_between(splits, batch), into=plan)
     return plan
 
 

@@ -1,7 +1,7 @@
 """decode in Triton, for GPUs without a kernel of our own.
 
-A program holds one tile of query rows and walks work items; an item is a range of one sequence's keys. A block of keys
-is loaded once per row tile and serves as K, transposed, and as V.
+A program holds one tile of query rows and walks work tiles; a work tile is a range of one sequence's keys. A block of
+keys is loaded once per row tile and serves as K, transposed, and as V.
 
 On an H200 it takes 0.26 to 0.87 of the time of SGLang's Triton kernel with its best number of splits, and 0.9 to 2.6
 times that of FlashMLA: benchmarks/README.md has the table, its date and versions.
@@ -24,17 +24,17 @@ from mla_suite.ops.combine.triton import lse_numbers, lse_offset, merge
 from mla_suite.ops.decode import triton_config as tuned
 from mla_suite.ops.decode.triton_blocks import natural_lse, rope_queries, rope_scores, softmax_step
 from mla_suite.ops.decode.triton_config import Tile
-from mla_suite.ops.plan.metadata import HEADER_WORDS, ITEM_WORDS, Word, most_items, splits_of
+from mla_suite.ops.plan.metadata import HEADER_WORDS, WORK_TILE_WORDS, Word, most_work_tiles, splits_of
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT
 
 DOT_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 KV_FORMATS = ("bf16", "fp16", "fp32", "fp8")
 MAX_BLOCKS = 65535  # of a grid's second dimension
 ALIGNMENT = tl.constexpr(SPLIT_ALIGNMENT)  # keys; equal splits fall on its multiples
-ITEMS_AT = tl.constexpr(int(Word.ITEMS))
+WORK_TILES_AT = tl.constexpr(int(Word.WORK_TILES))
 WORK_AT = tl.constexpr(int(Word.WORK_INDPTR))
 NUM_SM_PARTS_AT = tl.constexpr(int(Word.NUM_SM_PARTS))
-WORDS_PER_ITEM = tl.constexpr(ITEM_WORDS)
+WORDS_PER_WORK_TILE = tl.constexpr(WORK_TILE_WORDS)
 
 
 # One binary for all values of these.
@@ -99,15 +99,15 @@ def decode_kernel(
         num_sm_parts = tl.load(plan + NUM_SM_PARTS_AT)
     for sm_part in range(block, num_sm_parts, blocks):
         if plan is None:
-            first_item, end_item = sm_part, sm_part + 1
+            first_tile, end_tile = sm_part, sm_part + 1
         else:
             bounds = plan + tl.load(plan + WORK_AT) + sm_part
-            first_item, end_item = tl.load(bounds), tl.load(bounds + 1)
-        for item in range(first_item, end_item):
+            first_tile, end_tile = tl.load(bounds), tl.load(bounds + 1)
+        for tile in range(first_tile, end_tile):
             if plan is None:
-                b = item // num_splits
+                b = tile // num_splits
                 kv_len = tl.load(seq_lens + b)
-                split = item % num_splits
+                split = tile % num_splits
                 chunk = split_size
                 if split_size == 0:
                     kv_blocks = (kv_len + ALIGNMENT - 1) // ALIGNMENT
@@ -115,15 +115,15 @@ def decode_kernel(
                 first_key = split * chunk
                 # the last split is open, as in a plan: no key is lost when a length outgrows what was promised
                 end_key = tl.where(split == num_splits - 1, kv_len, tl.minimum(first_key + chunk, kv_len))
-                partial_row = tl.where(num_splits > 1, item, -1) + tl.zeros([], tl.int64)
+                partial_row = tl.where(num_splits > 1, tile, -1) + tl.zeros([], tl.int64)
             else:
-                words = plan + tl.load(plan + ITEMS_AT) + item * WORDS_PER_ITEM
+                words = plan + tl.load(plan + WORK_TILES_AT) + tile * WORDS_PER_WORK_TILE
                 b = tl.load(words)
                 kv_len = tl.load(seq_lens + b)
                 first_key = tl.load(words + 1)
                 end_key = tl.minimum(tl.load(words + 2), kv_len)
                 partial_row = tl.load(words + 3).to(tl.int64)
-            attend_item(
+            attend_work_tile(
                 q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink,
                 rope_cos_sin, out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token,
                 q_stride_head, kv_stride_page, kv_stride_token, table_stride, out_stride_token, out_stride_head,
@@ -134,7 +134,7 @@ def decode_kernel(
 
 
 @triton.jit
-def attend_item(
+def attend_work_tile(
     q, kv_cache, block_table, kv_indptr, kv_indices, cu_seqlens_q, q_descale, kv_descale, attn_sink, rope_cos_sin,
     out, lse, partial_out, partial_lse, softmax_scale, heads, q_len, q_stride_token, q_stride_head, kv_stride_page,
     kv_stride_token, table_stride, out_stride_token, out_stride_head, lse_stride_token, lse_stride_head,
@@ -287,7 +287,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         bound = args.max_seqlen_kv or args.kv_indices.shape[0] * page
     tiles = -(-rows // config.rows)
     if args.plan is not None:
-        splits, capacity = 1, int(most_items(args.plan.shape[0], batch))
+        splits, capacity = 1, int(most_work_tiles(args.plan.shape[0], batch))
     else:
         invariant = int(splits_of(bound, args.split_size)) if args.split_size else 0
         splits = args.num_splits or invariant or _splits(batch * tiles, bound, compute_units(args.q.device))

@@ -147,7 +147,7 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
         split_size=args.split_size,
     )
     if checks.certain(layout.words * 4 > metadata.BYTE_LIMIT):
-        given = f"would have {layout.item_capacity} work tiles in {layout.words * 4} bytes"
+        given = f"would have {layout.work_tile_capacity} work tiles in {layout.words * 4} bytes"
         checks.fail("plan", "the plan", given, f"at most {metadata.BYTE_LIMIT} bytes: use fewer or larger splits")
     return (Output((layout.words,), torch.int32),)
 

@@ -23,7 +23,7 @@ from mla_suite.ops.plan.metadata import OPEN
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, SchedulerCosts, round_up
 
 CANDIDATES = 16
-MAX_PARTS = 256  # SM parts; at least as many as candidates have their costs kept in the words of a plan's items
+MAX_PARTS = 256  # SM parts; at least as many as candidates have their costs kept in the words of a plan's work tiles
 MAX_TURNS = 8  # a chunk that leaves so few SM parts for the rest that these take more turns is no candidate
 
 
@@ -36,7 +36,7 @@ def candidates(costs: SchedulerCosts, batch: int, num_sm_parts: int) -> int:
 def deal(
     kv_lens: torch.Tensor, costs: SchedulerCosts, num_sm_parts: int
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(split_indptr, work_indptr, items) of the cheapest candidate, and its cost. kv_lens [batch] int64."""
+    """(split_indptr, work_indptr, work tiles) of the cheapest candidate, and its cost. kv_lens [batch] int64."""
     batch, device, fixed = kv_lens.shape[0], kv_lens.device, costs.tile
     keys = round_up(kv_lens)
     share = (keys + fixed).sum() * (32 + torch.arange(CANDIDATES, device=device)) // (32 * num_sm_parts)
@@ -86,7 +86,7 @@ def _items(
     owner: torch.Tensor,
     turn: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_indptr, work_indptr and items. First come the SM parts of chunks, in the order of sequences."""
+    """split_indptr, work_indptr and work tiles. First come the SM parts of chunks, in the order of sequences."""
     batch, device = whole.shape[0], whole.device
     capacity = batch + num_sm_parts
     splits = torch.where(whole > 0, whole + 1, 0)
@@ -94,19 +94,19 @@ def _items(
     ends = whole.cumsum(0)
     tiles = whole.new_zeros(num_sm_parts).scatter_add_(0, owner, torch.ones_like(owner))  # of each bin
     part = torch.arange(num_sm_parts + 1, device=device)
-    begins = torch.cat((tiles.new_zeros(1), tiles.cumsum(0)))  # of each bin's items among those of bins
+    begins = torch.cat((tiles.new_zeros(1), tiles.cumsum(0)))  # of each bin's work tiles among those of bins
     work_indptr = torch.where(part < chunks, part, chunks + begins[(part - chunks).clamp(min=0)])
 
-    # An item for each chunk; the last slot swallows what is none.
+    # A work tile for each chunk; the last slot swallows what is none.
     number = torch.arange(capacity, device=device)
     sequence = torch.searchsorted(ends, number, right=True).clamp(max=batch - 1)
     split = number - (ends - whole)[sequence]
     of_chunk = torch.stack((sequence, split * chunk, (split + 1) * chunk, split_indptr[sequence] + split), dim=-1)
     none = torch.tensor([-1, 0, 0, -1], device=device)
-    items = torch.where((number < chunks)[:, None], of_chunk, none)
-    items = torch.cat((items, none[None]))
+    work_tiles = torch.where((number < chunks)[:, None], of_chunk, none)
+    work_tiles = torch.cat((work_tiles, none[None]))
     rest = torch.where(whole > 0, split_indptr[:-1] + whole, -1)
     last = torch.stack((torch.arange(batch, device=device), whole * chunk, torch.full_like(whole, OPEN), rest), dim=-1)
     # No candidate at all leaves numbers of no meaning, which nobody reads.
-    items[(chunks + begins[owner] + turn).clamp(max=capacity)] = last
-    return split_indptr, work_indptr, items[:-1]
+    work_tiles[(chunks + begins[owner] + turn).clamp(max=capacity)] = last
+    return split_indptr, work_indptr, work_tiles[:-1]

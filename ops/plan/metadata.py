@@ -2,26 +2,28 @@
 
     header        [16]                      the words of `Word`
     split_indptr  [batch + 1]               partial rows of sequence b: split_indptr[b]..split_indptr[b + 1]
-    work_indptr   [num_sm_parts + 1]             items of SM part w: work_indptr[w]..work_indptr[w + 1]
+    work_indptr   [num_sm_parts + 1]        work tiles of SM part w: work_indptr[w]..work_indptr[w + 1]
     counters      [batch][COUNTERS]         arrival counters, zeroed by plan and reset by the last arriver
     padding       to a multiple of 4 words
-    items         [item_capacity][4]        the words of `Item`; 16-byte aligned
+    work_tiles    [work_tile_capacity][4]   the words of `WorkTile`; 16-byte aligned
 
 Rules a kernel may rely on:
 
-- An item covers keys first_key <= key < min(end_key, seq_lens[sequence]), with seq_lens as the kernel reads it. It is
-  empty when first_key is past the end. The last item of a sequence has end_key OPEN, so every key below seq_lens[b] is
-  in exactly one item of b, whatever the lengths were when the plan was made.
-- Every sequence has at least one item, and its items are in the order of first_key. The items of all sequences are in
-  order, too, unless an arch's plans deal sequences to SM parts (`dealing.py`). Items from the used count up to
-  item_capacity have sequence -1 and belong to no SM part; work_indptr[num_sm_parts] is the used count.
-- A sequence with one item owns no partial row: the item has partial_row -1 and writes `out` and `lse` itself. A
-  sequence with n > 1 items owns n rows, in the order of its items; an empty item stores lse -inf in its row.
+- A work tile covers keys first_key <= key < min(end_key, seq_lens[sequence]), with seq_lens as the kernel reads it. It
+  is empty when first_key is past the end. The last work tile of a sequence has end_key OPEN, so every key below
+  seq_lens[b] is in exactly one work tile of b, whatever the lengths were when the plan was made.
+- Every sequence has at least one work tile, and its work tiles are in the order of first_key. The work tiles of all
+  sequences are in order, too, unless an arch's plans deal sequences to SM parts (`dealing.py`). Work tiles from the
+  used count up to work_tile_capacity have sequence -1 and belong to no SM part; work_indptr[num_sm_parts] is the used
+  count.
+- A sequence with one work tile owns no partial row: the work tile has partial_row -1 and writes `out` and `lse` itself.
+  A sequence with n > 1 work tiles owns n rows, in the order of its work tiles; an empty work tile stores lse -inf in
+  its row.
 - A launch may have any number of blocks: `for w = block; w < num_sm_parts; w += blocks`. Only the last arriver at a
   counter may do more work for it, so no block waits for another.
-- The header, and every item, begins a multiple of 16 bytes from the tensor's start: one load of 16 bytes reads an item
-  where the tensor itself is so aligned. Where split_indptr and work_indptr lie follows from the batch alone, so a
-  kernel need not read it from the header first.
+- The header, and every work tile, begins a multiple of 16 bytes from the tensor's start: one load of 16 bytes reads a
+  work tile where the tensor itself is so aligned. Where split_indptr and work_indptr lie follows from the batch alone,
+  so a kernel need not read it from the header first.
 - Counter (b, tile) belongs to row tile `tile` of sequence b. A launch with more than COUNTERS tiles combines in a
   second kernel.
 """
@@ -39,9 +41,9 @@ Size: TypeAlias = int | torch.SymInt
 
 MAGIC = 0x4D4C4150
 VERSION = 1
-OPEN = 2**31 - 1  # end_key of a sequence's last item
+OPEN = 2**31 - 1  # end_key of a sequence's last work tile
 HEADER_WORDS = 16
-ITEM_WORDS = 4
+WORK_TILE_WORDS = 4
 COUNTERS = 16  # row tiles per sequence: 2048 rows in tiles of 128, 1024 in tiles of 64
 BYTE_LIMIT = 64 * 2**20
 
@@ -53,22 +55,22 @@ class Word(IntEnum):
     VERSION = 1
     BATCH = 2
     NUM_SM_PARTS = 3
-    ITEM_CAPACITY = 4
+    WORK_TILE_CAPACITY = 4
     SPLIT_INDPTR = 5  # offset
     WORK_INDPTR = 6  # offset
     COUNTERS = 7  # offset
-    ITEMS = 8  # offset
-    ITEM_WORDS = 9
+    WORK_TILES = 8  # offset
+    WORK_TILE_WORDS = 9
     NUM_SPLITS = 10  # per sequence when forced, else 0
     SPLIT_SIZE = 11  # keys per split in batch-invariant mode, else 0
     COUNTERS_PER_SEQUENCE = 12
-    ITEMS_USED = 13
+    WORK_TILES_USED = 13
     PARTIAL_ROWS = 14  # = split_indptr[batch]; 0 when nothing is split
     MAX_SEQLEN_KV = 15
 
 
-class Item(IntEnum):
-    """Words of an item."""
+class WorkTile(IntEnum):
+    """Words of a work tile."""
 
     SEQUENCE = 0
     FIRST_KEY = 1
@@ -82,7 +84,7 @@ class Layout:
 
     batch: Size
     num_sm_parts: Size
-    item_capacity: Size
+    work_tile_capacity: Size
 
     @property
     def split_indptr(self) -> Size:
@@ -97,26 +99,26 @@ class Layout:
         return self.work_indptr + self.num_sm_parts + 1
 
     @property
-    def items(self) -> Size:
+    def work_tiles(self) -> Size:
         return (self.counters + self.batch * COUNTERS + 3) // 4 * 4
 
     @property
     def words(self) -> Size:
-        return self.items + self.item_capacity * ITEM_WORDS
+        return self.work_tiles + self.work_tile_capacity * WORK_TILE_WORDS
 
     def header(self, *, num_splits: int, split_size: int, max_seqlen_kv: int) -> list[int]:
-        """The header words that sizes and arguments determine; ITEMS_USED and PARTIAL_ROWS are left 0."""
+        """The header words that sizes and arguments determine; WORK_TILES_USED and PARTIAL_ROWS are left 0."""
         words = {
             Word.MAGIC: MAGIC,
             Word.VERSION: VERSION,
             Word.BATCH: self.batch,
             Word.NUM_SM_PARTS: self.num_sm_parts,
-            Word.ITEM_CAPACITY: self.item_capacity,
+            Word.WORK_TILE_CAPACITY: self.work_tile_capacity,
             Word.SPLIT_INDPTR: self.split_indptr,
             Word.WORK_INDPTR: self.work_indptr,
             Word.COUNTERS: self.counters,
-            Word.ITEMS: self.items,
-            Word.ITEM_WORDS: ITEM_WORDS,
+            Word.WORK_TILES: self.work_tiles,
+            Word.WORK_TILE_WORDS: WORK_TILE_WORDS,
             Word.NUM_SPLITS: num_splits,
             Word.SPLIT_SIZE: split_size,
             Word.COUNTERS_PER_SEQUENCE: COUNTERS,
@@ -148,12 +150,12 @@ def smallest_words(batch: Size) -> Size:
     return Layout(batch, 1, batch).words
 
 
-def most_items(words: Size, batch: Size) -> Size:
-    """Most items, and so most partial rows, a plan of `words` words for `batch` sequences can hold.
+def most_work_tiles(words: Size, batch: Size) -> Size:
+    """Most work tiles, and so most partial rows, a plan of `words` words for `batch` sequences can hold.
 
     For sizing the scratch of partials on the host, where the plan's header cannot be read.
     """
-    return (words - Layout(batch, 1, 0).items) // ITEM_WORDS
+    return (words - Layout(batch, 1, 0).work_tiles) // WORK_TILE_WORDS
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class Plan:
     split_indptr: list[int]
     work_indptr: list[int]
     counters: list[int]
-    items: list[tuple[int, int, int, int]]  # only the used ones, in the order of `Item`
+    work_tiles: list[tuple[int, int, int, int]]  # only the used ones, in the order of `WorkTile`
 
     @classmethod
     def read(cls, plan: torch.Tensor) -> Plan:
@@ -176,25 +178,27 @@ class Plan:
                 f"plan does not begin with {[MAGIC, VERSION]} but {found}; pass a tensor made by mla_suite.plan"
             )
         header = {word: words[word] for word in Word}
-        layout = Layout(header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.ITEM_CAPACITY])
+        layout = Layout(header[Word.BATCH], header[Word.NUM_SM_PARTS], header[Word.WORK_TILE_CAPACITY])
         if len(words) != layout.words:
             raise ValueError(f"plan has {len(words)} words but its header describes {layout.words}; pass it whole")
-        items = [
+        work_tiles = [
             (words[at], words[at + 1], words[at + 2], words[at + 3])
-            for at in range(layout.items, layout.items + header[Word.ITEMS_USED] * ITEM_WORDS, ITEM_WORDS)
+            for at in range(
+                layout.work_tiles, layout.work_tiles + header[Word.WORK_TILES_USED] * WORK_TILE_WORDS, WORK_TILE_WORDS
+            )
         ]
         return cls(
             header,
             words[layout.split_indptr : layout.work_indptr],
             words[layout.work_indptr : layout.counters],
             words[layout.counters : layout.counters + layout.batch * COUNTERS],
-            items,
+            work_tiles,
         )
 
     def splits(self) -> list[list[tuple[int, int]]]:
-        """(first_key, end_key) of every item of each sequence, in order."""
+        """(first_key, end_key) of every work tile of each sequence, in order."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.header[Word.BATCH])]
-        for sequence, first, end, _ in self.items:
+        for sequence, first, end, _ in self.work_tiles:
             found[sequence].append((first, end))
         return found
 
@@ -204,18 +208,18 @@ def assemble(
     header: Sequence[int],
     split_indptr: torch.Tensor,
     work_indptr: torch.Tensor,
-    items: torch.Tensor,
+    work_tiles: torch.Tensor,
     into: torch.Tensor,
 ) -> None:
     """Write the parts into the plan tensor `into`, without waiting for a device.
 
-    items [item_capacity, 4]; split_indptr [batch + 1]; work_indptr [num_sm_parts + 1]; any integer dtype.
+    work_tiles [work_tile_capacity, 4]; split_indptr [batch + 1]; work_indptr [num_sm_parts + 1]; any integer dtype.
     """
     into.zero_()
     for word, value in enumerate(header):
         into[word].fill_(value)  # assigned, the number would be copied from host memory, which cannot be captured
-    into[Word.ITEMS_USED] = work_indptr[-1]
+    into[Word.WORK_TILES_USED] = work_indptr[-1]
     into[Word.PARTIAL_ROWS] = split_indptr[-1]
     into[layout.split_indptr : layout.work_indptr] = split_indptr
     into[layout.work_indptr : layout.counters] = work_indptr
-    into[layout.items :] = items.reshape(-1)
+    into[layout.work_tiles :] = work_tiles.reshape(-1)

@@ -55,24 +55,24 @@ def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
 def _uniform(
     kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, costs: SchedulerCosts, num_sm_parts: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`splits` items per sequence, split s from key s x chunk; num_sm_parts share them by cost, in order."""
+    """`splits` work tiles per sequence, split s from key s x chunk; num_sm_parts share them by cost, in order."""
     batch = kv_lens.shape[0]
     split = torch.arange(splits, device=kv_lens.device)
     first = (split * chunk[:, None]).clamp(max=OPEN)
     end = torch.where(split == splits - 1, OPEN, (first + chunk[:, None]).clamp(max=OPEN))
     sequence = torch.arange(batch, device=kv_lens.device)[:, None].expand_as(first)
     row = sequence * splits + split if splits > 1 else torch.full_like(first, -1)
-    items = torch.stack((sequence, first, end, row), dim=-1).flatten(0, 1)
+    work_tiles = torch.stack((sequence, first, end, row), dim=-1).flatten(0, 1)
 
     present = torch.minimum(end, kv_lens[:, None]) - first
-    # An empty item still costs its look at the plan; 1 gives every item a position in the prefix sum.
+    # An empty work tile still costs its look at the plan; 1 gives every work tile a position in the prefix sum.
     cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.tile, 1).flatten()
     ends = cost.cumsum(0)
     total = torch.cat((ends.new_zeros(1), ends))[-1]
     part = torch.arange(num_sm_parts + 1, device=kv_lens.device)
     work_indptr = torch.searchsorted(ends - cost, (part * total + num_sm_parts - 1) // num_sm_parts)
     split_indptr = torch.arange(batch + 1, device=kv_lens.device) * (splits if splits > 1 else 0)
-    return split_indptr, work_indptr, items
+    return split_indptr, work_indptr, work_tiles
 
 
 def _balanced(
@@ -83,22 +83,22 @@ def _balanced(
         nothing = torch.zeros(num_sm_parts + 1, dtype=torch.int64, device=kv_lens.device)
         return nothing[:1], nothing, torch.tensor([-1, 0, 0, -1], device=kv_lens.device).expand(num_sm_parts, 4)
     splits, cost = balanced_splits(kv_lens, costs, num_sm_parts)
-    in_order = items_between(splits, batch)
+    in_order = work_tiles_between(splits, batch)
     if not dealing.candidates(costs, batch, num_sm_parts):
         return in_order
     dealt, dealt_cost = dealing.deal(kv_lens, costs, num_sm_parts)
-    work_indptr, split_indptr, items = dealt
+    work_indptr, split_indptr, work_tiles = dealt
     first, second, third = in_order
     cheaper = dealt_cost < cost
     return (
         torch.where(cheaper, work_indptr, first),
         torch.where(cheaper, split_indptr, second),
-        torch.where(cheaper, items, third),
+        torch.where(cheaper, work_tiles, third),
     )
 
 
-def items_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_indptr, work_indptr, items: an item at each sequence's start and each distinct split point inside one."""
+def work_tiles_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """split_indptr, work_indptr, work tiles: one at each sequence's start and each distinct split point inside one."""
     capacity, device = batch + points.key.shape[0] - 1, points.key.device
     repeated = (points.sequence[1:] == points.sequence[:-1]) & (points.key[1:] == points.key[:-1])
     new = torch.cat((torch.zeros(1, dtype=torch.int64, device=device), ((points.key[1:] > 0) & ~repeated).long()))
@@ -106,11 +106,11 @@ def items_between(points: Splits, batch: int) -> tuple[torch.Tensor, torch.Tenso
     work_indptr = points.sequence + before
 
     inner = torch.zeros(batch + 1, dtype=torch.int64, device=device).scatter_add_(0, points.sequence, new)[:-1]
-    start = torch.arange(batch, device=device) + inner.cumsum(0) - inner  # index of each sequence's first item
+    start = torch.arange(batch, device=device) + inner.cumsum(0) - inner  # index of each sequence's first work tile
     splits = inner + 1
     split_indptr = torch.cat((inner.new_zeros(1), torch.where(splits > 1, splits, 0).cumsum(0)))
 
-    # One spare slot at the end swallows what is no item: repeated split points and those at boundaries.
+    # One spare slot at the end swallows what is no work tile: repeated split points and those at boundaries.
     sequence = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
     first = torch.zeros_like(sequence)
     sequence.scatter_(0, start, torch.arange(batch, device=device))

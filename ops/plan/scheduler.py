@@ -134,8 +134,8 @@ def _cost(
     interior = (inside > 0).long()
     position = cost_sum[sequence] + interior * (fixed + inside)
     first, last = interior[..., :-1], interior[..., 1:]
-    same_item = first * last * (sequence[..., :-1] == sequence[..., 1:])
-    load = position.diff() + first * fixed + 2 * partial_rows * (first + last - same_item)
+    same_work_tile = first * last * (sequence[..., :-1] == sequence[..., 1:])
+    load = position.diff() + first * fixed + 2 * partial_rows * (first + last - same_work_tile)
     return torch.where(position.diff() == 0, 0, load).amax(-1)
 
 

@@ -1,8 +1,8 @@
 """plan in Triton, for GPUs without a kernel of our own: the definition's words, bit for bit.
 
 A balanced plan takes four small kernels: the prefix sum of the sequences' costs, the cost of every candidate, the
-split points of the cheapest, and the numbers of the sequences' items. A uniform one takes two: write the items, share
-them out. Nothing is read on the host, so a captured plan is made anew at every replay.
+split points of the cheapest, and the numbers of the sequences' work tiles. A uniform one takes two: write the work
+tiles, share them out. Nothing is read on the host, so a captured plan is made anew at every replay.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import current_arch
 from mla_suite.launch.scratch import take
 from mla_suite.ops.plan import dealing, metadata, scheduler
-from mla_suite.ops.plan.metadata import Item, Word
+from mla_suite.ops.plan.metadata import Word, WorkTile
 
 SPLIT_ALIGNMENT = tl.constexpr(scheduler.SPLIT_ALIGNMENT)
 OPEN = tl.constexpr(metadata.OPEN)
-ITEM_WORDS = tl.constexpr(metadata.ITEM_WORDS)
-SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in Item)
+WORK_TILE_WORDS = tl.constexpr(metadata.WORK_TILE_WORDS)
+SEQUENCE, FIRST_KEY, END_KEY, PARTIAL_ROW = (tl.constexpr(int(word)) for word in WorkTile)
 HEADER_WORDS = tl.constexpr(metadata.HEADER_WORDS)  # split_indptr follows the header
-ITEMS_USED, PARTIAL_ROWS = tl.constexpr(int(Word.ITEMS_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
+WORK_TILES_USED, PARTIAL_ROWS = tl.constexpr(int(Word.WORK_TILES_USED)), tl.constexpr(int(Word.PARTIAL_ROWS))
 # Sizes that change from call to call; one binary serves them all.
 SIZES = [
-    "header", "batch", "num_sm_parts", "capacity", "fixed", "tile_rows", "shared", "steps", "num_splits", "split_size",
-    "splits", "work_at", "counters_at", "items_at",
+    "header", "batch", "num_sm_parts", "capacity", "fixed", "partial_cost", "shared", "steps", "num_splits",
+    "split_size", "splits", "work_at", "counters_at", "work_tiles_at",
 ]  # fmt: skip
-BLOCK = 1024  # sequences or items a program looks at together
+BLOCK = 1024  # sequences or work tiles a program looks at together
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -52,7 +52,7 @@ def cost_sum_kernel(seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixe
 
 @triton.jit(do_not_specialize=SIZES)
 def candidates_kernel(
-    cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, tile_rows, shared, steps, WIDTH: tl.constexpr
+    cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, partial_cost, shared, steps, WIDTH: tl.constexpr
 ):  # fmt: skip
     """costs [2][num_sm_parts]: of the two families that divide the prefix sum into 1 + program equal parts."""
     used = tl.program_id(0) + 1
@@ -60,12 +60,12 @@ def candidates_kernel(
     unsplit, split, key = split_point_at(point, used, cost_sum, keys, batch, fixed, steps)
     next_unsplit, next_split, next_key = split_point_at(point + 1, used, cost_sum, keys, batch, fixed, steps)
     none = tl.zeros_like(key)
-    whole = slowest_sm_part(cost_sum, unsplit, none, next_unsplit, none, fixed, tile_rows)
-    parts = slowest_sm_part(cost_sum, split, key, next_split, next_key, fixed, tile_rows)
+    whole = slowest_sm_part(cost_sum, unsplit, none, next_unsplit, none, fixed, partial_cost)
+    parts = slowest_sm_part(cost_sum, split, key, next_split, next_key, fixed, partial_cost)
     if tl.max(key, 0) > 0:
         spacing = tl.maximum((tl.load(cost_sum + batch) + used - 1) // used, 1)
-        parts += tile_rows * (1 + (tl.load(longest) + spacing - 1) // spacing)
-    begins, begins_sequence = items_begun(split, key, next_split, next_key)
+        parts += partial_cost * (1 + (tl.load(longest) + spacing - 1) // spacing)
+    begins, begins_sequence = work_tiles_begun(split, key, next_split, next_key)
     parts += shared * (tl.sum(begins, 0) + tl.sum(begins_sequence, 0))
     tl.store(costs + used - 1, whole)
     tl.store(costs + num_sm_parts + used - 1, parts)
@@ -73,13 +73,15 @@ def candidates_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_points_kernel(
-    cost_sum, keys, costs, point_sequence, point_items, point_splits, work_indptr, items, batch, num_sm_parts, fixed,
-    steps, CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
+    cost_sum, keys, costs, point_sequence, point_tiles, point_splits, work_indptr, work_tiles, batch, num_sm_parts,
+    fixed, steps, CANDIDATES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The cheapest candidate's split points: where each SM part begins, and the items that begin there. One program.
+    """The cheapest candidate's split points: where each SM part begins, and the work tiles that begin there. One
+    program.
 
-    A new split point inside a sequence begins an item and ends the one before it. point_sequence, point_items and
-    point_splits [num_sm_parts + 1] are each split point's sequence and the items and split sequences begun before it.
+    A new split point inside a sequence begins a work tile and ends the one before it. point_sequence, point_tiles and
+    point_splits [num_sm_parts + 1] are each split point's sequence and the work tiles and split sequences begun before
+    it.
     """
     index = tl.arange(0, CANDIDATES)
     cost = tl.load(costs + index, mask=index < 2 * num_sm_parts, other=0)
@@ -93,46 +95,46 @@ def split_points_kernel(
     unsplit, split, last_key = split_point_at(tl.maximum(point - 1, 0), used, cost_sum, keys, batch, fixed, steps)
     last_sequence, last_key = tl.where(in_parts, split, unsplit), tl.where(in_parts, last_key, 0)
 
-    begins, first_in_sequence = items_begun(last_sequence, last_key, sequence, key)
+    begins, first_in_sequence = work_tiles_begun(last_sequence, last_key, sequence, key)
     begun = tl.cumsum(begins, 0)
     split_yet = tl.cumsum(first_in_sequence, 0)
-    item = sequence + begun
-    tl.store(work_indptr + point, item.to(tl.int32), mask=point <= num_sm_parts)
-    words = items + item * ITEM_WORDS
+    tile = sequence + begun
+    tl.store(work_indptr + point, tile.to(tl.int32), mask=point <= num_sm_parts)
+    words = work_tiles + tile * WORK_TILE_WORDS
     tl.store(words + SEQUENCE, sequence.to(tl.int32), mask=begins > 0)
     tl.store(words + FIRST_KEY, key.to(tl.int32), mask=begins > 0)
     tl.store(words + PARTIAL_ROW, (begun + split_yet - 1).to(tl.int32), mask=begins > 0)
-    tl.store(words - ITEM_WORDS + END_KEY, key.to(tl.int32), mask=begins > 0)
+    tl.store(words - WORK_TILE_WORDS + END_KEY, key.to(tl.int32), mask=begins > 0)
     tl.store(point_sequence + point, sequence, mask=point <= num_sm_parts)
-    tl.store(point_items + point, begun - begins, mask=point <= num_sm_parts)
+    tl.store(point_tiles + point, begun - begins, mask=point <= num_sm_parts)
     tl.store(point_splits + point, split_yet - first_in_sequence, mask=point <= num_sm_parts)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def sequences_kernel(
-    point_sequence, point_items, point_splits, plan, header, batch, num_sm_parts, capacity, counters_at, items_at,
+    point_sequence, point_tiles, point_splits, plan, header, batch, num_sm_parts, capacity, counters_at, work_tiles_at,
     steps, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """split_indptr, the first item and the open end of each sequence, and what fills the unused items."""
+    """split_indptr, the first work tile and the open end of each sequence, and what fills the unused work tiles."""
     b = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    store_frame(plan, b, header, counters_at, items_at)
-    items = plan + items_at
+    store_frame(plan, b, header, counters_at, work_tiles_at)
+    work_tiles = plan + work_tiles_at
     here = count_below(point_sequence, num_sm_parts + 1, b.to(tl.int64), b <= batch, steps)
     there = count_below(point_sequence, num_sm_parts + 1, b.to(tl.int64) + 1, b < batch, steps)
-    items_before = tl.load(point_items + here, mask=b <= batch, other=0)
-    row = items_before + tl.load(point_splits + here, mask=b <= batch, other=0)
-    items_after = tl.load(point_items + there, mask=b < batch, other=0)
+    tiles_before = tl.load(point_tiles + here, mask=b <= batch, other=0)
+    row = tiles_before + tl.load(point_splits + here, mask=b <= batch, other=0)
+    tiles_after = tl.load(point_tiles + there, mask=b < batch, other=0)
     tl.store(plan + HEADER_WORDS + b, row.to(tl.int32), mask=b <= batch)
-    words = items + (b + items_before) * ITEM_WORDS
+    words = work_tiles + (b + tiles_before) * WORK_TILE_WORDS
     tl.store(words + SEQUENCE, b, mask=b < batch)
     tl.store(words + FIRST_KEY, tl.zeros_like(b), mask=b < batch)
-    tl.store(words + PARTIAL_ROW, tl.where(items_after > items_before, row, -1).to(tl.int32), mask=b < batch)
-    tl.store(items + (b + items_after) * ITEM_WORDS + END_KEY, tl.zeros_like(b) + OPEN, mask=b < batch)
-    tl.store(plan + ITEMS_USED + 0 * b, (batch + items_before).to(tl.int32), mask=b == batch)
+    tl.store(words + PARTIAL_ROW, tl.where(tiles_after > tiles_before, row, -1).to(tl.int32), mask=b < batch)
+    tl.store(work_tiles + (b + tiles_after) * WORK_TILE_WORDS + END_KEY, tl.zeros_like(b) + OPEN, mask=b < batch)
+    tl.store(plan + WORK_TILES_USED + 0 * b, (batch + tiles_before).to(tl.int32), mask=b == batch)
     tl.store(plan + PARTIAL_ROWS + 0 * b, row.to(tl.int32), mask=b == batch)
 
-    unused = (b >= batch + tl.load(point_items + num_sm_parts)) & (b < capacity)
-    words = items + b.to(tl.int64) * ITEM_WORDS
+    unused = (b >= batch + tl.load(point_tiles + num_sm_parts)) & (b < capacity)
+    words = work_tiles + b.to(tl.int64) * WORK_TILE_WORDS
     tl.store(words + SEQUENCE, tl.full(b.shape, -1, tl.int32), mask=unused)
     tl.store(words + FIRST_KEY, tl.zeros_like(b), mask=unused)
     tl.store(words + END_KEY, tl.zeros_like(b), mask=unused)
@@ -141,15 +143,15 @@ def sequences_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def uniform_kernel(
-    seq_lens, cu_seqlens_q, starts, total_cost, items, batch, num_splits, split_size, fixed, splits,
+    seq_lens, cu_seqlens_q, starts, total_cost, work_tiles, batch, num_splits, split_size, fixed, splits,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The items of a plan with splits per sequence, and starts [batch x splits], their prefix sum. One program."""
+    """The work tiles of a plan with splits per sequence, and starts [batch x splits], their prefix sum. One program."""
     total = tl.zeros([], tl.int64)
     for first in range(0, batch * splits, SIZE):
-        item = first + tl.arange(0, SIZE)
-        inside = item < batch * splits
-        b, split = item // splits, item % splits
+        tile = first + tl.arange(0, SIZE)
+        inside = tile < batch * splits
+        b, split = tile // splits, tile % splits
         kv_len = present_keys(seq_lens, cu_seqlens_q, b, inside)
         chunk = tl.zeros_like(kv_len) + split_size
         if split_size == 0:
@@ -157,45 +159,45 @@ def uniform_kernel(
             chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
         begin = tl.minimum(split * chunk, OPEN)
         end = tl.where(split == splits - 1, OPEN, tl.minimum(begin + chunk, OPEN))
-        words = items + item.to(tl.int64) * ITEM_WORDS
+        words = work_tiles + tile.to(tl.int64) * WORK_TILE_WORDS
         tl.store(words + SEQUENCE, b, mask=inside)
         tl.store(words + FIRST_KEY, begin.to(tl.int32), mask=inside)
         tl.store(words + END_KEY, end.to(tl.int32), mask=inside)
-        tl.store(words + PARTIAL_ROW, tl.where(splits > 1, item, -1), mask=inside)
+        tl.store(words + PARTIAL_ROW, tl.where(splits > 1, tile, -1), mask=inside)
         present = tl.minimum(end, kv_len) - begin
-        # an empty item costs its look at the plan
+        # an empty work tile costs its look at the plan
         cost = tl.where(inside, tl.where(present > 0, round_up(present) + fixed, 1), 0)
-        tl.store(starts + item, total + tl.cumsum(cost, 0) - cost, mask=inside)
+        tl.store(starts + tile, total + tl.cumsum(cost, 0) - cost, mask=inside)
         total += tl.sum(cost, 0)
     tl.store(total_cost, total)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def share_kernel(
-    starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at, steps,
+    starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, work_tiles_at, steps,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Uniform items dealt to SM parts in order and by cost; split_indptr."""
+    """Uniform work tiles dealt to SM parts in order and by cost; split_indptr."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    item_count = batch * splits
-    store_frame(plan, i, header, counters_at, items_at)
+    count = batch * splits
+    store_frame(plan, i, header, counters_at, work_tiles_at)
     share = (i.to(tl.int64) * tl.load(total_cost) + num_sm_parts - 1) // num_sm_parts
-    item = count_below(starts, item_count, share, i <= num_sm_parts, steps)
-    tl.store(plan + work_at + i, item.to(tl.int32), mask=i <= num_sm_parts)
+    tile = count_below(starts, count, share, i <= num_sm_parts, steps)
+    tl.store(plan + work_at + i, tile.to(tl.int32), mask=i <= num_sm_parts)
     rows = splits if splits > 1 else 0
     tl.store(plan + HEADER_WORDS + i, i * rows, mask=i <= batch)
-    tl.store(plan + ITEMS_USED + 0 * i, tl.zeros_like(i) + item_count, mask=i == 0)
+    tl.store(plan + WORK_TILES_USED + 0 * i, tl.zeros_like(i) + count, mask=i == 0)
     tl.store(plan + PARTIAL_ROWS + 0 * i, tl.zeros_like(i) + batch * rows, mask=i == 0)
 
 
 @triton.jit
-def store_frame(plan, lane, header, counters_at, items_at):
-    """The header but for its two words that depend on lengths, and zeros from the counters to the items."""
+def store_frame(plan, lane, header, counters_at, work_tiles_at):
+    """The header but for its two words that depend on lengths, and zeros from the counters to the work tiles."""
     if tl.program_id(0) == 0:
         for word in tl.static_range(HEADER_WORDS):
-            if word != ITEMS_USED and word != PARTIAL_ROWS:
+            if word != WORK_TILES_USED and word != PARTIAL_ROWS:
                 tl.store(plan + word, header[word])
-    tl.store(plan + counters_at + lane, tl.zeros_like(lane), mask=counters_at + lane < items_at)
+    tl.store(plan + counters_at + lane, tl.zeros_like(lane), mask=counters_at + lane < work_tiles_at)
 
 
 @triton.jit
@@ -219,18 +221,18 @@ def split_point_at(point, used, cost_sum, keys, batch, fixed, steps):
 
 
 @triton.jit
-def slowest_sm_part(cost_sum, sequence, key, next_sequence, next_key, fixed, tile_rows):
+def slowest_sm_part(cost_sum, sequence, key, next_sequence, next_key, fixed, partial_cost):
     """The largest cost of an SM part, each from its split point to the next: fixed costs, keys and partial results."""
     first, last = (key > 0).to(tl.int64), (next_key > 0).to(tl.int64)
     position = tl.load(cost_sum + sequence) + first * (fixed + key)
     next_position = tl.load(cost_sum + next_sequence) + last * (fixed + next_key)
-    same_item = first * last * (sequence == next_sequence).to(tl.int64)
-    load = next_position - position + first * fixed + 2 * tile_rows * (first + last - same_item)
+    same_work_tile = first * last * (sequence == next_sequence).to(tl.int64)
+    load = next_position - position + first * fixed + 2 * partial_cost * (first + last - same_work_tile)
     return tl.max(tl.where(next_position == position, 0, load), 0)
 
 
 @triton.jit
-def items_begun(last_sequence, last_key, sequence, key):
+def work_tiles_begun(last_sequence, last_key, sequence, key):
     """Returns 0 or 1 each: whether a work tile begins at this split point, and whether it is the first split there."""
     same = sequence == last_sequence
     begins = (key > 0) & ~(same & (key == last_key))
@@ -288,27 +290,27 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         num_splits=args.num_splits,
         split_size=args.split_size,
     )
-    capacity, work_at, counters_at, items_at = (
-        int(word) for word in (layout.item_capacity, layout.work_indptr, layout.counters, layout.items)
+    capacity, work_at, counters_at, work_tiles_at = (
+        int(word) for word in (layout.work_tile_capacity, layout.work_indptr, layout.counters, layout.work_tiles)
     )
     header = tuple(
         layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
     )
-    fixed, tile_rows, shared, _ = scheduler.scheduler_costs(
+    fixed, partial_cost, shared, _ = scheduler.scheduler_costs(
         current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
     )
-    lanes = max(capacity, batch + 1, args.num_sm_parts + 1, items_at - counters_at, metadata.HEADER_WORDS)
+    lanes = max(capacity, batch + 1, args.num_sm_parts + 1, work_tiles_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
-    items = plan[items_at:]
+    work_tiles = plan[work_tiles_at:]
     if num_splits or split_size:
         splits = num_splits or int(metadata.splits_of(args.max_seqlen_kv, split_size))
         starts, total_cost = _words(plan.device, capacity, 1)
         uniform_kernel[(1,)](
-            args.seq_lens, args.cu_seqlens_q, starts, total_cost, items, batch, args.num_splits, args.split_size,
+            args.seq_lens, args.cu_seqlens_q, starts, total_cost, work_tiles, batch, args.num_splits, args.split_size,
             fixed, splits, SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
-            starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, items_at,
+            starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, work_tiles_at,
             capacity.bit_length(), SIZE=BLOCK,
         )  # fmt: skip
         return
@@ -325,15 +327,15 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     steps = batch.bit_length()
     cost_sum_kernel[(1,)](seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE=BLOCK)
     candidates_kernel[(num_sm_parts,)](
-        cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, tile_rows, shared, steps,
+        cost_sum, keys, longest, costs, batch, num_sm_parts, fixed, partial_cost, shared, steps,
         WIDTH=triton.next_power_of_2(num_sm_parts),
     )  # fmt: skip
     split_points_kernel[(1,)](
-        cost_sum, keys, costs, *points, plan[work_at:], items, batch, num_sm_parts, fixed, steps,
+        cost_sum, keys, costs, *points, plan[work_at:], work_tiles, batch, num_sm_parts, fixed, steps,
         CANDIDATES=triton.next_power_of_2(2 * num_sm_parts), WIDTH=triton.next_power_of_2(num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
-        *points, plan, header, batch, args.num_sm_parts, capacity, counters_at, items_at,
+        *points, plan, header, batch, args.num_sm_parts, capacity, counters_at, work_tiles_at,
         (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
     )  # fmt: skip
 

@@ -60,7 +60,7 @@ def problem(name: str):
     options = PROBLEMS[name]
     args, kwargs = hostile(decode_sample(seed=len(name), **options))
     args[PLAN] = mla_suite.plan(args[LENS], num_heads=options["heads"], max_seqlen_kv=max(options["lens"]))
-    sequences = [item[0] for item in Plan.read(args[PLAN]).items]
+    sequences = [tile[0] for tile in Plan.read(args[PLAN]).work_tiles]
     assert sequences != sorted(sequences)
     return args, kwargs
 
@@ -85,7 +85,7 @@ def test_it_is_right_at_other_lengths():
     longest = args[LENS].tolist()
     half = [1 + length // 2 for length in longest]
     of_half = mla_suite.plan(torch.tensor(half, dtype=torch.int32, device="cuda"), num_heads=16, max_seqlen_kv=3000)
-    sequences = [item[0] for item in Plan.read(of_half).items]
+    sequences = [tile[0] for tile in Plan.read(of_half).work_tiles]
     assert sequences != sorted(sequences)
     for plan in (args[PLAN], of_half):
         args[PLAN] = plan

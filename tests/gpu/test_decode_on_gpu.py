@@ -285,7 +285,7 @@ def test_a_plan_for_other_lengths_is_still_right():
     args, kwargs = hostile(decode_sample((700, 2100, 3, 64), heads=16, q_len=2))
     stale = torch.tensor([2000, 4, 700, 64], dtype=torch.int32, device="cuda")
     args[PLAN] = mla_suite.plan(stale, num_heads=32, num_sm_parts=132, max_seqlen_kv=2048)
-    assert len(Plan.read(args[PLAN]).items) > 4, "something is split"
+    assert len(Plan.read(args[PLAN]).work_tiles) > 4, "something is split"
     assert_right(*decode(args, kwargs), exact_decode(*on_cpu(args), **kwargs))
 
 

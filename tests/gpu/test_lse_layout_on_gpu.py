@@ -120,7 +120,7 @@ def test_every_schedule(launched):
                 compare((*args, None, None, None, None, None, None, None, plan), kwargs)
                 compare((*args, None, None, None, None, None, None, None, None), kwargs | {"split_size": 256})
     words = " ".join(launched)
-    for part in ("clustermode-none", "clustermode-reduce_o", "clustermode-exchange_p", "kvsource-gather"):
+    for part in ("clustermode-none", "clustermode-reduce_o", "clustermode-exchange_p", "kvsource-cp_async"):
         assert part in words, f"no call used {part}"
     for part in ("persistent_combine", "streaming_combine", "combine_dv-512"):
         assert any(name.startswith(part) for name in launched), f"no call used {part}"

@@ -58,9 +58,9 @@ def run_ours(plan, toy):
     read = Plan.read(plan)
     rows, out = {}, torch.full((len(toy.lengths), DIM), torch.nan, dtype=torch.float64)
     assert read.work_indptr[0] == 0
-    assert read.work_indptr[-1] == len(read.items)
+    assert read.work_indptr[-1] == len(read.work_tiles)
     for begin, end in itertools.pairwise(read.work_indptr):
-        for b, first, stop, row in read.items[begin:end]:
+        for b, first, stop, row in read.work_tiles[begin:end]:
             part = toy.attend(b, first, min(stop, toy.lengths[b]))
             if row < 0:
                 out[b] = part[0]
@@ -70,7 +70,7 @@ def run_ours(plan, toy):
         first, end = read.split_indptr[b : b + 2]
         if end > first:
             out[b] = merged([rows[row] for row in range(first, end)])
-    assert [item[2] for item in read.items].count(OPEN) == len(toy.lengths)
+    assert [tile[2] for tile in read.work_tiles].count(OPEN) == len(toy.lengths)
     return out
 
 
@@ -194,11 +194,11 @@ def test_sequences_dealt_out_of_order(monkeypatch):
         monkeypatch.setattr(module, "current_arch", lambda tensor: archs.get("sm_90"))
     toy, num_sm_parts = Toy([50 * i % 700 for i in range(1, 40)]), 20
     plan = toy.plan(num_sm_parts)
-    sequences = [item[0] for item in Plan.read(plan).items]
+    sequences = [tile[0] for tile in Plan.read(plan).work_tiles]
     assert sequences != sorted(sequences)
     torch.testing.assert_close(run_ours(plan, toy), toy.expected())
     in_order = metadata_convert.in_order(plan, toy.seq_lens, num_q_rows=16, num_sm_parts=num_sm_parts)
-    sequences = [item[0] for item in Plan.read(in_order).items]
+    sequences = [tile[0] for tile in Plan.read(in_order).work_tiles]
     assert sequences == sorted(sequences)
     theirs = metadata_convert.to_flash_mla(in_order, toy.seq_lens, num_sm_parts=num_sm_parts)
     torch.testing.assert_close(run_flash_mla(*theirs, toy), toy.expected())

@@ -65,7 +65,7 @@ MLA_DEVICE void ring(const RingArrays& a) {
   p.block_table = a.block_table;
   p.page = a.page;
   p.page_shift = 31 - __builtin_clz(2 * a.page - 1);
-  p.page_magic = static_cast<uint32_t>(((1ull << (31 + p.page_shift)) + a.page - 1) / static_cast<uint64_t>(a.page));
+  p.page_reciprocal = static_cast<uint32_t>(((1ull << (31 + p.page_shift)) + a.page - 1) / static_cast<uint64_t>(a.page));
   p.kv_page_stride = a.page * Problem::qk_dim;
   p.kv_token_stride = Problem::qk_dim;
   const Lane lane = Lane::current();

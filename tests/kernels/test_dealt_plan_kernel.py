@@ -70,7 +70,7 @@ def check(text, values, rows, num_sm_parts):
     made = kernels(text, lens, rows, num_sm_parts, expected)
     different = (made != expected).nonzero().flatten().tolist()
     assert not different, f"words {different[:8]} of {made.numel()} differ"
-    sequences = [item[0] for item in Plan.read(made).items]
+    sequences = [tile[0] for tile in Plan.read(made).work_tiles]
     TAKEN["dealt"] += sequences != sorted(sequences)
 
 
@@ -116,7 +116,7 @@ def test_any_lengths(text, values, num_sm_parts, rows):
 def test_the_same_words_in_any_order_of_workgroups(text):
     lens = torch.tensor([97 * i % 3001 for i in range(150)], dtype=torch.int32)
     expected = words(lens, 128, 66)
-    sequences = [item[0] for item in Plan.read(expected).items]
+    sequences = [tile[0] for tile in Plan.read(expected).work_tiles]
     assert sequences != sorted(sequences)
     for order, threads in itertools.product(("forward", "reverse"), (1, 2)):
         with emulator.configured(order=order, threads=threads):

@@ -23,11 +23,11 @@ from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.launch import DriverError, has_kernel, tensor_map
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
-from mla_suite.ops.plan.metadata import most_items
+from mla_suite.ops.plan.metadata import most_work_tiles
 
 NATIVE = BackendCalls(DECODE, "native")
 
-SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exchange_p")), ("gather", "none"))
+SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exchange_p")), ("cp_async", "none"))
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
@@ -53,14 +53,14 @@ def test_every_point_is_declared():
         ({"width": 320}, "width is one of 576, 512"),
         ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
-        ({"kv_load": "hope"}, "kv_load is one of tma, gather, fp8, swap_ab"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, cp_async, fp8, swap_ab"),
         ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
         ({"kv_load": "swap_ab", "q_rows": 48}, "q_rows is one of 16, 32"),
         ({"q_rows": 16}, "q_rows is one of 64"),
         ({"cluster_mode": "keys"}, "cluster_mode is one of none, reduce_o, reduce_last, exchange_p"),
-        ({"kv_load": "gather", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
+        ({"kv_load": "cp_async", "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -121,8 +121,8 @@ def answer_of(monkeypatch, built=True, **options):
     [
         ({}, "decode_dtype-bf16_dqk-576_kvsource-tma_clustermode-none"),
         ({"page": 32, "rope": 0}, "decode_dtype-bf16_dqk-512_kvsource-tma_clustermode-none"),
-        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-gather_clustermode-none"),
-        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-gather_clustermode-none"),
+        ({"page": 48, "heads": 128, "q_len": 3}, "decode_dtype-bf16_dqk-576_kvsource-cp_async_clustermode-none"),
+        ({"page": 1, "ragged_pages": True, **HALF}, "decode_dtype-fp16_dqk-576_kvsource-cp_async_clustermode-none"),
         ({"sink": True, "varlen": True, "q_len": 2, "causal": False, "split_size": 64}, "decode_dtype-bf16_dqk-576_"),
         ({"kv_format": "fp8", "page": 16, "heads": 128}, "decode_dtype-bf16_dqk-576_kvsource-fp8_clustermode-none"),
         ({"kv_format": "fp8", "page": 1, "heads": 16}, "swap_ab_decode_dtype-bf16_qrows-16"),
@@ -207,7 +207,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "lse_token_stride": 40,
         "lse_head_stride": 1,
         "lse_batch_stride": 0,
-        "lse_tokens_magic": 2**31,
+        "lse_tokens_reciprocal": 2**31,
         "lse_tokens_shift": 0,
         "empty_lse": -math.inf,
         "batch": 3,
@@ -215,10 +215,10 @@ def test_every_word_of_a_launch(monkeypatch):
         "q_len": 2,
         "rows": 80,
         "page": 64,
-        "page_magic": 2**31,
+        "page_reciprocal": 2**31,
         "page_shift": 6,
         "num_splits": 3,
-        "splits_magic": -(-(2**33) // 3),
+        "splits_reciprocal": -(-(2**33) // 3),
         "splits_shift": 2,
         "split_size": 0,
         "plan_words": 0,
@@ -227,7 +227,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "causal": 1,
         "cp_interleave": 1,
         "cp_period": 1,
-        "cp_period_magic": 2**31,
+        "cp_period_reciprocal": 2**31,
         "cp_period_shift": 0,
         "cp_offset": 0,
     }
@@ -240,7 +240,7 @@ def test_every_word_of_a_launch(monkeypatch):
 def test_ragged_queries_and_pages(monkeypatch):
     sample = decode_sample((70, 20, 33), heads=16, q_len=3, page=7, varlen=True, ragged_pages=True, num_splits=1)
     (instance, grid, *_, fields, _, buffers), args, _ = launched(monkeypatch, sample)
-    assert instance.endswith("kvsource-gather_clustermode-none")
+    assert instance.endswith("kvsource-cp_async_clustermode-none")
     assert all(fields[f"kv_map_{i}"] == 0 for i in range(16))
     assert fields["kv_indptr"] == args[4].data_ptr()
     assert fields["page_ids"] == args[5].data_ptr()
@@ -258,7 +258,7 @@ def test_a_plan(monkeypatch):
     assert fields["num_splits"] == 1
     assert grid == (2, fields["grid_stride"], 1)
     assert grid[0] * grid[1] <= 132
-    assert buffers["partial_out"].tensor.shape[0] == most_items(args[11].shape[0], 3), (
+    assert buffers["partial_out"].tensor.shape[0] == most_work_tiles(args[11].shape[0], 3), (
         "a row for every item it may have"
     )
 

@@ -109,14 +109,14 @@ def test_balanced_edges(seq_lens):
 
 @pytest.mark.parametrize("rows", [1, 128])
 def test_lines_that_32_bits_just_hold_or_do_not(rows):
-    """Places on a line are reckoned in 32 bits as long as (item + 1) times the line is no more than they hold."""
-    item = scheduler.tile_cost(rows)
-    most = (2**31 - 1) // (item + 1) - item  # keys of one sequence
+    """Places on a line are reckoned in 32 bits as long as (work tile + 1) times the line is no more than they hold."""
+    tile = scheduler.tile_cost(rows)
+    most = (2**31 - 1) // (tile + 1) - tile  # keys of one sequence
     whole = most // scheduler.SPLIT_ALIGNMENT * scheduler.SPLIT_ALIGNMENT
     for keys in (whole, whole + scheduler.SPLIT_ALIGNMENT):
         for others in ((), (1,), (70_000, 64, 0)):
             check(
-                (lens(keys - sum(scheduler.round_up(other) + item for other in others), *others),),
+                (lens(keys - sum(scheduler.round_up(other) + tile for other in others), *others),),
                 arguments(num_heads=rows),
             )
 

@@ -41,7 +41,7 @@ def check(program, problems, seed=1):
     for problem, words, made in zip(problems, expected, found.plans, strict=True):
         different = (words != made).nonzero()[0].tolist()
         assert not different, f"words {different[:8]} of {words.size} differ in {problem}"
-        sequences = [item[0] for item in Plan.read(torch.from_numpy(words)).items]
+        sequences = [tile[0] for tile in Plan.read(torch.from_numpy(words)).work_tiles]
         dealt += sequences != sorted(sequences)
     return dealt
 
@@ -137,10 +137,10 @@ FAULTS = {
         "from_lane_of(point, lane)",
         "words differ|written|address|undefined",
     ),
-    "an item too many": (
+    "a work tile too many": (
         "plan_dealing.hpp",
-        "i < p.item_capacity",
-        "i <= p.item_capacity",
+        "i < p.work_tile_capacity",
+        "i <= p.work_tile_capacity",
         "an address of nothing",
     ),
     "a sequence too many": (

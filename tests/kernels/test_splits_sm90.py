@@ -18,11 +18,11 @@ H200 = archs.get("sm_90")
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 128, 512, 8448, 20000])
 def test_a_launch_fills_the_device_once(rows):
     tiles = -(-rows // BLOCK_M)
-    for items in (1, 7, 66, 128, 132, 1000):
-        groups = groups_of(H200, items, tiles)
-        assert 1 <= groups <= max(items, 1)
+    for work_tiles in (1, 7, 66, 128, 132, 1000):
+        groups = groups_of(H200, work_tiles, tiles)
+        assert 1 <= groups <= max(work_tiles, 1)
         assert groups * tiles <= H200.compute_units or groups == 1, "a second CTA of an SM would wait for the first"
-        assert groups == items or (groups + 1) * tiles > H200.compute_units
+        assert groups == work_tiles or (groups + 1) * tiles > H200.compute_units
 
 
 # us of a call on an H200 by splits, with combine (none), and with each two splits combined in a cluster (reduce_o and
@@ -77,7 +77,7 @@ def test_the_search_finds_what_trying_all_counts_finds(units):
     count."""
     arch, other = H200.on_device(units), 0
     for batch, rows, stages in itertools.product(BATCHES, ROW_COUNTS, LENGTHS):
-        for kv_load in ("tma", "gather", "fp8"):
+        for kv_load in ("tma", "cp_async", "fp8"):
             estimate = Estimate(arch, kv_load, batch, rows, stages)
 
             def total(splits, estimate=estimate):
@@ -94,7 +94,7 @@ COLD = [(1, 16, 8192), (128, 128, 4096), (2, 16, 131072), (1, 128, 131072), (8, 
 COLD += [(8, 64, 2**20), (4, 128, 2**20), (3, 128, 2**20), (8, 8, 2**20)]  # the slowest four of 11,088 shapes
 
 
-@pytest.mark.parametrize("kv_load", ["tma", "fp8", "gather"])
+@pytest.mark.parametrize("kv_load", ["tma", "fp8", "cp_async"])
 @pytest.mark.parametrize("units", [78, 132, 228])
 def test_a_cold_choice_takes_little_time(units, kv_load):
     """A choice that was never made before takes at most 0.1 ms of processor time: the fastest of many repeats."""

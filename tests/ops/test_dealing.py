@@ -33,7 +33,7 @@ def blocks_of(keys):
 
 
 def by_hand(lens, costs, num_sm_parts):
-    """(cost, items of each SM part) of the cheapest candidate, by scalar integers; None where none is possible."""
+    """(cost, work tiles of each SM part) of the cheapest candidate, by scalar integers; None where none is possible."""
     fixed = costs.tile
     keys = [blocks_of(length) * SPLIT_ALIGNMENT for length in lens]
     total = sum(keys) + fixed * len(lens)
@@ -62,8 +62,8 @@ def by_hand(lens, costs, num_sm_parts):
 
 
 def parts_of(read):
-    """The items of each SM part, without their partial rows."""
-    return [[item[:3] for item in read.items[at:to]] for at, to in itertools.pairwise(read.work_indptr)]
+    """The work tiles of each SM part, without their partial rows."""
+    return [[tile[:3] for tile in read.work_tiles[at:to]] for at, to in itertools.pairwise(read.work_indptr)]
 
 
 @given(lengths, parts, st.sampled_from([1, 16, 128, 512]))
@@ -82,7 +82,7 @@ def test_dealt_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows):
     if found is not None and found[0] < int(in_order):
         assert parts_of(read) == found[1]
     else:
-        assert [item[0] for item in read.items] == sorted(item[0] for item in read.items)
+        assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_ragged_rows_of_bench_flashmla(
 def test_equal_sequences_stay_in_order(batch, length, rows, num_sm_parts):
     """Also where dealing them would cost as much."""
     read = Plan.read(make([length] * batch, rows=rows, num_sm_parts=num_sm_parts))
-    assert [item[0] for item in read.items] == sorted(item[0] for item in read.items)
+    assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_chunk_that_leaves_too_few_parts_is_no_candidate():
     lens = [64] * 199 + [100_000]
     read = Plan.read(make(lens, rows=16, num_sm_parts=16))
     assert by_hand(lens, scheduler_costs(SM_90, 16), 16) is None
-    assert [item[0] for item in read.items] == sorted(item[0] for item in read.items)
+    assert [tile[0] for tile in read.work_tiles] == sorted(tile[0] for tile in read.work_tiles)
 
 
 def test_no_host_read_while_dealing():

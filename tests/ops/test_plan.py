@@ -21,7 +21,7 @@ from mla_suite.ops.plan.metadata import (
     Plan,
     Word,
     layout_for,
-    most_items,
+    most_work_tiles,
     smallest_words,
 )
 from mla_suite.ops.plan.scheduler import SPLIT_ALIGNMENT, TILE_COST, scheduler_costs, tile_cost
@@ -30,7 +30,7 @@ few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def by_hand(lens, sums, num_sm_parts):
-    """(sequence, first_key) of the items and work_indptr, by the steps of `scheduler.py` in scalar integers.
+    """(sequence, first_key) of the work tiles and work_indptr, by the steps of `scheduler.py` in scalar integers.
 
     As a device kernel would: one prefix sum, then every candidate and split point by itself.
     """
@@ -70,9 +70,9 @@ def by_hand(lens, sums, num_sm_parts):
         for used in range(1, num_sm_parts + 1)
     ]
     best = min(range(2 * num_sm_parts), key=lambda i: (cost(candidates[i], i % num_sm_parts + 1), i))
-    items = sorted({*((b, 0) for b in range(len(lens))), *(point for point in candidates[best] if point[1])})
-    starts = {item: i for i, item in enumerate(items)} | {(len(lens), 0): len(items)}
-    return items, [starts[point] for point in candidates[best]]
+    work_tiles = sorted({*((b, 0) for b in range(len(lens))), *(point for point in candidates[best] if point[1])})
+    starts = {tile: i for i, tile in enumerate(work_tiles)} | {(len(lens), 0): len(work_tiles)}
+    return work_tiles, [starts[point] for point in candidates[best]]
 
 
 lengths = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 20000)), min_size=1, max_size=40)
@@ -100,15 +100,15 @@ def test_balanced_plans_are_what_scalar_integers_give(lens, num_sm_parts, rows, 
         patch.setattr(reference, "current_arch", lambda tensor: planned_for)
         patch.setattr(dealing, "candidates", lambda *sizes: 0)  # those are in test_dealing.py
         read = Plan.read(make(lens, rows=rows, num_sm_parts=num_sm_parts))
-    items, work_indptr = by_hand(lens, scheduler_costs(planned_for, rows), num_sm_parts)
-    assert [(sequence, first) for sequence, first, _, _ in read.items] == items
+    work_tiles, work_indptr = by_hand(lens, scheduler_costs(planned_for, rows), num_sm_parts)
+    assert [(sequence, first) for sequence, first, _, _ in read.work_tiles] == work_tiles
     assert read.work_indptr == work_indptr
 
 
 @given(lengths, st.integers(1, 64), st.sampled_from([16, 128]))
 @few
 def test_balanced_plans_are_never_worse_than_simple_ones(lens, num_sm_parts, rows):
-    """Not than one sequence after another to the next SM part, and within an item of the bound no plan can beat."""
+    """Not than one sequence after another to the next SM part, and within a work tile of the bound no plan can beat."""
     slowest, merge = cost_of(Plan.read(make(lens, rows=rows, num_sm_parts=num_sm_parts)), lens, rows)
     alone = [-(-length // SPLIT_ALIGNMENT) * SPLIT_ALIGNMENT + tile_cost(rows) for length in lens]
     per_sm_part = -(-len(lens) // num_sm_parts)
@@ -152,7 +152,7 @@ def test_work_is_shared_when_splits_are_forced():
     lens = [8192, 64, 64, 8192]
     read = Plan.read(make(lens, num_sm_parts=4, max_seqlen_kv=8192, split_size=1024))
     loads = [
-        sum(max(min(end, lens[b]) - first, 0) for b, first, end, _ in read.items[at:to])
+        sum(max(min(end, lens[b]) - first, 0) for b, first, end, _ in read.work_tiles[at:to])
         for at, to in itertools.pairwise(read.work_indptr)
     ]
     assert sum(loads) == sum(lens)
@@ -250,27 +250,27 @@ def test_sizes_follow_from_arguments():
     assert make([5, 6], num_sm_parts=3).numel() == words
     for num_sm_parts in (1, 2, 7, 132):
         assert make([5, 6], num_sm_parts=num_sm_parts).numel() >= smallest_words(2)
-        assert most_items(make([5, 6], num_sm_parts=num_sm_parts).numel(), 2) >= 2 + num_sm_parts
+        assert most_work_tiles(make([5, 6], num_sm_parts=num_sm_parts).numel(), 2) >= 2 + num_sm_parts
     assert TILE_COST % SPLIT_ALIGNMENT == 0
 
 
 @pytest.mark.parametrize("batch", range(6))
 @pytest.mark.parametrize("num_sm_parts", [1, 2, 3, 4, 132])
 def test_where_kernels_find_the_words(batch, num_sm_parts):
-    """Kernels take these positions for granted: their header words, where bounds and items lie, aligned items."""
+    """Kernels take these positions for granted: header words, where bounds and work tiles lie, and their alignment."""
     source = arch.CSRC / "common" / "plan_header.hpp"
     named = {name: int(word) for name, word in re.findall(r"constexpr int (\w+) = (\d+);", source.read_text())}
     layout = layout_for(batch, num_sm_parts, max_seqlen_kv=100, num_splits=0, split_size=0)
     header = layout.header(num_splits=0, split_size=0, max_seqlen_kv=100)
     assert header[named["num_sm_parts"]] == num_sm_parts
-    assert header[named["items"]] == layout.items
-    assert layout.items % 4 == 0
+    assert header[named["work_tiles"]] == layout.work_tiles
+    assert layout.work_tiles % 4 == 0
     assert header[named["work_indptr"]] == layout.work_indptr == named["words"] + batch + 1
-    assert header[Word.ITEM_WORDS] == named["item_words"]
+    assert header[Word.WORK_TILE_WORDS] == named["work_tile_words"]
     assert named["partial_rows"] == Word.PARTIAL_ROWS
-    assert layout.items == (layout.work_indptr + num_sm_parts + 1 + named["counters"] * batch + 3) // 4 * 4
-    # A launch's num_sm_parts are no more than the plan's items, so a bound past the plan's own is still a word of it.
-    slots = most_items(layout.words, batch)
+    assert layout.work_tiles == (layout.work_indptr + num_sm_parts + 1 + named["counters"] * batch + 3) // 4 * 4
+    # A launch has no more SM parts than the plan has work tiles, so a bound past the plan's own is a word of it.
+    slots = most_work_tiles(layout.words, batch)
     assert layout.work_indptr + slots + 1 <= layout.words
 
 

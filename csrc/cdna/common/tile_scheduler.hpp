@@ -5,7 +5,7 @@
 #include "common/params/decode.hpp"
 #include "common/params/sparse_decode.hpp"
 #include "common/plan_header.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna {
 
@@ -51,11 +51,11 @@ class TileScheduler {
 
   // Returns the next work tile and advances; `keys_of(sequence)` gives the length of a sequence in keys.
   template <class KeysOf>
-  MLA_DEVICE mla::WorkItem fetch_next(const Params& p, const KeysOf& keys_of) {
-    mla::WorkItem tile;
+  MLA_DEVICE mla::WorkTile fetch_next(const Params& p, const KeysOf& keys_of) {
+    mla::WorkTile tile;
     if (p.plan) {
       const int32_t* words = tile_info(p);
-      tile = mla::WorkItem{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
+      tile = mla::WorkTile{Sequences::word(words[0]), Sequences::word(words[1]), Sequences::word(words[2]),
                            Sequences::word(words[3])};
       if (++next_ == end_) {
         part_ += p.grid_stride;
@@ -87,8 +87,8 @@ class TileScheduler {
   }
 
   MLA_DEVICE const int32_t* tile_info(const Params& p) const {
-    const int items = Sequences::word(p.plan[mla::PlanHeader::items]);
-    return p.plan + items + static_cast<int64_t>(next_) * mla::PlanHeader::item_words;
+    const int work_tiles = Sequences::word(p.plan[mla::PlanHeader::work_tiles]);
+    return p.plan + work_tiles + static_cast<int64_t>(next_) * mla::PlanHeader::work_tile_words;
   }
 
   // Finds the first part with work tiles from part_ on, in steps of the launch's workgroups.

@@ -21,14 +21,14 @@ struct Wave {
   // Reads the kernel's parameters again, so that fields that only a later part needs do not stay in scalar registers
   // until then.
   template <class Params>
-  MLA_DEVICE static const Params& again(const Params&) {
+  MLA_DEVICE static const Params& reread(const Params&) {
     return reread_params<Params>();
   }
 
-  // No wait separates launch and work on AMD, so there is nothing that parameters should be read ahead of.
+  // No wait separates launch and work on AMD, so nothing need be computed or loaded ahead of one.
   template <class... Words>
-  MLA_DEVICE static void want(Words...) {}
-  MLA_DEVICE static void want_line(const int32_t*) {}
+  MLA_DEVICE static void materialize(Words...) {}
+  MLA_DEVICE static void prefetch_line(const int32_t*) {}
 
   // Returns x of lane `source` (0..63), which may differ from lane to lane.
   MLA_DEVICE static int from_lane(int x, int source) { return __builtin_amdgcn_ds_bpermute(source * 4, x); }

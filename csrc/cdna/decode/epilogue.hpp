@@ -10,7 +10,7 @@ namespace cdna {
 // partial results. `finish` gives the row's scale and lse, `store` writes its values.
 template <class Problem, class Policy>
 struct DecodeEpilogue : mla::RowSink<Policy, typename Problem::Element> {
-  MLA_DEVICE DecodeEpilogue(const mla::DecodeParams& p, const mla::WorkItem& tile, const mla::SequenceRows& rows,
+  MLA_DEVICE DecodeEpilogue(const mla::DecodeParams& p, const mla::WorkTile& tile, const mla::SequenceRows& rows,
                             int row)
       : mla::RowSink<Policy, typename Problem::Element>(p, tile, rows, row) {}
 

@@ -34,7 +34,7 @@ class DecodeKernel {
     const int first_row = mla::block_id_y() * Problem::rows;
     for (TileScheduler scheduler(reread_params<mla::DecodeParams>(), mla::block_id_x()); scheduler.has_next();) {
       const mla::DecodeParams& p = reread_params<mla::DecodeParams>();
-      mla::WorkItem tile = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
+      mla::WorkTile tile = scheduler.fetch_next(p, [&](int b) { return p.seq_lens[b]; });
       const mla::SequenceRows rows = mla::SequenceRows::of(p, tile.sequence);
       if (first_row >= rows.rows) tile.end_key = tile.first_key;  // no query row: nothing to read
       // LLVM 20 keeps a partial row that a plan names in four registers of every lane without this hint.

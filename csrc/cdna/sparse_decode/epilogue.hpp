@@ -9,7 +9,7 @@
 #include "common/online_softmax.hpp"
 #include "common/problem.hpp"
 #include "common/selection.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::sparse {
 
@@ -19,7 +19,7 @@ class SparseEpilogue {
  public:
   float scale;
 
-  MLA_DEVICE SparseEpilogue(const mla::SparseDecodeParams& p, const mla::WorkItem& tile, int row, float max, float sum)
+  MLA_DEVICE SparseEpilogue(const mla::SparseDecodeParams& p, const mla::WorkTile& tile, int row, float max, float sum)
       : scale(0.0f), lse_(mla::MINUS_INFINITY), final_(tile.partial_row < 0), stored_(row < p.heads) {
     // Compared by its bits, so that the sum of a row with a NaN among its keys counts and stays NaN.
     if (mla::bit_cast<uint32_t>(sum) != 0) {

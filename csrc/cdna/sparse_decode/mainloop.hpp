@@ -17,7 +17,7 @@
 #include "cdna/sparse_decode/shared_storage.hpp"
 #include "cdna/sparse_decode/topk_lists.hpp"
 #include "common/online_softmax.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::sparse {
 
@@ -37,7 +37,7 @@ class SparseMainloop {
  public:
   using Lds = SharedStorage<Problem, Partition, Producer>;
 
-  MLA_DEVICE SparseMainloop(const mla::SparseDecodeParams& p, const mla::WorkItem& tile, int first_row, uint32_t lds,
+  MLA_DEVICE SparseMainloop(const mla::SparseDecodeParams& p, const mla::WorkTile& tile, int first_row, uint32_t lds,
                             int wave)
       : tile_(tile),
         first_row_(first_row),
@@ -360,7 +360,7 @@ class SparseMainloop {
     Pv::multiply(output_, lds_ + Lds::p + n % 2 * Lds::p_bytes + own_, tile, column_);
   }
 
-  const mla::WorkItem tile_;
+  const mla::WorkTile tile_;
   const int first_row_;
   const uint32_t lds_;
   const int wave_;

@@ -6,7 +6,7 @@
 #include "cdna/common/cross_lane.hpp"
 #include "cdna/common/swizzled_lds_tile.hpp"
 #include "cdna/sparse_decode/kv_format.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::sparse {
 
@@ -22,7 +22,7 @@ class DequantProducer {
   static constexpr int lds_bytes = WAVE * address_bytes;  // of a wave: the addresses of a block
   static_assert(wave_keys == 8 || wave_keys == 16, "sparse decode: eight or sixteen keys to a wave");
 
-  MLA_DEVICE DequantProducer(const TopkLists& lists, const mla::WorkItem& tile, uint32_t lds, int wave)
+  MLA_DEVICE DequantProducer(const TopkLists& lists, const mla::WorkTile& tile, uint32_t lds, int wave)
       : lists_(lists),
         first_key_(tile.first_key + wave * wave_keys),
         end_key_(tile.end_key),

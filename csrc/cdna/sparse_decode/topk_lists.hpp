@@ -28,7 +28,7 @@ class TopkLists {
   static constexpr int page_bytes = 16;
   static constexpr int slots = 24;
   static constexpr int page = 28;
-  static constexpr int page_magic = 32;
+  static constexpr int page_reciprocal = 32;
   static constexpr int page_shift = 36;
   static constexpr int end = 40;  // keys up to and including the pool's
   static constexpr int entry_bytes = 48;
@@ -54,8 +54,8 @@ class TopkLists {
     lds_write16(at + page_bytes, u32x4_of(static_cast<uint64_t>(pool.page_bytes),
                                           static_cast<uint64_t>(static_cast<uint32_t>(pool.page)) << 32 |
                                               static_cast<uint32_t>(pool.slots)));
-    lds_write16(at + page_magic,
-                u32x4{pool.page_magic, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
+    lds_write16(at + page_reciprocal,
+                u32x4{pool.page_reciprocal, pool.page_shift, static_cast<uint32_t>(before + found.count), 0});
   }
 
   MLA_DEVICE explicit TopkLists(uint32_t lds) : lds_(lds) {}
@@ -75,11 +75,11 @@ class TopkLists {
     const uint32_t entry = lds_ + pool_of(key) * entry_bytes;
     const u32x2 cache_at = lds_read8(lds_pointer(entry + cache));
     const u32x4 paged = lds_read16(lds_pointer(entry + page_bytes));
-    const u32x2 magic = lds_read8(lds_pointer(entry + page_magic));
+    const u32x2 division = lds_read8(lds_pointer(entry + page_reciprocal));
     const uint32_t low = paged[0], high = paged[1], number_of_slots = paged[2], tokens = paged[3];
-    const uint32_t factor = magic[0], shift = magic[1];
+    const uint32_t reciprocal = division[0], shift = division[1];
     const uint32_t slot = static_cast<uint32_t>(index);
-    const uint32_t number = mla::divided(slot, factor, shift);
+    const uint32_t number = mla::divided(slot, reciprocal, shift);
     return SelectedToken{join(cache_at) + number * (static_cast<uint64_t>(high) << 32 | low), slot - number * tokens,
                          tokens, slot < number_of_slots};
   }

@@ -32,7 +32,7 @@ struct CombineParams {
   uint32_t heads_reciprocal;     // the same for heads
   int32_t heads_shift;
   int32_t workgroups;            // of the launch: persistent_combine's walk what a plan split
-  uint32_t lse_tokens_magic;     // the reciprocal of lse_tokens; it and what follows are not read on CDNA
+  uint32_t lse_tokens_reciprocal;  // division by lse_tokens, as by rows; it and what follows are not read on CDNA
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row that no split has keys for: -inf or +inf
   int64_t lse_batch_stride;      // added once for every lse_tokens tokens before a token

@@ -38,7 +38,7 @@ struct DecodeParams {
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
-  uint32_t page_magic;           // ceil(2^(31 + page_shift) / page): key / page by one multiplication
+  uint32_t page_reciprocal;      // ceil(2^(31 + page_shift) / page): key / page by one multiplication
   uint32_t page_shift;           // ceil(log2(page))
   int32_t num_splits;            // splits per sequence when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
@@ -46,7 +46,7 @@ struct DecodeParams {
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
-  uint32_t cp_period_magic;      // divides by cp_period, as page_magic by page
+  uint32_t cp_period_reciprocal;  // divides by cp_period, as page_reciprocal by page
   uint32_t cp_period_shift;
   int32_t cp_offset;             // cp_interleave * this rank
   float softmax_scale;

@@ -7,8 +7,8 @@
 namespace mla {
 
 // Strides count elements. D_QK is 576 (512 latent + 64 rope) or 512, D_V is 512. Keys of a page lie D_QK apart. A query
-// row is (token i of the sequence, head h) = row i * heads + h. A magic and its shift are ceil(2^(31 + shift) / n) and
-// ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
+// row is (token i of the sequence, head h) = row i * heads + h. A reciprocal and its shift are ceil(2^(31 + shift) / n)
+// and ceil(log2(n)): numbers below 2^31 are divided by n by one multiplication.
 struct alignas(64) DecodeTmaParams {
   uint64_t kv_map[16];           // the 128-byte TMA map of kv_cache; zeros where keys come without one
   uint64_t q_map[16];            // the TMA map of the queries as one matrix of rows; zeros where they are e4m3
@@ -41,10 +41,10 @@ struct alignas(64) DecodeTmaParams {
   int32_t q_len;                 // of the longest sequence
   int32_t rows;                  // q_len * heads
   int32_t page;                  // keys per page
-  uint32_t page_magic;
+  uint32_t page_reciprocal;
   uint32_t page_shift;
   int32_t num_splits;            // splits per sequence when plan is null, at least 1
-  uint32_t splits_magic;
+  uint32_t splits_reciprocal;
   uint32_t splits_shift;
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t page_ids_width;        // entries of a sequence, 0 with kv_indptr
@@ -54,10 +54,10 @@ struct alignas(64) DecodeTmaParams {
   int32_t causal;                // 1: query i of n sees keys up to seq_len - n + i
   int32_t cp_interleave;         // keys in a row on one rank
   int32_t cp_period;             // cp_interleave * ranks
-  uint32_t cp_period_magic;
+  uint32_t cp_period_reciprocal;
   uint32_t cp_period_shift;
   int32_t cp_offset;             // cp_interleave * this rank
-  uint32_t lse_tokens_magic;
+  uint32_t lse_tokens_reciprocal;
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row that sees no key: -inf or +inf
   float softmax_scale;           // positive

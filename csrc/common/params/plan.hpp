@@ -6,23 +6,23 @@ namespace mla {
 struct PlanParams {
   const int32_t* seq_lens;       // [batch] keys
   const int32_t* cu_seqlens_q;   // [batch + 1], or null: every sequence has a query token
-  int32_t* plan;                 // [words]: header, split_indptr, work_indptr, counters, items
-  int32_t item_cost;             // fixed cost of an item, in keys
-  int32_t tile_rows;             // cost of a partial to the one CTA that writes or reads it, in keys
+  int32_t* plan;                 // [words]: header, split_indptr, work_indptr, counters, work tiles
+  int32_t work_tile_cost;        // fixed cost of a work tile, in keys
+  int32_t partial_cost;          // cost of a partial to the one CTA that writes or reads it, in keys
   int32_t shared_cost;           // cost of a partial to the whole device, in keys
-  int32_t splits;                // items of a sequence where they are the same for all, else 0
+  int32_t splits;                // work tiles of a sequence where they are the same for all, else 0
   int32_t workgroups;            // of the launch
-  // The header's words in order, but for items used and partial rows, which the kernel counts.
+  // The header's words in order, but for work tiles used and partial rows, which the kernel counts.
   int32_t magic;
   int32_t version;
   int32_t batch;
   int32_t num_sm_parts;
-  int32_t item_capacity;
+  int32_t work_tile_capacity;
   int32_t split_indptr;          // offsets in words, as the next three
   int32_t work_indptr;
   int32_t counters;
-  int32_t items;
-  int32_t item_words;
+  int32_t work_tiles;
+  int32_t work_tile_words;
   int32_t num_splits;
   int32_t split_size;
   int32_t counters_per_sequence;

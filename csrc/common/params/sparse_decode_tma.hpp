@@ -28,7 +28,7 @@ struct alignas(64) SparseDecodeTmaParams {
   int32_t num_splits;            // splits per query token when plan is null, at least 1
   int32_t split_size;            // keys per split in the batch-invariant mode, else 0
   int32_t grid_stride;           // groups of blocks, as wide as the grid, that walk the work list: the grid's height
-  uint32_t lse_tokens_magic;     // division by lse_tokens, as by page
+  uint32_t lse_tokens_reciprocal;  // division by lse_tokens, as by page
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row without keys: -inf or +inf
   float softmax_scale;           // positive

@@ -25,7 +25,7 @@ struct ProducerOf {
   using Type = ProducerTma<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>
-struct ProducerOf<KvSource::gather, Traits, Scheduler> {
+struct ProducerOf<KvSource::cp_async, Traits, Scheduler> {
   using Type = ProducerCpAsync<Traits, Scheduler>;
 };
 template <class Traits, class Scheduler>

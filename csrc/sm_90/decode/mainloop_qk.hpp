@@ -51,7 +51,8 @@ class QkSoftmax {
     if constexpr (Cluster::MERGES_LAST) return tile_.partial_row < 0;
     return params_.num_splits == 2;
   }
-  // Whether the tile's queries are loaded even if it has no keys. Only ClusterReduceLast has another flag beside this one.
+  // Whether the tile's queries are loaded even if it has no keys. Only ClusterReduceLast has another flag beside this
+  // one.
   MLA_DEVICE bool has_queries() const {
     if constexpr (Cluster::MERGES_LAST) return (info_ & Q_LOADED) != 0;
     return info_ == Q_LOADED;
@@ -63,7 +64,7 @@ class QkSoftmax {
     const uint32_t from = shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile);
     int info;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first), "=r"(tile_.end)
+                 : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first_key), "=r"(tile_.end_key)
                  : "r"(from)
                  : "memory");
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(tile_.partial_row), "=r"(info) : "r"(from + 16) : "memory");
@@ -71,8 +72,8 @@ class QkSoftmax {
     mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
     tiles_.next();
     tile_.sequence = warp_uniform(tile_.sequence);
-    tile_.first = warp_uniform(tile_.first);
-    tile_.end = warp_uniform(tile_.end);
+    tile_.first_key = warp_uniform(tile_.first_key);
+    tile_.end_key = warp_uniform(tile_.end_key);
     tile_.partial_row = warp_uniform(tile_.partial_row);
     info_ = warp_uniform(info);
     return info_ != END_OF_WORK;
@@ -213,9 +214,9 @@ class QkSoftmax {
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k)
       stmatrix_x4(to + k * 2048, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3]);
-    if constexpr (LAST_BLOCK && Traits::SOURCE == KvSource::tma) clear_values_from(tile_.end - first);
+    if constexpr (LAST_BLOCK && Traits::SOURCE == KvSource::tma) clear_values_from(tile_.end_key - first);
     if constexpr (LAST_BLOCK && Cluster::EXCHANGES_P)
-      if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end - first);
+      if (p_to_ == 0) st_shared(stage + Storage::P_KEYS_LEFT, tile_.end_key - first);
     write_command(command);
     if constexpr (LAST_BLOCK) {
       publish_p();
@@ -381,11 +382,11 @@ class QkSoftmax {
     load_q();
     float s[REGS];
     multiply(s, [](int) {});
-    int first = tile_.first;
+    int first = tile_.first_key;
     mask(s, first);
     float factor[2];
     raise_row_max(s, factor);  // there is no O yet that `factor` would apply to
-    for (; first + BLOCK_N < tile_.end; first += BLOCK_N) {
+    for (; first + BLOCK_N < tile_.end_key; first += BLOCK_N) {
       softmax_step<false>(s, first);
       multiply(s, [&](int k) {
         if (k == Traits::P_COMMIT_STEP) publish_p();

@@ -1,6 +1,6 @@
 // How the two CTAs of a cluster share a plan (ClusterReduceLast): they walk SM parts 2k and 2k + 1, the odd one
-// backwards. The items where the two parts meet are often splits of one sequence; they are both CTAs' last, and the
-// cluster merges them.
+// backwards. The work tiles where the two parts meet are often splits of one sequence; they are both CTAs' last, and
+// the cluster merges them.
 //
 // Everything is read from the plan, so a captured launch follows whatever plan is there when it is replayed. Both CTAs
 // read the same words, and so agree.
@@ -16,15 +16,15 @@ class PlanPair {
   // `part` is this CTA's; called after griddep_wait, by a whole warp.
   MLA_DEVICE PlanPair(const DecodeTmaParams& params, int part) {
     const int32_t* plan = params.plan;
-    const int32_t* bounds = plan + PlanHeader::work_of(params.batch) + part / 2 * 2;
-    const int parts = ld_global(plan + PlanHeader::num_sm_parts), items = ld_global(plan + PlanHeader::items),
+    const int32_t* bounds = plan + PlanHeader::work_indptr_at(params.batch) + part / 2 * 2;
+    const int parts = ld_global(plan + PlanHeader::num_sm_parts), work_tiles = ld_global(plan + PlanHeader::work_tiles),
               split_size = ld_global(plan + SPLIT_SIZE);
     const int begin = ld_global(bounds), middle = ld_global(bounds + 1), end = ld_global(bounds + 2);
     // Batch-invariant splits are merged in one order everywhere.
     if (!one_part_each(params, parts) || split_size != 0 || part / 2 * 2 + 1 >= parts) return;
     if (begin >= middle || middle >= end) return;
-    const int4 first = load_plan_tile(plan + items + PlanHeader::item_words * (middle - 1));
-    const int4 second = load_plan_tile(plan + items + PlanHeader::item_words * middle);
+    const int4 first = load_plan_tile(plan + work_tiles + PlanHeader::work_tile_words * (middle - 1));
+    const int4 second = load_plan_tile(plan + work_tiles + PlanHeader::work_tile_words * middle);
     if (first.x != second.x) return;
     merges_ = true;
     whole_ = first.y == 0 && second.z == 0x7FFFFFFF;

@@ -87,7 +87,7 @@ class ProducerBase {
     return params_.page_ids + (params_.kv_indptr != nullptr ? ld_global(params_.kv_indptr + sequence)
                                                             : sequence * params_.page_ids_stride);
   }
-  MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_magic, params_.page_shift); }
+  MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_reciprocal, params_.page_shift); }
 
   // Publishes the next work tile and its TileInfo to the QK warpgroup, which has no registers to walk the list itself.
   // Called by the whole warp of `leader`, the thread that writes.
@@ -96,7 +96,7 @@ class ProducerBase {
       mbarrier_wait(barriers_.tile_empty(tiles.stage), tiles.parity ^ 1);
       const uint32_t to = shared_ - Storage::KV + Storage::TILES + tiles.stage * sizeof(PublishedTile);
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.sequence), "r"(tile.length),
-                   "r"(tile.first), "r"(tile.end)
+                   "r"(tile.first_key), "r"(tile.end_key)
                    : "memory");
       asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(tile.partial_row), "r"(info) : "memory");
       mbarrier_arrive(barriers_.tile_full(tiles.stage));

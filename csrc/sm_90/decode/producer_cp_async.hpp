@@ -35,10 +35,10 @@ class ProducerCpAsync : ProducerBase<Traits> {
       this->publish(tile, 0, tiles, 0);
       if (tile.keys() != 0) this->load_q(tile.sequence, kv, 0);
       const int32_t* pages = this->pages_of(scheduler);
-      for (int first = tile.first; first < tile.end; first += BLOCK_N) {
-        copy_stage(pages, first, tile.end, kv);
+      for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
+        copy_stage(pages, first, tile.end_key, kv);
         kv.next();
-        if (first == tile.first) scheduler.next();
+        if (first == tile.first_key) scheduler.next();
       }
       if (tile.keys() == 0) scheduler.next();
     }

@@ -80,7 +80,7 @@ class ProducerFp8 : ProducerBase<Traits> {
 
   // None at the end of the list.
   MLA_DEVICE Keys keys_of(const Scheduler& scheduler) const {
-    return {this->pages_of(scheduler), scheduler.tile().first, scheduler.more() ? scheduler.tile().end : 0};
+    return {this->pages_of(scheduler), scheduler.tile().first_key, scheduler.more() ? scheduler.tile().end_key : 0};
   }
 
   // Copies a stage's keys to the raw stage that was converted longest ago, if it is this warp's turn.
@@ -114,10 +114,10 @@ class ProducerFp8 : ProducerBase<Traits> {
     }
   }
 
-  // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of each
-  // column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the swizzle.
-  // They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys past the
-  // tile's end become zeros: their scores are masked, but their values are multiplied.
+  // Converts this warp's keys of a stage, the first of the `count` that the tile still has. A lane has 16 values of
+  // each column block of one key, so that eight lanes write all banks, two keys to even and odd positions by the
+  // swizzle. They read all banks, too, but of 512-byte rows, which begin at the same bank, half of them twice. Keys
+  // past the tile's end become zeros: their scores are masked, but their values are multiplied.
   MLA_DEVICE void convert(int count, KvState& kv) {
     const uint32_t raw = converted_ % Traits::RAW_STAGES;
     const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;

@@ -54,10 +54,10 @@ class ProducerTma : ProducerBase<Traits> {
         kv.next();
         kv.next();
       }
-      for (int first = tile.first; first < tile.end; first += BLOCK_N) {
+      for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
         load_boxes<Traits::STAGE_BYTES>(pages, first, 0, this->kv_stage(kv));
         kv.next();
-        if (first == tile.first) after_first_keys(scheduler);
+        if (first == tile.first_key) after_first_keys(scheduler);
       }
       if (tile.keys() == 0) after_first_keys(scheduler);
       pages = this->pages_of(scheduler);
@@ -83,7 +83,7 @@ class ProducerTma : ProducerBase<Traits> {
     this->load_q(scheduler.tile().sequence, kv, Q_WARP * 32);
     scheduler.resolve_bounds();
     for (;;) {
-      for (int first = scheduler.tile().first; first < scheduler.tile().end; first += BLOCK_N) kv.next();
+      for (int first = scheduler.tile().first_key; first < scheduler.tile().end_key; first += BLOCK_N) kv.next();
       scheduler.next();
       if (!scheduler.more()) return;
       meet();

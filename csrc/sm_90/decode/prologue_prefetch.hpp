@@ -37,9 +37,10 @@ class ProloguePrefetch {
   template <class Prefetch>
   MLA_DEVICE void for_each_line(const Prefetch& prefetch) const {
     if (params_.plan != nullptr) {
-      const int tile = PlanHeader::items_of(params_.batch, params_.grid_stride) + PlanHeader::item_words * part_;
+      const int tile =
+          PlanHeader::work_tiles_at(params_.batch, params_.grid_stride) + PlanHeader::work_tile_words * part_;
       if (lane_ == 0) prefetch(params_.plan);
-      if (lane_ == 1) prefetch(params_.plan + PlanHeader::work_of(params_.batch) + part_);
+      if (lane_ == 1) prefetch(params_.plan + PlanHeader::work_indptr_at(params_.batch) + part_);
       if (lane_ == 2 && tile < params_.plan_words) prefetch(params_.plan + tile);
     }
     const int sequence = first_sequence();
@@ -53,7 +54,7 @@ class ProloguePrefetch {
     const int sequence = first_sequence();
     const int number = part_ - sequence * params_.num_splits;
     const int first = EvenSplit(params_, number, ld_relaxed_gpu(params_.seq_lens + sequence), BLOCK_N).first;
-    const int in_table = divided(first, params_.page_magic, params_.page_shift);
+    const int in_table = divided(first, params_.page_reciprocal, params_.page_shift);
     if (static_cast<uint32_t>(in_table) >= static_cast<uint32_t>(params_.page_ids_width)) return;
     const int page = ld_relaxed_gpu(pages_of(sequence) + in_table);
 #pragma unroll 1
@@ -62,7 +63,7 @@ class ProloguePrefetch {
   }
 
   MLA_DEVICE int first_sequence() const {
-    if (params_.plan == nullptr) return divided(part_, params_.splits_magic, params_.splits_shift);
+    if (params_.plan == nullptr) return divided(part_, params_.splits_reciprocal, params_.splits_shift);
     return static_cast<int>(static_cast<int64_t>(part_) * params_.batch / params_.grid_stride);
   }
 

@@ -32,15 +32,16 @@ struct Queries {
 // Divides rows by the number of heads with one multiplication; exact for rows below 2^32 / heads.
 class Heads {
  public:
-  MLA_DEVICE explicit Heads(const DecodeTmaParams& params) : heads_(params.heads), magic_(params.heads_reciprocal) {}
+  MLA_DEVICE explicit Heads(const DecodeTmaParams& params)
+      : heads_(params.heads), reciprocal_(params.heads_reciprocal) {}
   MLA_DEVICE explicit Heads(const SparseDecodeTmaParams& params)
-      : heads_(params.heads), magic_(0xFFFFFFFFu / params.heads + 1) {}
-  MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, magic_); }
+      : heads_(params.heads), reciprocal_(0xFFFFFFFFu / params.heads + 1) {}
+  MLA_DEVICE int token(int row) const { return heads_ == 1 ? row : __umulhi(row, reciprocal_); }
   MLA_DEVICE int head(int row, int token) const { return row - token * heads_; }
 
  private:
   int heads_;
-  uint32_t magic_;
+  uint32_t reciprocal_;
 };
 
 struct QueryRow {
@@ -60,7 +61,7 @@ struct QueryRow {
       const int32_t* totals = params.cp_tot_seq_lens;
       seen = totals ? keys_of_rank(params, ld_global(totals + tile.sequence) - later) : seen - later;
     }
-    return seen < tile.end ? seen : tile.end;
+    return seen < tile.end_key ? seen : tile.end_key;
   }
 };
 

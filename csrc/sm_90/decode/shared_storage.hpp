@@ -25,8 +25,8 @@ static_assert(sizeof(PStage) % 128 == 0 && sizeof(PStage) == BLOCK_M * BLOCK_N *
 struct PublishedTile {
   int32_t sequence;
   int32_t length;
-  int32_t first;
-  int32_t end;
+  int32_t first_key;
+  int32_t end_key;
   int32_t partial_row;
   int32_t info;  // TileInfo
   int32_t unused[2];
@@ -95,36 +95,43 @@ struct SharedStorage {
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };
 
-// Addresses of the mbarriers that every block has.
-template <class Traits>
-struct Mbarriers {
-  using Block = DecodeStorage<Traits>;
+// Addresses of the mbarriers between the producer and the roles that multiply. `base` is that of the one at offset BASE
+// of the block's storage; the members' offsets are counted from it.
+template <class Block, int BASE>
+struct PipelineMbarriers {
   uint32_t base;
 
-  MLA_DEVICE explicit Mbarriers(uint32_t shared) : base(shared + SharedStorage<Traits>::MBARRIERS) {}
-  MLA_DEVICE uint32_t kv_full(int stage) const { return base + 8 * stage; }
+  MLA_DEVICE uint32_t kv_full(int stage) const { return at(__builtin_offsetof(Block, kv_full), stage); }
   MLA_DEVICE uint32_t kv_empty(int stage) const { return at(__builtin_offsetof(Block, kv_empty), stage); }
-  MLA_DEVICE uint32_t p_full(int stage) const { return at(__builtin_offsetof(Block, p_full), stage); }
-  MLA_DEVICE uint32_t p_empty(int stage) const { return at(__builtin_offsetof(Block, p_empty), stage); }
   MLA_DEVICE uint32_t tile_full(int stage) const { return at(__builtin_offsetof(Block, tile_full), stage); }
   MLA_DEVICE uint32_t tile_empty(int stage) const { return at(__builtin_offsetof(Block, tile_empty), stage); }
 
+ protected:
+  MLA_DEVICE explicit PipelineMbarriers(uint32_t shared) : base(shared + BASE) {}
+  MLA_DEVICE uint32_t at(int offset, int number) const { return base + (offset - BASE) + 8 * number; }
+};
+
+// The mbarriers of a decode block.
+template <class Traits>
+struct Mbarriers : PipelineMbarriers<DecodeStorage<Traits>, SharedStorage<Traits>::MBARRIERS> {
+  using Block = DecodeStorage<Traits>;
+  using Storage = SharedStorage<Traits>;
+
+  MLA_DEVICE explicit Mbarriers(uint32_t shared) : PipelineMbarriers<Block, Storage::MBARRIERS>(shared) {}
+  MLA_DEVICE uint32_t p_full(int stage) const { return this->at(__builtin_offsetof(Block, p_full), stage); }
+  MLA_DEVICE uint32_t p_empty(int stage) const { return this->at(__builtin_offsetof(Block, p_empty), stage); }
+
   // The mbarriers of RawStorage.
   MLA_DEVICE uint32_t raw_full(int stage) const { return in_raw(__builtin_offsetof(RawStorage<Traits>, full), stage); }
-  MLA_DEVICE uint32_t raw_empty(int stage) const { return in_raw(__builtin_offsetof(RawStorage<Traits>, empty), stage); }
+  MLA_DEVICE uint32_t raw_empty(int stage) const {
+    return in_raw(__builtin_offsetof(RawStorage<Traits>, empty), stage);
+  }
 
   // An address within what only this kind of cluster has.
-  MLA_DEVICE uint32_t in_cluster(int offset) const {
-    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::CLUSTER_PART + offset;
-  }
+  MLA_DEVICE uint32_t in_cluster(int offset) const { return this->at(Storage::CLUSTER_PART + offset, 0); }
 
  private:
-  MLA_DEVICE uint32_t at(int offset, int stage) const {
-    return base + 8 * ((offset - SharedStorage<Traits>::MBARRIERS) / 8 + stage);
-  }
-  MLA_DEVICE uint32_t in_raw(int offset, int stage) const {
-    return base - SharedStorage<Traits>::MBARRIERS + SharedStorage<Traits>::RAW + offset + 8 * stage;
-  }
+  MLA_DEVICE uint32_t in_raw(int offset, int stage) const { return this->at(Storage::RAW + offset, stage); }
 };
 
 }  // namespace mla::sm_90

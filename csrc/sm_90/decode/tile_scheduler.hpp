@@ -32,7 +32,7 @@ struct EvenSplit {
     int size = params.split_size;
     if (size == 0) {
       const uint32_t blocks = (length + block - 1) / block;
-      size = divided(blocks + splits - 1, params.splits_magic, params.splits_shift) * block;
+      size = divided(blocks + splits - 1, params.splits_reciprocal, params.splits_shift) * block;
     }
     const int64_t begin = static_cast<int64_t>(number) * size;
     first = begin < length ? static_cast<int>(begin) : length;
@@ -43,11 +43,11 @@ struct EvenSplit {
 };
 
 // The tiles of a plan in the order of SM parts, or even splits: sequence i / num_splits, split i % num_splits. With
-// PAIRED the tiles are a plan's, and odd SM parts are walked backwards: so the last tiles of parts 2k and 2k + 1, which a
-// cluster walks, are neighbours (plan_pair.hpp). A tile
-// is resolved in two steps. `fetch_next` gives its sequence, which is all that its queries need; `resolve_bounds` gives
-// its keys, which takes the sequence's length from memory. Both are chains of dependent loads, so a role that walks the
-// list resolves the next tile where it has to wait for something anyway.
+// PAIRED the tiles are a plan's, and odd SM parts are walked backwards: so the last tiles of parts 2k and 2k + 1, which
+// a cluster walks, are neighbours (plan_pair.hpp). A tile is resolved in two steps. `fetch_next` gives its sequence,
+// which is all that its queries need; `resolve_bounds` gives its keys, which takes the sequence's length from memory.
+// Both are chains of dependent loads, so a role that walks the list resolves the next tile where it has to wait for
+// something anyway.
 template <bool PAIRED>
 class TileSchedulerOf {
  public:
@@ -63,7 +63,7 @@ class TileSchedulerOf {
       // plan's parts a bound reads some other word of the plan, which has room for as many tiles as the launch has
       // parts.
       const int parts = ld_global(params.plan + PlanHeader::num_sm_parts),
-                tiles = ld_global(params.plan + PlanHeader::items);
+                tiles = ld_global(params.plan + PlanHeader::work_tiles);
       load_bounds();
       plan_parts_ = warp_uniform(parts);
       tiles_ = warp_uniform(tiles);
@@ -94,14 +94,14 @@ class TileSchedulerOf {
     if (!more_) return;
     tile_.length = warp_uniform(ld_global(params_.seq_lens + tile_.sequence));
     if (params_.plan != nullptr) {
-      tile_.first = tile_.first / split_alignment_ * split_alignment_;
-      const int end = tile_.end == 0x7FFFFFFF ? tile_.end : tile_.end / split_alignment_ * split_alignment_;
-      tile_.end = end < tile_.length ? end : tile_.length;
+      tile_.first_key = tile_.first_key / split_alignment_ * split_alignment_;
+      const int end = tile_.end_key == 0x7FFFFFFF ? tile_.end_key : tile_.end_key / split_alignment_ * split_alignment_;
+      tile_.end_key = end < tile_.length ? end : tile_.length;
       return;
     }
-    const EvenSplit split(params_, tile_.first, tile_.length, block_);
-    tile_.first = split.first;
-    tile_.end = split.end;
+    const EvenSplit split(params_, tile_.first_key, tile_.length, block_);
+    tile_.first_key = split.first;
+    tile_.end_key = split.end;
   }
 
   // Fetches the tile after this one and resolves it.
@@ -125,24 +125,24 @@ class TileSchedulerOf {
         if (part_ >= plan_parts_) return false;
         load_bounds();
       }
-      const int item = PAIRED && walks_backwards(params_, part_, plan_parts_) ? --limit_ : cursor_++;
-      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * item);
+      const int tile = PAIRED && walks_backwards(params_, part_, plan_parts_) ? --limit_ : cursor_++;
+      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * tile);
       tile_.sequence = warp_uniform(words.x);
-      tile_.first = warp_uniform(words.y);
-      tile_.end = warp_uniform(words.z);
+      tile_.first_key = warp_uniform(words.y);
+      tile_.end_key = warp_uniform(words.z);
       tile_.partial_row = warp_uniform(words.w);
       return true;
     }
     if (cursor_ >= limit_) return false;
-    tile_.sequence = divided(cursor_, params_.splits_magic, params_.splits_shift);
-    tile_.first = cursor_ - tile_.sequence * params_.num_splits;  // the split's number, until resolve_bounds
+    tile_.sequence = divided(cursor_, params_.splits_reciprocal, params_.splits_shift);
+    tile_.first_key = cursor_ - tile_.sequence * params_.num_splits;  // the split's number, until resolve_bounds
     tile_.partial_row = params_.num_splits > 1 ? cursor_ : -1;
     cursor_ += params_.grid_stride;
     return true;
   }
 
   MLA_DEVICE void load_bounds() {
-    const int32_t* bounds = params_.plan + PlanHeader::work_of(params_.batch) + part_;
+    const int32_t* bounds = params_.plan + PlanHeader::work_indptr_at(params_.batch) + part_;
     const int begin = ld_global(bounds), end = ld_global(bounds + 1);
     cursor_ = warp_uniform(begin);
     limit_ = warp_uniform(end);

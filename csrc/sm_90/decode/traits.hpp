@@ -21,9 +21,9 @@ constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
 MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 
 // How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
-// box; selected one by one, and dequantised where needed (sparse_decode/); or as e4m3 rows, by bulk copies from pages of
-// any size, which the producer converts.
-enum class KvSource { gather, tma, selected, fp8 };
+// box; selected one by one, and dequantised where needed (sparse_decode/); or as e4m3 rows, by bulk copies from pages
+// of any size, which the producer converts.
+enum class KvSource { cp_async, tma, selected, fp8 };
 
 // The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
 // is exact in both, and fp16 takes a quarter of the instructions.
@@ -64,7 +64,7 @@ struct DecodePolicy {
   // may not exceed 512, or the increase waits forever. One thread that issues TMA needs fewer than 128 threads that
   // copy, and those fewer than 128 that also dequantise.
   static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma        ? 32
-                                            : SOURCE == KvSource::gather   ? 48
+                                            : SOURCE == KvSource::cp_async ? 48
                                             : SOURCE == KvSource::selected ? 56
                                                                            : 64;
   static constexpr int QK_REGISTERS = 192 - PRODUCER_REGISTERS;
@@ -72,7 +72,7 @@ struct DecodePolicy {
   static_assert(PRODUCER_REGISTERS + QK_REGISTERS + 2 * PV_REGISTERS <= 512, "the registers of an SM");
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
   static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
-                                          : SOURCE == KvSource::gather   ? 24
+                                          : SOURCE == KvSource::cp_async ? 24
                                           : SOURCE == KvSource::selected ? 22
                                                                          : 20;
 };

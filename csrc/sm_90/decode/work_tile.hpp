@@ -1,4 +1,5 @@
-// One unit of a block's work: some keys of a sequence.
+// Which keys of which sequence a block attends to, and where its result goes. It is mla::WorkTile with the sequence's
+// length, which masks need.
 #pragma once
 
 #include "common/device.hpp"
@@ -8,10 +9,10 @@ namespace mla::sm_90 {
 struct WorkTile {
   int sequence;
   int length;       // keys of the sequence, as the kernel reads it
-  int first;        // first key of the tile
-  int end;          // one past its last key; not above `first` when the tile is empty
-  int partial_row;  // row of partial_out, or -1: the tile is the whole sequence
-  MLA_DEVICE int keys() const { return end > first ? end - first : 0; }
+  int first_key;
+  int end_key;      // exclusive, clipped at `length`; <= first_key when there is nothing to do
+  int partial_row;  // row of partial_out, or -1: the result is final
+  MLA_DEVICE int keys() const { return end_key > first_key ? end_key - first_key : 0; }
 };
 
 }  // namespace mla::sm_90

@@ -48,7 +48,7 @@ class ProducerDequant : ProducerBase<Traits> {
       const WorkTile tile = scheduler.take(token, keys);
       publish(tile, 0, scheduler.taken() - 1);
       if (tile.keys() == 0) continue;
-      lists().set_tile(tile.first, tile.end);
+      lists().set_tile(tile.first_key, tile.end_key);
       fetch_indices(0);
       cp_async_commit();
       cp_async_wait<0>();

@@ -47,8 +47,8 @@ class SparseTileScheduler {
     tile.length = keys;
     if (params_.plan != nullptr) {
       const int32_t* at = plan_tile(cursor);
-      tile.first = warp_uniform(__ldg(at + 1));
-      tile.end = warp_uniform(__ldg(at + 2));
+      tile.first_key = warp_uniform(__ldg(at + 1));
+      tile.end_key = warp_uniform(__ldg(at + 2));
       tile.partial_row = warp_uniform(__ldg(at + 3));
       const int part = read(PART);
       if (cursor + 1 < warp_uniform(__ldg(bounds() + part + 1)))
@@ -61,13 +61,13 @@ class SparseTileScheduler {
       int size = params_.split_size;
       if (size == 0) size = ((keys + BLOCK_N - 1) / BLOCK_N + splits - 1) / splits * BLOCK_N;
       const int64_t first = static_cast<int64_t>(split) * size;
-      tile.first = first < keys ? static_cast<int>(first) : keys;
+      tile.first_key = first < keys ? static_cast<int>(first) : keys;
       // The last split is open: whatever split_size is, no key is left over.
-      tile.end = split + 1 == splits || first + size > keys ? keys : tile.first + size;
+      tile.end_key = split + 1 == splits || first + size > keys ? keys : tile.first_key + size;
       tile.partial_row = splits > 1 ? cursor : -1;
       write(CURSOR, cursor + params_.grid_stride);
     }
-    if (tile.end > keys) tile.end = keys;
+    if (tile.end_key > keys) tile.end_key = keys;
     return tile;
   }
 
@@ -87,7 +87,7 @@ class SparseTileScheduler {
   }
 
   MLA_DEVICE const int32_t* plan_tile(int number) const {
-    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::items)) + 4 * static_cast<int64_t>(number);
+    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::work_tiles)) + 4 * static_cast<int64_t>(number);
   }
   MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::num_sm_parts)); }
   MLA_DEVICE const int32_t* bounds() const {

@@ -68,7 +68,7 @@ class TopkLists {
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(first) : "r"(table_ + TILE) : "memory");
     const Pool& pool = pool_at(params, pool_of(first + key));
     const uint32_t slot = static_cast<uint32_t>(index);
-    const uint32_t number = divided(slot, pool.page_magic, pool.page_shift);
+    const uint32_t number = divided(slot, pool.page_reciprocal, pool.page_shift);
     return SelectedToken{pool.cache + number * pool.page_bytes, slot - number * pool.page,
                          static_cast<uint32_t>(pool.page), slot < static_cast<uint32_t>(pool.slots)};
   }

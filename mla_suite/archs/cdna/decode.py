@@ -91,9 +91,9 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
     q = args.q if adjust is None else adjust(args.q, args.q_descale)
     shape = shape_of(args, q, out)
     splits = _splits(config, args, shape)
-    slots, items = splits.slots(shape), splits.tiles(shape)
+    slots, work_tiles = splits.slots(shape), splits.tiles(shape)
     if shape.plan_words:
-        items = min(items, config.arch.compute_units)
+        work_tiles = min(work_tiles, config.arch.compute_units)
     copies_q, temporary = not shape.q.in_whole_vectors, copies_out(shape)
     queries = shape.q.copied() if copies_q else shape.q
     results = shape.out.copied() if temporary else shape.out
@@ -105,7 +105,7 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
         q_head_stride=queries.strides[-2],
         kv_token_stride=args.kv_cache.stride(1),
         block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
-        grid_stride=items,
+        grid_stride=work_tiles,
         **numbers_of(args, shape, results, splits),
     )
     combined = None
@@ -118,7 +118,7 @@ def prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeA
         combined = combine_launch(
             chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
         )
-    grid = (items, config.tiles(shape.rows), 1)
+    grid = (work_tiles, config.tiles(shape.rows), 1)
     prepared = Prepared(
         # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
         *(config, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),

@@ -127,8 +127,8 @@ def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     shape = shape_of(args, q, outputs, any_lse=False)
     units, tiles = config.arch.compute_units, config.tiles(shape.heads)
     splits = _splits(config, args, shape)
-    slots, items = slots_and_tiles(args, shape, splits)
-    groups = min(items, units) if shape.plan_words else items
+    slots, work_tiles = slots_and_tiles(args, shape, splits)
+    groups = min(work_tiles, units) if shape.plan_words else work_tiles
     own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
     numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
     combined = None

@@ -138,13 +138,13 @@ def prepare(
 
 def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:
     """The parameters that say where and how a kernel stores lse."""
-    magic, shift = reciprocal(layout.tokens)
+    lse_tokens_reciprocal, lse_tokens_shift = reciprocal(layout.tokens)
     return dict(
         lse_token_stride=layout.token,
         lse_head_stride=layout.head,
         lse_batch_stride=layout.batch,
-        lse_tokens_magic=magic,
-        lse_tokens_shift=shift,
+        lse_tokens_reciprocal=lse_tokens_reciprocal,
+        lse_tokens_shift=lse_tokens_shift,
         empty_lse=empty_lse(plus_inf),
     )
 

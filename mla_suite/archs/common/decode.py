@@ -26,7 +26,7 @@ from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.decode import DecodeArgs
-from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
+from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
 
 MIN_SPLIT = 256  # keys: below this, combining costs more than another compute unit saves
 
@@ -104,7 +104,7 @@ class Splits(NamedTuple):
     def slots(self, shape: Shape) -> int:
         """Partial results of all sequences together."""
         if shape.plan_words:
-            return int(most_items(shape.plan_words, shape.batch))
+            return int(most_work_tiles(shape.plan_words, shape.batch))
         return shape.batch * self.partials if self.partials > 1 else 0
 
     def tiles(self, shape: Shape) -> int:
@@ -124,9 +124,9 @@ class Splits(NamedTuple):
 
 def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dict[str, int | float]:
     """The parameters that the kernels of every arch take."""
-    page_magic, page_shift = reciprocal(shape.page_size)
+    page_reciprocal, page_shift = reciprocal(shape.page_size)
     cp_period = args.cp_interleave * args.cp_world_size
-    cp_period_magic, cp_period_shift = reciprocal(cp_period)
+    cp_period_reciprocal, cp_period_shift = reciprocal(cp_period)
     return dict(
         kv_page_stride=args.kv_cache.stride(0),
         out_token_stride=out.strides[-3],
@@ -136,14 +136,14 @@ def numbers_of(args: DecodeArgs, shape: Shape, out: Rows, splits: Splits) -> dic
         q_len=shape.q_len,
         rows=shape.rows,
         page=shape.page_size,
-        page_magic=page_magic,
+        page_reciprocal=page_reciprocal,
         page_shift=page_shift,
         num_splits=splits.number,
         split_size=splits.size if splits.number > 1 and not args.num_splits else 0,
         causal=int(args.causal),
         cp_interleave=args.cp_interleave,
         cp_period=cp_period,
-        cp_period_magic=cp_period_magic,
+        cp_period_reciprocal=cp_period_reciprocal,
         cp_period_shift=cp_period_shift,
         cp_offset=args.cp_interleave * args.cp_rank,
         softmax_scale=max(abs(args.softmax_scale), MIN_SCALE),

@@ -23,7 +23,7 @@ from mla_suite.ops.plan.scheduler import scheduler_costs
 
 MAX_SEQUENCES = 2048  # whose prefix sum a workgroup keeps in shared memory
 FEW = 160  # sequences: batches up to this size take the first number of waves of WAVES, more the second
-_NAMES = {word: word.name.lower() for word in Word if word not in (Word.ITEMS_USED, Word.PARTIAL_ROWS)}
+_NAMES = {word: word.name.lower() for word in Word if word not in (Word.WORK_TILES_USED, Word.PARTIAL_ROWS)}
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def _prepare(
     workgroups = min(-(-batch * splits // threads), config.arch.compute_units) if splits > 0 else 1
     packed = load("plan").pack(
         **dict.fromkeys(_POINTERS, 0),
-        item_cost=costs.tile,
-        tile_rows=costs.partial_rows,
+        work_tile_cost=costs.tile,
+        partial_cost=costs.partial_rows,
         shared_cost=costs.partial,
         splits=splits,
         workgroups=workgroups,
@@ -142,5 +142,5 @@ def _buffers(
     yield Buffer("seq_lens", seq_lens, "r")
     if cu_seqlens_q is not None:
         yield Buffer("cu_seqlens_q", cu_seqlens_q, "r")
-    # The second step reads what the first left in the words of the items.
+    # The second step reads what the first left in the words of the work tiles.
     yield Buffer("plan", plan, {"search": "w", "balanced": "rw", "uniform": "all"}[step])

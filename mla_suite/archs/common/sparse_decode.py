@@ -31,7 +31,7 @@ from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
 from mla_suite.ops.combine.reference import LseLayout
-from mla_suite.ops.plan.metadata import HEADER_WORDS, most_items
+from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
@@ -157,7 +157,7 @@ def split_note(args: SparseDecodeArgs, shape: Shape, splits: int) -> str:
 def slots_and_tiles(args: SparseDecodeArgs, shape: Shape, splits: int) -> tuple[int, int]:
     """(partials, work tiles) of a launch."""
     if shape.plan_words:
-        slots = int(most_items(shape.plan_words, shape.tokens))
+        slots = int(most_work_tiles(shape.plan_words, shape.tokens))
         return slots, slots
     tiles = shape.tokens * splits
     return (tiles if splits > 1 else 0), tiles
@@ -315,14 +315,14 @@ def _pool(q: torch.Tensor, kv_cache: torch.Tensor, index: torch.Tensor, lengths:
     """One pool's numbers among the parameters, without its own."""
     pages, page, _ = kv_cache.shape
     per_sequence = lengths is not None and q.dim() == 4 and lengths.dim() == 1
-    page_magic, page_shift = reciprocal(max(page, 1))
+    page_reciprocal, page_shift = reciprocal(max(page, 1))
     apart = token_stride(index, 1)
     return {
         "page_bytes": kv_cache.stride(0) * kv_cache.element_size(),
         "index_stride": index.shape[-1] if apart is None else apart,
         "slots": pages * page,
         "page": page,
-        "page_magic": page_magic,
+        "page_reciprocal": page_reciprocal,
         "page_shift": page_shift,
         "topk": index.shape[-1],
         "tokens_per_length": q.shape[1] if per_sequence else 1,

@@ -87,7 +87,7 @@ def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma', 'gather' or 'fp8': clusters are for 'tma' and, those that reduce O, for 'fp8'; streaming for 'tma'
+    kv_load  'tma', 'cp_async' or 'fp8': clusters are for 'tma' and, those that reduce O, for 'fp8'; streaming for 'tma'
     """
 
     __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",
@@ -95,7 +95,7 @@ class Estimate:
 
     def __init__(self, arch: ArchSpec, kv_load: str, batch: int, rows: int, stages: int) -> None:
         self.arch, self.tma, self.batch, self.rows, self.stages = arch, kv_load == "tma", batch, rows, stages
-        self.clusters = () if kv_load == "gather" else ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
+        self.clusters = () if kv_load == "cp_async" else ("reduce_o", "exchange_p") if self.tma else ("reduce_o",)
         self.units = arch.compute_units
         self.tiles = -(-rows // BLOCK_M)
         self.max_groups = groups_of(arch, 1 << 62, self.tiles)
@@ -110,9 +110,9 @@ class Estimate:
     def bounds(self, splits: Any) -> tuple[Any, Any, Any]:
         """For an int64 array of split counts: `decode`, the SMs that it leaves free, the least time with combine."""
         # Numbers below 2^53 divide and round up exactly in fp64, in half the time of NumPy's integers.
-        items = self.batch * splits
-        busy = np.minimum(items, self.max_groups) * self.tiles
-        waves, length = np.ceil(items / self.max_groups), np.ceil(self.stages / splits)
+        work_tiles = self.batch * splits
+        busy = np.minimum(work_tiles, self.max_groups) * self.tiles
+        waves, length = np.ceil(work_tiles / self.max_groups), np.ceil(self.stages / splits)
         times = self._decode(length, waves, busy, np.maximum)
         free = self.units - busy
         room = free >= min([grid / resident for resident, grid in self.resident])  # for all CTAs of combine
@@ -165,10 +165,10 @@ class Estimate:
 
     def _room_to_stream(self, splits: int) -> bool:
         """Whether decode fills the sentinels early enough and leaves SMs for all CTAs of a streaming combine."""
-        items = self.batch * splits
-        if not self.tma or items > self.max_groups or (self.tall and -(-self.stages // splits) < PROLOGUE_STAGES):
+        work_tiles = self.batch * splits
+        if not self.tma or work_tiles > self.max_groups or (self.tall and -(-self.stages // splits) < PROLOGUE_STAGES):
             return False
-        return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - items * self.tiles)
+        return self.rows * self.batch <= _STREAMING_SHARE * self.arch.simds * (self.units - work_tiles * self.tiles)
 
     def one_tile(self, splits: int) -> bool:
         """Whether every CTA has one work tile, and clusters have instances."""

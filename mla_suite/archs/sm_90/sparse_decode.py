@@ -155,9 +155,9 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied(), copies_out=True)
     splits = _splits(config, args, shape)
-    slots, items = slots_and_tiles(args, shape, splits)
+    slots, work_tiles = slots_and_tiles(args, shape, splits)
     tiles = config.tiles(shape.heads)
-    groups = groups_of(config.arch, items, tiles)
+    groups = groups_of(config.arch, work_tiles, tiles)
     lse = combine_kernels.lse_numbers(*shape.lse)
     numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, **lse)
     combined = None

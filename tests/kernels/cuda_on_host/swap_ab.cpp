@@ -23,9 +23,9 @@ T* aligned(size_t count) {
   return static_cast<T*>(std::aligned_alloc(1024, (count * sizeof(T) + 1023) / 1024 * 1024));
 }
 
-void reciprocal(uint32_t n, uint32_t& magic, uint32_t& shift) {
+void reciprocal(uint32_t n, uint32_t& result, uint32_t& shift) {
   for (shift = 0; 1u << shift < n;) ++shift;
-  magic = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + n - 1) / n);
+  result = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + n - 1) / n);
 }
 
 struct Case {
@@ -87,14 +87,14 @@ struct Case {
   // Every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups.
   void make_plan() {
     const int parts = groups * 2, tiles = batch * splits;
-    const int at = PlanHeader::items_of(batch, parts);
-    plan.assign(at + PlanHeader::item_words * tiles, 0);
+    const int at = PlanHeader::work_tiles_at(batch, parts);
+    plan.assign(at + PlanHeader::work_tile_words * tiles, 0);
     plan[PlanHeader::num_sm_parts] = parts;
-    plan[PlanHeader::items] = at;
-    for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_of(batch) + part] = tiles * part / parts;
+    plan[PlanHeader::work_tiles] = at;
+    for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_indptr_at(batch) + part] = tiles * part / parts;
     for (int tile = 0; tile < tiles; ++tile) {
       const int sequence = tile / splits, number = tile % splits;
-      int32_t* words = &plan[at + PlanHeader::item_words * tile];
+      int32_t* words = &plan[at + PlanHeader::work_tile_words * tile];
       words[0] = sequence;
       words[1] = lens[sequence] * number / splits;
       words[2] = number + 1 == splits ? 0x7FFFFFFF : lens[sequence] * (number + 1) / splits;
@@ -138,12 +138,12 @@ struct Case {
     params.q_len = q_len;
     params.rows = rows;
     params.page = page;
-    reciprocal(page, params.page_magic, params.page_shift);
+    reciprocal(page, params.page_reciprocal, params.page_shift);
     params.num_splits = splits;
-    reciprocal(splits, params.splits_magic, params.splits_shift);
+    reciprocal(splits, params.splits_reciprocal, params.splits_shift);
     params.grid_stride = groups;
     params.causal = what != "all_keys";
-    reciprocal(1, params.lse_tokens_magic, params.lse_tokens_shift);
+    reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = -INFINITY;
     params.softmax_scale = what == "sharp" ? 0.5f : 0.02f;
   }

@@ -9,7 +9,7 @@
 #include "cdna/decode/mfma_16x16x16/kv_row_addresses.hpp"
 #include "cdna/decode/mfma_16x16x16/kv_stage_tile.hpp"
 #include "cdna/decode/mfma_16x16x16/softmax.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::mfma_16x16x16 {
 
@@ -29,7 +29,7 @@ class Fp8StageProducer {
   static constexpr int lds_bytes = pages + waves * Addresses::bytes;
   static constexpr int copies = FourShortRows::instructions;  // of a wave per tile
 
-  MLA_DEVICE Fp8StageProducer(const mla::KvSource& source, const mla::WorkItem& tile, const float*, int tiles,
+  MLA_DEVICE Fp8StageProducer(const mla::KvSource& source, const mla::WorkTile& tile, const float*, int tiles,
                               LdsBytes lds, const Lane& lane, int wave)
       : addresses_(source, tile.first_key, tile.end_key, lane, wave, lds + pages + wave * Addresses::bytes),
         lane_(lane),

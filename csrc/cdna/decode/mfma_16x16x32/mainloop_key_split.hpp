@@ -64,7 +64,7 @@ class KeySplitWave {
   static constexpr int wave_bytes = Lds::wave_bytes, statistics = Lds::statistics, row_floats = Lds::row_floats;
 
  public:
-  MLA_DEVICE KeySplitWave(const mla::DecodeParams& p, const mla::WorkItem& tile, const mla::SequenceRows& rows,
+  MLA_DEVICE KeySplitWave(const mla::DecodeParams& p, const mla::WorkTile& tile, const mla::SequenceRows& rows,
                           int first_row, LdsBytes lds, int)
       : tile_(tile),
         rows_(rows),
@@ -263,7 +263,7 @@ class KeySplitWave {
 
   MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
-  const mla::WorkItem tile_;
+  const mla::WorkTile tile_;
   const mla::SequenceRows rows_;
   const int first_row_;
   const Lane lane_;

@@ -74,7 +74,7 @@ class RowSplitWave {
   static constexpr int products = Softmax::products;
 
  public:
-  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkItem& tile, const mla::SequenceRows& rows,
+  MLA_DEVICE RowSplitWave(const mla::DecodeParams& p, const mla::WorkTile& tile, const mla::SequenceRows& rows,
                           int first_row, LdsBytes lds, int wave)
       : tile_(tile),
         rows_(rows),
@@ -369,7 +369,7 @@ class RowSplitWave {
   // This is a member because LLVM 22 compiles 32, 48, 80 and 96 rows otherwise with a function of the namespace.
   MLA_DEVICE static int min(int a, int b) { return a < b ? a : b; }
 
-  const mla::WorkItem tile_;
+  const mla::WorkTile tile_;
   const mla::SequenceRows rows_;
   const Lane lane_;
   const int wave_;

@@ -8,7 +8,7 @@
 #include "cdna/common/swizzled_lds_tile.hpp"
 #include "common/kv_source.hpp"
 #include "common/problem.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::mfma_16x16x32 {
 
@@ -55,7 +55,7 @@ class LdsRingProducer {
   static_assert(prefetch >= 1 && prefetch <= block_tiles, "LDS ring: page numbers arrive a block of tiles ahead");
   static_assert(copies * prefetch < 63, "LDS ring: more copies in flight than can be counted");
 
-  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkItem& work_tile, const float* rope_cos_sin,
+  MLA_DEVICE LdsRingProducer(const mla::KvSource& source, const mla::WorkTile& work_tile, const float* rope_cos_sin,
                              int tiles, uint32_t lds, const Lane& lane, int wave)
       : source_(source),
         first_key_(work_tile.first_key + wave * wave_keys),

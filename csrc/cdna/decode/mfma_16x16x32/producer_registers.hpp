@@ -8,7 +8,7 @@
 #include "cdna/common/types.hpp"
 #include "common/kv_source.hpp"
 #include "common/problem.hpp"
-#include "common/work_item.hpp"
+#include "common/work_tile.hpp"
 
 namespace cdna::mfma_16x16x32 {
 
@@ -31,7 +31,7 @@ class RegisterProducer {
   static constexpr int lds_bytes = 0;
   static constexpr int step = Policy::waves * keys;  // keys from one tile of a wave to its next
 
-  MLA_DEVICE RegisterProducer(const mla::KvSource& source, const mla::WorkItem& tile, const Lane& lane,
+  MLA_DEVICE RegisterProducer(const mla::KvSource& source, const mla::WorkTile& tile, const Lane& lane,
                               Registers& registers)
       : source_(source), tile_(tile), lane_(lane), registers_(registers) {}
 
@@ -92,7 +92,7 @@ class RegisterProducer {
   }
 
   const mla::KvSource& source_;
-  const mla::WorkItem& tile_;
+  const mla::WorkTile& tile_;
   const Lane& lane_;
   Registers& registers_;
   uint32_t page_[score_tiles];  // of the tile after the next

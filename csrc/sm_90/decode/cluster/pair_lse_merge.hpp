@@ -127,7 +127,7 @@ MLA_DEVICE void clear_no_contribution(AccumulatorO& o, const float (&scale)[2]) 
 template <class Traits>
 MLA_DEVICE OutputTarget find_only_rows(const typename Traits::Params& params, const Epilogue<Traits>& epilogue) {
   const int number = static_cast<int>(blockIdx.y);
-  const int sequence = divided(number, params.splits_magic, params.splits_shift);
+  const int sequence = divided(number, params.splits_reciprocal, params.splits_shift);
   return epilogue.find_rows(sequence, params.num_splits == 2 ? -1 : number / 2);
 }
 

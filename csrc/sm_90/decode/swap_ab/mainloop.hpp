@@ -1,6 +1,6 @@
-// The two warpgroups of swap_ab that multiply. In a step each computes S^T = K Q^T of 64 of its 128 keys and their P; then
-// both compute O^T += V^T P^T of all 128 keys, 256 columns each. Keys are read as they are stored and converted to fp16 in
-// registers, where the first operand lies; P goes through shared memory.
+// The two warpgroups of swap_ab that multiply. In a step each computes S^T = K Q^T of 64 of its 128 keys and their P;
+// then both compute O^T += V^T P^T of all 128 keys, 256 columns each. Keys are read as they are stored and converted to
+// fp16 in registers, where the first operand lies; P goes through shared memory.
 //
 // A query row is a column of both products: a lane holds rows 8i + 2(l % 4) and the next of S^T, O^T, sums and factors.
 #pragma once
@@ -15,8 +15,8 @@
 
 namespace mla::sm_90 {
 
-// Adds up over lanes the values that they have for the same row: a lane sends the half of its values that it does not keep,
-// until two are left. It keeps those of rows 2 * kept_quad and the next.
+// Adds up over lanes the values that they have for the same row: a lane sends the half of its values that it does not
+// keep, until two are left. It keeps those of rows 2 * kept_quad and the next.
 template <int N>
 MLA_DEVICE void add_over_lanes(const float (&values)[N], float (&kept)[2], int lane_bit = 16) {
   if constexpr (N == 2) {
@@ -97,15 +97,15 @@ class SwapAbMainloop {
     WorkTile tile;
     tile.sequence = warp_uniform(words[0]);
     tile.length = warp_uniform(words[1]);
-    tile.first = warp_uniform(words[2]);
-    tile.end = warp_uniform(words[3]);
+    tile.first_key = warp_uniform(words[2]);
+    tile.end_key = warp_uniform(words[3]);
     tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + 16));
     return tile;
   }
 
   MLA_DEVICE void one_tile() {
-    int first = tile().first;
-    end_ = tile().end;
+    int first = tile().first_key;
+    end_ = tile().end_key;
     const bool any = first < end_;
     if (any) {
       take_queries(tile());
@@ -194,8 +194,9 @@ class SwapAbMainloop {
     return kv;
   }
 
-  // Zeros what the tile's last stage has behind its `used` keys, if these are not all: their P is 0, but what lies there may
-  // be NaN. K Q^T may read them before or after, because their scores are masked; P V reads them behind the barrier.
+  // Zeros what the tile's last stage has behind its `used` keys, if these are not all: their P is 0, but what lies
+  // there may be NaN. K Q^T may read them before or after, because their scores are masked; P V reads them behind the
+  // barrier.
   MLA_DEVICE void clear_absent(int stages, int used) {
     if (used == 0) return;
     const KvState kv = ahead(stages - 1);
@@ -205,8 +206,8 @@ class SwapAbMainloop {
       st_shared_v4(stage_at(kv) + place(used + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
   }
 
-  // S^T of this warpgroup's 64 keys: of each warp 16, of one stage. A warp whose stage the tile does not have multiplies
-  // keys of the first one, which are masked.
+  // S^T of this warpgroup's 64 keys: of each warp 16, of one stage. A warp whose stage the tile does not have
+  // multiplies keys of the first one, which are masked.
   MLA_DEVICE void multiply_keys(float (&s)[S_REGS], int stages) {
     const int number = group_ * 2 + warp_ / 2;
     const KvState kv = ahead(number < stages ? number : 0);
@@ -260,8 +261,8 @@ class SwapAbMainloop {
   // The i-th row of this lane.
   MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
 
-  // P = 2^(S * scale - running max) to shared memory, and its sums for the rows whose sums this lane keeps. Returns whether
-  // P is so large that the running max must be raised.
+  // P = 2^(S * scale - running max) to shared memory, and its sums for the rows whose sums this lane keeps. Returns
+  // whether P is so large that the running max must be raised.
   MLA_DEVICE bool exponentiate(const float (&s)[S_REGS], float (&kept)[2]) const {
     float sum[LANE_ROWS];
     // Cores of 8 rows x 8 keys: [16 keys][8 of them][8 rows][row][key].

@@ -1,5 +1,5 @@
-// The producer of swap_ab: bulk copies bring rows of queries and of keys, as they are stored, to the stages of one ring.
-// Its four warps take turns, a stage each, because issuing the copies of a stage takes longer than it may.
+// The producer of swap_ab: bulk copies bring rows of queries and of keys, as they are stored, to the stages of one
+// ring. Its four warps take turns, a stage each, because issuing the copies of a stage takes longer than it may.
 #pragma once
 
 #include "sm_90/decode/producer.hpp"
@@ -33,8 +33,8 @@ class SwapAbProducer : ProducerBase<Traits> {
       if (warp_ == TILE_WARP) this->publish(tile, info, tiles, TILE_WARP * 32);
       if (info != Q_LOADED && tile.keys() != 0) load_q(tile.sequence);
       const int32_t* pages = this->pages_of(scheduler);
-      for (int first = tile.first; first < tile.end; first += BLOCK_N) {
-        if (takes_turn()) copy_stage(pages, first, min(tile.end - first, BLOCK_N));
+      for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
+        if (takes_turn()) copy_stage(pages, first, min(tile.end_key - first, BLOCK_N));
         next_stage();
       }
       scheduler.next();

@@ -47,15 +47,9 @@ struct SharedStorage<SwapAbTraits<Query, ROWS>> {
 };
 
 template <class Query, int ROWS>
-struct Mbarriers<SwapAbTraits<Query, ROWS>> {
-  using Block = SwapAbStorage<SwapAbTraits<Query, ROWS>>;
-  uint32_t shared;
-
-  MLA_DEVICE explicit Mbarriers(uint32_t shared_) : shared(shared_) {}
-  MLA_DEVICE uint32_t kv_full(int stage) const { return shared + __builtin_offsetof(Block, kv_full) + 8 * stage; }
-  MLA_DEVICE uint32_t kv_empty(int stage) const { return shared + __builtin_offsetof(Block, kv_empty) + 8 * stage; }
-  MLA_DEVICE uint32_t tile_full(int stage) const { return shared + __builtin_offsetof(Block, tile_full) + 8 * stage; }
-  MLA_DEVICE uint32_t tile_empty(int stage) const { return shared + __builtin_offsetof(Block, tile_empty) + 8 * stage; }
+struct Mbarriers<SwapAbTraits<Query, ROWS>> : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Query, ROWS>>, 0> {
+  MLA_DEVICE explicit Mbarriers(uint32_t shared)
+      : PipelineMbarriers<SwapAbStorage<SwapAbTraits<Query, ROWS>>, 0>(shared) {}
 };
 
 }  // namespace mla::sm_90

@@ -3,7 +3,7 @@
 
 namespace mla {
 
-struct WorkItem {
+struct WorkTile {
   int sequence;
   int first_key;
   int end_key;      // exclusive, already clipped at the sequence's length; <= first_key when there is nothing to do
