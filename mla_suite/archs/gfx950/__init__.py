@@ -2,7 +2,7 @@
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode_config import CdnaConfig
+from mla_suite.archs.cdna.decode import CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.common.sparse_decode import RECORDS
 from mla_suite.archs.gfx950 import decode
