@@ -119,7 +119,7 @@ def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: E
 
 def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> list[float]:
     """Time until an eager call returns, per round; the device's queue holds more calls than a round makes."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else _nothing
+    synchronize: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     for _ in range(3):
         call()
     rounds = []
@@ -151,7 +151,3 @@ def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01
             repeats.append((time.perf_counter() - start) / calls)
         rounds.append(median(repeats) * 1e6)
     return rounds
-
-
-def _nothing() -> None:
-    pass

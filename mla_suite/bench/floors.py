@@ -48,13 +48,13 @@ class Floors:
         share = math.log(moved / low) / math.log(high / low)
         return low_us * (high_us / low_us) ** share
 
-    def compute_us(self, flops: int, *, fp8: bool = False) -> float:
-        """Time to multiply at the ceiling; `fp8` where both operands are fp8, at the bf16 ceiling if that is all."""
-        return flops / (self.fp8_tflops if fp8 and self.fp8_tflops else self.tflops) / 1e6
-
     def of(self, moved: int, flops: int, *, fp8: bool = False) -> tuple[float, str]:
-        """The floor of a case in microseconds, and what it comes from: memory or compute."""
-        memory, compute = self.memory_us(moved), self.compute_us(flops, fp8=fp8)
+        """The floor of a case in microseconds, and what it comes from: memory or compute.
+
+        fp8  whether both operands of its products are fp8; where their ceiling was not measured, that of bf16 counts
+        """
+        tflops = self.fp8_tflops if fp8 and self.fp8_tflops else self.tflops
+        memory, compute = self.memory_us(moved), flops / tflops / 1e6
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
     @property

@@ -6,9 +6,9 @@ passes over a whole set, so their spread holds what clocks, heat and neighbours 
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 FEWEST_ROUNDS = 4
 QUIET = 0.025
@@ -21,17 +21,13 @@ MAX_EXTRA = 2
 """Passes added for shapes that do not settle."""
 
 
-def median(rounds: Sequence[float]) -> float:
-    return statistics.median(rounds)
-
-
 def spread(rounds: Sequence[float]) -> float:
     """Twice the distance from the fastest round to the median, in the rounds' unit.
 
     Disturbances only ever make a round slower, so the slower half says nothing about the kernel: up to half of the
     rounds may be disturbed. With 8 rounds of normal noise this is 2.8 standard deviations.
     """
-    return 2 * (statistics.median(rounds) - min(rounds))
+    return 2 * (median(rounds) - min(rounds))
 
 
 def unsettled(rounds: Sequence[float]) -> bool:

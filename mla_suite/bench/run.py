@@ -50,40 +50,25 @@ def run(
     Stopped, a KeyboardInterrupt, has what was measured when Ctrl-C came.
     """
     found: dict[tuple[str, str, str], Result] = {}
+    steps = 0
     try:
-        _passes(cases, device, effort, backends, with_third_party, emulated, progress, found)
+        for number in range(effort.passes + noise.MAX_EXTRA):
+            extra = number >= effort.passes
+            again = {(r.op, r.shape) for r in found.values() if r.rounds and noise.unsettled(r.rounds)}
+            for case in cases:
+                if extra and (case.op, case.shape) not in again:
+                    continue
+                progress(f"{case.id} once more" if extra else case.id, steps)
+                for result in _case(case, device, effort, backends, with_third_party, found, first=number == 0):
+                    found.setdefault(result.key, result)
+                for arch in emulated if number == 0 else ():
+                    counted = bounds.count(case, arch)
+                    found[counted.key] = counted
+                steps += not extra
+        progress("done", steps)
     except KeyboardInterrupt:
         raise Stopped([result for result in _with_floors(cases, found, floors) if result.rounds]) from None
     return _with_floors(cases, found, floors)
-
-
-def _passes(
-    cases: Sequence[Case],
-    device: torch.device,
-    effort: Effort,
-    backends: Sequence[str],
-    with_third_party: bool,
-    emulated: Sequence[str],
-    progress: Progress,
-    found: dict[tuple[str, str, str], Result],
-) -> None:
-    """Measure into `found`."""
-    steps = 0
-    for number in range(effort.passes + noise.MAX_EXTRA):
-        extra = number >= effort.passes
-        again = {(r.op, r.shape) for r in found.values() if r.rounds and noise.unsettled(r.rounds)}
-        for case in cases:
-            if extra and (case.op, case.shape) not in again:
-                continue
-            progress(f"{case.id} once more" if extra else case.id, steps)
-            for result in _case(case, device, effort, backends, with_third_party, found, first=number == 0):
-                found.setdefault(result.key, result)
-            if number == 0:
-                for arch in emulated:
-                    counted = bounds.count(case, arch)
-                    found[counted.key] = counted
-            steps += not extra
-    progress("done", steps)
 
 
 def _with_floors(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from mla_suite import archs as arch_records
 from mla_suite.archs import CSRC
@@ -91,17 +90,17 @@ def build(
         other = (old.arch, old.kernel) not in replaced
         return other and (not complete or (old.arch in elsewhere and not old.stale))
 
-    work = out / ".build"
+    site = _Site(csrc, out, out / ".build", amd, nvidia)
     with _written(out), locations.locked(out):
-        made = _compiled(wanted, work, out, csrc, amd, nvidia, jobs, progress)
+        made = _compiled(wanted, site, jobs, progress)
         libraries = {}
         if emulator and (csrc / "emulator").is_dir():
-            omitted = _without_emulator()
+            omitted = emulator_library.missing()
             if omitted:
                 print(f"the emulator is left out: {omitted}; everything else works without it", file=sys.stderr)
             else:
-                libraries["emulator"] = emulator_library.build_library(work / "emulator", csrc / "emulator")
-        return _publish(made, libraries, work, out, csrc, stays, accept_damaged=complete)
+                libraries["emulator"] = emulator_library.build_library(site.work / "emulator", csrc / "emulator")
+        return _publish(made, libraries, site, stays, accept_damaged=complete)
 
 
 def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None] | None = None) -> int:
@@ -120,24 +119,28 @@ def build_tuned(wanted: Sequence[Instance], progress: Callable[[int, int], None]
     if for_nvidia and nvidia is None:
         raise BuildError("no nvcc of CUDA 12 or newer serves here; `pip install nvidia-cuda-nvcc` or set CUDA_HOME")
     out = locations.writable_tuned_objects(csrc)
-    work = out / ".build"
+    site = _Site(csrc, out, out / ".build", amd, nvidia)
     with _written(out), locations.locked(out):
-        made = _compiled(missing, work, out, csrc, amd, nvidia, None, progress)
-        _publish(made, {}, work, out, csrc, lambda old: not old.stale, accept_damaged=True)
+        made = _compiled(missing, site, None, progress)
+        _publish(made, {}, site, lambda old: not old.stale, accept_damaged=True)
     return len(missing)
 
 
+class _Site(NamedTuple):
+    """Where a build reads sources, publishes objects and does its work, and its compilers."""
+
+    csrc: Path
+    out: Path
+    work: Path
+    amd: compilers.AmdCompiler | None
+    nvidia: compilers.NvidiaCompiler | None
+
+
 def _compiled(
-    wanted: Sequence[Instance],
-    work: Path,
-    out: Path,
-    csrc: Path,
-    amd: compilers.AmdCompiler | None,
-    nvidia: compilers.NvidiaCompiler | None,
-    jobs: int | None,
-    progress: Callable[[int, int], None] | None,
+    wanted: Sequence[Instance], site: _Site, jobs: int | None, progress: Callable[[int, int], None] | None
 ) -> list[tuple[KernelEntry, list[str]]]:
     """Runs ninja; the manifest entry of each instance, with a sentence for each budget it breaks and each hazard."""
+    csrc, _, work, amd, nvidia = site
     ninja_plan.write_plan(work, csrc, wanted, amd, nvidia)
     for item in wanted:
         (work / item.arch.name).mkdir(parents=True, exist_ok=True)
@@ -146,7 +149,7 @@ def _compiled(
         said = ninja_plan.run(work, ninja_plan.programs(amd, nvidia), jobs, progress)
         if said:
             print(said, file=sys.stderr)
-    made = [_entry(item, work, out, csrc, amd, nvidia) for item in wanted]
+    made = [_entry(item, site) for item in wanted]
     _need_unchanged(csrc, compiled, [entry for entry, _ in made])
     return made
 
@@ -174,24 +177,9 @@ def _written(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _without_emulator() -> str | None:
-    """The reason why this machine cannot compile the emulator's library, or None."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"it runs on x86-64, this machine is {platform.machine()}"
-    if find_spec("ziglang") is None:
-        return "its compiler, the ziglang wheel, is not installed"
-    return None
-
-
-def _entry(
-    item: Instance,
-    work: Path,
-    out: Path,
-    csrc: Path,
-    amd: compilers.AmdCompiler | None,
-    nvidia: compilers.NvidiaCompiler | None,
-) -> tuple[KernelEntry, list[str]]:
+def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
     """The manifest entry of one built instance, and a sentence for each budget it breaks and each hazard in it."""
+    csrc, out, work, amd, nvidia = site
     stem = work / item.arch.name / item.id
     is_amd = item.arch.vendor == "amd"
     object_path = stem.with_name(item.id + (".hsaco" if is_amd else ".cubin"))
@@ -254,9 +242,7 @@ def _entry(
 def _publish(
     made: Sequence[tuple[KernelEntry, list[str]]],
     libraries: dict[str, Path],
-    work: Path,
-    out: Path,
-    csrc: Path,
+    site: _Site,
     stays: Callable[[KernelEntry], bool],
     *,
     accept_damaged: bool,
@@ -266,6 +252,7 @@ def _publish(
     stays           whether an entry of the manifest before, which is not made now, remains
     accept_damaged  start anew where that manifest cannot be read
     """
+    csrc, out, work, *_ = site
     broken = [sentence for _, sentences in made for sentence in sentences]
     if broken:
         raise BuildError("\n".join(broken))

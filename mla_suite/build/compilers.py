@@ -128,14 +128,19 @@ def _instead(why: str) -> AmdCompiler:
 
 def packaged() -> AmdCompiler:
     """The clang of the ziglang wheel. BuildError when it is not installed."""
-    zig = importlib.util.find_spec("ziglang")
-    if zig is None or zig.origin is None:
+    program = zig()
+    if program is None:
         raise BuildError(
             "no AMD compiler: no ROCm under /opt/rocm or on PATH and no ziglang wheel; "
             "`pip install ziglang` or name a ROCm with --rocm"
         )
-    program = Path(zig.origin).parent / "zig"
-    return AmdCompiler((str(program), "clang"), (str(program), "ld.lld"), _first_line([str(program), "clang"]))
+    return AmdCompiler((program, "clang"), (program, "ld.lld"), _first_line([program, "clang"]))
+
+
+def zig() -> str | None:
+    """The program of the ziglang wheel, or None when it is not installed."""
+    wheel = importlib.util.find_spec("ziglang")
+    return None if wheel is None or wheel.origin is None else str(Path(wheel.origin).parent / "zig")
 
 
 def installed_rocm() -> AmdCompiler | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import subprocess
 from pathlib import Path
 
 from mla_suite.archs import CSRC
+from mla_suite.build.compilers import zig
 from mla_suite.build.locations import BuildError, locked, sha256
 
 SOURCES = CSRC / "emulator"
@@ -21,6 +21,13 @@ FLAGS = (
 )
 
 
+def missing() -> str | None:
+    """The reason why this machine cannot compile the library, or None."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"it runs on x86-64, this machine is {platform.machine()}"
+    return "its C++ compiler is not installed: `pip install ziglang`" if zig() is None else None
+
+
 def source_hash(sources: Path = SOURCES) -> str:
     """sha256 over the compiler flags and every source of the library; compiled into it."""
     files = sorted(path for path in sources.iterdir() if path.suffix in (".cpp", ".hpp"))
@@ -29,14 +36,12 @@ def source_hash(sources: Path = SOURCES) -> str:
 
 
 def library_command(out: Path, sources: Path = SOURCES) -> list[str]:
-    """The one command that compiles and links the library. BuildError when the ziglang wheel is absent."""
-    zig = importlib.util.find_spec("ziglang")
-    if zig is None or zig.origin is None:
-        raise BuildError("the emulator's library needs zig as its C++ compiler; `pip install ziglang`")
-    program = Path(zig.origin).parent / "zig"
+    """The one command that compiles and links the library; only where nothing is `missing`."""
+    program = zig()
+    assert program is not None
     files = sorted(str(path) for path in sources.glob("*.cpp"))
     define = f'-DEMULATOR_SOURCE_HASH="{source_hash(sources)}"'
-    return [str(program), "cc", *FLAGS, define, *files, "-o", str(out)]
+    return [program, "cc", *FLAGS, define, *files, "-o", str(out)]
 
 
 def build_library(folder: Path, sources: Path = SOURCES) -> Path:
@@ -44,8 +49,9 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
 
     BuildError: another CPU than x86-64, no zig, or the compiler's own message.
     """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(f"the emulator is built for x86-64 only, this machine is {platform.machine()}")
+    why = missing()
+    if why is not None:
+        raise BuildError(f"the emulator's library cannot be compiled: {why}")
     library = folder / "emulator.so"
     stamp = folder / "emulator.sha256"
     wanted = source_hash(sources)

@@ -192,13 +192,17 @@ def locate(csrc: Path = CSRC, package: Path = locations.PACKAGE_OBJECTS) -> Path
     """
     cache = locations.cached_objects(csrc)
     if cache is not None:
-        problem = locations.writable_by_others(cache, parents=True)
-        if problem:
-            raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
+        _need_private(cache)
         return cache
     if not (package / MANIFEST).exists():
         return f"no code objects were built into {package}; run `python -m mla_suite build`"
     return package
+
+
+def _need_private(cache: Path) -> None:
+    problem = locations.writable_by_others(cache, parents=True)
+    if problem:
+        raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
 
 
 def installed() -> Manifest:
@@ -232,9 +236,7 @@ def _with_tuned(built: Manifest) -> Manifest:
     folder = locations.tuned_objects(CSRC)
     if folder is None:
         return built
-    problem = locations.writable_by_others(folder, parents=True)
-    if problem:
-        raise ObjectError(f"the cache {problem}; make it private (chmod go-w) or delete it")
+    _need_private(folder)
     try:
         tuned = read(folder)
     except ObjectError as error:

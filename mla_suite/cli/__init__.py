@@ -3,16 +3,22 @@
 A command module has `add_arguments(parser)` and `run(args) -> int`, and its docstring is its `--help`. What it raises
 as a ValueError is a sentence about its arguments: it is printed, and the exit status is 2; after Ctrl-C it is 130.
 `torch_device`, `positive` and `sizes` are types of arguments that several commands take; each refuses in a sentence.
+`bar` and `compiling` are the progress bars of those that take long, on stderr.
 Modules are imported only when their command is asked for, so `build` works where torch is not installed.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
+    from rich.progress import Progress
 
 INTERRUPTED = 130
 
@@ -52,3 +58,38 @@ def positive(text: str) -> int:
 def sizes(text: str) -> tuple[int, ...]:
     """Numbers between commas."""
     return tuple(positive(part.strip()) for part in text.split(","))
+
+
+@contextmanager
+def bar(first: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
+    """Yields rich's `Progress.update` of one task, which begins with a description and a number of steps."""
+    from rich.console import Console
+
+    with _progress("{task.description:60}", Console(stderr=True, quiet=quiet)) as shown:
+        yield partial(shown.update, shown.add_task(first, total=total))
+
+
+@contextmanager
+def compiling() -> Iterator[Callable[[int, int], None]]:
+    """Yields a function of (finished compiler steps, their total). The bar appears with the first step."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    shown = _progress("compiling", console, disable=not console.is_terminal)
+    task = shown.add_task("", total=None)
+
+    def step(number: int, of: int) -> None:
+        shown.start()
+        shown.update(task, completed=number, total=of)
+
+    try:
+        yield step
+    finally:
+        shown.stop()
+
+
+def _progress(label: str, console: Console, *, disable: bool = False) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=disable)

@@ -24,8 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mla_suite.cli import INTERRUPTED, positive, sizes, torch_device
-from mla_suite.cli.progress import bar
+from mla_suite.cli import INTERRUPTED, bar, positive, sizes, torch_device
 
 if TYPE_CHECKING:
     import torch

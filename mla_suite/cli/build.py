@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 from mla_suite.build import BuildError, ObjectError, build
-from mla_suite.cli import positive
-from mla_suite.cli.progress import compiling
+from mla_suite.cli import compiling, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ import sys
 import time
 from typing import Any
 
-from mla_suite.cli import positive
+from mla_suite.cli import bar, positive
 
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt: ragged, below, at and above a page
 PAGE_SIZE = 16
@@ -86,7 +86,6 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     import torch
 
     import mla_suite
-    from mla_suite.cli.progress import bar
     from mla_suite.launch import current_arch
     from mla_suite.models import MLAConfig, PagedLatentCache
     from mla_suite.models.config import LATENT, ROPE

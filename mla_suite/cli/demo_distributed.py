@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
-PROMPTS = (37, 5, 64, 18)  # tokens per prompt
-PAGE_SIZE = 16
+from mla_suite.cli.demo import PAGE_SIZE, PROMPTS
+
 TIMEOUT_S = 60.0  # of every collective
 COLLECTIVE_ERRORS = ("gloo", "Connection closed", "device-side assert")  # words of a collective that broke off
 MAX_DIFFERENCE = {"cpu": 1e-5, "cuda": 2e-2}  # relative: fp32 on a CPU, bf16 on GPUs

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mla_suite
 from mla_suite import emulator
 from mla_suite.archs import ArchSpec
+from mla_suite.cli import bar
 from mla_suite.cli.demo_layers import Part, parts
 from mla_suite.cli.emulate import launch_record
-from mla_suite.cli.progress import bar
 from mla_suite.cli.support import serving
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation

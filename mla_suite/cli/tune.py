@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_suite.cli import INTERRUPTED
+from mla_suite.cli import INTERRUPTED, bar, compiling
 
 if TYPE_CHECKING:
     from mla_suite.bench.search import Outcome
@@ -61,7 +61,6 @@ def build_named() -> int:
     from mla_suite import archs
     from mla_suite.archs.common import combine_search
     from mla_suite.build import BuildError
-    from mla_suite.cli.progress import compiling
 
     failed = 0
     for name in archs.names():
@@ -80,7 +79,6 @@ def _count(args: argparse.Namespace) -> int:
 
     from mla_suite import archs as arch_records
     from mla_suite.bench import counted_search, environment, store
-    from mla_suite.cli.progress import compiling
     from mla_suite.core import dispatch
 
     op = args.op or "combine"
@@ -156,7 +154,6 @@ def _tune(args: argparse.Namespace) -> int:
     from mla_suite import archs as arch_records
     from mla_suite.bench import environment, search, store
     from mla_suite.build import BuildError
-    from mla_suite.cli.progress import bar, compiling
 
     if args.op is None:
         raise ValueError("name an operator with --op: combine or decode")

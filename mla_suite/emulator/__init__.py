@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from mla_suite.emulator.assembly import AssemblyError, kernel_names
 from mla_suite.emulator.driver import EmulatorDriver, Options, options
-from mla_suite.emulator.machine import THREADS, Emulator, Memory
+from mla_suite.emulator.machine import THREADS, Emulator, Memory, Schedule
 from mla_suite.emulator.program import Program
 from mla_suite.emulator.report import Bound, Finding, Report, SanitizerError
 from mla_suite.emulator.snippet import State, run_snippet
@@ -22,6 +22,7 @@ __all__ = [
     "Program",
     "Report",
     "SanitizerError",
+    "Schedule",
     "State",
     "configured",
     "kernel_names",
@@ -38,7 +39,7 @@ def configured(
     With `collect` each launch appends its Report to the list and findings do not raise; without, the list stays empty.
     """
     reports: list[Report] = []
-    token = options.set(Options(checks=checks, threads=threads, order=order, reports=reports if collect else None))
+    token = options.set(Options(Schedule(checks, threads, order), reports if collect else None))
     try:
         yield reports
     finally:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.assembly import AssemblyError
-from mla_suite.emulator.machine import THREADS, Emulator, Memory
+from mla_suite.emulator.machine import Emulator, Memory, Schedule
 from mla_suite.emulator.report import Report, SanitizerError
 from mla_suite.launch.driver import Grid, Kernel, KernelCache, LaunchError, Naming, Start, check_hip_grid
 
@@ -17,12 +17,9 @@ _log = logging.getLogger("mla_suite.emulator")
 
 
 class Options(NamedTuple):
-    """How launches in this context are run, as in `Emulator.launch`; with a list, their reports go there and findings
-    do not raise."""
+    """How launches in this context are run; with a list, their reports go there and findings do not raise."""
 
-    checks: bool = True
-    threads: int = THREADS
-    order: str = "forward"
+    schedule: Schedule = Schedule()
     reports: list[Report] | None = None
 
 
@@ -70,17 +67,8 @@ class EmulatorDriver:
                 if tensor.device.type != "cpu":
                     raise LaunchError(f"buffer {name} is on {tensor.device}; the emulator runs on CPU tensors")
             how = options.get()
-            report = self._machine.launch(
-                kernel.handle,
-                grid,
-                block,
-                dynamic_lds,
-                params,
-                [Memory.of(*buffer) for buffer in buffers],
-                checks=how.checks,
-                threads=how.threads,
-                order=how.order,
-            )
+            memories = [Memory.of(*buffer) for buffer in buffers]
+            report = self._machine.launch(kernel.handle, grid, block, dynamic_lds, params, memories, how.schedule)
             _log.debug("%s: %d wave instructions", kernel.entry.id, report.instructions())
             if how.reports is not None:
                 how.reports.append(report)

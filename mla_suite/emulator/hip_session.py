@@ -157,21 +157,20 @@ class HipSession:
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, items: list[Buffer]
     ) -> None:
         how = options.get()
-        schedule = Schedule(how.checks, how.threads, how.order)
         stream, graph = self.stream(), self._thread.graph
         if graph is not None:
             with self.runtime.relaxed_capture():
                 self._thread.aside = self._thread.aside or self.runtime.stream()
                 graph.mirror.place(items, self._thread.aside)  # the captured stream takes no copies for now
                 self.runtime.synchronize(self._thread.aside)
-            moved, declared = self._declare(kernel, params, items, graph.mirror, schedule)
+            moved, declared = self._declare(kernel, params, items, graph.mirror, how.schedule)
             graph.declared[moved] = declared
             self.driver.launch(kernel, grid, block, dynamic_lds, moved)
             return
         mirror = Mirror(self.gpu, self.runtime)
         try:
             mirror.place(items, stream)
-            moved, declared = self._declare(kernel, params, items, mirror, schedule)
+            moved, declared = self._declare(kernel, params, items, mirror, how.schedule)
             try:
                 self.driver.launch(kernel, grid, block, dynamic_lds, moved)
                 mirror.copy_out(stream)

@@ -77,7 +77,14 @@ def _view(memory: Memory) -> core.View | None:
 
 
 class Schedule(NamedTuple):
-    """How a launch is run; see Emulator.launch."""
+    """How a launch is run.
+
+    checks       whether the sanitizer looks
+    threads      host threads over workgroups; 1 makes the order of global atomics part of the result
+    order        of the workgroups: 'forward', 'reverse' (and the waves of each), 'shuffle:<seed>', or a permutation of
+                 linear indices
+    spin_limit   equal values read in a row, after which a wave spins
+    """
 
     checks: bool = True
     threads: int = THREADS
@@ -111,21 +118,12 @@ class Emulator:
         dynamic_lds: int,
         params: bytes,
         buffers: Sequence[Memory],
-        *,
-        checks: bool = True,
-        threads: int = THREADS,
-        order: str | Sequence[int] = "forward",
-        spin_limit: int = SPIN_LIMIT,
-        instruction_limit: int = INSTRUCTION_LIMIT,
+        how: Schedule = Schedule(),  # noqa: B008  # a tuple
     ) -> Report:
         """Runs the whole grid and returns its report; findings do not raise here.
 
         params       the explicit kernel arguments as packed bytes; pointers are host addresses inside `buffers`
         dynamic_lds  bytes beside the static LDS
-        order        of the workgroups: 'forward', 'reverse' (and the waves of each), 'shuffle:<seed>', or a permutation
-                     of linear indices
-        threads      host threads over workgroups; 1 makes the order of global atomics part of the result
-        spin_limit   equal values read in a row, after which a wave spins
         """
         size = (block, 1, 1) if isinstance(block, int) else block
         arguments = _kernel_arguments(program, params, grid, size)
@@ -136,7 +134,6 @@ class Emulator:
         packet = _dispatch_packet(grid, size)
         own = [Memory.of("kernel arguments", arguments, "r"), Memory.of("dispatch packet", packet, "r")]
         where = (arguments.ctypes.data, packet.ctypes.data)
-        how = Schedule(checks, threads, order, spin_limit, instruction_limit)
         return self.execute(program, grid, size, lds, arguments, where, [*buffers, *own], how)
 
     def execute(

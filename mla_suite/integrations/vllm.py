@@ -46,24 +46,11 @@ PAGE_SIZE = 64  # native kernels read whole pages of 64 keys by TMA; smaller pag
 INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant results
 
 
-class MLASuiteBackend(MLACommonBackend):
-    """The class that vLLM selects: it says what is supported and names the other two classes."""
+class MLASuiteAnswers:
+    """What the dense and the sparse backend answer alike; they name it before vLLM's own class among their bases."""
 
     # float32 reaches attention only on a CPU: vLLM's prefill kernels for GPUs take 16-bit types.
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"  # the entry of vLLM's registry that is kept for backends from outside
-
-    @staticmethod
-    def get_impl_cls() -> type[MLASuiteImpl]:
-        return MLASuiteImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[MLASuiteMetadataBuilder]:
-        return MLASuiteMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -83,7 +70,9 @@ class MLASuiteBackend(MLACommonBackend):
 
     @classmethod
     def supports_pcp(cls) -> bool:
-        return False  # prefill context parallelism deals queries out in a way that this class has not been tested with
+        # Prefill context parallelism deals queries out in a way that the dense backend has not been tested with, and
+        # gathers the sparse one's keys in a workspace of vLLM's, which is not read here.
+        return False
 
     @classmethod
     def supports_dcp(cls) -> bool:
@@ -91,7 +80,27 @@ class MLASuiteBackend(MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # with adaptive verification the builder passes the device's query lengths on
+        # With adaptive verification the dense builder passes the device's query lengths on. Sparse layers recognise
+        # tokens by their request ids, which vLLM makes on the device.
+        return True
+
+
+class MLASuiteBackend(MLASuiteAnswers, MLACommonBackend):
+    """The class that vLLM selects: it says what is supported and names the other two classes."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", "fp8", "fp8_e4m3"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the entry of vLLM's registry that is kept for backends from outside
+
+    @staticmethod
+    def get_impl_cls() -> type[MLASuiteImpl]:
+        return MLASuiteImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[MLASuiteMetadataBuilder]:
+        return MLASuiteMetadataBuilder
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.vllm import INVARIANT_SPLIT, PAGE_SIZE, MLASuiteLayer
+from mla_suite.integrations.vllm import INVARIANT_SPLIT, MLASuiteAnswers, MLASuiteLayer
 
 try:
     from vllm import envs  # type: ignore[import-not-found]  # optional
@@ -28,7 +28,6 @@ try:
     from vllm.v1.attention.backend import (  # type: ignore[import-not-found]  # optional
         AttentionBackend,
         AttentionCGSupport,
-        MultipleOf,
     )
 except ImportError as error:
     raise ImportError(
@@ -40,10 +39,9 @@ RECORDS = "fp8_ds_mla"  # vLLM's name of the 656-byte records that are our kv_fo
 HEAD_DIM = 576
 
 
-class MLASuiteSparseBackend(AttentionBackend):
+class MLASuiteSparseBackend(MLASuiteAnswers, AttentionBackend):
     """The class that vLLM selects: it says what is supported and names the other two classes."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", "float16", RECORDS]
 
     @staticmethod
@@ -58,14 +56,6 @@ class MLASuiteSparseBackend(AttentionBackend):
     def get_builder_cls() -> type[MLASuiteSparseMetadataBuilder]:
         return MLASuiteSparseMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(1)]
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return PAGE_SIZE
-
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [HEAD_DIM]
@@ -77,26 +67,6 @@ class MLASuiteSparseBackend(AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_dcp(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_pcp(cls) -> bool:
-        return False  # prefill context parallelism gathers keys in a workspace of vLLM's, which is not read here
-
-    @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return True  # tokens are recognised by their request ids, which vLLM makes on the device
 
 
 class MLASuiteSparseMetadataBuilder(SparseMLACommonMetadataBuilder):

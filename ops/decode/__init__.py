@@ -185,26 +185,21 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
         if args.q.shape[0] != batch:
             checks.fail("decode", "q", f"has shape {tuple(args.q.shape)}", f"seq_lens has {batch} sequences")
         if args.max_seqlen_q != 1 and args.max_seqlen_q != args.q.shape[1]:
-            checks.fail(
-                "decode",
-                "max_seqlen_q",
-                f"is {args.max_seqlen_q}",
-                f"q has {args.q.shape[1]} query tokens per sequence",
-            )
+            possible = f"q has {args.q.shape[1]} query tokens per sequence"
+            checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", possible)
     else:
         checks.tensor("decode", "cu_seqlens_q", args.cu_seqlens_q, rank=1, dtypes=checks.INDEX, like=args.q)
         checks.shape("decode", "cu_seqlens_q", args.cu_seqlens_q, (batch + 1,), "[batch + 1]")
         if args.max_seqlen_q < 1:
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", "pass the most query tokens of a sequence")
-    _specify_pages(args.q, batch, args.block_table, args.kv_indptr, args.kv_indices)
+    _check_pages(args, batch)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("decode", "head_dim_v", f"is {args.head_dim_v}", f"it takes 1..{head_dim}, the head_dim of q")
     if args.q_descale is not None:
         checks.tensor("decode", "q_descale", args.q_descale, rank=(0, 1), dtypes=checks.FLOAT32, like=args.q)
         if args.q_descale.numel() != 1:
-            checks.fail(
-                "decode", "q_descale", f"has shape {tuple(args.q_descale.shape)}", "it takes one value: [] or [1]"
-            )
+            given = f"has shape {tuple(args.q_descale.shape)}"
+            checks.fail("decode", "q_descale", given, "it takes one value: [] or [1]")
     caches.check_descale(kind, args.kv_descale, args.q, op="decode", argument="kv_descale")
     if args.attn_sink is not None:
         checks.tensor("decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)
@@ -221,9 +216,8 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     if args.plan is not None:
         check_words("decode", args.plan, batch, args.q)
     if args.max_seqlen_kv < 0:
-        checks.fail(
-            "decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", "it takes the longest length, or 0 when unknown"
-        )
+        possible = "it takes the longest length, or 0 when unknown"
+        checks.fail("decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", possible)
     check_splits("decode", args.num_splits, args.split_size)
     _check_ranks(args, batch)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype
@@ -256,28 +250,22 @@ def _check_ranks(args: DecodeArgs, batch: int) -> None:
         checks.fail("decode", "attn_sink", f"is given with cp_world_size {world}", possible)
 
 
-def _specify_pages(
-    q: torch.Tensor,
-    batch: int,
-    block_table: torch.Tensor | None,
-    kv_indptr: torch.Tensor | None,
-    kv_indices: torch.Tensor | None,
-) -> None:
-    if (kv_indptr is None) != (kv_indices is None):
-        missing, given = ("kv_indptr", "kv_indices") if kv_indptr is None else ("kv_indices", "kv_indptr")
+def _check_pages(args: DecodeArgs, batch: int) -> None:
+    if (args.kv_indptr is None) != (args.kv_indices is None):
+        missing, given = ("kv_indptr", "kv_indices") if args.kv_indptr is None else ("kv_indices", "kv_indptr")
         checks.fail("decode", missing, f"is missing although {given} is given", "pass both, or block_table alone")
-    if (block_table is None) == (kv_indices is None):
-        given = "is missing" if block_table is None else "is given beside kv_indices"
+    if (args.block_table is None) == (args.kv_indices is None):
+        given = "is missing" if args.block_table is None else "is given beside kv_indices"
         checks.fail("decode", "block_table", given, "pass exactly one of block_table or (kv_indptr, kv_indices)")
-    if block_table is not None:
-        checks.tensor("decode", "block_table", block_table, rank=2, dtypes=checks.INDEX, like=q)
-        if block_table.shape[0] != batch:
-            given = f"has shape {tuple(block_table.shape)}"
+    if args.block_table is not None:
+        checks.tensor("decode", "block_table", args.block_table, rank=2, dtypes=checks.INDEX, like=args.q)
+        if args.block_table.shape[0] != batch:
+            given = f"has shape {tuple(args.block_table.shape)}"
             checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences")
-    if kv_indptr is not None and kv_indices is not None:
-        checks.tensor("decode", "kv_indptr", kv_indptr, rank=1, dtypes=checks.INDEX, like=q)
-        checks.shape("decode", "kv_indptr", kv_indptr, (batch + 1,), "[batch + 1]")
-        checks.tensor("decode", "kv_indices", kv_indices, rank=1, dtypes=checks.INDEX, like=q)
+    if args.kv_indptr is not None and args.kv_indices is not None:
+        checks.tensor("decode", "kv_indptr", args.kv_indptr, rank=1, dtypes=checks.INDEX, like=args.q)
+        checks.shape("decode", "kv_indptr", args.kv_indptr, (batch + 1,), "[batch + 1]")
+        checks.tensor("decode", "kv_indices", args.kv_indices, rank=1, dtypes=checks.INDEX, like=args.q)
 
 
 def describe(args: DecodeArgs) -> Problem:

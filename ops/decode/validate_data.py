@@ -27,14 +27,12 @@ def validate(args: Any) -> None:
     if args.block_table is not None:
         _check_table(args.block_table, args.seq_lens, used, pages, page)
     elif args.kv_indptr is not None and args.kv_indices is not None:
-        _check_ragged(args.kv_indptr, args.kv_indices, args.seq_lens, used, pages, page)
-    if (
-        args.rope_cos_sin is not None
-        and args.seq_lens.numel()
-        and int(args.seq_lens.max()) > args.rope_cos_sin.shape[0]
-    ):
-        given = f"has {args.rope_cos_sin.shape[0]} positions"
-        checks.fail("decode", "rope_cos_sin", given, f"the longest sequence has {int(args.seq_lens.max())} keys")
+        _check_ragged(args, used, pages, page)
+    if args.rope_cos_sin is not None and args.seq_lens.numel():
+        positions, longest = args.rope_cos_sin.shape[0], int(args.seq_lens.max())
+        if longest > positions:
+            possible = f"the longest sequence has {longest} keys"
+            checks.fail("decode", "rope_cos_sin", f"has {positions} positions", possible)
     if args.cp_tot_seq_lens is not None:
         _check_ranks(args)
     if args.plan is not None:
@@ -48,9 +46,8 @@ def _check_ranks(args: Any) -> None:
     wrong = (own != args.seq_lens).nonzero()
     if wrong.numel():
         b = int(wrong[0])
-        possible = (
-            f"rank {args.cp_rank} of {args.cp_world_size} has {int(own[b])} of {int(args.cp_tot_seq_lens[b])} keys"
-        )
+        whose = f"rank {args.cp_rank} of {args.cp_world_size}"
+        possible = f"{whose} has {int(own[b])} of {int(args.cp_tot_seq_lens[b])} keys"
         checks.fail("decode", f"seq_lens[{b}]", f"is {int(args.seq_lens[b])}", possible)
 
 
@@ -81,19 +78,13 @@ def _check_table(block_table: torch.Tensor, seq_lens: torch.Tensor, used: torch.
         checks.fail("decode", f"block_table[{b}, {column}]", given, f"kv_cache has {pages} pages")
 
 
-def _check_ragged(
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    used: torch.Tensor,
-    pages: int,
-    page: int,
-) -> None:
+def _check_ragged(args: Any, used: torch.Tensor, pages: int, page: int) -> None:
+    kv_indptr, kv_indices = args.kv_indptr, args.kv_indices
     count = kv_indptr.diff()
     if int(kv_indptr[0]) < 0 or bool((count < 0).any()) or int(kv_indptr[-1]) > kv_indices.shape[0]:
         possible = f"it must rise, from 0 or more to at most the {kv_indices.shape[0]} entries of kv_indices"
         checks.fail("decode", "kv_indptr", f"is {kv_indptr.tolist()}", possible)
-    _check_fit(seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
+    _check_fit(args.seq_lens, used, count, f"kv_indptr gives it too few pages of {page}")
     position = torch.arange(kv_indices.shape[0], device=used.device)
     present = torch.zeros_like(position, dtype=torch.bool)
     for first, pages_used in zip(kv_indptr.tolist(), used.tolist(), strict=False):

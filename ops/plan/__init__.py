@@ -133,12 +133,8 @@ def check(args: PlanArgs) -> tuple[Output, ...]:
         checks.fail("plan", "max_seqlen_kv", f"is {args.max_seqlen_kv}", f"it takes 0..{metadata.OPEN}")
     check_splits("plan", args.num_splits, args.split_size)
     if args.split_size > 0 and args.max_seqlen_kv < 1:
-        checks.fail(
-            "plan",
-            "max_seqlen_kv",
-            f"is {args.max_seqlen_kv} with split_size={args.split_size}",
-            "pass the longest length",
-        )
+        given = f"is {args.max_seqlen_kv} with split_size={args.split_size}"
+        checks.fail("plan", "max_seqlen_kv", given, "pass the longest length")
     layout = metadata.layout_for(
         batch,
         args.num_sm_parts,
@@ -208,13 +204,10 @@ def check_plan(op: str, plan: torch.Tensor, batch: int, counted: str, num_splits
     made = header[metadata.Word.BATCH]
     if made != batch:
         checks.fail(op, "plan", f"was made for {made} sequences", f"{counted} {batch}")
-    splits = (
-        ("num_splits", num_splits, metadata.Word.NUM_SPLITS),
-        ("split_size", split_size, metadata.Word.SPLIT_SIZE),
-    )
-    for name, given, word in splits:
-        if given and header[word] != given:
-            checks.fail(op, name, f"is {given}", f"the plan was made with {header[word]}: pass that or 0")
+    for name, given in (("num_splits", num_splits), ("split_size", split_size)):
+        used = header[metadata.Word[name.upper()]]
+        if given and used != given:
+            checks.fail(op, name, f"is {given}", f"the plan was made with {used}: pass that or 0")
 
 
 def _defaults(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, **kwargs: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sample_tree import IDS, edit, make, shell, stamps
 
-from mla_suite.build import BuildError, ObjectError, build, builder, compilers, locations, manifest, ninja_plan
+from mla_suite.build import BuildError, ObjectError, build, compilers, emulator_library, locations, manifest, ninja_plan
 
 ARCHS = ["gfx942", "gfx950"]
 
@@ -342,7 +342,7 @@ def test_the_emulators_library(csrc, tmp_path, monkeypatch, capsys):
     (made.root / "emulator" / "emulator.so").write_bytes(b"\x7fELF of somebody else")
     with pytest.raises(ObjectError, match="altered or half replaced"):
         made.library("emulator")
-    monkeypatch.setattr(builder.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(emulator_library.platform, "machine", lambda: "aarch64")
     made = build(csrc=csrc, out=tmp_path / "others", kernels=["scale"])
     assert "the emulator is left out: it runs on x86-64, this machine is aarch64" in capsys.readouterr().err
     assert made.libraries == {}

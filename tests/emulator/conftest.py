@@ -9,7 +9,7 @@ import pytest
 
 from mla_suite.archs import CSRC
 from mla_suite.build import compilers
-from mla_suite.emulator import Emulator, Memory, Report
+from mla_suite.emulator import Emulator, Memory, Report, Schedule
 
 ARCHS = ("gfx942", "gfx950")
 CONSTANTS = {"gfx942": ["-DWIDTH=4", "-DK=16"], "gfx950": ["-DWIDTH=16", "-DK=32"]}
@@ -65,7 +65,7 @@ class Launcher:
         pointers = [array.ctypes.data for array, _ in arrays.values()]
         params = struct.pack(f"<{len(pointers)}Q{len(scalars)}i", *pointers, *scalars)
         memories = [Memory.of(name, array, access) for name, (array, access) in arrays.items()]
-        return self.machine.launch(program, (grid, 1, 1), block, dynamic_lds, params, memories, **options)
+        return self.machine.launch(program, (grid, 1, 1), block, dynamic_lds, params, memories, Schedule(**options))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_suite.emulator import AssemblyError, Emulator, Memory, Report
+from mla_suite.emulator import AssemblyError, Emulator, Memory, Report, Schedule
 
 KINDS = {
     "barrier": r"s_barrier",
@@ -41,10 +41,8 @@ class Launch(NamedTuple):
         program = self.machine.load_text(text, self.kernel)
         for memory, data in zip(self.memory, self.contents, strict=True):
             ctypes.memmove(memory.address, data, span(memory))
-        report = self.machine.launch(
-            program, self.grid, self.block, self.dynamic_lds, self.params, self.memory, threads=1, order=order,
-            spin_limit=512, instruction_limit=200_000,
-        )  # fmt: skip
+        how = Schedule(threads=1, order=order, spin_limit=512, instruction_limit=200_000)
+        report = self.machine.launch(program, self.grid, self.block, self.dynamic_lds, self.params, self.memory, how)
         return report, tuple(contents([memory for memory in self.memory if memory.access != "r"]))
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mla_suite.build import emulator_library
+from mla_suite.build import compilers, emulator_library
 from mla_suite.build.locations import BuildError
 from mla_suite.emulator import core
 from mla_suite.launch.driver import DriverError
@@ -48,22 +48,22 @@ def test_broken_source(tmp_path, sources):
 
 
 def test_no_compiler(tmp_path, monkeypatch):
-    monkeypatch.setattr(emulator_library.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BuildError, match="needs zig as its C.. compiler; `pip install ziglang`"):
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BuildError, match=r"its C\+\+ compiler is not installed: `pip install ziglang`"):
         emulator_library.build_library(tmp_path / "out")
 
 
 def test_a_compiler_that_cannot_be_run(tmp_path, monkeypatch):
     (tmp_path / "zig").write_text("not a program")
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(emulator_library.importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(compilers.importlib.util, "find_spec", lambda name: found)
     with pytest.raises(BuildError, match=r"^the compiler .*zig cannot be run: .*Permission denied"):
         emulator_library.build_library(tmp_path / "out")
 
 
 def test_another_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(emulator_library.platform, "machine", lambda: "aarch64")
-    with pytest.raises(BuildError, match="x86-64 only, this machine is aarch64"):
+    with pytest.raises(BuildError, match="it runs on x86-64, this machine is aarch64"):
         emulator_library.build_library(tmp_path / "out")
 
 

@@ -10,7 +10,7 @@ from decode_grid import CPU, assert_within_bound, chosen, decode, hostile
 from sparse_problems import MODES, attend, exact, in_mode, problem
 
 from mla_suite import archs, emulator
-from mla_suite.archs.cdna.decode_config import FP8_KV_FORMATS, FP8_QUERIES
+from mla_suite.archs.cdna.decode import FP8_KV_FORMATS, FP8_QUERIES
 from mla_suite.launch import scratch
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.testing import exact_decode, fp8_weights_bound, poison

@@ -8,8 +8,8 @@ import torch
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
-from mla_suite.archs.gfx942.sparse_decode import SparseConfig as Gfx942
-from mla_suite.archs.gfx950.sparse_decode import SparseConfig as Gfx950
+from mla_suite.archs.gfx942 import SparseConfig as Gfx942
+from mla_suite.archs.gfx950 import SparseConfig as Gfx950
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format

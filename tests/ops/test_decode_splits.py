@@ -9,7 +9,7 @@ import torch
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.cdna.decode_config import CdnaConfig
+from mla_suite.archs.cdna.decode import CdnaConfig
 from mla_suite.archs.common import decode_table
 from mla_suite.archs.common.decode import MIN_SPLIT, default_splits, shape_of
 from mla_suite.archs.sm_90.decode import Sm90Config, split_count

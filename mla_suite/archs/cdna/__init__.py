@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
-from mla_suite.archs.cdna.decode_config import MAX_ROWS, CdnaConfig
+from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.core.dispatch import Supported, Unsupported

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt
 
 from mla_suite.archs import ArchSpec
-from mla_suite.archs.cdna.decode_config import ELEMENTS, FP8_KV_FORMATS, MAX_ROWS, TILE, CdnaConfig, tile_rows
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, MAX_ROWS, TILE, CdnaConfig, tile_rows
 from mla_suite.ops.decode import Problem
 
 WAVES = 4
