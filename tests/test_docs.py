@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 TABLES = ("published_work",)  # a page of claims without code; a test of its own reads it
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 GUIDES = [page for page in PAGES if page.stem not in TABLES]
+LINKED = [*PAGES, *ROOT.glob("*.md"), *(ROOT / "csrc").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
 NEEDS = ("gpu", "network", "time", "server")
 FENCE = re.compile(r"^```(\w+)(?: ([^\n]*))?\n(.*?)^```$", re.M | re.S)
 PRINTED = re.compile(r"^\s*print\(.*\)  # (.+)$", re.M)
@@ -154,7 +155,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" not in target:
