@@ -1,4 +1,4 @@
-"""docs/published_work.md names what exists: every row once, and every test, command, environment and file that a row names."""
+"""docs/published_work.md: each row is there once, and the tests, commands, environments and files that it names exist."""
 
 from __future__ import annotations
 
