@@ -1,4 +1,4 @@
-"""docs/published_work.md: each row is there once, and the tests, commands, environments and files that it names exist."""
+"""docs/published_work.md: each row is there once, and the tests, commands, environments and files it names exist."""
 
 from __future__ import annotations
 
