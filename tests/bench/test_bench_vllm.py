@@ -75,9 +75,7 @@ def test_the_table_of_the_docs_is_the_saved_runs():
             for row in csv.DictReader(file)
         ]
     found = {(row.backend, row.batch, row.context): row for row in bench_vllm.medians(rows)}
-    printed = re.findall(
-        r"^\| (\d+) x (\d+) \|(.*)\|$", (ROOT / "docs" / "serving_engineer.md").read_text(), re.MULTILINE
-    )
+    printed = re.findall(r"^\| (\d+) x (\d+) \|(.*)\|$", (ROOT / "docs" / "vllm_sglang.md").read_text(), re.MULTILINE)
     assert len(printed) == 12
     for batch, context, cells in printed:
         peer, triton, ours = (found[name, int(batch), int(context)] for name in ("FLASHMLA", "TRITON_MLA", "CUSTOM"))

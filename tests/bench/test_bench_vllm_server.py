@@ -93,7 +93,7 @@ def test_the_table_of_the_docs_is_the_saved_run():
         for each in saved
     ]
     found = bench_vllm_server.medians(rows)
-    guide = (ROOT / "docs" / "serving_engineer.md").read_text()
+    guide = (ROOT / "docs" / "vllm_sglang.md").read_text()
     printed = re.findall(r"^\| (\d+ x \d+ x \d+) \| (.*) \|$", guide, re.MULTILINE)
     assert [load for load, _ in printed] == ["32 x 1024 x 256", "32 x 4096 x 256", "128 x 1024 x 256"]
     for text, cells in printed:

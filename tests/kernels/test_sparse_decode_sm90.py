@@ -126,7 +126,7 @@ def test_what_it_cannot_take_is_refused_in_a_sentence(monkeypatch, options, sent
     ],
 )
 def test_split_counts_are_the_best_that_were_measured(record, tokens, heads, keys, splits):
-    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/PERF.md)."""
+    """Among half as many, as many and twice as many on an H200 (csrc/sm_90/sparse_decode/PERF.md)."""
     assert sm_90.best_splits(Sm90SparseConfig(H200, record, 2 if heads == 128 else 1), tokens, heads, keys) == splits
 
 

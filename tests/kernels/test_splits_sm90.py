@@ -26,7 +26,7 @@ def test_a_launch_fills_the_device_once(rows):
 
 
 # us of a call on an H200 by splits, with combine (none), and with each two splits combined in a cluster (reduce_o and
-# exchange_p); all of one run. csrc/sm_90/PERF.md says how they were measured.
+# exchange_p); all of one run. csrc/sm_90/combine/PERF.md says how they were measured.
 MEASURED: dict[tuple[int, int, int], dict[str, dict[int, float]]] = {
     (row["batch"], row["rows"], row["keys"]): {
         mode: {int(splits): us for splits, us in row[mode].items()} for mode in ("none", "reduce_o", "exchange_p")

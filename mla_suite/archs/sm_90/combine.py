@@ -13,7 +13,7 @@ from mla_suite.archs.common.combine_config import CombineConfig
 
 PLANNED_GROUPS = 4  # workgroups for each compute unit, that walk the splits of a plan
 RESIDENT = 4224  # waves of a whole H200; the compiled kernel takes from it how many splits are many
-MAX_STREAMED_ROWS = 16  # rows that neighbouring compute units fill for streaming (csrc/sm_90/PERF.md)
+MAX_STREAMED_ROWS = 16  # rows that neighbouring compute units fill for streaming (csrc/sm_90/combine/PERF.md)
 STREAMING_POINTS = ((4, 8), (2, 8), (1, 8), (1, 4))  # slices, waves
 MAX_STREAMED_SPLITS = 128  # splits of a sequence: each has a lane that keeps its weight
 

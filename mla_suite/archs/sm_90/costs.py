@@ -32,7 +32,7 @@ def scheduler_costs(num_q_rows: int) -> SchedulerCosts:
 class CostModel:
     """Times of parts of a launch, in microseconds; only differences between split counts matter.
 
-    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/PERF.md).
+    Fitted to times on an H200, which the sum meets within 7 % on average (csrc/sm_90/combine/PERF.md).
     """
 
     stage: float = 0.72  # one stage of keys in a CTA

@@ -39,7 +39,7 @@ LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
 _pack_leading = packer(len(LEADING)).pack
 
 # Time of a launch, in microseconds; only differences between split counts matter. Fitted to 44 times of 18 shapes on
-# an H200 (csrc/sm_90/PERF.md), which the sum meets within 7 % on average.
+# an H200 (csrc/sm_90/sparse_decode/PERF.md), which the sum meets within 7 % on average.
 STAGE_US = {1: 1.23, 2: 1.0}
 """CTAs that load keys together -> 32 keys on one SM, with every SM busy."""
 TILE_US = (

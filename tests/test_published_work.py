@@ -1,4 +1,4 @@
-"""docs/seeds.md names what exists: every row once, and every test, command, environment and file that a row names."""
+"""docs/published_work.md: each row is there once, and the tests, commands, environments and files it names exist."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_docs import parse_options
 from mla_suite.bench import published
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "seeds.md").read_text()
+PAGE = (ROOT / "docs" / "published_work.md").read_text()
 PUBLISHED = {"A": 22, "B": 27, "C": 17, "D": 19, "E": 17, "F": 10}
 ROW = re.compile(r"^\| ([A-F]\d+) \| (.+?) \| (.+) \|$", re.M)
 NAMED = sorted(set(re.findall(r"`([^`\n]+)`", "\n".join(shown for _, _, shown in ROW.findall(PAGE)))))
