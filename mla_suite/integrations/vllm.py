@@ -47,7 +47,7 @@ INVARIANT_SPLIT = 1024  # keys per split when vLLM asks for batch-invariant resu
 
 
 class MLASuiteAnswers:
-    """What the dense and the sparse backend answer alike; they name it before vLLM's own class among their bases."""
+    """Holds the answers that the dense and the sparse backend share; both name it before vLLM's own class."""
 
     # float32 reaches attention only on a CPU: vLLM's prefill kernels for GPUs take 16-bit types.
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
