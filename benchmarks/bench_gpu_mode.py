@@ -103,7 +103,7 @@ def times(lengths: Sequence[int], device: torch.device) -> Iterator[tuple[int, f
     layer, cache, sequences, cos_sin = make_layer(device, BATCH)
     kv_cache = cache.layers[0]
     for prefill in sorted(lengths):
-        cache.append(sequences, [prefill - cache.pool.length(sequences[0])] * BATCH)
+        cache.append(sequences, [prefill - cache.length(sequences[0])] * BATCH)
         kv_cache[:, :prefill].normal_()
         x = torch.randn(BATCH, 1, layer.config.hidden_size, device=device).bfloat16()
         inputs = Inputs(x, kv_cache, cache.append(sequences, [1] * BATCH))

@@ -136,6 +136,10 @@ class Match:
     row: Row
     moved: tuple[tuple[str, int, int], ...]
 
+    def within(self, factor: int) -> bool:
+        """Whether each of them is at most `factor` times the problem's, or a part of it as large."""
+        return all(theirs <= factor * asked and asked <= factor * theirs for _, asked, theirs in self.moved)
+
     @property
     def reason(self) -> str:
         """For `explain`: file, line, kind, and how far away the row is."""

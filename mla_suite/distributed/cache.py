@@ -95,7 +95,7 @@ class ContextParallelCache:
         for sequence, start, count in zip(sequences, starts, counts, strict=True):
             self._lengths[sequence] = start + count
             where = range(start, start + count)
-            slots.append(local_slots(where, self._own.pool.pages(sequence), self.page_size, self.shard))
+            slots.append(local_slots(where, self._own.pages(sequence), self.page_size, self.shard))
             positions.append(torch.arange(start, start + count))
         lengths = torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32)
         empty = [torch.empty(0, dtype=torch.int64)]

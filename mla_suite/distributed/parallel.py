@@ -118,7 +118,7 @@ class Parallel:
         check_same_shape("sum", x, self.all_group)
         if peer_memory.serves(self.all_group, x.numel() * x.element_size()):
             return torch.ops.mla_suite_ranks.peer_sum(x.contiguous(), str(self.all_group))
-        return _waited(functional.all_reduce(x, "sum", self.all_group))
+        return functional.wait_tensor(functional.all_reduce(x, "sum", self.all_group))
 
     def gather_heads(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., heads, dim] of every rank of the context-parallel group, joined over heads."""
@@ -128,13 +128,9 @@ class Parallel:
         return everyone.movedim(0, -3).flatten(-3, -2)
 
 
-def _waited(x: torch.Tensor) -> torch.Tensor:
-    return functional.wait_tensor(x)
-
-
 def all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
     """All-to-all: slice s of x [ranks, ...] goes to rank s; slice s of the result comes from rank s."""
-    return _waited(functional.all_to_all_single(x.contiguous(), None, None, group))
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), None, None, group))
 
 
 def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
@@ -142,7 +138,7 @@ def gather(x: torch.Tensor, group: Any, ranks: int) -> torch.Tensor:
     check_same_shape("gather", x, group)
     if peer_memory.serves(group, x.numel() * x.element_size()):
         return torch.ops.mla_suite_ranks.peer_gather(x.contiguous(), ranks, str(group))
-    return _waited(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
+    return functional.wait_tensor(functional.all_gather_tensor(x.contiguous(), 0, group)).view(ranks, *x.shape)
 
 
 def initialise(timeout_s: float = 60.0) -> torch.device:

@@ -165,20 +165,6 @@ def _power_of_two(values: int, programs: int) -> int:
     return 1 << (-(-values // programs) - 1).bit_length() if values > programs else 1
 
 
-def _peer_sum(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _memories[group].sum(x)
-
-
-def _peer_gather(x: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    return _memories[group].gather(x)
-
-
-def _peer_merge(
-    out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None, own_heads: int, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _memories[group].merge(out, lse, attn_sink, own_heads)
-
-
 def _fake_merge(
     out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor | None, own_heads: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +172,9 @@ def _fake_merge(
     return out.new_empty((rows, own_heads, dim)), lse.new_empty((rows, own_heads))
 
 
-for name, implementation in (("sum", _peer_sum), ("gather", _peer_gather), ("merge", _peer_merge)):
-    library.impl(f"peer_{name}", implementation, "CUDA")
+library.impl("peer_sum", lambda x, group: _memories[group].sum(x), "CUDA")
+library.impl("peer_gather", lambda x, ranks, group: _memories[group].gather(x), "CUDA")
+library.impl("peer_merge", lambda *args: _memories[args[-1]].merge(*args[:-1]), "CUDA")
 torch.library.register_fake("mla_suite_ranks::peer_sum", lambda x, group: torch.empty_like(x), lib=library)
 torch.library.register_fake(
     "mla_suite_ranks::peer_gather", lambda x, ranks, group: x.new_empty((ranks, *x.shape)), lib=library

@@ -1,12 +1,10 @@
-"""The calls of AMD's HIP runtime that a host program makes around launches: memory, streams, events, graphs."""
+"""The calls of AMD's HIP runtime that a host program makes around launches: memory, streams, graphs."""
 
 from __future__ import annotations
 
 import ctypes as c
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from mla_suite.launch.driver import CAPTURE_MODE_RELAXED, DriverError
+from mla_suite.launch.driver import DriverError
 
 CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL = 0, 1
 _IN, _OUT = 1, 2  # hipMemcpyHostToDevice, hipMemcpyDeviceToHost
@@ -54,24 +52,8 @@ class HipRuntime:
         """A stream that does not wait for the default one."""
         return self._made("hipStreamCreateWithFlags", _NON_BLOCKING)
 
-    def destroy_stream(self, stream: Handle) -> None:
-        self.call("hipStreamDestroy", c.c_void_p(stream))
-
     def synchronize(self, stream: Handle) -> None:
         self.call("hipStreamSynchronize", c.c_void_p(stream))
-
-    def event(self) -> Handle:
-        return self._made("hipEventCreate")
-
-    def record(self, event: Handle, stream: Handle) -> None:
-        self.call("hipEventRecord", c.c_void_p(event), c.c_void_p(stream))
-
-    def wait(self, stream: Handle, event: Handle) -> None:
-        """Makes later work on the stream wait for the event."""
-        self.call("hipStreamWaitEvent", c.c_void_p(stream), c.c_void_p(event), 0)
-
-    def synchronize_event(self, event: Handle) -> None:
-        self.call("hipEventSynchronize", c.c_void_p(event))
 
     def begin_capture(self, stream: Handle, mode: int = CAPTURE_GLOBAL) -> None:
         self.call("hipStreamBeginCapture", c.c_void_p(stream), mode)
@@ -90,13 +72,3 @@ class HipRuntime:
 
     def destroy_graph(self, graph: Handle) -> None:
         self.call("hipGraphExecDestroy", c.c_void_p(graph))
-
-    @contextmanager
-    def relaxed_capture(self) -> Iterator[None]:
-        """Lets this thread allocate while a stream captures."""
-        mode = c.c_int(CAPTURE_MODE_RELAXED)
-        self.call("hipThreadExchangeStreamCaptureMode", c.byref(mode))
-        try:
-            yield
-        finally:
-            self.call("hipThreadExchangeStreamCaptureMode", c.byref(mode))

@@ -159,7 +159,7 @@ class HipSession:
         how = options.get()
         stream, graph = self.stream(), self._thread.graph
         if graph is not None:
-            with self.runtime.relaxed_capture():
+            with self.driver.relaxed_capture():
                 self._thread.aside = self._thread.aside or self.runtime.stream()
                 graph.mirror.place(items, self._thread.aside)  # the captured stream takes no copies for now
                 self.runtime.synchronize(self._thread.aside)

@@ -5,7 +5,8 @@ Here are facts and errors that several of them share: cache formats by dtype, an
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,3 +19,22 @@ KV_FORMATS = {**WIDE, **FP8}
 def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueError) -> NoReturn:
     """Raise `error` with one sentence: the function's name, what was given, and what is accepted."""
     raise error(f"{name}: {given}; {possible}")
+
+
+def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callable[..., NoReturn]]:
+    """The `__getattr__` of a module that stands in for another project's.
+
+    functions  of that project that are not here, each with what to do instead: they can be imported, so that one import
+               is enough to change, and refuse when called
+    """
+
+    def find(name: str) -> Callable[..., NoReturn]:
+        if name not in functions:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+        def refusing(*args: Any, **kwargs: Any) -> NoReturn:
+            raise NotImplementedError(f"{name}: {functions[name]}")
+
+        return refusing
+
+    return find

@@ -17,14 +17,13 @@ copy or a slice of it means the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, metadata_convert
+from mla_suite.integrations import FP8, KV_FORMATS, absent, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
@@ -363,7 +362,7 @@ def _selected_lens(name: str, kv_indptr: torch.Tensor, tokens: int, topk: int) -
     return lens[:, None].expand(batch, tokens // batch).reshape(-1)
 
 
-_ABSENT = {
+_INSTEAD = {
     "mla_decode_fwd_v4_nm": "call mla_suite.sparse_decode, which takes V4's pools and sink",
     "mla_v40_decode_fwd": "call mla_suite.sparse_decode, which takes V4's pools and sink",
     "mla_decode_fwd_ds32": "call mla_suite.sparse_decode, which takes V3.2's records",
@@ -371,17 +370,7 @@ _ABSENT = {
     "mla_prefill_ps_fwd": "prefill attends un-absorbed: see mla_suite.models.MLA.prefill",
     "decode_update_mla_metadata_v1": "call get_mla_metadata_v1 again: it runs on the device, into the same buffers",
 }
-
-
-def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """AITER's other MLA functions can be imported, so that one import is enough to change, and refuse when called."""
-    if name not in _ABSENT:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def absent(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{name}: it is not part of this face of AITER; {_ABSENT[name]}")
-
-    return absent
+__getattr__ = absent(__name__, {n: f"it is not part of this face of AITER; {do}" for n, do in _INSTEAD.items()})
 
 
 def _seq_lens(name: str, kv_indptr: torch.Tensor, kv_last_page_lens: torch.Tensor, page_size: int) -> torch.Tensor:

@@ -9,15 +9,14 @@ over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and quer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import WIDE, flash_mla_kv_heads, metadata_convert
+from mla_suite.integrations import WIDE, absent, flash_mla_kv_heads, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.ops.decode import DECODE
@@ -277,20 +276,11 @@ def _rows(cache: torch.Tensor) -> torch.Tensor:
 
 
 _PREFILL = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
-
-
-def __getattr__(name: str) -> Callable[..., NoReturn]:
-    """FlashMLA's dense prefill can be imported, so that one import is enough to change, and refuses when called."""
-    if name not in _PREFILL:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def absent(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{name}: un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
-            "scaled_dot_product_attention"
-        )
-
-    return absent
+_NO_PREFILL = (
+    "un-absorbed prefill is not part of this face; see mla_suite.models.MLA.prefill, or call torch's "
+    "scaled_dot_product_attention"
+)
+__getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
 
 
 def _max_logits(

@@ -166,17 +166,10 @@ class LatentCache(Cache):
         self._eager = 0
         self.has_prefix = False
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        self._refuse_beams()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse_beams()
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._refuse_beams()
-
-    def _refuse_beams(self) -> NoReturn:
+    def reorder_cache(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError("LatentCache: a beam search copies sequences, this cache does not; use num_beams=1")
+
+    batch_repeat_interleave = batch_select_indices = reorder_cache
 
     def _make_room(self, q_len: int) -> None:
         waits = self.growable or not self.seen.is_cuda  # a fixed cache never waits for the device
@@ -197,7 +190,7 @@ class LatentCache(Cache):
             self.index_keys[layer_idx] = functional.pad(keys, (0, 0, 0, self.max_len + 1 - keys.shape[1]))
 
     def _table(self) -> torch.Tensor:
-        rows = [self.paged.pool.pages(sequence) for sequence in self.sequences]
+        rows = [self.paged.pages(sequence) for sequence in self.sequences]
         return torch.tensor(rows, dtype=torch.int32).to(self.paged.device)
 
 

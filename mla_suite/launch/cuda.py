@@ -93,7 +93,7 @@ class CudaDriver(GpuDriver):
         self._need_driver_for(entry)
         image = entry.read_object()
         module, function = c_void_p(), c_void_p()
-        with self._relaxed_capture(), self._in_context():
+        with self.relaxed_capture(), self._in_context():
             self._call("cuModuleLoadData", byref(module), image)
             self._call("cuModuleGetFunction", byref(function), module, entry.symbol.encode())
             kernel = Kernel(entry, function, self.arch)

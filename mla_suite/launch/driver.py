@@ -131,6 +131,3 @@ class KernelCache:
                 if kernel is None:
                     kernel = self._kernels[entry.id] = self._make(entry)
         return kernel
-
-
-CAPTURE_MODE_RELAXED = 2  # of cuda.h and hip_runtime_api.h alike

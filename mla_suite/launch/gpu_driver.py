@@ -14,18 +14,10 @@ from typing import Any, ClassVar
 
 from mla_suite.archs import ArchSpec
 from mla_suite.build.manifest import KernelEntry
-from mla_suite.launch.driver import (
-    CAPTURE_MODE_RELAXED,
-    DriverError,
-    Grid,
-    Kernel,
-    KernelCache,
-    Naming,
-    Start,
-    TorchDevice,
-)
+from mla_suite.launch.driver import DriverError, Grid, Kernel, KernelCache, Naming, Start, TorchDevice
 
 _CAPTURE_ERRORS = range(900, 909)
+CAPTURE_MODE_RELAXED = 2  # of cuda.h and hip_runtime_api.h alike
 _WARM_UP = (
     "the stream is being captured and the kernel was never loaded: warm up first (call the operator once eagerly)"
 )
@@ -87,8 +79,8 @@ class GpuDriver(ABC):
             raise DriverError(f"{function}: {self.explain(code)}{self._advice(code)}")
 
     @contextmanager
-    def _relaxed_capture(self) -> Iterator[None]:
-        """Allows this thread to load modules while a stream captures in torch's default mode."""
+    def relaxed_capture(self) -> Iterator[None]:
+        """Allows this thread to load modules, and to allocate, while a stream captures in torch's default mode."""
         mode = c_int(CAPTURE_MODE_RELAXED)
         self._call(self.exchange_capture_mode, byref(mode))
         try:

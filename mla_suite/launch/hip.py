@@ -99,7 +99,7 @@ class HipDriver(GpuDriver):
     def _load(self, entry: KernelEntry) -> Kernel:
         image = entry.read_object()
         module, function = c_void_p(), c_void_p()
-        with self._torch.guard(self.ordinal), self._relaxed_capture():
+        with self._torch.guard(self.ordinal), self.relaxed_capture():
             self._call("hipModuleLoadData", byref(module), image)
             self._call("hipModuleGetFunction", byref(function), module, entry.symbol.encode())
         return Kernel(entry, function, self.arch)

@@ -42,8 +42,8 @@ def slots(block_table: torch.Tensor, positions: torch.Tensor, page_size: int) ->
     return torch.where(inside, pages * page_size + positions % page_size, NO_SLOT)
 
 
-class PagedLatentCache:
-    """Latents of all layers in pages shared by any number of sequences.
+class PagedLatentCache(PagePool):
+    """Latents of all layers in pages shared by any number of sequences: a `PagePool` with the tensors of its pages.
 
     `layers[i]` is the cache tensor of layer i, [num_pages, page_size, elements per token]: one tensor per layer, each
     its own input of a compiled graph (a stacked [layers, ...] tensor sliced inside a graph is unsafe under Inductor).
@@ -69,7 +69,7 @@ class PagedLatentCache:
     ) -> None:
         if num_layers < 1:
             raise ValueError(f"PagedLatentCache: num_layers {num_layers}; it must be 1 or more")
-        self.pool = PagePool(num_pages, page_size)
+        super().__init__(num_pages, page_size)
         self.kv_format = kv_format
         self.layers = tuple(_storage(kv_format, num_pages, page_size, device) for _ in range(num_layers))
 
@@ -88,32 +88,13 @@ class PagedLatentCache:
         return cache, [cache.allocate(max_len) for _ in range(batch)]
 
     @property
-    def page_size(self) -> int:
-        return self.pool.page_size
-
-    @property
     def device(self) -> torch.device:
         return self.layers[0].device
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of one sequence occupies over all layers."""
-        return sum(layer.nbytes for layer in self.layers) // (self.pool.num_pages * self.page_size)
-
-    @property
-    def free_pages(self) -> int:
-        return self.pool.free_pages
-
-    def length(self, sequence: int) -> int:
-        return self.pool.length(sequence)
-
-    def allocate(self, tokens: int = 0) -> int:
-        """A new empty sequence with pages reserved for `tokens` tokens."""
-        return self.pool.allocate(tokens)
-
-    def reserve(self, sequence: int, tokens: int) -> None:
-        """Hold pages for `tokens` tokens of this sequence in all, written ones included."""
-        self.pool.reserve(sequence, tokens)
+        return sum(layer.nbytes for layer in self.layers) // (self.num_pages * self.page_size)
 
     def grow(self, num_pages: int) -> None:
         """Add pages. `layers` are new tensors with the old contents: graphs of the old ones must be captured again."""
@@ -121,18 +102,7 @@ class PagedLatentCache:
             raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
         added = (layer.new_zeros(num_pages, *layer.shape[1:]) for layer in self.layers)
         self.layers = tuple(torch.cat(pair) for pair in zip(self.layers, added, strict=True))
-        self.pool.add_pages(num_pages)
-
-    def fork(self, sequence: int) -> int:
-        """A second sequence with the same past; pages are shared and copied only when a shared one is written."""
-        return self.pool.fork(sequence)
-
-    def free(self, sequence: int) -> None:
-        self.pool.free(sequence)
-
-    def truncate(self, sequence: int, length: int) -> None:
-        """Forget the tokens from `length` on, as after a rejected speculation."""
-        self.pool.truncate(sequence, length)
+        self._add_pages(num_pages)
 
     def append(self, sequences: Sequence[int], counts: Sequence[int], *, width: int | None = None) -> Step:
         """Make room for `counts[b]` new tokens of `sequences[b]`; tokens of one sequence are neighbours in the step.
@@ -140,8 +110,8 @@ class PagedLatentCache:
         `width` fixes the block table's width (0 entries beyond a sequence's pages); None takes the longest sequence.
         """
         self._check_width(sequences, counts, width)
-        starts = [self.pool.length(sequence) for sequence in sequences]
-        copies = self.pool.extend(sequences, counts)
+        starts = [self.length(sequence) for sequence in sequences]
+        copies = self._extend(sequences, counts)
         for layer in self.layers:
             for copy in copies:
                 layer[copy.target] = layer[copy.source]
@@ -153,8 +123,8 @@ class PagedLatentCache:
     def view(self, sequences: Sequence[int], *, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences as they are."""
         self._check_width(sequences, [0] * len(sequences), width)
-        lengths = [self.pool.length(sequence) for sequence in sequences]
-        used = [self.pool.pages(s)[: -(-n // self.page_size)] for s, n in zip(sequences, lengths, strict=True)]
+        lengths = [self.length(sequence) for sequence in sequences]
+        used = [self.pages(s)[: -(-n // self.page_size)] for s, n in zip(sequences, lengths, strict=True)]
         columns = max([len(pages) for pages in used] + [1]) if width is None else width
         rows = [list(pages) + [0] * (columns - len(pages)) for pages in used]
         table = self._index(rows).reshape(len(rows), columns)
@@ -164,14 +134,14 @@ class PagedLatentCache:
         if width is None or len(sequences) != len(counts):  # the pool refuses the latter
             return
         for sequence, count in zip(sequences, counts, strict=True):
-            needed = -(-(self.pool.length(sequence) + count) // self.page_size)
+            needed = -(-(self.length(sequence) + count) // self.page_size)
             if needed > width:
                 raise ValueError(
                     f"block table width {width}: sequence {sequence} needs {needed} pages; give that width or more"
                 )
 
     def _slots(self, sequence: int, positions: torch.Tensor) -> torch.Tensor:
-        pages = torch.tensor(self.pool.pages(sequence), dtype=torch.int64)
+        pages = torch.tensor(self.pages(sequence), dtype=torch.int64)
         return pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _index(self, values: list[Any]) -> torch.Tensor:

@@ -213,17 +213,11 @@ class MLA(nn.Module):
         k, v = self._expanded(kv_c, rotated_k_pe)
         scale = self.config.softmax_scale
         if not prefix:
-            if q_lens is not None:
-                out = prefill.ragged_causal_attention(q, k, v, q_lens, softmax_scale=scale)
-            else:
-                out = prefill.causal_attention(q, k, v, softmax_scale=scale, valid=valid)
+            out = prefill.causal_attention(q, k, v, softmax_scale=scale, valid=valid, q_lens=q_lens)
         else:
             assert kv_cache is not None
             assert step is not None
-            if q_lens is not None:
-                own = prefill.ragged_causal_attention_with_lse(q, k, v, q_lens, softmax_scale=scale)
-            else:
-                own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=valid)
+            own = prefill.causal_attention_with_lse(q, k, v, softmax_scale=scale, valid=valid, q_lens=q_lens)
             past = self._attend_prefix(q_nope, q_pe, kv_cache, step, cos_sin, q_lens, valid, kv_descale)
             out = prefill.merged(own, past, x.dtype)
         return self.o_proj(out.flatten(-2))

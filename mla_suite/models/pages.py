@@ -68,10 +68,8 @@ class PagePool:
         self._require(needed, "reserve")
         sequence.pages.extend(self._take() for _ in range(needed))
 
-    def add_pages(self, count: int) -> None:
+    def _add_pages(self, count: int) -> None:
         """Enlarge the pool by `count` free pages, numbered after the present ones."""
-        if count < 0:
-            raise ValueError(f"add_pages: {count} pages; a pool grows by 0 or more")
         self._free[:0] = range(self.num_pages + count - 1, self.num_pages - 1, -1)
         self._users.extend([0] * count)
         self.num_pages += count
@@ -92,7 +90,7 @@ class PagePool:
         del self._sequences[handle]
 
     def truncate(self, handle: int, length: int) -> None:
-        """Drop the tokens from `length` on, and the pages that held only those."""
+        """Forget the tokens from `length` on, as after a rejected speculation, and the pages that held only those."""
         sequence = self._sequence(handle)
         if not 0 <= length <= sequence.length:
             raise ValueError(
@@ -104,7 +102,7 @@ class PagePool:
         del sequence.pages[keep:]
         sequence.length = length
 
-    def extend(self, handles: Sequence[int], counts: Sequence[int]) -> list[Copy]:
+    def _extend(self, handles: Sequence[int], counts: Sequence[int]) -> list[Copy]:
         """Lengthen each sequence by its count of tokens; returns the page copies to make before writing them."""
         if len(handles) != len(counts):
             raise ValueError(f"append: {len(handles)} sequences and {len(counts)} counts; give one count per sequence")

@@ -7,7 +7,7 @@ unused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
@@ -20,9 +20,20 @@ QUERY_TILE = 256
 
 
 def causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, valid: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    valid: torch.Tensor | None = None,
+    q_lens: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """softmax(q k^T softmax_scale) v over each token and those before it, in the inputs' dtype."""
+    """softmax(q k^T softmax_scale) v over each token and those before it, in the inputs' dtype.
+
+    With `q_lens` within each of the sequences packed along tokens: [tokens, heads, dim] in and out.
+    """
+    if q_lens is not None:
+        return torch.cat([causal_attention(*p, softmax_scale=softmax_scale) for p in _packed(q, k, v, q_lens)], 1)[0]
     mask = None if valid is None else visible(0, q.shape[1], q.shape[1], q.device, valid)
     out = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -36,12 +47,22 @@ def causal_attention(
 
 
 def causal_attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, valid: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    valid: torch.Tensor | None = None,
+    q_lens: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in fp32 with its natural-log lse [batch, tokens, heads], tile by tile of queries.
 
     torch's public attention returns no lse, and merging with a prefix needs one.
     """
+    if q_lens is not None:
+        parts = [causal_attention_with_lse(*p, softmax_scale=softmax_scale) for p in _packed(q, k, v, q_lens)]
+        out, lse = (torch.cat(each, dim=1)[0] for each in zip(*parts, strict=True))
+        return out, lse
     queries, keys, values = (t.transpose(1, 2).float() for t in (q, k, v))
     tokens = q.shape[1]
     if not tokens:
@@ -58,21 +79,11 @@ def causal_attention_with_lse(
     return torch.cat(outs, dim=2).transpose(1, 2), torch.cat(lses, dim=2).transpose(1, 2)
 
 
-def ragged_causal_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Sequence[int], *, softmax_scale: float
-) -> torch.Tensor:
-    """`causal_attention` within each of the sequences packed along tokens: [tokens, heads, dim] in and out."""
-    parts = zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
-    return torch.cat([causal_attention(*part, softmax_scale=softmax_scale) for part in parts], dim=1)[0]
-
-
-def ragged_causal_attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Sequence[int], *, softmax_scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`causal_attention_with_lse` within each of the packed sequences."""
-    parts = zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
-    results = [causal_attention_with_lse(*part, softmax_scale=softmax_scale) for part in parts]
-    return torch.cat([out for out, _ in results], dim=1)[0], torch.cat([lse for _, lse in results], dim=1)[0]
+def _packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_lens: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The queries, keys and values of each sequence, as a batch of one."""
+    return zip(*(t.unsqueeze(0).split(list(q_lens), dim=1) for t in (q, k, v)), strict=True)
 
 
 def merged(

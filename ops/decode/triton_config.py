@@ -77,9 +77,7 @@ def find(problem: Any, arch: ArchSpec | None) -> Match | None:
     if arch is None or problem.split_size > 0 or problem.q_dtype not in DTYPES:
         return None
     match = tuning.find(FORMAT, table(arch.name), facts(problem, arch))
-    if match is None or any(theirs > NEAR * asked or asked > NEAR * theirs for _, asked, theirs in match.moved):
-        return None
-    return match
+    return match if match is not None and match.within(NEAR) else None
 
 
 # The search space

@@ -1,5 +1,7 @@
 """Streams captured by AMD's HIP runtime, replayed at other lengths: the same bits as a launch of that length."""
 
+import ctypes
+
 import pytest
 import torch
 from conftest import ARCH
@@ -7,7 +9,8 @@ from conftest import ARCH
 import mla_suite
 from mla_suite import emulator
 from mla_suite.emulator.hip_runtime import CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL
-from mla_suite.launch.driver import CAPTURE_MODE_RELAXED, DriverError
+from mla_suite.launch.driver import DriverError
+from mla_suite.launch.gpu_driver import CAPTURE_MODE_RELAXED
 from mla_suite.ops.decode.samples import decode_sample
 
 CPU = torch.device("cpu")
@@ -52,4 +55,4 @@ def test_what_hip_says_of_an_allocation_in_a_capture(session):
     finally:
         with pytest.raises(DriverError, match="hipStreamEndCapture: 901 hipErrorStreamCaptureInvalidated"):
             session.runtime.end_capture(stream)
-        session.runtime.destroy_stream(stream)
+        session.runtime.call("hipStreamDestroy", ctypes.c_void_p(stream))

@@ -1,5 +1,6 @@
 """Streams, events and threads of AMD's HIP runtime, and what a thousand launches leave behind."""
 
+import ctypes
 import threading
 from pathlib import Path
 
@@ -33,17 +34,18 @@ def test_launches_that_nobody_declared(session, placed):
 def test_an_event_orders_two_streams(session, placed):
     """A launch on one stream, then an event that another stream waits for before it copies back."""
     runtime = session.runtime
-    first, second, event = session.stream(), runtime.stream(), runtime.event()
+    first, second, event = session.stream(), runtime.stream(), ctypes.c_void_p()
+    runtime.call("hipEventCreate", ctypes.byref(event))
     cache = next(item.tensor for item in placed.items if item.access != "r")
     expected = cache.clone()
     cache.zero_()
     placed.mirror.copy_in(first)
     placed.start()
-    runtime.record(event, first)
-    runtime.wait(second, event)
+    runtime.call("hipEventRecord", event, ctypes.c_void_p(first))
+    runtime.call("hipStreamWaitEvent", ctypes.c_void_p(second), event, 0)
     placed.mirror.copy_out(second)
     runtime.synchronize(second)
-    runtime.synchronize_event(event)
+    runtime.call("hipEventSynchronize", event)
     assert bool((cache.view(torch.uint8) != 0).any())
     written = expected.view(torch.uint8) != 0
     assert torch.equal(cache.view(torch.uint8)[written], expected.view(torch.uint8)[written])

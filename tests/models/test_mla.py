@@ -344,7 +344,7 @@ def test_the_decode_step_compiles_once_for_all_lengths():
     xs = torch.randn(2, 40, TINY.hidden_size)
     expected = torch.stack([exact(layer, x) for x in xs])
     layer.prefill(xs[:, :5].flatten(0, 1), table, cache.layers[0], cache.append(sequences, [5, 5]), q_lens=[5, 5])
-    block_table = torch.tensor([cache.pool.pages(s) for s in sequences], dtype=torch.int32)
+    block_table = torch.tensor([cache.pages(s) for s in sequences], dtype=torch.int32)
     compilations = torch._dynamo.utils.counters
     compilations.clear()
     torch._dynamo.reset()

@@ -35,7 +35,7 @@ def test_a_step_says_where_tokens_go():
     assert step.seq_lens.tolist() == [5, 5]
     assert step.positions.tolist() == [3, 4, 0, 1, 2, 3, 4]
     assert (step.block_table.dtype, step.seq_lens.dtype) == (torch.int32, torch.int32)
-    pages_a, pages_b = cache.pool.pages(a), cache.pool.pages(b)
+    pages_a, pages_b = cache.pages(a), cache.pages(b)
     assert step.block_table.tolist() == [list(pages_a), list(pages_b)]
     expected = [pages_a[0] * 4 + 3, pages_a[1] * 4] + [pages_b[0] * 4 + i for i in range(4)] + [pages_b[1] * 4]
     assert step.slot_mapping.tolist() == expected
@@ -55,11 +55,11 @@ def test_a_fork_shares_pages_until_one_side_writes():
     write(cache, cache.append([a], [6]), [0, 1, 2, 3, 4, 5])
     b = cache.fork(a)
     assert cache.free_pages == 6
-    assert cache.pool.pages(b) == cache.pool.pages(a)
+    assert cache.pages(b) == cache.pages(a)
     write(cache, cache.append([b], [1]), [60])
     assert cache.free_pages == 5
-    assert cache.pool.pages(b)[0] == cache.pool.pages(a)[0]
-    assert cache.pool.pages(b)[1] != cache.pool.pages(a)[1]
+    assert cache.pages(b)[0] == cache.pages(a)[0]
+    assert cache.pages(b)[1] != cache.pages(a)[1]
     write(cache, cache.append([a], [1]), [70])
     assert cache.free_pages == 5, "the last holder of a page keeps it"
     assert read(cache, a) == [0, 1, 2, 3, 4, 5, 70]
@@ -81,7 +81,7 @@ def test_a_full_last_page_is_not_copied():
     cache.append([a], [4])
     b = cache.fork(a)
     cache.append([a, b], [1, 1])
-    assert cache.pool.pages(a)[0] == cache.pool.pages(b)[0]
+    assert cache.pages(a)[0] == cache.pages(b)[0]
     assert cache.free_pages == 8 - 3
 
 
@@ -122,7 +122,7 @@ def test_exhaustion_is_one_sentence_and_changes_nothing():
     with pytest.raises(RuntimeError, match="append: needs 1 pages"):
         cache.append([fork], [1])
     assert cache.length(fork) == 6
-    assert cache.pool.pages(fork) == cache.pool.pages(a)
+    assert cache.pages(fork) == cache.pages(a)
     assert all(torch.equal(x, y) for x, y in zip(before, cache.layers, strict=True))
 
 
@@ -170,7 +170,7 @@ def test_width_pads_with_zeros():
     cache = small_cache()
     a = cache.allocate()
     step = cache.append([a], [1], width=3)
-    assert step.block_table.tolist() == [[cache.pool.pages(a)[0], 0, 0]]
+    assert step.block_table.tolist() == [[cache.pages(a)[0], 0, 0]]
 
 
 ACTIONS = st.lists(
@@ -216,10 +216,10 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
             pass  # exhausted: the checks below show that nothing moved
         for sequence, values in written.items():
             assert read(cache, sequence) == values
-        held = {page for sequence in written for page in cache.pool.pages(sequence)}
+        held = {page for sequence in written for page in cache.pages(sequence)}
         assert cache.free_pages == 9 - len(held)
         for page in held:
-            assert cache.pool.users(page) == sum(page in cache.pool.pages(sequence) for sequence in written)
+            assert cache.users(page) == sum(page in cache.pages(sequence) for sequence in written)
 
 
 def test_pools_refuse_no_pages():

@@ -5,8 +5,6 @@ from mla_suite.models.prefill import (
     QUERY_TILE,
     causal_attention,
     causal_attention_with_lse,
-    ragged_causal_attention,
-    ragged_causal_attention_with_lse,
 )
 
 SCALE = 0.1
@@ -60,8 +58,8 @@ def test_packed_sequences_do_not_see_each_other():
     torch.manual_seed(0)
     lens = [5, 1, 0, 290, 33]
     q, k, v = random_qkv(sum(lens))
-    out = ragged_causal_attention(q, k, v, lens, softmax_scale=SCALE)
-    tiled, lse = ragged_causal_attention_with_lse(q, k, v, lens, softmax_scale=SCALE)
+    out = causal_attention(q, k, v, softmax_scale=SCALE, q_lens=lens)
+    tiled, lse = causal_attention_with_lse(q, k, v, softmax_scale=SCALE, q_lens=lens)
     parts = [exact(*part) for part in zip(q.split(lens), k.split(lens), v.split(lens), strict=True) if len(part[0])]
     expected, expected_lse = (torch.cat(column) for column in zip(*parts, strict=True))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

@@ -196,6 +196,14 @@ FORMAT = tuning.Format(
 """Tables of combine: the shape, then rows per workgroup, vector width, waves, slices and the splits compiled in."""
 
 
+def table_key(
+    arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int
+) -> dict[str, int | str]:
+    """The values of a table's key columns for `batch` sequences of `rows` rows, each in `splits` splits in the mean."""
+    key = dict(rows=max(rows, 1), batch=max(batch, 1), splits=max(splits, 1))
+    return dict(head_dim_v=head_dim_v, out_dtype=out_dtype, device_units=arch.compute_units, **key)
+
+
 def choose(
     arch: ArchSpec, head_dim_v: int, out_dtype: str, rows: int, batch: int, splits: int, uniform: bool = False
 ) -> tuple[CombineConfig, str]:
@@ -204,18 +212,10 @@ def choose(
     A row whose kernel was not built leaves the problem to the rule, with one warning in the log. `uniform` says that
     every sequence has exactly `splits`, and that all of them are merged: what fixed_splits needs.
     """
-    key: dict[str, int | str] = dict(
-        head_dim_v=head_dim_v,
-        out_dtype=out_dtype,
-        device_units=arch.compute_units,
-        rows=max(rows, 1),
-        batch=max(batch, 1),
-        splits=max(splits, 1),
-    )
     ruled = rule(arch, head_dim_v, rows * batch, splits)
     reason = f"rule for {rows * batch} rows on {arch.compute_units} compute units"
-    match = tuning.find(FORMAT, arch.name, key)
-    if match is None or any(theirs > 2 * asked or asked > 2 * theirs for _, asked, theirs in match.moved):
+    match = tuning.find(FORMAT, arch.name, table_key(arch, head_dim_v, out_dtype, rows, batch, splits))
+    if match is None or not match.within(2):
         return ruled, reason
     tuned = config_of_row(arch, match.row.values)
     if tuned.fixed_splits and not (uniform and tuned.fixed_splits == splits):

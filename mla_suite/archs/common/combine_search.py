@@ -62,14 +62,8 @@ def build_named(arch: ArchSpec, progress: Callable[[int, int], None] | None = No
 
 def facts(problem: Any, arch: ArchSpec) -> Mapping[str, Value]:
     splits = problem.num_splits or -(-problem.splits // max(problem.batch, 1))
-    return dict(
-        head_dim_v=problem.head_dim_v,
-        out_dtype=OUT_TYPES[problem.out_dtype][1],
-        device_units=arch.compute_units,
-        rows=problem.rows,
-        batch=problem.batch,
-        splits=splits,
-    )
+    out_dtype = OUT_TYPES[problem.out_dtype][1]
+    return configs.table_key(arch, problem.head_dim_v, out_dtype, problem.rows, problem.batch, splits)
 
 
 def cells(problem: Any, arch: ArchSpec, point: CombineConfig) -> Mapping[str, Value]:
