@@ -213,13 +213,13 @@ model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
 | compiled step | what `torch.compile(model, fullgraph=True)` takes of a step, as one graph for all lengths |
 | cached token | its elements with the folder's default config; one narrower than 512 + 64 is padded with zeros |
 
-- With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that were
-  selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the latents,
-  `index_head_dim` elements a token. A layer that reads another layer's latents keeps a copy of them. As with a static
-  cache of transformers, a step scores all `max_len` keys; `torch.topk` chooses among keys with equal scores.
-- The test compiles `mistral4` in every run and the other rows in `tox run -e full`. LongCat's experts loop over those that
-  were chosen, a number that the compiler cannot know, so `fullgraph=True` refuses the unpatched model as well. The test
-  puts that loop behind an operator of its own, and all else compiles.
+- With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that
+  were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the
+  latents, `index_head_dim` elements a token. A layer that reads another layer's latents keeps a copy of them. As with a
+  static cache of transformers, a step scores all `max_len` keys; `torch.topk` chooses among keys with equal scores.
+- The test compiles `mistral4` in every run and the other rows in `tox run -e full`. LongCat's experts loop over those
+  that were chosen, a number that the compiler cannot know, so `fullgraph=True` refuses the unpatched model as well. The
+  test puts that loop behind an operator of its own, and all else compiles.
 
 The same lines serve every patched row; this is the smallest:
 
