@@ -89,10 +89,12 @@ class PagedLatentCache:
 
     @property
     def page_size(self) -> int:
+        """Tokens in a page."""
         return self.pool.page_size
 
     @property
     def device(self) -> torch.device:
+        """The device of the cache tensors, and of every index tensor that this cache returns."""
         return self.layers[0].device
 
     @property
@@ -102,9 +104,11 @@ class PagedLatentCache:
 
     @property
     def free_pages(self) -> int:
+        """Pages that no sequence has."""
         return self.pool.free_pages
 
     def length(self, sequence: int) -> int:
+        """Tokens of the sequence."""
         return self.pool.length(sequence)
 
     def allocate(self, tokens: int = 0) -> int:
@@ -128,6 +132,7 @@ class PagedLatentCache:
         return self.pool.fork(sequence)
 
     def free(self, sequence: int) -> None:
+        """End the sequence. Its pages are free again, except those that it shares with a fork."""
         self.pool.free(sequence)
 
     def truncate(self, sequence: int, length: int) -> None:
@@ -151,7 +156,7 @@ class PagedLatentCache:
         return Step(block_table, seq_lens, _joined(targets).to(self.device), _joined(positions).to(self.device))
 
     def view(self, sequences: Sequence[int], *, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences as they are."""
+        """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences, without new tokens."""
         self._check_width(sequences, [0] * len(sequences), width)
         lengths = [self.pool.length(sequence) for sequence in sequences]
         used = [self.pool.pages(s)[: -(-n // self.page_size)] for s, n in zip(sequences, lengths, strict=True)]
