@@ -51,7 +51,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
 
     >>> print(explain("decode", q, kv_cache, seq_lens, block_table, softmax_scale=192**-0.5))
     decode on cpu -> reference: fp32 reference (supports every input)
-      not native: native kernels need a gfx942, gfx950 or sm_90 GPU (or `mla_suite.emulate("gfx942")` on a CPU)
+      not native: native kernels need ...
       not triton: needs cuda tensors, got cpu
       context 128 keys per sequence, from block_table width x page
     """
