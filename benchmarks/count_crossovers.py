@@ -1,4 +1,4 @@
-"""Prints the counted rows of ops/decode/crossover/gfx950.csv: which tile has the lower bound, from emulator counters.
+"""Prints the counted rows of ops/decode/tuned/gfx950.csv: which tile has the lower bound, from emulator counters.
 
   python benchmarks/count_crossovers.py COMMIT DATE
 

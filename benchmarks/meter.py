@@ -1,5 +1,6 @@
-"""A timer that stands still, so that pytest-benchmark stores a measurement in place of the time that taking it took,
-be it seconds on a device or clocks from a counter.
+"""A timer that the benchmark sets, so that pytest-benchmark stores a measured number instead of the time that passed.
+
+The number may be seconds on a device or clocks from a counter.
 
     @pytest.mark.benchmark(timer=meter.meter)
     def test_device_time(benchmark):

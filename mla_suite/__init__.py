@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA) decode operators for PyTorch on any GPU.
 
 Importing this package registers `torch.ops.mla_suite.*`. It needs no GPU, no triton and no compiler. Where torch is not
-installed (the isolated environment in which `pip install .` builds the kernels) only the toolchain is usable.
+installed, as in the isolated environment in which `pip install .` builds the kernels, only `mla_suite.build` works.
 """
 
 import importlib.util

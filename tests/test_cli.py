@@ -83,15 +83,15 @@ def test_support_says_that_triton_is_missing(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("demo --tokens 0", "argument --tokens: '0'; it is a number, 1 at least"),
-        ("demo --layers two", "argument --layers: 'two'; it is a number, 1 at least"),
-        ("formats --page -1", "argument --page: '-1'; it is a number, 1 at least"),
-        ("explain --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
-        ("bench --device gpu", "argument --device: 'gpu' is no torch device; cpu, cuda and cuda:1 are some"),
+        ("demo --tokens 0", "argument --tokens: '0'; it takes a whole number of 1 or more"),
+        ("demo --layers two", "argument --layers: 'two'; it takes a whole number of 1 or more"),
+        ("formats --page -1", "argument --page: '-1'; it takes a whole number of 1 or more"),
+        ("explain --device gpu", "argument --device: 'gpu' is not a torch device; examples are cpu, cuda and cuda:1"),
+        ("bench --device gpu", "argument --device: 'gpu' is not a torch device; examples are cpu, cuda and cuda:1"),
         ("explain --device cuda:99", "GPUs that torch can use"),
-        ("bench --rounds 0", "argument --rounds: '0'; it is a number, 1 at least"),
-        ("bench --passes 0", "argument --passes: '0'; it is a number, 1 at least"),
-        ("build --jobs 0", "argument --jobs: '0'; it is a number, 1 at least"),
+        ("bench --rounds 0", "argument --rounds: '0'; it takes a whole number of 1 or more"),
+        ("bench --passes 0", "argument --passes: '0'; it takes a whole number of 1 or more"),
+        ("build --jobs 0", "argument --jobs: '0'; it takes a whole number of 1 or more"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_refused(

@@ -1,4 +1,4 @@
-"""Searches combine's configurations without a GPU: by the emulator's bound in clocks, which is no time.
+"""Searches combine's configurations without a GPU, by the emulator's bound in clocks. A bound is never a time.
 
 The bound of a call is the largest of four. Memory: the bytes of all workgroups at the chip's rate. Of the compute unit
 with the most workgroups: the clocks in which its SIMDs issue the vector instructions, the bank clocks of its LDS at 128

@@ -1,4 +1,4 @@
-"""Who can run a case: the operator's backends."""
+"""The backends of an operator that can run a case."""
 
 from __future__ import annotations
 

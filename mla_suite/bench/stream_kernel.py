@@ -1,4 +1,4 @@
-"""A kernel that only reads, in Triton: what it takes is the floor of every kernel that must read as much."""
+"""A Triton kernel that only reads. Its time is a floor for every kernel that must read as many bytes."""
 
 from __future__ import annotations
 

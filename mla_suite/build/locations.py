@@ -1,5 +1,4 @@
-"""The places of code objects: where they are, who may write there, how a file is written, and the
-build's errors."""
+"""Folders of code objects: where they are, who may write there and how files are written; the errors of the build."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def torch_device(text: str) -> torch.device:
     try:
         device = torch.device(text)
     except RuntimeError as error:
-        raise ArgumentTypeError(f"{text!r} is no torch device; cpu, cuda and cuda:1 are some") from error
+        raise ArgumentTypeError(f"{text!r} is not a torch device; examples are cpu, cuda and cuda:1") from error
     there = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= there):
         raise ArgumentTypeError(f"{text!r} is not here; this machine has cpu and {there} GPUs that torch can use")
@@ -51,7 +51,7 @@ def torch_device(text: str) -> torch.device:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r}; it is a number, 1 at least")
+        raise ArgumentTypeError(f"{text!r}; it takes a whole number of 1 or more")
     return int(text)
 
 

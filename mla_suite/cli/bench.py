@@ -7,10 +7,11 @@
   python -m mla_suite bench --set aiter-3003 --batch-sizes 1,8 --ctx-lens 512,4096 --csv table.csv
   python -m mla_suite bench --load new.json --html page.html  a page from saved numbers, measuring nothing
 
-On a GPU: device time by CUDA graph replay with cold caches, after a rest and at the end of 0.7 s without one, host time
-of an eager call, and the ceilings of the card in the same run. Every result is compared with the reference, or with
-fp64, before it is timed. Without a GPU: the reference's time on the CPU and, where AMD kernels are built, their bounds
-counted in the emulator. Ctrl-C ends a run early; what was measured by then is printed and saved.
+On a GPU it measures the device time by CUDA graph replay with cold caches, after a rest and at the end of 0.7 s without
+one; the host time of an eager call; and the ceilings of the card in the same run. Every result is compared with the
+reference, or with fp64, before it is timed. Without a GPU it measures the reference's time on the CPU and, if AMD
+kernels are built, counts their bounds in the emulator. Ctrl-C ends a run early; what was measured by then is printed
+and saved.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid.add_argument("--decode-qlen", type=positive, metavar="N", help="query tokens of a sequence (default 4)")
     grid.add_argument("--page-sizes", type=sizes, metavar="N,N", help="tokens of a page (default 1)")
     parser.add_argument("--csv", metavar="FILE", type=Path, help="write ours beside the published times as CSV")
-    parser.add_argument("--backend", action="append", choices=("native", "triton", "reference"), help="repeatable")
-    parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan or without, not as set")
+    parser.add_argument(
+        "--backend", action="append", choices=("native", "triton", "reference"), help="only this one; repeatable"
+    )
+    parser.add_argument("--plan", choices=("with", "without", "both"), help="decode with a plan, without, or both")
     parser.add_argument("--device", type=torch_device, help="torch device (default: the first GPU, else the CPU)")
     parser.add_argument("--rounds", type=positive, default=3, help="rounds of a shape in each pass (default 3)")
     parser.add_argument("--passes", type=positive, default=2, help="passes over the set (default 2)")
@@ -67,10 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sustained", type=float, default=0.7, metavar="S", help="seconds without a pause, on a GPU; 0: burst only"
     )
     parser.add_argument("--no-third-party", action="store_true", help="leave out flash_mla, flashinfer and aiter")
-    parser.add_argument("--no-emulator", action="store_true", help="count no bounds")
+    parser.add_argument("--no-emulator", action="store_true", help="do not count bounds in the emulator")
     parser.add_argument("--save", metavar="FILE", type=Path, help="write the run as JSON")
     parser.add_argument("--load", metavar="FILE", type=Path, help="take a saved run instead of measuring")
-    parser.add_argument("--compare", metavar="FILE", type=Path, help="judge against an earlier saved run")
+    parser.add_argument("--compare", metavar="FILE", type=Path, help="compare with an earlier saved run")
     parser.add_argument("--html", metavar="FILE", type=Path, help="write one self-contained page")
     parser.add_argument("--commit", help="commit named in the run, where it cannot be found out")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -2,19 +2,19 @@
 
 A decoder with DeepSeek R1's attention heads (128 heads of 128 + 64, latent 512, rope 64), a narrow hidden size, few
 layers and random weights prefills ragged prompts, then decodes greedily through torch.compile over a paged latent
-cache. Afterwards every step's logits are compared with an eager fp32 forward of the same weights that uses neither
-cache nor absorption nor any operator of this package; it fails if they differ by more than the format's rounding.
+cache. Afterwards every step's logits are compared with an eager fp32 forward of the same weights that uses no cache, no
+absorption and no operator of this package. The demo fails if they differ by more than the format's rounding.
 On a CPU the operators run their fp32 reference, so this shows the model, the cache and the compiler, and no kernel.
 
-  python -m mla_suite demo                      64 tokens per prompt, on the CPU
-  python -m mla_suite demo --kv-format fp16        another cache format
-  python -m mla_suite demo --json               the numbers, for a machine
+  python -m mla_suite demo                                64 tokens per prompt, on the CPU
+  python -m mla_suite demo --kv-format fp16               another cache format
+  python -m mla_suite demo --json                         the numbers, for a program
   torchrun --nproc-per-node 2 -m mla_suite demo --tp 2    one layer spread over two ranks (or --cp 2): NCCL or gloo
-  python -m mla_suite demo --emulate gfx942     whole attention layers on an emulated AMD GPU (gfx942 or gfx950)
+  python -m mla_suite demo --emulate gfx942               whole attention layers on an emulated AMD GPU, or gfx950
 
 With --emulate, single layers at their published sizes run one decode step twice: on the reference, and with `plan`,
-`append_kv`, attention and `combine` as that GPU's machine code in the emulator. It prints which backend ran each
-operator and why, what every launch counted and its bound, what the sanitizer found, and the largest differences; it
+`append_kv`, attention and `combine` as that GPU's machine code in the emulator. The demo prints which backend ran each
+operator and why, the counts and the bound of every launch, what the sanitizer found, and the largest differences. It
 fails if an operator that has kernels for the GPU ran otherwise.
 """
 

@@ -1,6 +1,6 @@
 """Run an operator's sample on an emulated AMD GPU: its real machine code, executed and checked on this CPU.
 
-  python -m mla_suite emulate                         operators and their samples
+  python -m mla_suite emulate                         list operators and their samples
   python -m mla_suite emulate decode                  the first sample of decode, on gfx942
   python -m mla_suite emulate decode NAME --on gfx950
   python -m mla_suite emulate decode --heads 128 --kv 1024    a problem of your own

@@ -2,9 +2,9 @@
 
   python -m mla_suite kernels --arch gfx942 --kernel append_kv
 
-vgpr and agpr are registers of a lane, sgpr of a wave (NVIDIA: vgpr of a thread); waves/SIMD is how many waves fit
-beside each other. matrix/token and LDS reads/token are instructions of the main loop for each KV token, loop is all of
-its instructions, code the kernel's bytes. Everything is read from the compiler's output: nothing was run.
+vgpr and agpr are registers of a lane, sgpr of a wave (NVIDIA: vgpr of a thread). waves/SIMD is the number of waves that
+fit beside each other. matrix/token and LDS reads/token are instructions of the main loop for each KV token; loop is the
+number of its instructions, code the kernel's bytes. Everything is read from the compiler's output; nothing is run.
 """
 
 import argparse

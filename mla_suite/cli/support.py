@@ -1,8 +1,8 @@
 """Print which implementation serves each operator on each arch, as the Markdown table of the README.
 
-native = a kernel of this repository for that arch, triton = Triton, reference = the fp32 definition in torch. The cells
-are dispatch's own answers, every declared kernel taken as built. An arch whose record is wrong has no column: below the
-table, a sentence says what is wrong with it, and the exit status is 1.
+native is a kernel of this repository for that arch, triton is Triton, reference is the fp32 definition in torch. The
+cells are dispatch's own answers, as if every declared kernel were built. An arch whose record is wrong has no column; a
+sentence below the table says what is wrong with it, and the exit status is 1.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """Search an operator's configurations on this GPU, and store the best as rows of its tuned table.
 
   python -m mla_suite tune --op combine --set aiter-3468           search, and print the rows
-  python -m mla_suite tune --op combine --set aiter-3468 --write   and store them
+  python -m mla_suite tune --op combine --set aiter-3468 --write   search, and store the rows
   python -m mla_suite tune --op decode --shapes b8-h32 kv512       only shapes whose names contain one of these
   python -m mla_suite tune --op decode --backend native --set aiter-3003 --write     crossovers: our tiles, or Triton
   python -m mla_suite tune --op combine --emulate gfx942,gfx950    without a GPU: by the emulator's bounds in clocks
   python -m mla_suite tune --build                                 compile what tables name and is not built
   python -m mla_suite tune --lint                                  check every table there is
 
-A search of combine first compiles, into this user's cache, the kernels it tries beyond those that ship. Each
-configuration is compared with the reference, then timed as `bench` does. A row is stored only when it beats the present
-choice by more than the noise of both, and no other backend is faster; decode's table leaves a shape to Triton where
-that is. With --emulate every shape gets a row, of the
-lowest bound. Rows go to the package's tables, or to the user's directory where the package is read-only or with --user;
-a user's rows come before shipped ones, and the next build makes what shipped rows name. Ctrl-C ends a search early and
-keeps what it found.
+Each configuration is compared with the reference, then timed as `bench` does. A row is stored only if it beats the
+present choice by more than the noise of both, and no other backend is faster. Where Triton is faster, a row of decode's
+table leaves the shape to Triton. With --emulate every shape gets a row: the configuration with the lowest bound.
+
+A search of combine first compiles, into this user's cache, the kernels that it tries and that do not ship. Rows go to
+the package's tables; with --user, or if the package is read-only, they go to the user's directory. A user's rows come
+before shipped rows, and the next build makes the kernels that shipped rows name. Ctrl-C ends a search early and keeps
+what it found.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", metavar="NAME", help="a set of `bench --list`; may be repeated")
     parser.add_argument("--shapes", nargs="+", metavar="PART", help="only shapes whose names contain one of these")
     parser.add_argument("--backend", help="native or triton (default: the first that can be tuned)")
-    parser.add_argument("--write", action="store_true", help="store what is worth it")
+    parser.add_argument("--write", action="store_true", help="store the rows that are worth it")
     parser.add_argument("--user", action="store_true", help="store in the user's directory")
     parser.add_argument("--commit", help="commit named in the rows, where it cannot be found out")
     parser.add_argument("--date", metavar="YYYY-MM-DD", help="date named in counted rows (default: today)")
-    parser.add_argument("--emulate", metavar="ARCH", help="comma-separated: search combine by bounds, for counted rows")
-    parser.add_argument("--build", action="store_true", help="compile what tables of combine name, and stop")
+    parser.add_argument(
+        "--emulate", metavar="ARCH", help="archs between commas: search combine by bounds, for counted rows"
+    )
+    parser.add_argument("--build", action="store_true", help="compile the kernels that combine's tables name, and stop")
     parser.add_argument("--lint", action="store_true", help="check every table and stop")
 
 

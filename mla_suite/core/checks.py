@@ -1,5 +1,7 @@
-"""Argument checks that read metadata only, so they also hold for fake tensors and symbolic sizes; all but one, which
-asks where tensors lie. Debug mode, in which operators check values too.
+"""Checks of arguments that every operator uses, and debug mode, in which operators also check values inside tensors.
+
+The checks read metadata only, so they also work on fake tensors and symbolic sizes; `share_memory` alone reads
+addresses.
 
 Every message is one sentence: `<op>: <argument> <what was given>; <what is possible>`.
 """

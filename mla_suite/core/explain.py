@@ -47,10 +47,12 @@ class Explanation:
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Say how `mla_suite.<op>(*args, **kwargs)` would run, without running it.
 
-    Arguments as for the operator, checked like them; raises what the operator would raise for bad metadata.
+    The arguments are those of the operator. Bad sizes, dtypes and the like raise what the operator would raise.
 
     >>> print(explain("decode", q, kv_cache, seq_lens, block_table, softmax_scale=192**-0.5))
     decode on cpu -> reference: fp32 reference (supports every input)
+      not native: native kernels need ...
+      not triton: needs cuda tensors, got cpu
       context 128 keys per sequence, from block_table width x page
     """
     record = register.get(op)

@@ -1,4 +1,4 @@
-"""Calls of `torch.ops.mla_suite`, which Inductor's code makes too, take the eager fast path before the dispatcher.
+"""Calls of `torch.ops.mla_suite`, which Inductor's code makes too, try the eager fast path before torch's dispatcher.
 
 Torch's dispatcher takes 6.5 us to call an empty Python kernel with the schema of decode, as much as a whole call of the
 public function with a launch that does nothing (6 us; torch 2.13, Python 3.11). So each overload gets a class of its

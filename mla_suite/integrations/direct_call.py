@@ -1,5 +1,7 @@
-"""An operator behind another library's function: its `.out` overload writes that library's layout of lse, and a call
-like an earlier one skips every check but those of metadata."""
+"""Calls of an operator's `.out` overload for the interfaces of other libraries.
+
+The overload writes lse in the other library's layout. A call with the metadata of an earlier call skips all checks but
+those of metadata."""
 
 from __future__ import annotations
 

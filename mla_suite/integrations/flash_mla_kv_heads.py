@@ -1,5 +1,6 @@
-"""FlashMLA's dense calls with several KV heads, as calls with one: each pair of a sequence and a KV head becomes a
-sequence of its own.
+"""FlashMLA's dense calls with several KV heads, as one call with a single KV head.
+
+Each pair of a sequence and a KV head becomes a sequence of its own.
 
 The operators take one KV head, which is what MLA has. A cache [pages, page, kv_heads, width] is, without a copy, a
 cache of one KV head whose pages hold one token: the row of token t of page p for head k has the number

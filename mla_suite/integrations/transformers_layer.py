@@ -1,4 +1,4 @@
-"""`MLA` in the place of a transformers attention layer that is DeepSeek V2's or V3's own, by whatever class."""
+"""`MLA` in place of a transformers attention layer that computes what DeepSeek V2's or V3's does, in any class."""
 
 from __future__ import annotations
 

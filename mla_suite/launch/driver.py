@@ -1,4 +1,4 @@
-"""The interface of the CUDA, HIP and emulator drivers: load a code object, launch it."""
+"""The interface that the CUDA, HIP and emulator drivers implement: load a code object, launch it."""
 
 from __future__ import annotations
 

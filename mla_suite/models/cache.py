@@ -89,6 +89,7 @@ class PagedLatentCache(PagePool):
 
     @property
     def device(self) -> torch.device:
+        """The device of the cache tensors, and of every index tensor that this cache returns."""
         return self.layers[0].device
 
     @property
@@ -121,7 +122,7 @@ class PagedLatentCache(PagePool):
         return Step(block_table, seq_lens, _joined(targets).to(self.device), _joined(positions).to(self.device))
 
     def view(self, sequences: Sequence[int], *, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences as they are."""
+        """block_table int32 [batch, width] and seq_lens int32 [batch] of these sequences, without new tokens."""
         self._check_width(sequences, [0] * len(sequences), width)
         lengths = [self.length(sequence) for sequence in sequences]
         used = [self.pages(s)[: -(-n // self.page_size)] for s, n in zip(sequences, lengths, strict=True)]

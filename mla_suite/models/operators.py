@@ -1,4 +1,4 @@
-"""The library of the layer's own operators, which are for CUDA GPUs; torch's operators compute the same elsewhere.
+"""The torch library of the layer's own operators on CUDA GPUs; on other devices the layer uses torch's operators.
 
 A program exported on such a GPU names these operators, so whatever runs it imports mla_suite.models.
 """

@@ -1,4 +1,4 @@
-"""From hidden states to what queries are made of, latents and k_pe: both down-projections as one product, then norms.
+"""Hidden states to latents, k_pe and the input of the queries: both down-projections as one product, then their norms.
 
 In torch that is the product, the sum of the parts that cuBLAS splits K into, and both norms. On CUDA GPUs it is an
 operator, `mla_suite_layers::latents`: the product leaves its parts apart, in fp32, and one kernel adds and norms them.

@@ -88,8 +88,8 @@ def check(args: CombineArgs) -> tuple[Output, ...]:
     if out_dtype not in OUT_DTYPES:
         checks.fail("combine", "out_dtype", f"is {out_dtype}", f"it takes {checks.dtype_names(OUT_DTYPES)}", TypeError)
     if (args.split_indptr is None) != bool(args.num_splits != 0):
-        given = "are both missing" if args.split_indptr is None else f"and num_splits={args.num_splits} are both given"
-        checks.fail("combine", "split_indptr", given, "pass exactly one of split_indptr and num_splits")
+        given = "are both missing" if args.split_indptr is None else "are both given"
+        checks.fail("combine", "split_indptr and num_splits", given, "pass exactly one of the two")
     if args.split_indptr is not None:
         checks.tensor("combine", "split_indptr", args.split_indptr, rank=1, dtypes=checks.INDEX, like=args.partial_out)
         if args.split_indptr.shape[0] < 1:

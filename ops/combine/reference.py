@@ -1,5 +1,7 @@
-"""The definition of combine, in fp32, line for line the formula; and where a caller's lse lies, of any strides, so that
-[batch, heads, q_len] is written as it is."""
+"""The definition of combine, in fp32, line by line the formula.
+
+It also finds where a value of lse lies in a tensor of any strides, so lse can be written as [batch, heads, q_len].
+"""
 
 from __future__ import annotations
 

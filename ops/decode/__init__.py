@@ -183,7 +183,8 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     batch = args.seq_lens.shape[0]
     if args.cu_seqlens_q is None:
         if args.q.shape[0] != batch:
-            checks.fail("decode", "q", f"has shape {tuple(args.q.shape)}", f"seq_lens has {batch} sequences")
+            possible = f"seq_lens has {batch} sequences: it takes [{batch}, q_len, heads, head_dim]"
+            checks.fail("decode", "q", f"has shape {tuple(args.q.shape)}", possible)
         if args.max_seqlen_q != 1 and args.max_seqlen_q != args.q.shape[1]:
             possible = f"q has {args.q.shape[1]} query tokens per sequence"
             checks.fail("decode", "max_seqlen_q", f"is {args.max_seqlen_q}", possible)
@@ -261,7 +262,7 @@ def _check_pages(args: DecodeArgs, batch: int) -> None:
         checks.tensor("decode", "block_table", args.block_table, rank=2, dtypes=checks.INDEX, like=args.q)
         if args.block_table.shape[0] != batch:
             given = f"has shape {tuple(args.block_table.shape)}"
-            checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences")
+            checks.fail("decode", "block_table", given, f"seq_lens has {batch} sequences: it takes [{batch}, width]")
     if args.kv_indptr is not None and args.kv_indices is not None:
         checks.tensor("decode", "kv_indptr", args.kv_indptr, rank=1, dtypes=checks.INDEX, like=args.q)
         checks.shape("decode", "kv_indptr", args.kv_indptr, (batch + 1,), "[batch + 1]")

@@ -3,8 +3,8 @@
 A program holds one tile of query rows and walks work tiles; a work tile is a range of one sequence's keys. A block of
 keys is loaded once per row tile and serves as K, transposed, and as V.
 
-On an H200 it takes 0.26 to 0.87 of the time of SGLang's Triton kernel with its best number of splits, and 0.9 to 2.6
-times that of FlashMLA: benchmarks/README.md has the table, its date and versions.
+On an H200 it took 0.26 to 0.87 of the time of SGLang's Triton kernel with its best number of splits, and 0.9 to 2.6
+times that of FlashMLA (2026-11-21; "decode in Triton" in benchmarks/README.md).
 """
 
 from __future__ import annotations

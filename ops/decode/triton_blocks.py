@@ -1,5 +1,6 @@
-"""Steps of a block of keys in Triton: the rope part of scores, whose keys are cached as they were rotated, or not
-and rotated as they are read; and the state of the softmax."""
+"""Triton functions for one block of keys: the rope part of the scores, and the state of the softmax.
+
+Keys are cached rotated, or un-rotated and then rotated as they are read."""
 
 from __future__ import annotations
 

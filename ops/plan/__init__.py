@@ -93,7 +93,7 @@ def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:
     Each tile of query rows takes a compute unit beside the others, so this number of work tiles run at a time.
     """
     if num_q_rows < 1:
-        checks.fail("plan", "num_heads x max_seqlen_q", f"is {num_q_rows}", "a sequence has 1 query row at least")
+        checks.fail("plan", "num_heads x max_seqlen_q", f"is {num_q_rows}", "both must be 1 or more")
     if is_dynamo_compiling():
         units, tile_rows = _units_and_tile_rows(tensor.device)
     else:

@@ -132,7 +132,7 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
     lists = {"indices": args.indices, "indptrs": indptrs, "topk_lengths": topk_lengths, "kv_formats": args.kv_formats}
     for argument, given in lists.items():
         if len(given) != len(args.kv_caches):
-            possible = f"there are {len(args.kv_caches)} kv_caches: one entry for each"
+            possible = f"it takes one for each of the {len(args.kv_caches)} kv_caches"
             checks.fail("sparse_decode", argument, f"has {len(given)} entries", possible)
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
         kind = declared(name)

@@ -1,3 +1,5 @@
+"""Source trees of a few small kernels, for tests of the build."""
+
 from pathlib import Path
 
 import pytest

@@ -1,3 +1,5 @@
+"""Records of archs: the numbers that decide the kernels, and one sentence for each record that is wrong."""
+
 import dataclasses
 
 import pytest

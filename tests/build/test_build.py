@@ -1,3 +1,5 @@
+"""The build: what it leaves, what it rebuilds, and what it says when a source or a compiler is wrong."""
+
 import ctypes
 import gzip
 import os

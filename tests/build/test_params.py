@@ -1,3 +1,5 @@
+"""Parameter structs: the Python mirror has the offsets that the headers declare, and refuses what it cannot read."""
+
 import struct
 
 import pytest

@@ -200,27 +200,28 @@ def table() -> str:
 
 INTRODUCTION = """# Models of transformers
 
-Every model of transformers {version} whose code speaks of multi-head latent attention, and what
+The table lists every model of transformers {version} whose code speaks of multi-head latent attention, and what
 `mla_suite.integrations.transformers.patch` does with it. Tiny random models of each patched row give the unpatched
 model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
-This page is made by `python tests/integrations/latent_models.py --write`.
+`python tests/integrations/latent_models.py --write` makes this page.
 
-*whole layer*: `MLA` takes the layer's place, with rope in the kernels that write and read the cache. *attention*: the
-layer keeps its projections, norms, gates and rope, and calls our attention. A cached token is that of the folder's
-default config, in elements; one narrower than 512 + 64 is padded with zeros.
+| words of the table | mean |
+|---|---|
+| whole layer | `MLA` replaces the layer; the kernels that write and read the cache also apply rope |
+| attention | the layer keeps its projections, norms, gates and rope, and calls our attention |
+| attention to selected keys | the same, and the layer keeps its indexer or takes the choice of another layer |
+| compiled step | what `torch.compile(model, fullgraph=True)` takes of a step, as one graph for all lengths |
+| cached token | its elements with the folder's default config; one narrower than 512 + 64 is padded with zeros |
 
-*attention to selected keys*: the same, and the layer keeps its indexer, or takes another layer's choice where the model
-shares it. Every token, of a prompt or not, goes through `sparse_decode` over the keys selected for it; attention is
-dense where all are selected. The indexer's own keys are cached beside the latents, `index_head_dim` elements a token. A
-layer that reads another layer's latents keeps a copy of them. As with a static cache of transformers, a step scores all
-`max_len` keys; of keys that score alike, `torch.topk` chooses.
+- With *attention to selected keys* every token, of a prompt or not, goes through `sparse_decode` over the keys that
+  were selected for it; where all keys are selected, attention is dense. The indexer's own keys are cached beside the
+  latents, `index_head_dim` elements a token. A layer that reads another layer's latents keeps a copy of them. As with a
+  static cache of transformers, a step scores all `max_len` keys; `torch.topk` chooses among keys with equal scores.
+- The test compiles `mistral4` in every run and the other rows in `tox run -e full`. LongCat's experts loop over those
+  that were chosen, a number that the compiler cannot know, so `fullgraph=True` refuses the unpatched model as well. The
+  test puts that loop behind an operator of its own, and all else compiles.
 
-*compiled step*: what of a decode step `torch.compile(model, fullgraph=True)` takes, with the same tokens, one graph for
-all lengths. The test compiles every row: `mistral4` with every run, the others by `tox run -e full`. LongCat's own
-experts loop over those that were chosen, a number that the compiler cannot know, so the unpatched model is refused as
-well; the test puts that loop behind an operator of its own, and all else compiles.
-
-The same lines serve every patched row, here the smallest:
+The same lines serve every patched row; this is the smallest:
 
 ```python
 import torch

@@ -1,4 +1,4 @@
-"""Scripts as AITER's documentation and its callers have them, run on our face of it, against the formula."""
+"""Scripts from AITER's documentation and its callers, run on `mla_suite.integrations.aiter`, against the formula."""
 
 import inspect
 import itertools

@@ -1,3 +1,5 @@
+"""Built objects and recording drivers, for tests of launching."""
+
 from pathlib import Path
 
 import pytest

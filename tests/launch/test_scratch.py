@@ -1,3 +1,5 @@
+"""Scratch memory for partials: who shares a buffer, and how it grows outside and during capture."""
+
 import threading
 
 import pytest

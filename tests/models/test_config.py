@@ -1,3 +1,5 @@
+"""Configurations of layers: published numbers, heads of a rank, and sizes that are refused."""
+
 import dataclasses
 import math
 

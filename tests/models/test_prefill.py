@@ -1,3 +1,5 @@
+"""Prefill attention: tiles of queries join, and neither padding nor other sequences are attended to."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Rotary positions: the table, both pairings of elements, YaRN, and rounding."""
+
 import dataclasses
 import math
 

@@ -31,7 +31,7 @@ def test_a_cpu_counts_as_eight_units() -> None:
 
 
 def test_no_rows_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_heads x max_seqlen_q is 0; a sequence has 1 query row at least"):
+    with pytest.raises(ValueError, match="num_heads x max_seqlen_q is 0; both must be 1 or more"):
         mla_suite.plan(torch.ones(1, dtype=torch.int32), num_heads=0)
 
 

@@ -37,8 +37,11 @@ BAD = {
         r"kv_caches\[0\] is read as rows of 576; kv_format 'dsv4' holds rows of 512",
     ),
     "no pools": (lambda: arguments(kv_caches=[], indices=[], kv_formats=[]), "kv_caches is empty"),
-    "few kv_formats": (lambda: arguments(kv_formats=["dsv4"]), "kv_formats has 1 entries; there are 2 kv_caches"),
-    "few indices": (lambda: arguments(indices=[ints(2, 4)]), "indices has 1 entries; there are 2 kv_caches"),
+    "few kv_formats": (
+        lambda: arguments(kv_formats=["dsv4"]),
+        "kv_formats has 1 entries; it takes one for each of the 2",
+    ),
+    "few indices": (lambda: arguments(indices=[ints(2, 4)]), "indices has 1 entries; it takes one for each of the 2"),
     "unknown kv_format": (
         lambda: arguments(kv_formats=["dsv4", "dsv5"]),
         "kv_format 'dsv5' is unknown; the kv_formats are",
