@@ -31,7 +31,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise ValueError(f"PagePool: {num_pages} pages of {page_size} tokens; both must be 1 or more")
+            raise ValueError(f"{type(self).__name__}: {num_pages} pages of {page_size} tokens; both must be 1 or more")
         self.num_pages = num_pages
         self.page_size = page_size
         self._users = [0] * num_pages
@@ -41,6 +41,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
+        """Pages that no sequence has."""
         return len(self._free)
 
     def pages(self, handle: int) -> tuple[int, ...]:
@@ -48,6 +49,7 @@ class PagePool:
         return tuple(self._sequence(handle).pages)
 
     def length(self, handle: int) -> int:
+        """Tokens of a sequence."""
         return self._sequence(handle).length
 
     def users(self, page: int) -> int:
