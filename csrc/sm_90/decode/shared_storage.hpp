@@ -96,7 +96,8 @@ struct SharedStorage {
 };
 
 // Addresses of the mbarriers between the producer and the roles that multiply. `base` is that of the one at offset BASE
-// of the block's storage; the members' offsets are counted from it.
+// of the block's storage, from which all are counted. They are added in units of mbarriers: another order of the sum
+// would be other machine code.
 template <class Block, int BASE>
 struct PipelineMbarriers {
   uint32_t base;
@@ -108,7 +109,7 @@ struct PipelineMbarriers {
 
  protected:
   MLA_DEVICE explicit PipelineMbarriers(uint32_t shared) : base(shared + BASE) {}
-  MLA_DEVICE uint32_t at(int offset, int number) const { return base + (offset - BASE) + 8 * number; }
+  MLA_DEVICE uint32_t at(int offset, int number) const { return base + 8 * ((offset - BASE) / 8 + number); }
 };
 
 // The mbarriers of a decode block.
