@@ -2,6 +2,7 @@
 #pragma once
 
 #include "sm_90/decode/traits.hpp"
+#include "sm_90/ptx/wgmma.hpp"
 
 namespace mla::sm_90 {
 
@@ -43,6 +44,51 @@ MLA_DEVICE float quad_max(float x) {
 MLA_DEVICE float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The scores of a stage that a thread holds: score i is of its first row, or its second where i / 2 is odd, and of the
+// stage's key `key_of_score(i)`.
+constexpr int SCORES = BLOCK_N / 2;
+MLA_DEVICE int key_of_score(int i) { return i / 4 * 8 + warpgroup_thread() % 4 * 2 + i % 2; }
+
+// Scores of keys at or behind a row's limit become -inf; `first` is the stage's first key.
+MLA_DEVICE void mask_unseen(float (&s)[SCORES], int first, const int (&key_limit)[2]) {
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i) {
+    const int key = first + key_of_score(i);
+    if (key >= key_limit[i / 2 % 2]) s[i] = -INFINITE;
+  }
+}
+
+// Scores of selected keys that are absent become -inf; `present` has a bit for each key of the stage.
+MLA_DEVICE void mask_absent(float (&s)[SCORES], uint32_t present) {
+  if (present == ~0u) return;
+  const uint32_t mine = present >> (warpgroup_thread() % 4 * 2);
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i)
+    if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
+}
+
+// P = 2^(S * scale - running max), packed, and its sum over this thread's keys for each of its rows.
+template <class Element>
+MLA_DEVICE void exponentiate(const float (&s)[SCORES], float scale, const float (&row_max)[2],
+                             uint32_t (&p)[SCORES / 2], float (&sum)[2]) {
+#pragma unroll
+  for (int i = 0; i < SCORES / 2; ++i) {
+    const float a = exp2_approx(fmaf(s[2 * i], scale, -row_max[i % 2]));
+    const float b = exp2_approx(fmaf(s[2 * i + 1], scale, -row_max[i % 2]));
+    sum[i % 2] = i < 2 ? a + b : sum[i % 2] + (a + b);
+    p[i] = pack_pair<Element>(a, b);
+  }
+}
+
+// The largest of this thread's scores of its first or second row.
+MLA_DEVICE float largest_score(const float (&s)[SCORES], int half) {
+  float largest = -INFINITE;
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i)
+    if (i / 2 % 2 == half) largest = fmaxf(largest, s[i]);
+  return largest;
 }
 
 }  // namespace mla::sm_90

@@ -17,8 +17,8 @@ class SwapAbEpilogue {
  public:
   MLA_DEVICE SwapAbEpilogue(const Params& params, uint32_t shared) : params_(params), shared_(shared) {}
 
-  // Stores the lse of a row of the block, and leaves in shared memory what its results are multiplied by and where they go.
-  // Called by one thread for each row; `queries` are the tile's, which whole warps must ask for.
+  // Stores the lse of a row of the block, and leaves in shared memory what its results are multiplied by and where they
+  // go. Called by one thread for each row; `queries` are the tile's, which whole warps must ask for.
   MLA_DEVICE void finish_row(const WorkTile& tile, const Queries& queries, int number, float max, float sum,
                              float value_scale) const {
     const QueryRow row(Heads(params_), queries, first_row() + number);

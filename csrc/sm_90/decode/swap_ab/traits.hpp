@@ -50,12 +50,4 @@ struct SwapAbTraits {
   MLA_DEVICE static bool combine_streams(const Params&) { return false; }
 };
 
-// The key of a stage that row `row` (of 16) of a 16 x 16 step holds: of step 0 or 1, keys 8 * step to 8 * step + 7 of both
-// groups. The rows of a quad of S^T, and the lanes of a quad of V^T, have neighbouring keys, which lie 64 bytes further in
-// the turn of the banks.
-MLA_DEVICE int key_of_row(int step, int row) {
-  const int low = row & 1, high = row >> 1 & 1;
-  return (row >> 2 & 1) * 16 + step * 8 + (row >> 3) * 4 + high * 2 + (high ^ low);
-}
-
 }  // namespace mla::sm_90
