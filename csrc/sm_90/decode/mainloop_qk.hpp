@@ -24,7 +24,7 @@ class QkSoftmax {
       : params_(params),
         barriers_(shared),
         shared_(shared),
-        scale_(params.softmax_scale * LOG2E),
+        scale_(params.softmax_scale * LOG2_E),
         p_to_(p_fragment(warpgroup_thread())) {}
 
   MLA_DEVICE void run() {
@@ -67,7 +67,10 @@ class QkSoftmax {
                  : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first_key), "=r"(tile_.end_key)
                  : "r"(from)
                  : "memory");
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(tile_.partial_row), "=r"(info) : "r"(from + 16) : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(tile_.partial_row), "=r"(info)
+                 : "r"(from + TILE_PARTIAL_ROW)
+                 : "memory");
     __syncwarp();
     mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
     tiles_.next();

@@ -1,13 +1,12 @@
 // Softmax arithmetic in base 2, and reductions over a quad: the four lanes that share the rows of an accumulator.
 #pragma once
 
+#include "common/logarithm.hpp"
 #include "sm_90/decode/traits.hpp"
 #include "sm_90/ptx/wgmma.hpp"
 
 namespace mla::sm_90 {
 
-constexpr float LOG2E = 1.4426950408889634f;
-constexpr float LN2 = 0.6931471805599453f;
 constexpr float INFINITE = __builtin_huge_valf();
 // A row's running max is raised only when a thread's P of the row, summed over the keys of one stage, exceeds this.
 // Until then P may exceed 1, which costs a floating-point format nothing, no max is computed and O is not rescaled.
@@ -27,14 +26,14 @@ MLA_DEVICE int quad_row() { return warpgroup_thread() / 32 * 16 + warpgroup_thre
 
 // The natural log-sum-exp of a row from its running max and sum; -inf for a row without keys. NaN stays NaN.
 MLA_DEVICE float lse_of_row(float row_max, float sum) {
-  return sum != 0.0f ? (row_max + __log2f(sum)) * LN2 : -INFINITE;
+  return sum != 0.0f ? (row_max + __log2f(sum)) * LN_2 : -INFINITE;
 }
 
 // The term that the attention sink adds to the sum of this thread's first or second row.
 template <class Params>
 MLA_DEVICE float sink_term(const Params& params, int half, float row_max) {
   const int row = first_row() + quad_row() + half * 8;
-  return exp2_approx(__ldg(params.attn_sink + row % params.heads) * LOG2E - row_max);
+  return exp2_approx(__ldg(params.attn_sink + row % params.heads) * LOG2_E - row_max);
 }
 
 MLA_DEVICE float quad_max(float x) {

@@ -80,4 +80,17 @@ MLA_DEVICE void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
+// Waits for THREADS threads at hardware barrier ID; whether `any` is true for one of them.
+template <int ID, int THREADS>
+MLA_DEVICE bool named_barrier_any(bool any) {
+  uint32_t result;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.b32 in, %1, 0;\nbarrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.u32 %0, 1, 0, out;\n}\n"
+      : "=r"(result)
+      : "r"(static_cast<int>(any)), "n"(ID), "n"(THREADS)
+      : "memory");
+  return result != 0;
+}
+
 }  // namespace mla::sm_90

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
-#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {
 
@@ -26,8 +26,9 @@ struct LaneLayout {
   // The i-th row of this lane. Its scores are s[i / 2 * 4 + i % 2], and two behind it, of a key 4 further on.
   MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
 
-  // The first of the two rows whose sums this lane keeps; several lanes keep a row.
-  MLA_DEVICE static int kept_row() { return warpgroup_thread() % 32 / (128 * 2 / ROWS) * 8 + in_quad() * 2; }
+  // The first of the two rows whose sums this lane keeps: KEPT_LANES neighbouring lanes keep those of the same 8 rows.
+  static constexpr int KEPT_LANES = 32 / (ROWS / 8);
+  MLA_DEVICE static int kept_row() { return warpgroup_thread() % 32 / KEPT_LANES * 8 + in_quad() * 2; }
 
   // Bytes from a stage's beginning to one of its keys.
   MLA_DEVICE static int key_offset(int key) {

@@ -8,8 +8,8 @@
 #include "sm_90/decode/swap_ab/epilogue.hpp"
 #include "sm_90/decode/swap_ab/lane_layout.hpp"
 #include "sm_90/decode/swap_ab/queries.hpp"
-#include "sm_90/ptx/barrier_red.hpp"
-#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/mbarrier.hpp"
+#include "sm_90/ptx/memory.hpp"
 #include "sm_90/ptx/wgmma_rs.hpp"
 
 namespace mla::sm_90 {
@@ -24,6 +24,7 @@ class SwapAbMainloop {
   static constexpr int LANE_ROWS = Layout::LANE_ROWS;
   static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
   static constexpr int BLOCKS = Traits::COLUMN_BLOCKS;
+  static constexpr int WARPS = Traits::CONSUMERS / 32;
   static constexpr int TILES = 4;  // of 64 columns of O^T
   // Steps of K Q^T, 16 deep, that are converted and issued together. While one such group is multiplied the next is
   // converted.
@@ -36,7 +37,7 @@ class SwapAbMainloop {
         shared_(shared),
         group_(group),
         warp_(warp_uniform(warpgroup_thread() / 32)),
-        scale_(params.softmax_scale * LOG2E) {
+        scale_(params.softmax_scale * LOG2_E) {
     const int lane = warpgroup_thread() % 32, quad = lane / 4, in_quad = lane % 4;
     key_at_ = Layout::key_offset(key_of_row(warp_ % 2, quad)) + in_quad * 16;
     const int column = group * 256 + warp_ * 64 + quad * 8;
@@ -64,19 +65,19 @@ class SwapAbMainloop {
   // The tile stays in its slot until it is done, because there are no registers to keep all of it in.
   MLA_DEVICE bool next_tile() {
     mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
-    info_ = warp_uniform(ld_shared<int>(tile_at() + 20));
+    info_ = warp_uniform(ld_shared<int>(tile_at() + TILE_INFO));
     return info_ != END_OF_WORK;
   }
   MLA_DEVICE uint32_t tile_at() const { return shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile); }
   MLA_DEVICE WorkTile tile() const {
-    uint32_t words[4];
+    uint32_t words[4];  // the first four members of PublishedTile
     ld_shared_v4(tile_at(), words);
     WorkTile tile;
     tile.sequence = warp_uniform(words[0]);
     tile.length = warp_uniform(words[1]);
     tile.first_key = warp_uniform(words[2]);
     tile.end_key = warp_uniform(words[3]);
-    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + 16));
+    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + TILE_PARTIAL_ROW));
     return tile;
   }
 
@@ -281,7 +282,7 @@ class SwapAbMainloop {
     if (const int row = consumer_thread(); row < ROWS) {
       const uint32_t at = shared_ + Storage::SCALE_AND_MAX + row * 8;
       float top = -INFINITE;
-      for (int warp = 0; warp < 8; ++warp) top = fmaxf(top, ld_shared<float>(of_warp(warp, row)));
+      for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, ld_shared<float>(of_warp(warp, row)));
       const float before = ld_shared<float>(at + 4);
       const float raised = fmaxf(before, top * ld_shared<float>(at));
       st_shared(at + 4, raised);
@@ -324,6 +325,7 @@ class SwapAbMainloop {
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
+            // Two neighbouring columns of both keys, of each column first the one key, then the other.
             const uint32_t pairs =
                 __byte_perm(stored[k][half][0][i / 2], stored[k][half][1][i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
             values[k][i][half * 2] = e4m3_to_fp16<0>(pairs);
@@ -342,21 +344,22 @@ class SwapAbMainloop {
     for (int i = 0; i < TILES; ++i) pin_accumulator(o_[i]);
   }
 
-  // O / denominators to memory.
+  // Adds up the row sums of all warps, and stores O / denominators.
   MLA_DEVICE void finish(const WorkTile& tile, bool any) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float sum = sum_[i];
 #pragma unroll
-      for (int lane = 4; lane < 256 / ROWS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-      if (warpgroup_thread() % 32 % (256 / ROWS) < 4) st_shared(of_warp(consumer_warp(), Layout::kept_row() + i), sum);
+      for (int lane = 4; lane < Layout::KEPT_LANES; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (warpgroup_thread() % 32 % Layout::KEPT_LANES < 4)
+        st_shared(of_warp(consumer_warp(), Layout::kept_row() + i), sum);
     }
     sync();
     const SwapAbEpilogue<Traits> epilogue(params_, shared_);
     const Queries queries(params_, tile.sequence);
     if (const int row = consumer_thread(); row < ROWS) {
       float sum = 0.0f;
-      for (int warp = 0; warp < 8; ++warp) sum += ld_shared<float>(of_warp(warp, row));
+      for (int warp = 0; warp < WARPS; ++warp) sum += ld_shared<float>(of_warp(warp, row));
       const float max = any ? ld_shared<float>(shared_ + Storage::SCALE_AND_MAX + row * 8 + 4) : LOWEST;
       epilogue.finish_row(tile, queries, row, max, sum, descale(params_.kv_descale));
     }

@@ -7,7 +7,7 @@
 
 #include "sm_90/decode/convert_fp8.hpp"
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
-#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {
 

@@ -28,9 +28,10 @@ struct SwapAbTraits {
   static constexpr int CONSUMERS = 256;       // threads of the two warpgroups that multiply
   static constexpr int BLOCK_KEYS = 128;      // keys of one step, 64 for each warpgroup's S^T
   static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
-  // Registers per thread of the producer and of the other two warpgroups; a block is launched with 168.
+  // Registers per thread of the producer and of the other two warpgroups. A block is launched with 168 for each thread
+  // of its three warpgroups.
   static constexpr int PRODUCER_REGISTERS = 56;
-  static constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+  static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
 
   // A stage has 32 keys as they are stored, in two groups of 16. The second begins 32 bytes further in the turn of the
   // banks, so that lanes which read four keys of both groups read all banks.

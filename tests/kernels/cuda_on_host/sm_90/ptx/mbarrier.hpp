@@ -70,5 +70,9 @@ template <int ID, int THREADS>
 void named_barrier_sync() {
   at_named_barrier(ID, THREADS, false);
 }
+template <int ID, int THREADS>
+bool named_barrier_any(bool any) {
+  return at_named_barrier(ID, THREADS, any);
+}
 
 }  // namespace mla::sm_90
