@@ -21,8 +21,8 @@ from pathlib import Path
 from mla_suite.build.locations import BuildError
 
 MAX_TRIES = 10_000_000
-"""Tries of a wait of a debug build. One takes a microsecond or less, so the trap comes after seconds, and no wait of a
-sound program reaches it: the longest is for the previous kernel of the stream."""
+"""Tries of a wait of a debug build. One takes a microsecond or less, so the trap comes after some seconds. In a sound
+program a wait takes so long only where the previous kernel of the stream does."""
 
 _SDK = Path("/opt/rocm")
 
