@@ -1,6 +1,6 @@
-// One token's row for append_kv where everything about it is even: 16-bit inputs, up to 512 latent values in octets
-// that lie on whole 16 bytes. A wave holds the row in registers: all that it reads is asked for together, before the
-// token's slot need be known, and a lane writes eight neighbouring values at once.
+// One token's row for append_kv, for calls whose rows are regular: 16-bit inputs, and up to 512 latent values in
+// octets, eight neighbouring values that begin at a multiple of 16 bytes. A wave holds the row in registers. It issues
+// all loads of the row together, before the token's slot need be known, and a lane writes an octet at a time.
 #pragma once
 
 #include "common/encode.hpp"
@@ -45,14 +45,14 @@ struct AppendRow {
 
   Vec<uint32_t, 4> latent[octets];
   uint32_t low, high;                // a pair of rope values
-  uint32_t position, position_high;  // words as they are: widened here they would be waited for
+  uint32_t position, position_high;  // words as they lie in memory: to widen them where they are loaded would wait
 
   // Cosine and sine of a lane's pair.
   struct Angle {
     uint32_t cos, sin;
   };
 
-  // Whether rows of this call can be written so.
+  // Whether the rows of this call are regular in this sense.
   MLA_DEVICE static bool fits(const AppendKvParams& p) {
     const bool sizes = p.in_type != ENCODED_FP32 && p.latent % 8 == 0 && p.latent <= most_latent && p.rope % 2 == 0 &&
                        p.rope <= 2 * Wave::lanes && (p.tile == 0 || p.tile == 64 || p.tile == 128);
@@ -103,7 +103,7 @@ struct AppendRow {
     }
   }
 
-  // Only of a token with a slot: others may have any position.
+  // Loads cosine and sine of the lane's pair. Called for a token with a slot only: another's position may be anything.
   MLA_DEVICE Angle load_angle(const AppendKvParams& p, int lane) const {
     Angle angle{0, 0};
     const int half = p.rope / 2;
@@ -131,7 +131,7 @@ struct AppendRow {
     }
   }
 
-  // The rope part, then the padding of the record.
+  // Stores the rope part, then the padding of the record.
   MLA_DEVICE void store_rest(const AppendKvParams& p, const Record& record, const Angle& angle, int lane) const {
     const int half = p.rope / 2;
     if (lane < half) {
@@ -157,7 +157,8 @@ struct AppendRow {
   }
 
  private:
-  // `above` is what takes infinity to just below the sign, in both halves of a word: NaN reaches it.
+  // Whether one of eight 16-bit values is NaN. `above`, added to the magnitudes in both halves of a word, takes
+  // infinity to just below the sign bit, and a NaN into it.
   MLA_DEVICE static bool holds_nan(const Vec<uint32_t, 4>& words, uint32_t above) {
     uint32_t reached = 0;
     for (int i = 0; i < 4; ++i) reached |= (words[i] & 0x7fff7fff) + above;

@@ -30,7 +30,7 @@ struct Combine {
   static constexpr int chunks = columns / (team * vec);
   static constexpr int threads = Shape::waves * Wave::lanes;
   static constexpr int parts = threads / team / Shape::rows;
-  static constexpr bool early = Wave::reads_early && parts > 1;  // first splits before weights: few rows wait
+  static constexpr bool early = Wave::reads_early && parts > 1;  // loads first splits before it knows their weights
   static constexpr int in_flight = parts > 1 ? 4 : 2;            // splits read together by a team
   static constexpr int owned = early ? 4 : 1;                    // splits whose weights a lane keeps
   static constexpr int min_waves = parts > 1 ? 4 : 8;            // resident: one wave per row needs many rows
@@ -43,7 +43,7 @@ struct Combine {
   static_assert((team & (team - 1)) == 0 && team >= 4, "combine: a row needs a power of two of at least 4 lanes");
   static_assert(team % in_flight == 0, "combine: splits are read in whole groups of a team's lanes");
   static_assert(!early || owned * team % (in_flight * parts) == 0,
-                "combine: of known weights each part has whole groups");
+                "combine: the weights that lanes keep make whole groups of each part");
   static_assert(parts >= 1 && parts * team * Shape::rows == threads, "combine: WAVES are too few for ROWS");
 
   // The row, the columns and the splits that this lane works on.

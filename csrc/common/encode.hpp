@@ -1,6 +1,6 @@
-// fp32 to the encodings a KV layout may have, and back from those its inputs may have. In integer arithmetic, so that
-// every arch writes the same bytes: gfx942 converts to FNUZ and gfx950 and sm_90 to OCP in hardware, none to both.
-// A NaN becomes the positive quiet NaN of the encoding.
+// Conversions from fp32 to the encodings that a KV layout may have, and to fp32 from those that inputs may have. They
+// are in integer arithmetic, so that every arch writes the same bytes: gfx942 converts to FNUZ in hardware, gfx950 and
+// sm_90 to OCP, none to both. A NaN becomes the positive quiet NaN of the encoding.
 #pragma once
 
 #include "common/device.hpp"

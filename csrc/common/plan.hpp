@@ -249,7 +249,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     const Counts counts =
         fits_32_bits ? list_entries<int32_t>(p, s, used, splits) : list_entries<int64_t>(p, s, used, splits);
     block_sync();
-    write_items(p, s.entries, counts);
+    write_work_tiles(p, s.entries, counts);
   }
 
   struct Counts {
@@ -301,7 +301,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return counts;
   }
 
-  MLA_DEVICE static void write_items(const PlanParams& p, const Entries& entries, const Counts& counts) {
+  MLA_DEVICE static void write_work_tiles(const PlanParams& p, const Entries& entries, const Counts& counts) {
 #pragma unroll 1
     for (int b = thread_id(); b <= p.batch; b += threads) {
       const int before = few(p) ? entries.before[b] : entries_before(entries.sequence, counts.entries, b);

@@ -80,7 +80,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
   // Writes the plan of candidate `number`, but for the frame.
   MLA_DEVICE static void write(const PlanParams& p, Shared& s, Dealt& d, int number) {
     const Sizes sizes = deal(p, s, d, number);
-    find_first_items(p, s, d, sizes);
+    find_first_work_tiles(p, s, d, sizes);
     const int used = p.batch + sizes.chunks;
 #pragma unroll 1
     for (int b = thread_id(); b < p.batch; b += threads) {
@@ -157,7 +157,7 @@ struct PlanDealing : PlanPrefixSum<Wave, waves>, PlanWords {
 
   // Makes `place` the first work tile of each bin among those of bins. Each has one of every turn but the last, in
   // which only the first bins got one.
-  MLA_DEVICE static void find_first_items(const PlanParams& p, Shared& s, Dealt& d, const Sizes& sizes) {
+  MLA_DEVICE static void find_first_work_tiles(const PlanParams& p, Shared& s, Dealt& d, const Sizes& sizes) {
     const int whole = sizes.turns - 1, taken = p.batch - whole * sizes.bins;
     int begin = 0;
 #pragma unroll 1

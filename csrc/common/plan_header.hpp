@@ -10,9 +10,12 @@ struct PlanHeader {
   static constexpr int work_indptr = 6;  // offset in words, as is the next
   static constexpr int work_tiles = 8;
   static constexpr int work_tile_words = 4;
+  static constexpr int split_size = 11;  // keys; 0 unless the plan is batch-invariant
   static constexpr int partial_rows = 14;
   static constexpr int words = 16;     // split_indptr [batch + 1] follows, then work_indptr [num_sm_parts + 1]
   static constexpr int counters = 16;  // of each sequence, then the work tiles, at a multiple of 4 words
+
+  static constexpr int open_end = 0x7fffffff;  // end_key of a sequence's last work tile, which ends with the sequence
 
   // Where these lie, in words, in a plan for `batch` sequences and `num_sm_parts` SM parts.
   MLA_DEVICE static int work_indptr_at(int batch) { return words + batch + 1; }

@@ -3,6 +3,7 @@
 
 #include "common/block_scan.hpp"
 #include "common/params/plan.hpp"
+#include "common/plan_header.hpp"
 
 namespace mla {
 
@@ -12,7 +13,7 @@ struct PlanPrefixSum {
   static constexpr int most_sequences = 2048;  // whose prefix sum fits in 48 KiB of shared memory beside the tiles
   static constexpr int max_sm_parts = 1024;
   static constexpr int split_alignment = 64;
-  static constexpr int open = 0x7fffffff;
+  static constexpr int open = PlanHeader::open_end;
 
   struct CostPrefixSum {
     int64_t at[most_sequences + 1];  // the cost of all sequences before each, and of all
@@ -38,7 +39,7 @@ struct PlanPrefixSum {
   MLA_DEVICE static Number round_up(Number keys) {
     return (keys + split_alignment - 1) / split_alignment * split_alignment;
   }
-  // Neither is negative.
+  // n / d of numbers that are not negative: unsigned division takes fewer instructions.
   MLA_DEVICE static int64_t divide(int64_t n, int64_t d) {
     return static_cast<int64_t>(static_cast<uint64_t>(n) / static_cast<uint64_t>(d));
   }
@@ -56,7 +57,8 @@ struct PlanPrefixSum {
     MLA_DEVICE explicit Divisor(int d) : Divisor(d, inverse(d)) {}
     MLA_DEVICE Divisor(int d, uint32_t inverse_of_d) : d_(d), inverse_(inverse_of_d) {}
 
-    // d times this falls short of 2^32 by d at most, so n times this / 2^32 of n / d by less than a half.
+    // This is below 2^32 / d by at most 1, so n x this / 2^32 is below n / d by less than a half: `divide` corrects its
+    // quotient once.
     MLA_DEVICE static uint32_t inverse(int d) { return 0xffffffffu / static_cast<uint32_t>(d); }
 
     MLA_DEVICE int divide(int n) const {

@@ -3,17 +3,19 @@
 
 #include "common/device.hpp"
 #include "common/params/plan.hpp"
+#include "common/plan_header.hpp"
 
 namespace mla {
 
 struct PlanWords {
+  // Writes work tile number `slot`: keys first..end - 1 of a sequence, whose result goes to partial row `row`, or -1.
   MLA_DEVICE static void write_work_tile(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
     Vec<int32_t, 4> tile;
     tile[0] = sequence;
     tile[1] = first;
     tile[2] = end;
     tile[3] = row;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.work_tiles + slot * 4) = tile;
+    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.work_tiles + slot * PlanHeader::work_tile_words) = tile;
   }
 
   // Writes what follows from sizes alone: the header but for its last four words, and the zeros between the parts.

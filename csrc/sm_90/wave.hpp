@@ -21,8 +21,8 @@ struct Wave {
   template <class Params>
   MLA_DEVICE static const Params& reread(const Params& p) { return p; }
 
-  // Makes the compiler have these values in registers here, which also brings the 64 bytes around a parameter to the constant cache.
-  // Otherwise the compiler sinks the constant load behind a following wait.
+  // Makes the compiler have these values in registers here, which also brings the 64 bytes around a parameter to the
+  // constant cache. Otherwise the compiler sinks the constant load behind a following wait.
   template <class... Words>
   MLA_DEVICE static void materialize(Words... words) {
     (materialize_word(words), ...);

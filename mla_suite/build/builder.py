@@ -39,6 +39,7 @@ def build(
     kernels: Sequence[str] | None = None,
     emulator: bool = True,
     fp16: bool = True,
+    debug: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
     """Builds the code objects of `archs` (default: all that a compiler is found for) and returns the manifest.
@@ -47,7 +48,8 @@ def build(
     `nvcc` name the AMD and the NVIDIA compiler (see `compilers`). `kernels` limits the build to these; objects of other
     archs and kernels stay, those of an arch without a compiler while they are up to date. `emulator` builds the host
     library too where its sources are present. Without `fp16` there are no kernels for fp16 caches, which Triton serves
-    instead. Compilers' warnings, and what is left out, go to stderr. `progress` is called with the number of each
+    instead. With `debug` the waits of NVIDIA kernels end in a trap (`NvidiaCompiler`), and their budgets are not
+    checked. Compilers' warnings, and what is left out, go to stderr. `progress` is called with the number of each
     finished compiler step and their total. Two processes may build at once.
 
     BuildError: a compiler's own message, a missing compiler, every broken budget with both numbers, every missing wait
@@ -72,6 +74,12 @@ def build(
         wanted = [item for item in wanted if item.constants.get("DTYPE") != "fp16"]
     for_nvidia = sorted({item.arch.name for item in wanted if item.arch.vendor == "nvidia"})
     nvidia = compilers.find_nvidia(nvcc) if for_nvidia else None
+    if debug and not for_nvidia:
+        raise ValueError(
+            "debug is for NVIDIA kernels, as no other kernel waits in a loop; name sm_90 or leave debug out"
+        )
+    if debug and nvidia is not None:
+        nvidia = nvidia.for_debugging()
     if for_nvidia and nvidia is None:
         left_out, need = ", ".join(for_nvidia), "no nvcc of CUDA 12 or newer serves here"
         remedy = "`pip install nvidia-cuda-nvcc` or name one with --nvcc or CUDA_HOME"
@@ -191,7 +199,8 @@ def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
         text = b""
         cost = report.read_cubin(data, stem.with_name(item.id + ".log").read_text(), item.symbol)
     mirror = params.load(item.params, csrc)
-    broken = budget.broken(item, cost)
+    debug = nvidia is not None and nvidia.debug and not is_amd
+    broken = [] if debug else budget.broken(item, cost)
     if is_amd:
         where = f"{item.arch.name} {item.id}"
         broken += hazards.sentences_once(where, text.decode(), item.arch.name, stem.with_name(item.id + ".hazards"))

@@ -20,6 +20,10 @@ from pathlib import Path
 
 from mla_suite.build.locations import BuildError
 
+MAX_TRIES = 10_000_000
+"""Tries of a wait of a debug build. One takes a microsecond or less, so the trap comes after some seconds. In a sound
+program a wait takes so long only where the previous kernel of the stream does."""
+
 _SDK = Path("/opt/rocm")
 
 # -mcode-object-version=5: ROCm 6 and 7 both load it; the compiler's default is 6.
@@ -64,10 +68,19 @@ class AmdCompiler:
 
 @dataclass(frozen=True)
 class NvidiaCompiler:
-    """nvcc. `-Xptxas -v` prints the resources, which the manifest reports."""
+    """nvcc. `-Xptxas -v` prints the resources, which the manifest reports.
+
+    With `debug` a kernel's waits end in a trap after MAX_TRIES tries (csrc/sm_90/spin_limit.hpp). The calls that report
+    it make ptxas spill registers and run one wgmma after the other.
+    """
 
     nvcc: str
     version: str
+    debug: bool = False
+
+    def for_debugging(self) -> NvidiaCompiler:
+        """This compiler, whose version tells the manifest that its objects are no release objects."""
+        return NvidiaCompiler(self.nvcc, f"{self.version}, debug", debug=True)
 
     def to_object(self, arch: str) -> list[str]:
         """Command that compiles CUDA to a cubin; source, output, include and -D flags follow it."""
@@ -81,6 +94,7 @@ class NvidiaCompiler:
             "-O3",
             "-Xptxas",
             "-v,--warn-on-spills",
+            *([f"-DMLA_MAX_TRIES={MAX_TRIES}"] if self.debug else []),
         ]
 
 

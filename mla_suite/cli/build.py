@@ -5,6 +5,7 @@
   python -m mla_suite build --arch gfx942 --rocm /opt/rocm    with ROCm's clang instead of the wheel's
   python -m mla_suite build --arch sm_90                      with the nvcc of CUDA_HOME, the PyPI wheels or the machine
   python -m mla_suite build --nvcc /usr/local/cuda-12.9       with that nvcc: drivers from 525 on load what it makes
+  python -m mla_suite build --arch sm_90 --debug              waits end in a trap that names them; again without, after
 
 What is up to date is not compiled again. A kernel that spills, uses scratch memory or exceeds its budget of registers
 or LDS (csrc/<arch>/arch.toml) fails the build, with both numbers, and so does AMD code without the wait states that the
@@ -25,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rocm", type=Path, help="ROCm root, or one clang program, instead of the one found")
     parser.add_argument("--nvcc", type=Path, help="CUDA root, or the path of one nvcc, instead of the one found")
     parser.add_argument("--kernel", help="comma-separated kernel names; objects of the others stay as they are")
+    parser.add_argument(
+        "--debug", action="store_true", help="NVIDIA kernels whose waits end in a trap after some seconds"
+    )
     parser.add_argument("--out", type=Path, help="object folder; default: the package's, else the user's cache")
     parser.add_argument("--jobs", type=positive, help="parallel compilers; default: one per processor")
 
@@ -40,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
                 nvcc=arguments.nvcc,
                 jobs=arguments.jobs,
                 kernels=arguments.kernel.split(",") if arguments.kernel else None,
+                debug=arguments.debug,
                 progress=step,
             )
     except (BuildError, ObjectError, ValueError, OSError) as error:

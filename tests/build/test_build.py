@@ -324,6 +324,11 @@ def test_cubins(sources, tmp_path):
     link = moved(nvidia.nvcc, 1, tmp_path / "cuda")  # the compiler's own headers lie there, too
     build(["sm_90"], csrc=sources, out=tmp_path / "objects", nvcc=Path(link), progress=lambda *step: steps.append(step))
     assert steps == []
+    debug = build(["sm_90"], csrc=sources, out=tmp_path / "objects", debug=True).find("sm_90", "scale_threads-256")
+    assert debug.compiler == f"{entry.compiler}, debug", "a debug object says what it is"
+    assert build(["sm_90"], csrc=sources, out=tmp_path / "objects").find("sm_90", "scale_threads-256") == entry
+    with pytest.raises(ValueError, match=r"debug is for NVIDIA kernels, .*; name sm_90 or leave debug out"):
+        build(["gfx942"], csrc=sources, out=tmp_path / "objects", debug=True)
     edit(sources / "sm_90" / "scale.cu", "p.count;", "p.cuont;")
     with pytest.raises(BuildError, match=r'(?s)^.*scale\.cu\(5\): error: class "mla::ScaleParams" has no member'):
         build(["sm_90"], csrc=sources, out=tmp_path / "objects")

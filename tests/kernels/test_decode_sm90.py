@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 
@@ -14,13 +13,12 @@ from static_asserts import assert_compiles
 
 from mla_suite import archs
 from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.sm_90 import tensor_maps
 from mla_suite.archs.sm_90.decode import Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
-from mla_suite.launch import DriverError, has_kernel, tensor_map
+from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.plan.metadata import most_work_tiles
@@ -166,12 +164,6 @@ def test_a_cache_off_alignment_is_refused(monkeypatch):
     assert "kv_cache is aligned to 8 bytes" in answer.reason
 
 
-def test_the_maps_lie_on_64_bytes():
-    struct = params.load("decode_tma")
-    assert struct.size % 64 == 0, "the driver would copy more than the host packs"
-    assert [item.name for item in struct.fields[:32]] == [f"{what}_map_{i}" for what in ("kv", "q") for i in range(16)]
-
-
 def test_every_word_of_a_launch(monkeypatch):
     sample = decode_sample((700, 90, 5), heads=40, q_len=2, sink=True, num_splits=3)
     (instance, grid, block, shared, fields, overlap, buffers), args, (out, lse) = launched(monkeypatch, sample)
@@ -305,105 +297,3 @@ def test_an_e4m3_cache_without_a_cluster(monkeypatch):
     assert instance == "swap_ab_decode_dtype-bf16_qrows-16"
     assert (grid, block, shared) == ((1, 6, 1), 384, 231344)
     assert (fields["q"], fields["kv_cache"]) == (args[0].data_ptr(), args[1].data_ptr())
-
-
-class FakeDriver:
-    """cuTensorMapEncodeTiled as cuda.h declares it, writing down what it is given."""
-
-    def __init__(self, code=0):
-        u32, u64, address = ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p
-        kind, self.given = ctypes.c_int, None
-
-        def encode(to, dtype, rank, base, sizes, strides, box, steps, interleave, swizzle, promotion, fill):
-            self.given = (
-                (to % 64, dtype, base, list(sizes[:rank]), list(strides[: rank - 1])),
-                (list(box[:rank]), list(steps[:rank]), interleave, swizzle, promotion, fill),
-            )
-            ctypes.memmove(to, bytes(range(128)), 128)
-            return code
-
-        declared = (kind, ctypes.c_uint32, address, u64, u64, u32, u32, kind, kind, kind, kind)
-        self.cuTensorMapEncodeTiled = ctypes.CFUNCTYPE(kind, address, *declared)(encode)
-
-
-@pytest.mark.parametrize(("dtype", "number"), [(torch.bfloat16, 9), (torch.float16, 6)])
-def test_the_map_that_is_asked_for(monkeypatch, dtype, number):
-    driver = FakeDriver()
-    monkeypatch.setattr(tensor_map, "open_library", lambda: driver)
-    tensor_map.swizzled.cache_clear()
-    cache = torch.empty(9, 70, 576, dtype=dtype)[:, :64]  # room between the pages
-    words = tensor_map.swizzled(cache.data_ptr(), *tensor_maps.kv_map(cache.shape, cache.stride(), dtype, 9))
-    assert driver.given == (
-        (0, number, cache.data_ptr(), [64, 64, 9, 9], [1152, 128, 70 * 1152]),
-        ([64, 32, 9, 1], [1, 1, 1, 1], 0, 3, 2, 0),
-    )
-    assert b"".join(word.to_bytes(8, "little") for word in words) == bytes(range(128))
-    tensor_map.swizzled.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("shape", "strides", "pitch"),
-    [
-        ((3, 2, 16, 576), (2 * 16 * 576, 16 * 576, 576), 576),
-        ((3, 1, 16, 576), (16 * 640, 8, 640), 640),
-        ((1, 1, 1, 576), (8, 8, 8), 576),
-        ((5, 1, 576), (1000, 8), 1000),
-        ((3, 2, 16, 576), (2 * 16 * 640, 16 * 640, 576), None),
-        ((3, 1, 16, 576), (0, 0, 576), None),
-    ],
-)
-def test_rows_one_stride_apart(shape, strides, pitch):
-    assert tensor_maps.pitch(shape, (*strides, 1)) == pitch
-
-
-@pytest.mark.parametrize(
-    ("q_len", "strides", "within"),
-    [
-        (1, (0, 2**36, 512, 1), True),
-        (2, (0, 2**35 - 1, 0, 1), True),
-        (2, (0, 2**35 - 512 * 3, 512, 1), False),
-        (3, (2**34, 16, 1), False),
-    ],
-)
-def test_results_that_lie_too_far_apart_are_copied(q_len, strides, within):
-    assert tensor_maps.within_span(q_len, 4, strides) == within
-
-
-@pytest.mark.parametrize(("q_len", "rows"), [(1, 16), (2, 32), (8, 64)])
-def test_queries_in_boxes(monkeypatch, q_len, rows):
-    """The map of the queries; rows of an odd stride are copied first."""
-    sample = decode_sample((700, 90, 5), heads=16, q_len=q_len, num_splits=1)
-    args, kwargs = sample.make(CPU)
-    wide = torch.zeros(3, q_len, 18, 576, dtype=torch.bfloat16)[:, :, :16]
-    for q, copied in ((args[0], False), (wide, True)):
-        asked = []
-        with monkeypatch.context() as patch:
-            call, _, _ = launched(patch, None, ((q, *args[1:]), kwargs), asked)
-        buffers = call[-1]
-        address, _, sizes, strides, box = asked[1]
-        assert (sizes, strides, box) == ((32, 3 * q_len * 16, 18), (1152, 64), (32, rows, 9))
-        assert address == buffers["q"].tensor.data_ptr()
-        assert (address != q.data_ptr()) == copied
-        assert torch.equal(buffers["q"].tensor, q)
-
-
-def test_a_cache_of_one_page_or_none(monkeypatch):
-    """A stride between pages means nothing then, and the map of nothing takes the queries' address."""
-    boxes = [
-        tensor_maps.kv_map(shape, strides, torch.bfloat16, 9)
-        for shape, strides in (((1, 64, 576), (1, 576, 1)), ((0, 64, 576), (36864, 576, 1)))
-    ]
-    assert [given[1:] for given in boxes] == [((64, 64, 9, 1), (1152, 128, 64 * 1152), (64, 32, 9, 1))] * 2
-    asked = []
-    monkeypatch.setattr(tensor_map, "swizzled", lambda *args: asked.append(args) or (0,) * 16)
-    queries = tensor_maps.q_map((1, 1, 16, 576), (9216, 9216, 576, 1), torch.bfloat16, 1)
-    for cache_at in (4096, 0):
-        tensor_maps.decode_packer(boxes[0], queries)(32, cache_at, *[0] * 15)
-    assert [call[0] for call in asked] == [4096, 32, 32, 32]
-
-
-def test_a_map_the_driver_refuses():
-    with pytest.raises(DriverError, match="cuTensorMapEncodeTiled: CUDA error 1 for sizes"):
-        tensor_map._encode(FakeDriver(code=1), 16, torch.bfloat16, (576, 64, 1), (1152, 73728), (64, 32, 1))
-    with pytest.raises(DriverError, match="must be of CUDA 12 or newer"):
-        tensor_map._encode(object(), 16, torch.bfloat16, (576, 64, 1), (1152, 73728), (64, 32, 1))

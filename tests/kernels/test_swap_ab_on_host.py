@@ -20,8 +20,8 @@ HOST = Path(__file__).parent / "cuda_on_host"
 DECODE = "sm_90/decode"
 INSTRUCTIONS = {
     "producer.hpp": {
-        r'asm volatile\("st\.shared\.v4.*?"memory"\);': "st_shared_v4(to, tile.sequence, tile.length, tile.first,"
-        " tile.end);",
+        r'asm volatile\("st\.shared\.v4.*?"memory"\);': "st_shared_v4(to, tile.sequence, tile.length, tile.first_key,"
+        " tile.end_key);",
         r'asm volatile\("st\.shared\.v2.*?"memory"\);': "st_shared(to + 16, tile.partial_row);"
         " st_shared(to + 20, info);",
     },
@@ -56,6 +56,7 @@ def translated(folder: Path) -> Path:
     shutil.copytree(CSRC / "common", sources / "common")
     shutil.copytree(CSRC / DECODE, sources / DECODE)
     shutil.copytree(CSRC / "sm_90" / "ptx", sources / "sm_90" / "ptx")
+    shutil.copy(CSRC / "sm_90" / "spin_limit.hpp", sources / "sm_90")
     shutil.copytree(HOST / "sm_90", sources / "sm_90", dirs_exist_ok=True)
     for name, changes in INSTRUCTIONS.items():
         path = sources / DECODE / name
@@ -67,9 +68,12 @@ def translated(folder: Path) -> Path:
     return sources
 
 
-def compiled(sources: Path, dtype: str, rows: int) -> Path:
+def compiled(sources: Path, dtype: str, rows: int, max_tries: int | None = None) -> Path:
+    """The program of an instance; with `max_tries`, as a debug build's waits are."""
     program = sources.parent / f"swap_ab_{dtype}_{rows}"
     constants = [f"-DDTYPE={dtype}", f"-DQ_ROWS={rows}"]
+    if max_tries is not None:
+        constants.append(f"-DMLA_MAX_TRIES={max_tries}")
     options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
     command = ["g++", *options, f"-I{sources}", f"-I{HOST}", *constants, str(HOST / "swap_ab.cpp"), "-o", str(program)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -114,3 +118,44 @@ def test_a_broken_mainloop_is_found(tmp_path, sources, right, broken):
     assert text.count(right) == 1
     path.write_text(text.replace(right, broken))
     assert ran(compiled(own, "fp16", 16), "5 3 7 1 2 sink 70 1 0 161 500").returncode != 0
+
+
+MAX_TRIES = 4000  # of a wait, one in each round in which its warp does not sleep
+PLANNED = "16 1 16 3 2 planned 100 330 200"
+
+
+def test_no_wait_of_a_sound_block_traps_in_a_debug_build(sources):
+    done = ran(compiled(sources, "fp16", 16, MAX_TRIES), PLANNED)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "broken", "where"),
+    [
+        (
+            "      release();\n    }\n    wgmma_wait<0>();",
+            "      kv_.next();\n    }\n    wgmma_wait<0>();",
+            "wait_for_tma_stage",
+        ),
+        ("    mbarrier_arrive(barriers_.tile_empty(tiles_.stage));\n", "", "publish"),
+    ],
+    ids=["no stage is released", "no work tile is released"],
+)
+def test_a_wait_that_nothing_ends_traps_in_a_debug_build(tmp_path, sources, right, broken, where):
+    """The line that the driver prints for a device-side assert names the wait, the block and the thread."""
+    own = tmp_path / "csrc"
+    shutil.copytree(sources, own)
+    path = own / DECODE / "swap_ab" / "mainloop.hpp"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, broken))
+    done = ran(compiled(own, "fp16", 16, MAX_TRIES), PLANNED)
+    assert done.returncode == 3, done.stdout
+    producer = (own / DECODE / "producer.hpp").read_text().splitlines()
+    line = re.fullmatch(
+        rf"\S+/sm_90/decode/producer\.hpp:(\d+): {where}: block: \[0,0,0\], thread: \[\d+,0,0\] "
+        r"Assertion `an mbarrier's phase is complete` failed\.\n",
+        done.stderr,
+    )
+    assert line is not None, done.stderr
+    assert "mbarrier_wait(" in producer[int(line[1]) - 1]

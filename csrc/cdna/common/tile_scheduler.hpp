@@ -66,7 +66,7 @@ class TileScheduler {
       const int split = next_ - tile.sequence * p.num_splits;
       const int length = p.split_size > 0 ? p.split_size : split_length(p, keys_of(tile.sequence));
       tile.first_key = split * length;
-      tile.end_key = split + 1 == p.num_splits ? UNBOUNDED : tile.first_key + length;
+      tile.end_key = split + 1 == p.num_splits ? mla::PlanHeader::open_end : tile.first_key + length;
       tile.partial_row = p.num_splits > 1 ? next_ : -1;
       next_ += p.grid_stride;
     }
@@ -76,7 +76,6 @@ class TileScheduler {
   }
 
  private:
-  static constexpr int UNBOUNDED = 0x7fffffff;
   static constexpr uint32_t SPLIT_ALIGNMENT = 64;  // keys; equal splits are multiples of it
 
   MLA_DEVICE static int split_length(const Params& p, int keys) {

@@ -20,7 +20,7 @@ struct DecodeParams {
   const float* attn_sink;        // [heads], or null
   const float* rope_cos_sin;     // [max_len, 64], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
-  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys of a sequence on all ranks, of which seq_lens has this one's
+  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys on all ranks; seq_lens has this one's
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads]
   float* partial_out;            // [splits, rows, D_V], or null when nothing is split

@@ -22,7 +22,7 @@ struct alignas(64) DecodeTmaParams {
   const float* kv_descale;       // [1], or null
   const float* attn_sink;        // [heads], or null
   const int32_t* plan;           // [words], or null: equal splits by num_splits
-  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys of a sequence on all ranks, of which seq_lens has this one's
+  const int32_t* cp_tot_seq_lens;  // [batch], or null: keys on all ranks; seq_lens has this one's
   void* out;                     // [tokens, heads, D_V]
   float* lse;                    // [tokens, heads], anywhere: see lse_rows.hpp
   float* partial_out;            // [splits, q_len * heads, D_V], or null when nothing is split

@@ -86,7 +86,8 @@ struct AppendBulk {
 
     MLA_DEVICE explicit RowRing(int wave) {
       extern MLA_SHARED __align__(16) uint8_t rings[];
-      static_assert(waves * ahead * RowBuffer<Row>::bytes == 90112, "append_kv: arch.toml and native.py say so, too");
+      static_assert(waves * ahead * RowBuffer<Row>::bytes == 90112,
+                    "append_kv: dynamic_lds in arch.toml and APPEND_BULK_BYTES in archs/sm_90 say as many");
       begin = smem_address(rings) + wave * ahead * RowBuffer<Row>::bytes;
     }
     MLA_DEVICE RowBuffer<Row> operator[](int i) const { return {begin + i * RowBuffer<Row>::bytes}; }

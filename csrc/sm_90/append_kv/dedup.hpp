@@ -56,6 +56,8 @@ struct LastWriters {
     return position;
   }
 
+  // The top 10 bits of the slot times 2^32 / the golden ratio, which spreads neighbouring slots.
+  static_assert(positions == 1 << (32 - 22));
   MLA_DEVICE static int position_of(int slot) { return static_cast<uint32_t>(slot) * 0x9e3779b1u >> 22; }
 };
 

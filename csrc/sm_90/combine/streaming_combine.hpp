@@ -7,6 +7,7 @@
 #include "common/combine.hpp"
 #include "sm_90/combine/sentinel.hpp"
 #include "sm_90/ptx/memory.hpp"
+#include "sm_90/spin_limit.hpp"
 #include "sm_90/wave.hpp"
 
 namespace mla::sm_90 {
@@ -73,9 +74,10 @@ struct StreamingCombine {
 
   MLA_DEVICE static float wait_for_lse(const CombineParams& p, const RowAssignment& at, int split) {
     const float* from = Merge::lse_at(p, at, split);
+    SpinLimit limit("decode has stored the log-sum-exp of a partial");
     uint32_t word;
     do word = static_cast<uint32_t>(ld_relaxed_gpu(reinterpret_cast<const int32_t*>(from)));
-    while (word == SENTINEL);
+    while (word == SENTINEL && limit.again());
     return bit_cast<float>(word);
   }
 
@@ -110,7 +112,8 @@ struct StreamingCombine {
         const uint32_t word = bit_cast<int>(weight[i]) != 0 ? SENTINEL : 0;
         words[i] = make_uint4(word, word, word, word);
       }
-      while (load_missing(from, apart, words)) __nanosleep(PAUSE);
+      SpinLimit limit("decode has stored the columns of a partial");
+      while (load_missing(from, apart, words) && limit.again()) __nanosleep(PAUSE);
 #pragma unroll
       for (int i = 0; i < in_flight; ++i) add(weight[i], words[i], sum[c]);
     }

@@ -14,7 +14,7 @@ MLA_DEVICE uint32_t e4m3_to_fp16(uint32_t stored) {
   return pair;
 }
 
-// The same as bf16, by way of fp32, whose upper halves are the result.
+// The same as bf16: fp32 holds both exactly, and the upper halves of these are the result.
 MLA_DEVICE uint32_t fp16_to_bf16(uint32_t pair) {
   uint32_t low, high;
   asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
@@ -57,8 +57,8 @@ MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_stor
   }
 }
 
-// 16 values of each of BOXES boxes of 32 columns of a query row, 32 bytes apart in `from` and `box` in `to`; zeros where
-// `from` is null.
+// 16 values of each of BOXES boxes of 32 columns of a query row, 32 bytes apart in `from` and `box` in `to`; zeros
+// where `from` is null.
 template <class Element, int BOXES>
 MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
   constexpr int BATCH = 3;  // boxes whose loads are in flight at the same time

@@ -1,6 +1,5 @@
 // Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
-// (arch.toml).
-// README.md describes the roles.
+// (arch.toml). sm_90/README.md describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_last.hpp"

@@ -149,7 +149,8 @@ class Epilogue {
     }
   }
 
-  // 32 columns in fp32. The i-th 16 bytes of row r lie at position i ^ r % 4 * 2.
+  // 32 columns in fp32. The i-th 16 bytes of row r lie at position i ^ r % 4 * 2. A lane's second row is 8 rows, or
+  // 1,024 bytes, behind its first.
   template <class Tile>
   MLA_DEVICE static void stage_fp32(int piece, uint32_t to, const Tile& tile) {
     const int lane = warpgroup_thread() % 32;
@@ -191,7 +192,7 @@ class Epilogue {
     if constexpr (LATE) meanwhile();
   }
 
-  // A streaming combine may be loading what is a partial.
+  // Relaxed where a streaming combine may be loading the same words of a partial.
   template <class Words>
   MLA_DEVICE static void store_global(Words& to, const Words& words) {
     if constexpr (Traits::STREAMABLE)

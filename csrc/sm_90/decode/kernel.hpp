@@ -79,7 +79,7 @@ struct DecodeKernel {
         mbarrier_init(barriers.raw_full(stage), 1);     // the warp whose turn it is to copy
         mbarrier_init(barriers.raw_empty(stage), 128);  // the producer
       }
-    if constexpr (Traits::STREAMABLE) mbarrier_init(Cluster::fill(barriers), 32);  // the warp of SentinelFill
+    if constexpr (Traits::STREAMABLE) mbarrier_init(Cluster::sentinel_fill(barriers), 32);  // the warp of SentinelFill
     Cluster::init_mbarriers(barriers);
     mbarrier_init_fence();
   }

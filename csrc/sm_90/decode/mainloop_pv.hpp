@@ -206,7 +206,7 @@ class PvMma {
   // Waits until this CTA's partial has been filled with the sentinel.
   MLA_DEVICE void wait_for_fill() const {
     if constexpr (Traits::STREAMABLE)
-      if (Traits::combine_streams(params_)) mbarrier_wait(Cluster::fill(barriers_), 0);
+      if (Traits::combine_streams(params_)) mbarrier_wait(Cluster::sentinel_fill(barriers_), 0);
   }
 
   // Takes the reciprocal denominators from the P stage that finishes the tile, and stores the rows' lse.

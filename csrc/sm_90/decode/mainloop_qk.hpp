@@ -7,6 +7,7 @@
 
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/named_barriers.hpp"
+#include "sm_90/decode/softmax.hpp"
 
 namespace mla::sm_90 {
 
@@ -16,7 +17,6 @@ class QkSoftmax {
   using Params = typename Traits::Params;
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
-  static constexpr int REGS = BLOCK_N / 2;
   static constexpr bool SELECTED = Traits::SOURCE == KvSource::selected;
 
  public:
@@ -24,7 +24,7 @@ class QkSoftmax {
       : params_(params),
         barriers_(shared),
         shared_(shared),
-        scale_(params.softmax_scale * LOG2E),
+        scale_(params.softmax_scale * LOG2_E),
         p_to_(p_fragment(warpgroup_thread())) {}
 
   MLA_DEVICE void run() {
@@ -67,7 +67,10 @@ class QkSoftmax {
                  : "=r"(tile_.sequence), "=r"(tile_.length), "=r"(tile_.first_key), "=r"(tile_.end_key)
                  : "r"(from)
                  : "memory");
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(tile_.partial_row), "=r"(info) : "r"(from + 16) : "memory");
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(tile_.partial_row), "=r"(info)
+                 : "r"(from + TILE_PARTIAL_ROW)
+                 : "memory");
     __syncwarp();
     mbarrier_arrive(barriers_.tile_empty(tiles_.stage));
     tiles_.next();
@@ -153,7 +156,7 @@ class QkSoftmax {
 
   // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
   template <class Between>
-  MLA_DEVICE void multiply(float (&s)[REGS], const Between& between) {
+  MLA_DEVICE void multiply(float (&s)[SCORES], const Between& between) {
     if (!stage_ready_) mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
     if constexpr (Traits::SOURCE != KvSource::tma) fence_proxy_async();
     if constexpr (SELECTED) present_ = Traits::present(shared_, kv_.stage);
@@ -183,7 +186,7 @@ class QkSoftmax {
   // Softmax of the stage whose scores are in `s`: P, and what PV needs with it, goes to the next P stage. The tile's
   // last P is published at once; while it is multiplied, the reciprocal denominators go to the P stage after it.
   template <bool LAST_BLOCK>
-  MLA_DEVICE void softmax_step(float (&s)[REGS], int first) {
+  MLA_DEVICE void softmax_step(float (&s)[SCORES], int first) {
     const int lane = warpgroup_thread() % 32;
     const int warp = warpgroup_thread() / 32;
     mask(s, first);
@@ -192,15 +195,15 @@ class QkSoftmax {
     const uint32_t row = stage + (warp * 16 + lane / 4) * 4;
     int command = MULTIPLY | (LAST_BLOCK ? LAST : 0);
     if constexpr (LAST_BLOCK && Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
-    uint32_t p[REGS / 2];
+    uint32_t p[SCORES / 2];
     float sum[2];
-    exponentiate(s, p, sum);
+    exponentiate<Element>(s, scale_, row_max_, p, sum);
     const bool outgrown = sum[0] > RESCALE_THRESHOLD || sum[1] > RESCALE_THRESHOLD;
     if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
       command |= RESCALE;
       float factor[2];
       raise_row_max(s, factor);
-      exponentiate(s, p, sum);
+      exponentiate<Element>(s, scale_, row_max_, p, sum);
       mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
       if (lane % 4 == 0) {
         st_shared(row + Storage::P_FACTOR, factor[0]);
@@ -245,47 +248,18 @@ class QkSoftmax {
   }
 
   // Scores of keys that a row does not see become -inf.
-  MLA_DEVICE void mask(float (&s)[REGS], int first) {
-    if constexpr (SELECTED) {
-      mask_absent(s);
-    } else if (__builtin_expect(first + BLOCK_N > common_limit_, 0)) {
-#pragma unroll
-      for (int i = 0; i < REGS; ++i) {
-        const int key = first + i / 4 * 8 + warpgroup_thread() % 4 * 2 + i % 2;
-        if (key >= key_limit_[i / 2 % 2]) s[i] = -INFINITE;
-      }
-    }
-  }
-
-  // Scores of selected keys that are absent become -inf, by the bits that came with the stage.
-  MLA_DEVICE void mask_absent(float (&s)[REGS]) {
-    if (present_ == ~0u) return;
-    const uint32_t mine = present_ >> (warpgroup_thread() % 4 * 2);
-#pragma unroll
-    for (int i = 0; i < REGS; ++i)
-      if ((mine >> (i / 4 * 8 + i % 2) & 1) == 0) s[i] = -INFINITE;
-  }
-
-  // P = 2^(S * scale - running max), packed, and its sum over this thread's keys for each of its rows.
-  MLA_DEVICE void exponentiate(const float (&s)[REGS], uint32_t (&p)[REGS / 2], float (&sum)[2]) const {
-#pragma unroll
-    for (int i = 0; i < REGS / 2; ++i) {
-      const float a = exp2_approx(fmaf(s[2 * i], scale_, -row_max_[i % 2]));
-      const float b = exp2_approx(fmaf(s[2 * i + 1], scale_, -row_max_[i % 2]));
-      sum[i % 2] = i < 2 ? a + b : sum[i % 2] + (a + b);
-      p[i] = pack_pair<Element>(a, b);
-    }
+  MLA_DEVICE void mask(float (&s)[SCORES], int first) const {
+    if constexpr (SELECTED)
+      mask_absent(s, present_);
+    else if (__builtin_expect(first + BLOCK_N > common_limit_, 0))
+      mask_unseen(s, first, key_limit_);
   }
 
   // Raises the running max of this warp's rows to their largest scores so far; `factor` rescales O and the row sums.
-  MLA_DEVICE void raise_row_max(const float (&s)[REGS], float (&factor)[2]) {
+  MLA_DEVICE void raise_row_max(const float (&s)[SCORES], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float top = -INFINITE;
-#pragma unroll
-      for (int i = 0; i < REGS; ++i)
-        if (i / 2 % 2 == half) top = fmaxf(top, s[i]);
-      const float raised = fmaxf(row_max_[half], quad_max(top) * scale_);
+      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_);
       factor[half] = exp2_approx(row_max_[half] - raised);
       row_max_[half] = raised;
       row_sum_[half] *= factor[half];
@@ -380,7 +354,7 @@ class QkSoftmax {
       return;
     }
     load_q();
-    float s[REGS];
+    float s[SCORES];
     multiply(s, [](int) {});
     int first = tile_.first_key;
     mask(s, first);

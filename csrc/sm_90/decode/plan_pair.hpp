@@ -18,7 +18,7 @@ class PlanPair {
     const int32_t* plan = params.plan;
     const int32_t* bounds = plan + PlanHeader::work_indptr_at(params.batch) + part / 2 * 2;
     const int parts = ld_global(plan + PlanHeader::num_sm_parts), work_tiles = ld_global(plan + PlanHeader::work_tiles),
-              split_size = ld_global(plan + SPLIT_SIZE);
+              split_size = ld_global(plan + PlanHeader::split_size);
     const int begin = ld_global(bounds), middle = ld_global(bounds + 1), end = ld_global(bounds + 2);
     // Batch-invariant splits are merged in one order everywhere.
     if (!one_part_each(params, parts) || split_size != 0 || part / 2 * 2 + 1 >= parts) return;
@@ -27,7 +27,7 @@ class PlanPair {
     const int4 second = load_plan_tile(plan + work_tiles + PlanHeader::work_tile_words * middle);
     if (first.x != second.x) return;
     merges_ = true;
-    whole_ = first.y == 0 && second.z == 0x7FFFFFFF;
+    whole_ = first.y == 0 && second.z == PlanHeader::open_end;
     first_row_ = first.w;
     own_row_ = part % 2 == 0 ? first.w : second.w;
   }
@@ -48,8 +48,6 @@ class PlanPair {
   }
 
  private:
-  static constexpr int SPLIT_SIZE = 11;  // of a plan's header
-
   bool merges_ = false;
   bool whole_ = false;
   int first_row_ = -1;

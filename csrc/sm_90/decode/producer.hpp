@@ -98,7 +98,9 @@ class ProducerBase {
       asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(tile.sequence), "r"(tile.length),
                    "r"(tile.first_key), "r"(tile.end_key)
                    : "memory");
-      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + 16), "r"(tile.partial_row), "r"(info) : "memory");
+      asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to + TILE_PARTIAL_ROW),
+                   "r"(tile.partial_row), "r"(info)
+                   : "memory");
       mbarrier_arrive(barriers_.tile_full(tiles.stage));
     }
     tiles.next();

@@ -70,8 +70,8 @@ class ProducerCpAsync : ProducerBase<Traits> {
       const bool valid = from[i] != nullptr;
       const char* row = valid ? from[i] : cache;  // nothing is read when not valid
 #pragma unroll
-      for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)
-        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * 2048, row + c * 128, valid);
+      for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)  // 16 keys of 128 bytes lie between this thread's keys
+        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * 16 * 128, row + c * 128, valid);
     }
     cp_async_mbarrier_arrive(barriers_.kv_full(kv.stage));
   }

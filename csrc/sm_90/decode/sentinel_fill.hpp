@@ -26,8 +26,8 @@ class SentinelFill {
   // `shared` is where the block's shared memory begins.
   MLA_DEVICE SentinelFill(const Params& params, uint32_t shared)
       : params_(params),
-        filled_(Cluster::fill(Mbarriers<Traits>(shared)) + __builtin_offsetof(Storage, filled)),
-        pattern_(Cluster::fill(Mbarriers<Traits>(shared)) + __builtin_offsetof(Storage, pattern)) {}
+        filled_(Cluster::sentinel_fill(Mbarriers<Traits>(shared)) + __builtin_offsetof(Storage, filled)),
+        pattern_(Cluster::sentinel_fill(Mbarriers<Traits>(shared)) + __builtin_offsetof(Storage, pattern)) {}
 
   MLA_DEVICE void run() const {
     const int lane = warpgroup_thread() % 32;

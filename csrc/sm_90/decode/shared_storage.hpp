@@ -21,7 +21,8 @@ struct alignas(16) PStage {
 static_assert(sizeof(PStage) % 128 == 0 && sizeof(PStage) == BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128,
               "P_BYTES in mla_suite/archs/sm_90/tile.py says as many");
 
-// A work tile on its way from the producer to the QK warpgroup.
+// A work tile on its way from the producer to the QK warpgroup: a WorkTile, stored by 16 bytes and by 8, and its
+// TileInfo.
 struct PublishedTile {
   int32_t sequence;
   int32_t length;
@@ -31,6 +32,8 @@ struct PublishedTile {
   int32_t info;  // TileInfo
   int32_t unused[2];
 };
+constexpr int TILE_PARTIAL_ROW = __builtin_offsetof(PublishedTile, partial_row);
+constexpr int TILE_INFO = __builtin_offsetof(PublishedTile, info);
 
 // For streaming combine: an mbarrier that says that the partial has been filled, and what it is filled with.
 template <int PATTERN_BYTES>
@@ -96,7 +99,8 @@ struct SharedStorage {
 };
 
 // Addresses of the mbarriers between the producer and the roles that multiply. `base` is that of the one at offset BASE
-// of the block's storage; the members' offsets are counted from it.
+// of the block's storage, from which all are counted. They are added in units of mbarriers: another order of the sum
+// would be other machine code.
 template <class Block, int BASE>
 struct PipelineMbarriers {
   uint32_t base;
@@ -108,7 +112,7 @@ struct PipelineMbarriers {
 
  protected:
   MLA_DEVICE explicit PipelineMbarriers(uint32_t shared) : base(shared + BASE) {}
-  MLA_DEVICE uint32_t at(int offset, int number) const { return base + (offset - BASE) + 8 * number; }
+  MLA_DEVICE uint32_t at(int offset, int number) const { return base + 8 * ((offset - BASE) / 8 + number); }
 };
 
 // The mbarriers of a decode block.

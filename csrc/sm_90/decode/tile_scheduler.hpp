@@ -95,7 +95,8 @@ class TileSchedulerOf {
     tile_.length = warp_uniform(ld_global(params_.seq_lens + tile_.sequence));
     if (params_.plan != nullptr) {
       tile_.first_key = tile_.first_key / split_alignment_ * split_alignment_;
-      const int end = tile_.end_key == 0x7FFFFFFF ? tile_.end_key : tile_.end_key / split_alignment_ * split_alignment_;
+      const bool open = tile_.end_key == PlanHeader::open_end;
+      const int end = open ? tile_.end_key : tile_.end_key / split_alignment_ * split_alignment_;
       tile_.end_key = end < tile_.length ? end : tile_.length;
       return;
     }
@@ -126,7 +127,7 @@ class TileSchedulerOf {
         load_bounds();
       }
       const int tile = PAIRED && walks_backwards(params_, part_, plan_parts_) ? --limit_ : cursor_++;
-      const int4 words = load_plan_tile(params_.plan + tiles_ + 4 * tile);
+      const int4 words = load_plan_tile(params_.plan + tiles_ + PlanHeader::work_tile_words * tile);
       tile_.sequence = warp_uniform(words.x);
       tile_.first_key = warp_uniform(words.y);
       tile_.end_key = warp_uniform(words.z);

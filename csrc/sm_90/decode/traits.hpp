@@ -67,9 +67,8 @@ struct DecodePolicy {
                                             : SOURCE == KvSource::cp_async ? 48
                                             : SOURCE == KvSource::selected ? 56
                                                                            : 64;
-  static constexpr int QK_REGISTERS = 192 - PRODUCER_REGISTERS;
-  static constexpr int PV_REGISTERS = 160;
-  static_assert(PRODUCER_REGISTERS + QK_REGISTERS + 2 * PV_REGISTERS <= 512, "the registers of an SM");
+  static constexpr int PV_REGISTERS = 160;  // 128 of O, and what addresses and the epilogue need
+  static constexpr int QK_REGISTERS = 512 - 2 * PV_REGISTERS - PRODUCER_REGISTERS;  // the rest
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
   static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
                                           : SOURCE == KvSource::cp_async ? 24

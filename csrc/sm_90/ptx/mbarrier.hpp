@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/device.hpp"
+#include "sm_90/spin_limit.hpp"
 
 namespace mla::sm_90 {
 
@@ -23,14 +24,31 @@ MLA_DEVICE void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Whether the phase with this parity is complete. The thread may be suspended until it is, for a microsecond at most.
+MLA_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred done;\nmbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, 1000;\n"
+      "selp.u32 %0, 1, 0, done;\n}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Blocks until the phase with this parity is complete.
-MLA_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+MLA_DEVICE void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site = WaitSite::here()) {
+#if defined(MLA_MAX_TRIES)
+  SpinLimit limit("an mbarrier's phase is complete", site);
+  while (!mbarrier_try_wait(barrier, parity)) limit.again();
+#else
   asm volatile(
       "{\n.reg .pred done;\nwaiting:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni arrived;\nbra.uni waiting;\narrived:\n}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+#endif
 }
 
 // Whether the phase with this parity is already complete.
@@ -60,6 +78,19 @@ MLA_DEVICE void named_barrier_arrive() {
 template <int THREADS>
 MLA_DEVICE void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
+}
+
+// Waits for THREADS threads at hardware barrier ID; whether `any` is true for one of them.
+template <int ID, int THREADS>
+MLA_DEVICE bool named_barrier_any(bool any) {
+  uint32_t result;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.b32 in, %1, 0;\nbarrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.u32 %0, 1, 0, out;\n}\n"
+      : "=r"(result)
+      : "r"(static_cast<int>(any)), "n"(ID), "n"(THREADS)
+      : "memory");
+  return result != 0;
 }
 
 }  // namespace mla::sm_90

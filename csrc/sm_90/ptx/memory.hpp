@@ -90,7 +90,10 @@ MLA_DEVICE void st_shared(uint32_t to, V value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(bit_cast<uint32_t>(value)) : "memory");
 }
 
-// Shared memory, 16 bytes.
+// Shared memory, 8 and 16 bytes.
+MLA_DEVICE void ld_shared_v2(uint32_t from, uint32_t (&to)[2]) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
 MLA_DEVICE void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -117,6 +120,14 @@ MLA_DEVICE void st_shared_v4_if(bool active, uint32_t to, uint32_t a, uint32_t b
 MLA_DEVICE void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c),
                "r"(d)
+               : "memory");
+}
+
+// Stores four 8 x 8 matrices of 16-bit elements transposed: each lane gives the address of one 16-byte row, whose eight
+// elements come from the eight rows that the registers hold.
+MLA_DEVICE void stmatrix_trans_x4(uint32_t to, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(matrices[0]),
+               "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
 

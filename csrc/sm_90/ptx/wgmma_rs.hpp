@@ -1,5 +1,6 @@
 // wgmma with its first operand in registers and 16, 32 or 64 columns, in fp16: acc += a b, 16 deep. A lane's four
-// registers are its first row's elements 2(l % 4) and the next, the same of its second row, then both rows' 8 further on.
+// registers are its first row's elements 2(l % 4) and the next, the same of its second row, then both rows' 8 further
+// on.
 #pragma once
 
 #include "common/device.hpp"

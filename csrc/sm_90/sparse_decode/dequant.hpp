@@ -30,7 +30,7 @@ MLA_DEVICE void dequant(const uint32_t (&stored)[4], float scale, uint32_t (&val
   }
 }
 
-// An E8M0 scale: 2^(exponent - 127); 255 is NaN.
+// An E8M0 scale: 2^(exponent - 127), which fp32 holds as a denormal number where the exponent is 0; 255 is NaN.
 MLA_DEVICE float e8m0_scale(uint32_t exponent) {
   const uint32_t usual = exponent << 23;
   return bit_cast<float>(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7fffffffu : usual);

@@ -87,7 +87,8 @@ class SparseTileScheduler {
   }
 
   MLA_DEVICE const int32_t* plan_tile(int number) const {
-    return params_.plan + warp_uniform(__ldg(params_.plan + PlanHeader::work_tiles)) + 4 * static_cast<int64_t>(number);
+    const int work_tiles = warp_uniform(__ldg(params_.plan + PlanHeader::work_tiles));
+    return params_.plan + work_tiles + PlanHeader::work_tile_words * static_cast<int64_t>(number);
   }
   MLA_DEVICE int plan_parts() const { return warp_uniform(__ldg(params_.plan + PlanHeader::num_sm_parts)); }
   MLA_DEVICE const int32_t* bounds() const {

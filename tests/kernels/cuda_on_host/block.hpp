@@ -1,5 +1,5 @@
-// Runs a block on a CPU: in every round all threads that have not ended run until they wait, in an order that changes; some
-// warps sleep for a round, and copies arrive late and in any order. Shared memory begins as NaN of every type.
+// Runs a block on a CPU: in every round all threads that have not ended run until they wait, in an order that changes;
+// some warps sleep for a round, and copies arrive late and in any order. Shared memory begins as NaN of every type.
 #pragma once
 
 #include <ucontext.h>
@@ -39,7 +39,11 @@ class Block {
 
  private:
   static constexpr size_t STACK_BYTES = 128 << 10;
+#if defined(MLA_MAX_TRIES)
+  static constexpr int MAX_QUIET_ROUNDS = 2 * MLA_MAX_TRIES;  // a debug build ends by itself; some warps sleep
+#else
   static constexpr int MAX_QUIET_ROUNDS = 400;
+#endif
 
   static void enter() {
     running_->kernel_();

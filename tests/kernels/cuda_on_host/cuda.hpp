@@ -1,5 +1,5 @@
-// CUDA's words on a CPU: the threads of one block are fibers of one CPU thread, and a warp's lanes meet where they exchange
-// values. Included before the kernel's sources.
+// CUDA's words on a CPU: the threads of one block are fibers of one CPU thread, and a warp's lanes meet where they
+// exchange values. Included before the kernel's sources.
 #pragma once
 
 #include <algorithm>
@@ -42,6 +42,15 @@ inline long events = 0;  // anything that a waiting thread may have waited for
   std::printf("thread %d: %s %ld\n", current, what, number);
   std::exit(2);
 }
+
+// How a device-side assert ends: the driver's line on stderr, with the block and the thread.
+[[noreturn]] inline void device_assert_fail(const char* assertion, const char* file, unsigned line,
+                                            const char* function) {
+  std::fprintf(stderr, "%s:%u: %s: block: [%u,%u,%u], thread: [%d,0,0] Assertion `%s` failed.\n", file, line, function,
+               blockIdx.x, blockIdx.y, blockIdx.z, current, assertion);
+  std::exit(3);
+}
+#define __assert_fail device_assert_fail
 
 // Threads that exchange one value each; `values` are those of the last meeting.
 struct Meeting {

@@ -52,7 +52,7 @@ struct ClusterExchangeP : ClusterPair {
     return at(barriers, __builtin_offsetof(Mailbox, swap_full), group * CHUNKS + chunk);
   }
   template <class Traits>
-  MLA_DEVICE static uint32_t fill(const Mbarriers<Traits>& barriers) {
+  MLA_DEVICE static uint32_t sentinel_fill(const Mbarriers<Traits>& barriers) {
     return barriers.in_cluster(__builtin_offsetof(Mailbox, fill));
   }
 
@@ -158,7 +158,7 @@ class ExchangeP {
   }
 
  private:
-  // Where this thread's part of a tile lies in what a group hands over.
+  // Where this thread's part of a tile lies in what a group hands over: a tile is 2,048 bytes, 16 of each thread.
   MLA_DEVICE uint32_t tile_address(int group, int tile) const {
     return shared_ + (group == 0 ? SharedStorage<Traits>::KV : SharedStorage<Traits>::PEER_KV) + tile * 2048 +
            warpgroup_thread() * 16;

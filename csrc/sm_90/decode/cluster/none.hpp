@@ -54,7 +54,7 @@ struct ClusterNone : ClusterMode {
   using Storage = typename SelectStorage<Traits::STREAMABLE, SentinelFillStorage<4096>, NoStorage>::Type;
 
   template <class Traits>
-  MLA_DEVICE static uint32_t fill(const Mbarriers<Traits>& barriers) {
+  MLA_DEVICE static uint32_t sentinel_fill(const Mbarriers<Traits>& barriers) {
     return barriers.in_cluster(0);
   }
 };

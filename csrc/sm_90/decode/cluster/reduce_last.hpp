@@ -1,6 +1,6 @@
-// ClusterReduceLast: the two CTAs of a cluster walk neighbouring SM parts of a plan towards each other. Where these meet
-// within a sequence, the CTAs merge their last work tiles as ClusterReduceO does (plan_pair.hpp); all other tiles go to
-// memory as without a cluster.
+// ClusterReduceLast: the two CTAs of a cluster walk neighbouring SM parts of a plan towards each other. Where these
+// meet within a sequence, the CTAs merge their last work tiles as ClusterReduceO does (plan_pair.hpp); all other tiles
+// go to memory as without a cluster.
 #pragma once
 
 #include "sm_90/decode/cluster/reduce_o.hpp"

@@ -105,7 +105,8 @@ class ReduceO {
   // Whether any of this warp's rows has a query; the answer is the same in both CTAs.
   MLA_DEVICE static bool has_rows(const OutputTarget& target) { return __any_sync(~0u, target.offset[0] != NO_ROW); }
 
-  // Where this lane's part of a tile lies in what is sent: tiles lie chunk by chunk, and a chunk warp by warp.
+  // Where this lane's part of a tile lies in what is sent: tiles lie chunk by chunk, and a chunk warp by warp. A warp's
+  // part of a tile is 512 bytes, 16 of each lane.
   MLA_DEVICE static uint32_t tile_offset(int tile) {
     return chunk_offset(tile / CHUNK_TILES) + tile % CHUNK_TILES * 512 + warpgroup_thread() % 32 * 16;
   }

@@ -17,8 +17,8 @@ class SwapAbEpilogue {
  public:
   MLA_DEVICE SwapAbEpilogue(const Params& params, uint32_t shared) : params_(params), shared_(shared) {}
 
-  // Stores the lse of a row of the block, and leaves in shared memory what its results are multiplied by and where they go.
-  // Called by one thread for each row; `queries` are the tile's, which whole warps must ask for.
+  // Stores the lse of a row of the block, and leaves in shared memory what its results are multiplied by and where they
+  // go. Called by one thread for each row; `queries` are the tile's, which whole warps must ask for.
   MLA_DEVICE void finish_row(const WorkTile& tile, const Queries& queries, int number, float max, float sum,
                              float value_scale) const {
     const QueryRow row(Heads(params_), queries, first_row() + number);
@@ -26,7 +26,7 @@ class SwapAbEpilogue {
     float denominator = sum;
     const bool partial = tile.partial_row >= 0;
     if (any && !partial && params_.attn_sink != nullptr)
-      denominator += exp2_approx(__ldg(params_.attn_sink + row.index % params_.heads) * LOG2E - max);
+      denominator += exp2_approx(__ldg(params_.attn_sink + row.index % params_.heads) * LOG2_E - max);
     const int64_t first_partial = static_cast<int64_t>(tile.partial_row) * Traits::Problem::rows(params_);
     int64_t to = -1;
     if (row.valid) {

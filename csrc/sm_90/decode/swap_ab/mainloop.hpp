@@ -1,48 +1,30 @@
 // The two warpgroups of swap_ab that multiply. In a step each computes S^T = K Q^T of 64 of its 128 keys and their P;
 // then both compute O^T += V^T P^T of all 128 keys, 256 columns each. Keys are read as they are stored and converted to
 // fp16 in registers, where the first operand lies; P goes through shared memory.
-//
-// A query row is a column of both products: a lane holds rows 8i + 2(l % 4) and the next of S^T, O^T, sums and factors.
 #pragma once
 
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/decode/softmax.hpp"
 #include "sm_90/decode/swap_ab/epilogue.hpp"
+#include "sm_90/decode/swap_ab/lane_layout.hpp"
 #include "sm_90/decode/swap_ab/queries.hpp"
-#include "sm_90/ptx/barrier_red.hpp"
-#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/mbarrier.hpp"
+#include "sm_90/ptx/memory.hpp"
 #include "sm_90/ptx/wgmma_rs.hpp"
 
 namespace mla::sm_90 {
-
-// Adds up over lanes the values that they have for the same row: a lane sends the half of its values that it does not
-// keep, until two are left. It keeps those of rows 2 * kept_quad and the next.
-template <int N>
-MLA_DEVICE void add_over_lanes(const float (&values)[N], float (&kept)[2], int lane_bit = 16) {
-  if constexpr (N == 2) {
-    kept[0] = values[0];
-    kept[1] = values[1];
-  } else {
-    const bool upper = (warpgroup_thread() & lane_bit) != 0;
-    float half[N / 2];
-#pragma unroll
-    for (int i = 0; i < N / 2; ++i) {
-      const float sent = upper ? values[i] : values[i + N / 2];
-      half[i] = (upper ? values[i + N / 2] : values[i]) + __shfl_xor_sync(~0u, sent, lane_bit);
-    }
-    add_over_lanes(half, kept, lane_bit / 2);
-  }
-}
 
 template <class Traits>
 class SwapAbMainloop {
   using Params = typename Traits::Params;
   using Storage = SharedStorage<Traits>;
   static constexpr int ROWS = Traits::ROWS;
-  static constexpr int S_REGS = ROWS / 2;   // of 64 keys
-  static constexpr int LANE_ROWS = ROWS / 4;
+  using Layout = LaneLayout<Traits>;
+  static constexpr int S_REGS = Layout::S_REGS;
+  static constexpr int LANE_ROWS = Layout::LANE_ROWS;
   static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
   static constexpr int BLOCKS = Traits::COLUMN_BLOCKS;
+  static constexpr int WARPS = Traits::CONSUMERS / 32;
   static constexpr int TILES = 4;  // of 64 columns of O^T
   // Steps of K Q^T, 16 deep, that are converted and issued together. While one such group is multiplied the next is
   // converted.
@@ -55,12 +37,12 @@ class SwapAbMainloop {
         shared_(shared),
         group_(group),
         warp_(warp_uniform(warpgroup_thread() / 32)),
-        scale_(params.softmax_scale * LOG2E) {
+        scale_(params.softmax_scale * LOG2_E) {
     const int lane = warpgroup_thread() % 32, quad = lane / 4, in_quad = lane % 4;
-    key_at_ = place(key_of_row(warp_ % 2, quad)) + in_quad * 16;
+    key_at_ = Layout::key_offset(key_of_row(warp_ % 2, quad)) + in_quad * 16;
     const int column = group * 256 + warp_ * 64 + quad * 8;
-    value_at_[0] = place(key_of_row(0, in_quad * 2)) + column;
-    value_at_[1] = place(key_of_row(0, in_quad * 2 + 1)) + column;
+    value_at_[0] = Layout::key_offset(key_of_row(0, in_quad * 2)) + column;
+    value_at_[1] = Layout::key_offset(key_of_row(0, in_quad * 2 + 1)) + column;
   }
 
   MLA_DEVICE void run() {
@@ -76,30 +58,26 @@ class SwapAbMainloop {
 
   MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
 
-  // Bytes from a stage's beginning to one of its keys.
-  MLA_DEVICE static int place(int key) { return key / 16 * Traits::GROUP_BYTES + key % 16 * ROW_BYTES; }
-
   MLA_DEVICE static void sync() { named_barrier_sync<PV_BARRIER, Traits::CONSUMERS>(); }
   MLA_DEVICE static int consumer_thread() { return thread_id() - 128; }
   MLA_DEVICE int consumer_warp() const { return group_ * 4 + warp_; }
-  MLA_DEVICE static int in_quad() { return warpgroup_thread() % 4; }
 
   // The tile stays in its slot until it is done, because there are no registers to keep all of it in.
   MLA_DEVICE bool next_tile() {
     mbarrier_wait(barriers_.tile_full(tiles_.stage), tiles_.parity);
-    info_ = warp_uniform(ld_shared<int>(tile_at() + 20));
+    info_ = warp_uniform(ld_shared<int>(tile_at() + TILE_INFO));
     return info_ != END_OF_WORK;
   }
   MLA_DEVICE uint32_t tile_at() const { return shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile); }
   MLA_DEVICE WorkTile tile() const {
-    uint32_t words[4];
+    uint32_t words[4];  // the first four members of PublishedTile
     ld_shared_v4(tile_at(), words);
     WorkTile tile;
     tile.sequence = warp_uniform(words[0]);
     tile.length = warp_uniform(words[1]);
     tile.first_key = warp_uniform(words[2]);
     tile.end_key = warp_uniform(words[3]);
-    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + 16));
+    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + TILE_PARTIAL_ROW));
     return tile;
   }
 
@@ -203,7 +181,7 @@ class SwapAbMainloop {
     mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
     constexpr int PIECES = ROW_BYTES / 16;
     for (int i = consumer_thread(); i < (BLOCK_N - used) * PIECES; i += Traits::CONSUMERS)
-      st_shared_v4(stage_at(kv) + place(used + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
+      st_shared_v4(stage_at(kv) + Layout::key_offset(used + i / PIECES) + i % PIECES * 16, 0, 0, 0, 0);
   }
 
   // S^T of this warpgroup's 64 keys: of each warp 16, of one stage. A warp whose stage the tile does not have
@@ -249,17 +227,11 @@ class SwapAbMainloop {
     const int key = first + (group_ * 2 + warp_ / 2) * BLOCK_N + key_of_row(warp_ % 2, warpgroup_thread() % 32 / 4);
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; ++i) {
-      const int limit = ld_shared<int>(shared_ + Storage::KEY_LIMIT + row(i) * 4);
+      const int limit = ld_shared<int>(shared_ + Storage::KEY_LIMIT + Layout::row(i) * 4);
       if (key >= limit) s[i / 2 * 4 + i % 2] = -INFINITE;
       if (key + 4 >= limit) s[i / 2 * 4 + i % 2 + 2] = -INFINITE;
     }
   }
-
-  // The first of the two rows whose sums this lane keeps; several lanes keep a row.
-  MLA_DEVICE static int kept_row() { return warpgroup_thread() % 32 / (128 * 2 / ROWS) * 8 + in_quad() * 2; }
-
-  // The i-th row of this lane.
-  MLA_DEVICE static int row(int i) { return i / 2 * 8 + in_quad() * 2 + i % 2; }
 
   // P = 2^(S * scale - running max) to shared memory, and its sums for the rows whose sums this lane keeps. Returns
   // whether P is so large that the running max must be raised.
@@ -277,7 +249,7 @@ class SwapAbMainloop {
       for (int part = 0; part < 2; ++part) {
         uint32_t two[4];  // scale and max of two rows
         const int pair = j + part;
-        ld_shared_v4(shared_ + Storage::SCALE_AND_MAX + row(2 * pair) * 8, two);
+        ld_shared_v4(shared_ + Storage::SCALE_AND_MAX + Layout::row(2 * pair) * 8, two);
         float values[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i)
@@ -291,7 +263,7 @@ class SwapAbMainloop {
       }
       stmatrix_trans_x4(to + j * 128, p);
     }
-    add_over_lanes(sum, kept);
+    Layout::add_over_lanes(sum, kept);
     return outgrown;
   }
 
@@ -304,13 +276,13 @@ class SwapAbMainloop {
       float top = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + i % 2 + 2]);
 #pragma unroll
       for (int lane = 4; lane < 32; lane *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lane));
-      if (warpgroup_thread() % 32 < 4) st_shared(of_warp(consumer_warp(), row(i)), top);
+      if (warpgroup_thread() % 32 < 4) st_shared(of_warp(consumer_warp(), Layout::row(i)), top);
     }
     sync();
     if (const int row = consumer_thread(); row < ROWS) {
       const uint32_t at = shared_ + Storage::SCALE_AND_MAX + row * 8;
       float top = -INFINITE;
-      for (int warp = 0; warp < 8; ++warp) top = fmaxf(top, ld_shared<float>(of_warp(warp, row)));
+      for (int warp = 0; warp < WARPS; ++warp) top = fmaxf(top, ld_shared<float>(of_warp(warp, row)));
       const float before = ld_shared<float>(at + 4);
       const float raised = fmaxf(before, top * ld_shared<float>(at));
       st_shared(at + 4, raised);
@@ -319,10 +291,10 @@ class SwapAbMainloop {
     sync();
     wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sum_[i] *= ld_shared<float>(shared_ + Storage::FACTOR + (kept_row() + i) * 4);
+    for (int i = 0; i < 2; ++i) sum_[i] *= ld_shared<float>(shared_ + Storage::FACTOR + (Layout::kept_row() + i) * 4);
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; ++i) {
-      const float factor = ld_shared<float>(shared_ + Storage::FACTOR + row(i) * 4);
+      const float factor = ld_shared<float>(shared_ + Storage::FACTOR + Layout::row(i) * 4);
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         o_[tile][i / 2 * 4 + i % 2] *= factor;
@@ -344,8 +316,8 @@ class SwapAbMainloop {
       mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
       uint32_t stored[2][2][2][2];
       const uint32_t from = stage_at(kv_);
-      load_values(from, stored[0]);
-      load_values(from + 8 * ROW_BYTES, stored[1]);
+      Layout::load_values(from, value_at_, stored[0]);
+      Layout::load_values(from + 8 * ROW_BYTES, value_at_, stored[1]);
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         wgmma_wait<1>();
@@ -353,6 +325,7 @@ class SwapAbMainloop {
         for (int i = 0; i < TILES; ++i)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
+            // Two neighbouring columns of both keys, of each column first the one key, then the other.
             const uint32_t pairs =
                 __byte_perm(stored[k][half][0][i / 2], stored[k][half][1][i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
             values[k][i][half * 2] = e4m3_to_fp16<0>(pairs);
@@ -371,30 +344,22 @@ class SwapAbMainloop {
     for (int i = 0; i < TILES; ++i) pin_accumulator(o_[i]);
   }
 
-  // Eight columns of the lane's four keys of a step: [half of the step][key][word].
-  MLA_DEVICE void load_values(uint32_t from, uint32_t (&stored)[2][2][2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int key = 0; key < 2; ++key)
-        ld_shared_v2(from + value_at_[key] + half * 4 * ROW_BYTES, stored[half][key]);
-  }
-
-  // O / denominators to memory.
+  // Adds up the row sums of all warps, and stores O / denominators.
   MLA_DEVICE void finish(const WorkTile& tile, bool any) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float sum = sum_[i];
 #pragma unroll
-      for (int lane = 4; lane < 256 / ROWS; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-      if (warpgroup_thread() % 32 % (256 / ROWS) < 4) st_shared(of_warp(consumer_warp(), kept_row() + i), sum);
+      for (int lane = 4; lane < Layout::KEPT_LANES; lane *= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (warpgroup_thread() % 32 % Layout::KEPT_LANES < 4)
+        st_shared(of_warp(consumer_warp(), Layout::kept_row() + i), sum);
     }
     sync();
     const SwapAbEpilogue<Traits> epilogue(params_, shared_);
     const Queries queries(params_, tile.sequence);
     if (const int row = consumer_thread(); row < ROWS) {
       float sum = 0.0f;
-      for (int warp = 0; warp < 8; ++warp) sum += ld_shared<float>(of_warp(warp, row));
+      for (int warp = 0; warp < WARPS; ++warp) sum += ld_shared<float>(of_warp(warp, row));
       const float max = any ? ld_shared<float>(shared_ + Storage::SCALE_AND_MAX + row * 8 + 4) : LOWEST;
       epilogue.finish_row(tile, queries, row, max, sum, descale(params_.kv_descale));
     }
@@ -405,7 +370,7 @@ class SwapAbMainloop {
 #pragma unroll
       for (int column = 0; column < 8; ++column)
         eight[column] = o_[column / 2][i / 2 * 4 + column % 2 * 2 + i % 2];
-      epilogue.store(tile, row(i), group_ * 256 + warp_ * 64 + warpgroup_thread() % 32 / 4 * 8, eight);
+      epilogue.store(tile, Layout::row(i), group_ * 256 + warp_ * 64 + warpgroup_thread() % 32 / 4 * 8, eight);
     }
   }
 

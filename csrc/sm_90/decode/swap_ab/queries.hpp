@@ -1,13 +1,13 @@
 // Queries of swap_ab: from the ring, as they are stored, to fp16 in the order and swizzle in which Q^T is multiplied.
 //
-// A lane of S^T reads 16 bytes of a key, which are four of its values in each of four steps. So position 16j + 2t + b of
-// 64 columns holds column 16t + 4j + b, and position 16j + 8 + 2t + b holds column 16t + 4j + 2 + b, for t, j = 0..3 and
-// b = 0, 1.
+// A lane of S^T reads 16 bytes of a key, which are four of its values in each of four steps. So position 16j + 2t + b
+// of 64 columns holds column 16t + 4j + b, and position 16j + 8 + 2t + b holds column 16t + 4j + 2 + b, for t, j = 0..3
+// and b = 0, 1.
 #pragma once
 
 #include "sm_90/decode/convert_fp8.hpp"
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
-#include "sm_90/ptx/shared_memory.hpp"
+#include "sm_90/ptx/memory.hpp"
 
 namespace mla::sm_90 {
 
@@ -31,8 +31,8 @@ struct QueryPiece<fp8> {
   }
 };
 
-// bf16 has more exponents than fp16, so a row is scaled by a power of two. Values 2^-29 of the row's largest and more are
-// exact; smaller ones are off by 2^-40 of the largest.
+// bf16 has more exponents than fp16, so a row is scaled by a power of two. Values 2^-29 of the row's largest and more
+// are exact; smaller ones are off by 2^-40 of the largest.
 template <>
 struct QueryPiece<bf16> {
   uint32_t words[4];
@@ -50,7 +50,8 @@ struct QueryPiece<bf16> {
   }
 };
 
-// The power of two that brings `largest` to 2^14 and more, below 2^15, within what fp32 can hold; 1 where it is not finite.
+// The power of two that brings `largest` to 2^14 and more, below 2^15, within what fp32 can hold; 1 where it is not
+// finite.
 MLA_DEVICE float power_to_fp16(float largest) {
   const int exponent = static_cast<int>(bit_cast<uint32_t>(largest) >> 23);  // biased; 255 of infinity and NaN
   if (exponent == 255 || largest == 0.0f) return 1.0f;
@@ -58,8 +59,8 @@ MLA_DEVICE float power_to_fp16(float largest) {
   return bit_cast<float>(static_cast<uint32_t>(wanted + 127) << 23);
 }
 
-// Takes a tile's queries from their stages: eight lanes a row, four rows a warp at a time. `scale` is the scores' own; each
-// row's goes to `rows` with a running max that no key has raised.
+// Takes a tile's queries from their stages: eight lanes a row, four rows a warp at a time. `scale` is the scores' own;
+// each row's goes to `rows` with a running max that no key has raised.
 template <class Traits>
 class SwapAbQueries {
   using Query = typename Traits::QueryElement;
@@ -68,7 +69,8 @@ class SwapAbQueries {
   static constexpr bool SCALES = QueryTypes<Query>::Element::is_bf16;
 
  public:
-  // `row` is of the block, `from` where it lies as it is stored, `present` whether the sequence has it. Called by warps.
+  // `row` is of the block, `from` where it lies as it is stored, `present` whether the sequence has it. Called by
+  // warps.
   MLA_DEVICE static void take_row(uint32_t shared, int row, uint32_t from, bool present, float scale) {
     const int piece = thread_id() % 8;
     QueryPiece<Query> stored[BLOCKS];

@@ -28,9 +28,10 @@ struct SwapAbTraits {
   static constexpr int CONSUMERS = 256;       // threads of the two warpgroups that multiply
   static constexpr int BLOCK_KEYS = 128;      // keys of one step, 64 for each warpgroup's S^T
   static constexpr int STEP_STAGES = BLOCK_KEYS / BLOCK_N;
-  // Registers per thread of the producer and of the other two warpgroups; a block is launched with 168.
+  // Registers per thread of the producer and of the other two warpgroups. A block is launched with 168 for each thread
+  // of its three warpgroups.
   static constexpr int PRODUCER_REGISTERS = 56;
-  static constexpr int CONSUMER_REGISTERS = (504 - PRODUCER_REGISTERS) / 2;
+  static constexpr int CONSUMER_REGISTERS = (3 * 168 - PRODUCER_REGISTERS) / 2;
 
   // A stage has 32 keys as they are stored, in two groups of 16. The second begins 32 bytes further in the turn of the
   // banks, so that lanes which read four keys of both groups read all banks.
@@ -49,13 +50,5 @@ struct SwapAbTraits {
 
   MLA_DEVICE static bool combine_streams(const Params&) { return false; }
 };
-
-// The key of a stage that row `row` (of 16) of a 16 x 16 step holds: of step 0 or 1, keys 8 * step to 8 * step + 7 of both
-// groups. The rows of a quad of S^T, and the lanes of a quad of V^T, have neighbouring keys, which lie 64 bytes further in
-// the turn of the banks.
-MLA_DEVICE int key_of_row(int step, int row) {
-  const int low = row & 1, high = row >> 1 & 1;
-  return (row >> 2 & 1) * 16 + step * 8 + (row >> 3) * 4 + high * 2 + (high ^ low);
-}
 
 }  // namespace mla::sm_90

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "common/device.hpp"
+#include "sm_90/spin_limit.hpp"
 
 namespace mla::sm_90 {
 
@@ -39,8 +40,9 @@ inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   mbarrier_at(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
 }
-inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-  while (mbarrier_at(barrier).phase == parity) yield();
+inline void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site = WaitSite::here()) {
+  SpinLimit limit("an mbarrier's phase is complete", site);
+  while (mbarrier_at(barrier).phase == parity && limit.again()) yield();
 }
 inline void fence_proxy_async() {}
 
@@ -67,6 +69,10 @@ inline bool at_named_barrier(int id, int threads, bool any) {
 template <int ID, int THREADS>
 void named_barrier_sync() {
   at_named_barrier(ID, THREADS, false);
+}
+template <int ID, int THREADS>
+bool named_barrier_any(bool any) {
+  return at_named_barrier(ID, THREADS, any);
 }
 
 }  // namespace mla::sm_90
