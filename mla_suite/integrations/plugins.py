@@ -59,14 +59,14 @@ def _offer_sparse_decode(ServerArgs: Any) -> None:
 
     SGLang has functions that add to the choices of other options, and none for this one; its parser reads the list.
     """
+    option = get_type_hints(ServerArgs, include_extras=True).get("dsa_decode_backend")
+    if option is None:
+        return  # versions that call it --nsa-decode-backend
     from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
         ATTENTION_BACKENDS,
         register_attention_backend,
     )
 
-    option = get_type_hints(ServerArgs, include_extras=True).get("dsa_decode_backend")
-    if option is None:
-        return  # versions that call it --nsa-decode-backend
     (argument,) = option.__metadata__
     if SGLANG_NAME not in argument.choices:
         argument.choices.append(SGLANG_NAME)

@@ -48,7 +48,7 @@ def server(monkeypatch: Any, *, fused: bool = True, dcp_size: int = 1, **options
 
 
 def visible(q_lens: torch.Tensor, lengths: torch.Tensor, tokens: int, bound: int) -> torch.Tensor:
-    """SGLang's kernel that refuses tensors of a CPU: how many keys each of the last q_lens tokens of a sequence sees."""
+    """SGLang's kernel that refuses tensors of a CPU: how many keys each of a sequence's last tokens sees."""
     seen = [torch.arange(n - q, n) + 1 for n, q in zip(lengths.tolist(), q_lens.tolist(), strict=True)]
     return torch.cat(seen).int()
 
