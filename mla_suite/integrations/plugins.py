@@ -7,10 +7,12 @@ backend runs.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, get_type_hints
 
 SPARSE_NAME = "MLA_SUITE_SPARSE"
 SGLANG_NAME = "mla_suite"
+DSA_NAMES = {"dsa", "nsa"}  # SGLang's backend for models with an indexer, and its old name
 DRAFT_BACKENDS = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
@@ -33,9 +35,10 @@ def vllm() -> None:
 
 
 def sglang() -> None:
-    """Add `--attention-backend mla_suite`, for deterministic inference with the radix cache as well; twice is once.
+    """Add `--attention-backend mla_suite`, and `--dsa-decode-backend mla_suite` for models with an indexer.
 
-    SGLang has two lists for deterministic inference, and takes no MLA model where the second does not name the backend.
+    The former is for deterministic inference with the radix cache as well: SGLang has two lists for that, and takes no
+    MLA model where the second does not name the backend. A process may call this twice.
     """
     from sglang.srt import server_args  # type: ignore[import-not-found]  # optional
     from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
@@ -48,6 +51,43 @@ def sglang() -> None:
         server_args.add_radix_supported_deterministic_attention_backend_choices([SGLANG_NAME])
     register_attention_backend(SGLANG_NAME)(_sglang_backend)
     _keep_drafts_on_triton()
+    _offer_sparse_decode(server_args.ServerArgs)
+
+
+def _offer_sparse_decode(ServerArgs: Any) -> None:
+    """Add our name to the choices of `--dsa-decode-backend`, and see to it that SGLang's backend obeys it.
+
+    SGLang has functions that add to the choices of other options, and none for this one; its parser reads the list.
+    """
+    option = get_type_hints(ServerArgs, include_extras=True).get("dsa_decode_backend")
+    if option is None:
+        return  # versions that call it --nsa-decode-backend
+    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
+        ATTENTION_BACKENDS,
+        register_attention_backend,
+    )
+
+    (argument,) = option.__metadata__
+    if SGLANG_NAME not in argument.choices:
+        argument.choices.append(SGLANG_NAME)
+        for name in ATTENTION_BACKENDS.keys() & DSA_NAMES:
+            register_attention_backend(name)(partial(_dsa_backend, ATTENTION_BACKENDS[name]))
+
+
+def _dsa_backend(theirs: Any, model_runner: Any) -> Any:
+    """SGLang's backend for models with an indexer, made of our class where our decode is asked for.
+
+    The class goes by SGLang's name in SGLang's module, since the backends of draft layers are made by that name.
+    """
+    from sglang.srt.runtime_context import get_exec  # type: ignore[import-not-found]  # optional
+
+    if get_exec().kernel.dsa_decode_backend == SGLANG_NAME:
+        from sglang.srt.layers.attention import dsa_backend  # type: ignore[import-not-found]  # optional
+
+        from mla_suite.integrations.sglang_sparse import MLASuiteSparseAttnBackend
+
+        dsa_backend.DeepseekSparseAttnBackend = MLASuiteSparseAttnBackend
+    return theirs(model_runner)
 
 
 def _keep_drafts_on_triton() -> None:

@@ -128,7 +128,7 @@ class MLASuiteAttnBackend(TritonAttnBackend):
         forward_batch, tokens = call.forward_batch, call.q.shape[0]
         mode = forward_batch.forward_mode
         if mode.is_target_verify():
-            return _is_chain(forward_batch.spec_info)
+            return is_chain(forward_batch.spec_info)
         if self.enable_deterministic:
             return False  # bits would depend on how much of a prompt was cached, or came in the last chunk
         lens = forward_batch.extend_seq_lens_cpu
@@ -209,7 +209,7 @@ def _capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_chain(drafts: Any) -> bool:
+def is_chain(drafts: Any) -> bool:
     """Returns whether each draft of a sequence follows the one before it, and all sequences have as many drafts.
 
     N-gram drafts are a tree whatever their breadth is: matches of several lengths, and padding, start at its root.

@@ -28,6 +28,7 @@ def sglang(monkeypatch):
     choices, deterministic, with_radix_cache = ["triton"], ["triton"], ["triton"]
     server_args = ModuleType("sglang.srt.server_args")
     server_args.ATTENTION_BACKEND_CHOICES = choices
+    server_args.ServerArgs = type("ServerArgs", (), {})  # without options for models with an indexer
     server_args.add_attention_backend_choices = choices.extend
     server_args.add_deterministic_attention_backend_choices = deterministic.extend
     server_args.add_radix_supported_deterministic_attention_backend_choices = with_radix_cache.extend

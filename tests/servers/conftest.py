@@ -12,6 +12,9 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+if importlib.util.find_spec("sglang") is not None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # its Triton kernels run on a CPU
+
 triton = importlib.util.find_spec("triton")
 if triton is not None and triton.origin is None:
     # Without Triton the folder tests/triton passes for it, and torch takes it for the package.

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import http_server
@@ -101,15 +103,24 @@ def count_calls() -> None:
     mla_suite.decode = counted
 
 
-def server(checkpoint: Path, folder: Path, **options: Any) -> contextlib.AbstractContextManager[str]:
-    """The address of a server, while it runs. `folder` gets its log and the calls that reach our decode."""
+def server(
+    checkpoint: Path,
+    folder: Path,
+    plugins: Mapping[str, str] = MappingProxyType({}),
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> contextlib.AbstractContextManager[str]:
+    """The address of a server, while it runs. `folder` gets its log and the calls that reach our decode.
+
+    `plugins` and `variables` are for its processes, beside those that every server on a CPU has.
+    """
     given = {**OPTIONS, **options, "model_path": checkpoint}
     command = [sys.executable, __file__]
     for name, value in given.items():
         command += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     own = {"on_cpu": "sglang_cpu:use_triton", "counting": "sglang_server:count_calls"}
-    variables = installed_plugins.install(folder, "sglang.srt.plugins", **own)
-    return http_server.running(command, {**variables, **sglang_cpu.ENGINE}, folder)
+    installed = installed_plugins.install(folder, "sglang.srt.plugins", **own, **plugins)
+    return http_server.running(command, {**installed, **sglang_cpu.ENGINE, **variables}, folder)
 
 
 def generate(

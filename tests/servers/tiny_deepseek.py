@@ -38,11 +38,11 @@ SHAPE = {
 LAYERS = SHAPE["num_hidden_layers"]
 
 
-def save_model(folder: Path, **changes: Any) -> transformers.PreTrainedModel:
+def save_model(folder: Path, family: str = "V3", **changes: Any) -> transformers.PreTrainedModel:
     """Write a checkpoint with random weights and return its model."""
     torch.manual_seed(0)
-    config = transformers.DeepseekV3Config(**{**SHAPE, **changes})
-    model = transformers.DeepseekV3ForCausalLM(config).float().eval()
+    config = getattr(transformers, f"Deepseek{family}Config")(**{**SHAPE, **changes})
+    model = getattr(transformers, f"Deepseek{family}ForCausalLM")(config).float().eval()
     model.save_pretrained(folder)
     return model
 

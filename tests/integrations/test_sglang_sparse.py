@@ -1,0 +1,68 @@
+"""The SGLang backend for models with an indexer on a stand-in for its base class; tests/servers has SGLang's own.
+
+The stand-in calls the kernel as SGLang does, and nothing else, so that every operation seen is ours.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from server_calls import HEADS, LATENT, WIDTH, attend, fresh, modules
+from test_capturable import crossings, on_device
+
+PAGE, TOPK = 64, 32
+RECORD = 656
+
+
+@pytest.fixture
+def make(monkeypatch):
+    class TritonAttnBackend:
+        """The base of the dense backend, which is not made here."""
+
+    class DeepseekSparseAttnBackend:
+        """Sends decodes, and prompts as well, to its method for FlashMLA's sparse kernel."""
+
+        device, dsa_index_kpool, kv_lora_rank, qk_rope_head_dim = "cpu", 1, LATENT, WIDTH - LATENT
+
+        def __init__(self, pool):
+            self.token_to_kv_pool, self.dsa_kv_cache_store_fp8 = pool, pool.dtype == torch.float8_e4m3fn
+
+        def forward_decode(self, q, cache, slots, lengths):
+            call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
+            return self._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=None)
+
+    attention = "sglang__srt__layers__attention__"
+    modules(
+        monkeypatch,
+        **{
+            f"{attention}triton_backend": dict(TritonAttnBackend=TritonAttnBackend),
+            f"{attention}dsa_backend": dict(DeepseekSparseAttnBackend=DeepseekSparseAttnBackend),
+        },
+    )
+    dense = fresh(monkeypatch, "mla_suite.integrations.sglang")
+    monkeypatch.setitem(sys.modules, "mla_suite.integrations.sglang", dense)
+    module = fresh(monkeypatch, "mla_suite.integrations.sglang_sparse")
+    return lambda dtype: module.MLASuiteSparseAttnBackend(SimpleNamespace(dtype=dtype, page_size=PAGE))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, WIDTH), (torch.float16, WIDTH), (torch.float8_e4m3fn, RECORD)]
+)
+def test_nothing_crosses_between_host_and_device(make, dtype, width):
+    backend = make(dtype)
+    q = on_device(3, HEADS, WIDTH, dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    cache = on_device(4 * PAGE, 1, width, dtype=dtype)
+    assert crossings(lambda: backend.forward_decode(q, cache, on_device(3, TOPK), on_device(3))) == []
+
+
+def test_a_token_attends_to_its_slots(make):
+    backend = make(torch.bfloat16)
+    q, cache = torch.randn(3, HEADS, WIDTH).bfloat16(), torch.randn(4 * PAGE, 1, WIDTH).bfloat16()
+    slots = torch.stack([torch.randperm(4 * PAGE)[:TOPK] for _ in range(3)]).int()
+    slots[1, 5:] = -1
+    lengths = torch.tensor([TOPK, 5, 20], dtype=torch.int32)
+    out = backend.forward_decode(q, cache, slots, lengths)
+    for token, length in enumerate(lengths):
+        want, _ = attend(q[token], cache[slots[token, :length].long(), 0], 0.07)
+        torch.testing.assert_close(out[token].float(), want, rtol=2**-8, atol=2e-5)

@@ -1,0 +1,129 @@
+"""SGLang's own backend and pool for models with an indexer, on a CPU that passes for a GPU of CUDA's sm_90.
+
+Its configuration is published as SGLang's own tests publish one, and its Triton kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_cpu  # noqa: F401  # before SGLang
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention import dsa_backend
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.runtime_context import get_context, get_parallel
+
+HEADS, LATENT, ROPE, PAGE, LAYERS = 4, 512, 64, 64, 2
+WIDTH = LATENT + ROPE
+RECORD = 656  # bytes of a row of an fp8 cache
+CONTEXT, REQUESTS, SLOTS, DRAFTS = 512, 6, 2048, 4
+SERVER = {
+    "dsa_decode_backend": "mla_suite",
+    "dsa_prefill_backend": "flashmla_sparse",
+    "speculative_num_draft_tokens": DRAFTS,
+    "speculative_eagle_topk": 1,
+}
+
+
+@contextlib.contextmanager
+def server(monkeypatch: Any, *, fused: bool = True, dcp_size: int = 1, **options: Any) -> Iterator[Any]:
+    """The configuration of a server that was started with `options`.
+
+    `fused`: the indexer's top-k gives slots, as it does on GPUs, and not positions. Its plan has a CUDA kernel alone.
+    """
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", visible)
+    with (
+        get_context().override_server_args(**{**SERVER, **options}) as server_args,
+        get_parallel().override(attn_dcp_rank=0, attn_dcp_size=dcp_size),
+        envs.SGLANG_DSA_FUSE_TOPK.override(fused),
+        envs.SGLANG_OPT_USE_TOPK_V2.override(False),
+    ):
+        yield server_args
+
+
+def visible(q_lens: torch.Tensor, lengths: torch.Tensor, tokens: int, bound: int) -> torch.Tensor:
+    """SGLang's kernel that refuses tensors of a CPU: how many keys each of a sequence's last tokens sees."""
+    seen = [torch.arange(n - q, n) + 1 for n, q in zip(lengths.tolist(), q_lens.tolist(), strict=True)]
+    return torch.cat(seen).int()
+
+
+def runner(dtype: torch.dtype, *, topk: int, device: str = "cpu", **model: Any) -> SimpleNamespace:
+    """Returns a model runner as far as the backend reads it, with SGLang's pool: rows of `dtype`, or fp8 records.
+
+    `model` changes the model's configuration; kv_cache_dim is the pool's.
+    """
+    fp8 = dtype == torch.float8_e4m3fn
+    sizes = dict(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE)
+    pool = memory_pool.DSATokenToKVPool(
+        **sizes,
+        size=SLOTS,
+        page_size=PAGE,
+        dtype=dtype,
+        layer_num=LAYERS,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=model.pop("kv_cache_dim", RECORD if fp8 else WIDTH),
+    )
+    hf_config = SimpleNamespace(
+        architectures=["DeepseekV32ForCausalLM"], index_topk=topk, index_kpool=model.pop("index_kpool", 1)
+    )
+    config = dict(hf_config=hf_config, context_len=CONTEXT, num_attention_heads=HEADS, qk_nope_head_dim=128, **sizes)
+    return SimpleNamespace(
+        device=device,
+        page_size=PAGE * hf_config.index_kpool,
+        token_to_kv_pool=pool,
+        req_to_token_pool=SimpleNamespace(
+            size=REQUESTS, req_to_token=torch.zeros(REQUESTS, CONTEXT, dtype=torch.int32)
+        ),
+        model_config=SimpleNamespace(**{**config, **model}),
+        is_draft_worker=False,
+        hisparse_coordinator=None,
+        kv_cache_dtype=dtype,
+        max_running_requests=REQUESTS,
+    )
+
+
+def backend(model_runner: Any) -> Any:
+    """Returns what SGLang makes of `--attention-backend dsa`."""
+    return ATTENTION_BACKENDS["dsa"](model_runner)
+
+
+def layer(layer_id: int) -> SimpleNamespace:
+    """Returns an absorbed RadixAttention as far as the backend reads it."""
+    return SimpleNamespace(
+        layer_id=layer_id,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=1,
+        head_dim=WIDTH,
+        v_head_dim=LATENT,
+        scaling=0.07,
+        is_cross_attention=False,
+    )
+
+
+def batch(mode: Any, lengths: list[int], q_lens: list[int], rows: list[int], slots: torch.Tensor, drafts: Any) -> Any:
+    """A ForwardBatch's parts: `lengths` as SGLang counts them, `slots` where the new tokens are written."""
+    return SimpleNamespace(
+        forward_mode=mode,
+        spec_info=drafts if mode.is_target_verify() else None,
+        batch_size=len(lengths),
+        seq_lens=torch.tensor(lengths),
+        seq_lens_cpu=torch.tensor(lengths),
+        seq_lens_sum=sum(lengths),
+        req_pool_indices=torch.tensor(rows),
+        out_cache_loc=slots,
+        global_num_tokens_cpu=None,
+        attn_cp_metadata=None,
+        extend_seq_lens=torch.tensor(q_lens, dtype=torch.int32),
+        extend_seq_lens_cpu=q_lens,
+        extend_num_tokens=sum(q_lens),
+        extend_prefix_lens_cpu=[n - q for n, q in zip(lengths, q_lens, strict=True)],
+        get_max_chunk_capacity=lambda: 0,
+    )

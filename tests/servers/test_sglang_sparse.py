@@ -1,0 +1,330 @@
+"""Our sparse backend on SGLang's real one and its pool for models with an indexer: `tox -e sglang`.
+
+Results are compared with attention in fp64 over the rows that SGLang's pool holds and the keys that were selected. The
+indexer is not run here: its kernels are for GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mla_suite
+
+if importlib.util.find_spec("sglang") is None:
+    pytest.skip("this needs SGLang: tox -e sglang", allow_module_level=True)
+
+import sglang_classes
+import sglang_sparse_classes as theirs
+from sglang.srt.layers.attention import attention_registry, dsa_backend
+from sglang.srt.mem_cache.kv_cache_configurator import calculate_mla_kv_cache_dim
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+
+from mla_suite.integrations import plugins
+from mla_suite.integrations import sglang_sparse as integration
+from mla_suite.kv_formats import cache as caches
+from mla_suite.kv_formats import kv_format
+
+HEADS, LATENT, WIDTH, PAGE = theirs.HEADS, theirs.LATENT, theirs.WIDTH, theirs.PAGE
+LENGTHS, POOL_ROWS = [300, 9, 64], [4, 0, 2]
+TOPK = 16
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """The entry point has run; its changes to SGLang end with the test."""
+    monkeypatch.setattr(dsa_backend, "DeepseekSparseAttnBackend", integration.DeepseekSparseAttnBackend)
+    plugins.sglang()
+
+
+@pytest.fixture
+def decodes(monkeypatch):
+    """The number of query tokens of every call of our sparse decode."""
+    seen, decode = [], mla_suite.sparse_decode
+    monkeypatch.setattr(
+        mla_suite, "sparse_decode", lambda q, *args, **options: seen.append(len(q)) or decode(q, *args, **options)
+    )
+    return seen
+
+
+@pytest.fixture
+def prefills(monkeypatch):
+    """The arguments of every call of SGLang's own kernel."""
+    seen = []
+    monkeypatch.setattr(
+        integration.DeepseekSparseAttnBackend, "_forward_flashmla_sparse", lambda self, **given: seen.append(given)
+    )
+    return seen
+
+
+def filled(runner):
+    """Give each request pages in random order and fill the pool with rows."""
+    pool, table = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    free, pages = torch.randperm(pool.size // PAGE) + 1, theirs.CONTEXT // PAGE
+    for i, row in enumerate(POOL_ROWS):
+        table[row] = (free[i * pages : (i + 1) * pages, None] * PAGE + torch.arange(PAGE)).flatten().int()
+    for buffer in pool.kv_buffer:
+        rows = torch.randn(len(buffer) // PAGE, PAGE, WIDTH)
+        packed = caches.pack(kv_format("v32"), rows) if pool.dsa_kv_cache_store_fp8 else rows.to(pool.dtype)
+        buffer.copy_(packed.reshape(buffer.shape))
+
+
+def stored(runner, layer_id):
+    """[slots, 576] in fp64."""
+    pool = runner.token_to_kv_pool
+    buffer = pool.kv_buffer[layer_id]
+    if pool.dsa_kv_cache_store_fp8:
+        buffer = caches.unpack(kv_format("v32"), buffer.view(-1, PAGE, theirs.RECORD)).flatten(0, 1)
+    return buffer.view(-1, WIDTH).double()
+
+
+def chosen(lengths, q_lens, topk):
+    """int32 [tokens, topk] positions, among them the token's own: -1 where a token sees fewer than topk."""
+    rows = []
+    for length, q_len in zip(lengths, q_lens, strict=True):
+        for end in range(length - q_len, length):
+            row = torch.cat((torch.tensor([end]), torch.randperm(end)[: topk - 1]))
+            rows.append(torch.nn.functional.pad(row, (0, topk - len(row)), value=-1))
+    return torch.stack(rows).int()
+
+
+def step(backend, runner, mode, lengths, q_lens, *, in_two=True, topk=TOPK, captured=False):
+    """One pass over both layers; `lengths` include the new tokens. Compares every query token with fp64."""
+    table = runner.req_to_token_pool.req_to_token
+    owner = [row for row, q_len in zip(POOL_ROWS, q_lens, strict=True) for _ in range(q_len)]
+    slots = torch.cat([table[row, n - q : n] for row, n, q in zip(POOL_ROWS, lengths, q_lens, strict=True)]).long()
+    verify = mode.is_target_verify()
+    counted = [n - q if verify else n for n, q in zip(lengths, q_lens, strict=True)]
+    batch = theirs.batch(mode, counted, list(q_lens), POOL_ROWS, slots, sglang_classes.drafts())
+    if captured:
+        backend.init_forward_metadata_out_graph(batch)
+    else:
+        backend.init_forward_metadata(batch)
+    call = backend.forward_decode if mode.is_decode() else backend.forward_extend
+    tokens = sum(q_lens)
+    for layer_id in range(theirs.LAYERS):
+        layer = theirs.layer(layer_id)
+        q, k = torch.randn(tokens, HEADS, WIDTH).bfloat16(), torch.randn(tokens, 1, WIDTH).bfloat16()
+        positions = chosen(lengths, q_lens, topk)
+        selected = torch.stack([table[row][p.long()] for row, p in zip(owner, positions, strict=True)])
+        selected = torch.where(positions >= 0, selected, -1)
+        options = dict(k_rope=k[..., LATENT:], topk_indices=selected if backend.use_fused_topk else positions)
+        if in_two:
+            options["q_rope"] = q[..., LATENT:]
+        queries = q[..., :LATENT] if in_two else q
+        out = call(queries.flatten(1), k[..., :LATENT], k[..., :LATENT], layer, batch, **options)
+        keys = stored(runner, layer_id)
+        # Triton's interpreter loses the carry where a value is rounded up to a power of two in e4m3, and halves it.
+        bound = k[:, 0].double().abs() / 2 + 1e-3 if backend.dsa_kv_cache_store_fp8 else 0
+        assert ((keys[slots] - k[:, 0]).abs() <= bound).all()
+        for token, row in enumerate(selected):
+            own = keys[row[row >= 0].long()]
+            weights = torch.softmax(q[token].double() @ own.T * layer.scaling, -1)
+            torch.testing.assert_close(out[token].double(), weights @ own[:, :LATENT], rtol=2**-7, atol=2e-4)
+
+
+@pytest.mark.parametrize("in_two", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("fused", [True, False])
+def test_decode(monkeypatch, decodes, fused, dtype, in_two):
+    with theirs.server(monkeypatch, fused=fused):
+        runner = theirs.runner(dtype, topk=TOPK)
+        backend = theirs.backend(runner)
+        assert type(backend) is integration.MLASuiteSparseAttnBackend
+        filled(runner)
+        for more in (0, 1):
+            step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], in_two=in_two)
+    assert decodes == [3] * 4
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("fused", [True, False])
+def test_four_drafts(monkeypatch, decodes, fused, dtype, mode):
+    """Verification of drafts, and the draft layer's own pass over them."""
+    with theirs.server(monkeypatch, fused=fused):
+        runner = theirs.runner(dtype, topk=TOPK)
+        backend = theirs.backend(runner)
+        filled(runner)
+        step(backend, runner, mode, LENGTHS, [theirs.DRAFTS] * 3)
+    assert decodes == [12] * 2
+
+
+def test_a_captured_decode_follows_its_tensors(monkeypatch, decodes):
+    """SGLang updates metadata in place before each replay; the call that a graph holds reads them and no other."""
+    with theirs.server(monkeypatch, speculative_num_draft_tokens=None):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        backend = theirs.backend(runner)
+        filled(runner)
+        backend.init_cuda_graph_state(max_bs=3, max_num_tokens=3)
+        addresses = set()
+        for more in (0, 1, 2):
+            step(backend, runner, ForwardMode.DECODE, [n + more for n in LENGTHS], [1, 1, 1], captured=True)
+            addresses.add(backend.forward_metadata.dsa_cache_seqlens_int32.data_ptr())
+        assert len(addresses) == 1
+    assert decodes == [3] * 6
+
+
+def test_slots_past_a_tokens_length_and_rows_without_one(monkeypatch):
+    """A token's length bounds its slots; where lengths are of another count of tokens, -1 alone does."""
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        backend = theirs.backend(runner)
+        filled(runner)
+        backend._decodes = True
+        q = torch.randn(2, HEADS, WIDTH).bfloat16()
+        slots = torch.arange(2 * TOPK, dtype=torch.int32).view(2, TOPK)
+        slots[1, 1:] = -1
+        sink = torch.randn(HEADS)
+
+        def attend(lengths, attn_sink=None):
+            cache = runner.token_to_kv_pool.get_key_buffer(0)
+            call = dict(q_all=q, kv_cache=cache, v_head_dim=LATENT, page_table_1=slots, sm_scale=0.07)
+            return backend._forward_flashmla_sparse(**call, topk_length=lengths, attn_sink=attn_sink)
+
+        def exact(token, count, attn_sink):
+            own = stored(runner, 0)[slots[token, :count].long()]
+            scores = q[token].double() @ own.T * 0.07
+            total = torch.cat((scores, attn_sink[:, None].double()), dim=1).logsumexp(1, keepdim=True)
+            return torch.exp(scores - total) @ own[:, :LATENT]
+
+        none = torch.full((HEADS,), -torch.inf)
+        for lengths, counts in ((torch.tensor([5, 1]), (5, 1)), (torch.tensor([5]), (TOPK, 1)), (None, (TOPK, 1))):
+            for given in (None, sink):
+                out = attend(None if lengths is None else lengths.int(), given).double()
+                for token, count in enumerate(counts):
+                    want = exact(token, count, none if given is None else given)
+                    torch.testing.assert_close(out[token], want, rtol=2**-7, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_prefill_stays_with_sglang(monkeypatch, decodes, prefills, dtype):
+    """Prefill may end in the same method, between decodes."""
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(dtype, topk=TOPK)
+        backend = theirs.backend(runner)
+        filled(runner)
+        step(backend, runner, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
+        batch = theirs.batch(ForwardMode.EXTEND, LENGTHS, [8, 1, 3], POOL_ROWS, torch.arange(64, 76), None)
+        monkeypatch.setattr(dsa_backend, "dequantize_k_cache_paged_dsa", lambda cache, slots: cache)
+        backend.init_forward_metadata(batch)
+        q, k = torch.randn(12, HEADS * WIDTH).bfloat16(), torch.randn(12, 1, WIDTH).bfloat16()
+        options = dict(k_rope=k[..., LATENT:], topk_indices=torch.zeros(12, TOPK, dtype=torch.int32))
+        backend.forward_extend(q, k[..., :LATENT], k[..., :LATENT], theirs.layer(0), batch, **options)
+        (given,) = prefills
+        assert given["q_all"].shape == (12, HEADS, WIDTH)
+        assert given["topk_length"].shape == (12,)
+        step(backend, runner, ForwardMode.DECODE, LENGTHS, [1, 1, 1])
+    assert decodes == [3] * 4
+
+
+def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, decodes):
+    ragged = sglang_classes.drafts()
+    ragged.ragged_verify_layout = object()
+    ngram = NgramVerifyInput(custom_mask=torch.ones(1), draft_token_num=4)  # whose breadth of 1 is no chain
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        backend = theirs.backend(runner)
+        q, k, rope = torch.randn(12, HEADS * WIDTH), torch.randn(12, 1, LATENT), torch.randn(12, 1, theirs.ROPE)
+        for drafts in (sglang_classes.drafts(topk=4), ngram, ragged):
+            slots = torch.arange(64, 76)
+            batch = theirs.batch(ForwardMode.TARGET_VERIFY, LENGTHS, [4, 4, 4], POOL_ROWS, slots, drafts)
+            backend.init_forward_metadata(batch)
+            with pytest.raises(ValueError, match="the drafts are a tree, or sequences have different numbers of them;"):
+                backend.forward_extend(q, k, k, theirs.layer(0), batch, k_rope=rope, topk_indices=slots[:, None])
+    assert not any(buffer.any() for buffer in runner.token_to_kv_pool.kv_buffer)
+    assert decodes == []
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (dict(dcp_size=2), "decode context parallelism over 2 ranks is not supported; serve with --dcp-size 1, or choose"),
+    (dict(index_kpool=4), "the indexer selects pools of 4 keys, not single keys; choose another"),
+    (dict(qk_rope_head_dim=0), "rows are of 512 latent and 0 rope values; it takes 512 and 64: choose another"),
+    (dict(dtype=FP8, kv_cache_dim=WIDTH), "rows are plain float8_e4m3fn; it takes 656-byte records"),
+    (dict(device="xpu"), "the device is xpu; it takes GPUs of NVIDIA and AMD: choose another --dsa-decode-backend"),
+])  # fmt: skip
+def test_servers_that_are_refused(monkeypatch, change, reason):
+    change = dict(change)
+    device = change.get("device", "cpu")
+    with theirs.server(monkeypatch, dcp_size=change.pop("dcp_size", 1)):
+        runner = theirs.runner(change.pop("dtype", torch.bfloat16), topk=TOPK, **change)
+        if device == "xpu":  # this torch has no such device, on which SGLang's constructor makes a tensor
+            monkeypatch.setattr(torch, "arange", lambda *args, **options: None)
+        with pytest.raises(ValueError, match=f"MLASuiteSparseAttnBackend: {reason}"):
+            theirs.backend(runner)
+
+
+def test_options_that_are_not_known_are_refused(monkeypatch, decodes):
+    with theirs.server(monkeypatch):
+        backend = theirs.backend(theirs.runner(torch.bfloat16, topk=TOPK))
+        backend._decodes = True
+        call = dict(q_all=None, kv_cache=None, v_head_dim=LATENT, page_table_1=None, sm_scale=0.07)
+        with pytest.raises(ValueError, match="MLASuiteSparseAttnBackend: window is given, which it does not know"):
+            backend._forward_flashmla_sparse(**call, window=7)
+    assert decodes == []
+
+
+def test_other_decode_backends_stay_as_they_are(monkeypatch):
+    with theirs.server(monkeypatch, dsa_decode_backend="flashmla_kv"):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        for name in ("dsa", "nsa"):
+            assert type(attention_registry.ATTENTION_BACKENDS[name](runner)) is integration.DeepseekSparseAttnBackend
+
+
+@pytest.mark.parametrize("name", ["dsa", "nsa"])
+def test_draft_layers_decode_with_it_too(monkeypatch, name):
+    with theirs.server(monkeypatch):
+        runner = theirs.runner(torch.bfloat16, topk=TOPK)
+        target = attention_registry.ATTENTION_BACKENDS[name](runner)
+        drafts = dsa_backend.DeepseekSparseAttnMultiStepBackend(runner, topk=1, speculative_num_steps=3)
+    assert {type(backend) for backend in (target, *drafts.attn_backends)} == {integration.MLASuiteSparseAttnBackend}
+
+
+MODEL = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "index_topk": 2048,
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "vocab_size": 64,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(("cache", "width"), [("bfloat16", WIDTH), ("fp8_e4m3", theirs.RECORD)])
+def test_a_servers_options(monkeypatch, tmp_path, cache, width):
+    """SGLang's parser takes the name, and nothing in its resolution of a model's options changes or refuses it."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    plugins.sglang()  # a process may load its plugins twice
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    options = ["--model-path", str(tmp_path), "--kv-cache-dtype", cache, "--dsa-decode-backend", "mla_suite"]
+    given = parser.parse_args([*options, "--device", "cuda", "--skip-tokenizer-init"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    server_args = ServerArgs.from_cli_args(given)
+    server_args.resolve_once()
+    resolved = server_args.resolved_dict()
+    assert (resolved["attention_backend"], resolved["page_size"]) == ("dsa", PAGE)
+    assert resolved["dsa_decode_backend"] == "mla_suite"
+    with theirs.server(monkeypatch, dsa_prefill_backend=resolved["dsa_prefill_backend"]):
+        config = SimpleNamespace(hf_config=SimpleNamespace(**MODEL), kv_lora_rank=LATENT, qk_rope_head_dim=theirs.ROPE)
+        dtype = FP8 if cache == "fp8_e4m3" else torch.bfloat16
+        assert calculate_mla_kv_cache_dim(model_config=config, kv_cache_dtype=dtype) == width
