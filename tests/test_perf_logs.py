@@ -9,7 +9,7 @@ import pytest
 
 CSRC = Path(__file__).parent.parent / "csrc"
 TABLE = re.compile(r"^\| id \|.*\n\|[-|: ]+\|\n((?:\|.*\n)*)", re.M)
-PARAGRAPH = re.compile(r"^- \*\*([A-Z]\d+)\. ", re.M)
+PARAGRAPH = re.compile(r"^(?:- )?\*\*([A-Z]\d+)\. ", re.M)
 NAMED = re.compile(r"\b([A-Z])(\d+)(?: to [A-Z](\d+))?\b")
 
 
