@@ -15,10 +15,6 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.append_kv import reference, samples
 
-SCHEMA = (
-    "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
-    "Tensor? cos_sin=None, Tensor? positions=None, *, str kv_format, bool interleaved=True) -> ()"
-)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int32, torch.int64)
 
@@ -159,7 +155,8 @@ def validate(args: AppendKvArgs) -> None:
 APPEND_KV = register(
     Op(
         name="append_kv",
-        schema=SCHEMA,
+        results="()",
+        writes="kv_cache",
         Args=AppendKvArgs,
         check=check,
         describe=describe,

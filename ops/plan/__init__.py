@@ -16,10 +16,6 @@ from mla_suite.core.register import register
 from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.plan import metadata, reference, samples, scheduler
 
-SCHEMA = (
-    "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt num_heads, SymInt max_seqlen_q, SymInt num_sm_parts, "
-    "SymInt max_seqlen_kv, SymInt num_splits=0, SymInt split_size=0) -> Tensor"
-)
 MAX_SM_PARTS = 1024  # a device has at most 304 compute units; the search for splits is quadratic in the parts
 
 
@@ -221,7 +217,7 @@ def _defaults(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, 
 PLAN = register(
     Op(
         name="plan",
-        schema=SCHEMA,
+        results="Tensor",
         Args=PlanArgs,
         check=check,
         describe=describe,

@@ -17,11 +17,6 @@ from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import reference, samples
 
-SCHEMA = (
-    "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
-    "Tensor? attn_sink=None, Tensor? plan=None, *, str[] kv_formats, float softmax_scale, SymInt head_dim_v=512, "
-    "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
-)
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
@@ -241,7 +236,7 @@ def validate(args: SparseDecodeArgs) -> None:
 SPARSE_DECODE = register(
     Op(
         name="sparse_decode",
-        schema=SCHEMA,
+        results="(Tensor out, Tensor lse)",
         Args=SparseDecodeArgs,
         check=check,
         describe=describe,
@@ -249,7 +244,7 @@ SPARSE_DECODE = register(
         backends=dispatch.backends("sparse_decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
-        out_only=("bool plus_inf_lse=False",),
+        out_only=("plus_inf_lse",),
         strided=("lse",),
     )
 )
