@@ -39,14 +39,7 @@ class Problem(NamedTuple):
     """The properties a choice of append kernel may depend on."""
 
     tokens: int
-    latent: int
-    rope: int
-    page: int
     kv_format: str
-    dtype: torch.dtype
-    slot_dtype: torch.dtype
-    rotate: bool
-    interleaved: bool
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
 
 
@@ -117,19 +110,7 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
 
 
 def describe(args: AppendKvArgs) -> Problem:
-    tokens, latent = args.kv_c.shape
-    return Problem(
-        tokens,
-        latent,
-        args.k_pe.shape[1],
-        args.kv_cache.shape[1],
-        args.kv_format,
-        args.kv_c.dtype,
-        args.slot_mapping.dtype,
-        args.cos_sin is not None,
-        args.interleaved,
-        caches.alignment(args.kv_cache),
-    )
+    return Problem(args.kv_c.shape[0], args.kv_format, caches.alignment(args.kv_cache))
 
 
 def validate(args: AppendKvArgs) -> None:

@@ -66,10 +66,6 @@ class Problem(NamedTuple):
     q_dtype: torch.dtype
     kv_format: str
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
-    ragged_pages: bool  # kv_indptr and kv_indices instead of block_table
-    ragged_queries: bool  # cu_seqlens_q
-    causal: bool
-    sink: bool
     rope: int  # values of a row that rope_cos_sin rotates, 0 without it
     planned: bool
     num_splits: int
@@ -284,10 +280,6 @@ def describe(args: DecodeArgs) -> Problem:
         q_dtype=args.q.dtype,
         kv_format=args.kv_format,
         alignment=caches.alignment(args.kv_cache),
-        ragged_pages=args.kv_indices is not None,
-        ragged_queries=args.cu_seqlens_q is not None,
-        causal=args.causal,
-        sink=args.attn_sink is not None,
         rope=0 if args.rope_cos_sin is None else args.rope_cos_sin.shape[1],
         planned=args.plan is not None,
         num_splits=args.num_splits,

@@ -41,7 +41,6 @@ class Problem(NamedTuple):
     num_heads: int
     max_seqlen_q: int
     num_sm_parts: int
-    max_seqlen_kv: int
     num_splits: int
     split_size: int
 
@@ -156,15 +155,8 @@ def check_splits(op: str, num_splits: int, split_size: int) -> None:
 
 
 def describe(args: PlanArgs) -> Problem:
-    return Problem(
-        args.seq_lens.shape[0],
-        args.num_heads,
-        args.max_seqlen_q,
-        args.num_sm_parts,
-        args.max_seqlen_kv,
-        args.num_splits,
-        args.split_size,
-    )
+    sizes = args.num_heads, args.max_seqlen_q, args.num_sm_parts
+    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size)
 
 
 def validate(args: PlanArgs) -> None:
