@@ -56,7 +56,7 @@ def check(args: RowSumArgs) -> tuple[Output, ...]:
 ROW_SUM = register(
     Op(
         name="row_sum",
-        schema="(Tensor rows, *, float factor=1.0) -> Tensor",
+        results="Tensor",
         Args=RowSumArgs,
         check=check,
         describe=lambda args: Problem(args.rows.shape[0]),

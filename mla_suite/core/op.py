@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
 from operator import index
 from typing import Any, NamedTuple
@@ -13,6 +13,22 @@ import torch
 from mla_suite.core.dispatch import Backend
 
 NAMESPACE = "mla_suite"
+
+
+_KINDS = {
+    **{"torch.Tensor": "Tensor", "int": "SymInt", "torch.dtype": "ScalarType", "Sequence[str]": "str[]"},
+    **{"Sequence[torch.Tensor]": "Tensor[]", "Sequence[torch.Tensor | None]": "Tensor?[]"},
+}
+"""The annotation of an argument -> its type in a schema, where that has another name."""
+
+
+def _argument(entry: Field[Any], writes: str = "") -> str:
+    """One argument of a schema. A list of tensors has no default there: the public function spells None out."""
+    annotation = str(entry.type).removesuffix(" | None")
+    kind = _KINDS.get(annotation, annotation) + ("(a!)" if entry.name == writes else "")
+    if entry.default is MISSING or annotation.startswith("Sequence"):
+        return f"{kind} {entry.name}"
+    return f"{kind}{'?' if entry.default is None else ''} {entry.name}={entry.default!r}"
 
 
 class Output(NamedTuple):
@@ -37,27 +53,30 @@ class Op:
     """One operator.
 
     name      as in `torch.ops.mla_suite.<name>`
-    schema    arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`
-    Args      frozen dataclass of the arguments, in the schema's order; keyword-only where the schema's are
+    results   as a schema says them: `(Tensor out, Tensor lse)`
+    Args      frozen dataclass of the arguments, with annotations as text, from which the schema is made; a field is
+              keyword-only where the schema's argument is
     check     (Args) -> the outputs; raises on bad arguments; reads metadata only
     describe  (Args) -> the hashable facts that a choice of implementation may depend on; reads metadata only
     backends  in order of preference
     samples   named problems for tests, benchmarks and the demo
     validate  (Args) -> raises on bad values inside tensors; runs on CPU and in debug mode, before any write
+    writes    the argument that the operator writes; empty when it writes none
     outputs   names of the outputs in the `.out` overload; empty when the operator has no such overload
-    out_only  further keyword arguments of the `.out` overload, as schema text
+    out_only  names of the fields of Args that are arguments of the `.out` overload alone
     strided   names of the outputs that may have any strides; the last dimension of the others is contiguous
     defaults  arguments of the public function -> keyword arguments of the schema, where the two differ
     """
 
     name: str
-    schema: str
+    results: str
     Args: type[Any]
     check: Callable[[Any], tuple[Output, ...]]
     describe: Callable[[Any], Hashable]
     backends: tuple[Backend, ...]
     samples: Callable[[], Sequence[Sample]]
     validate: Callable[[Any], None] | None = None
+    writes: str = ""
     outputs: tuple[str, ...] = ()
     out_only: tuple[str, ...] = ()
     strided: tuple[str, ...] = ()
@@ -75,6 +94,11 @@ class Op:
         """`Args` from all positional and all keyword arguments, those of the `.out` overload too, in schema order."""
         return self.Args(*tensors, **dict(zip(self.out_options, options, strict=False)))
 
+    @cached_property
+    def schema(self) -> str:
+        """Arguments and results, without the name: `(Tensor q, ..., *, float scale) -> (Tensor out, Tensor lse)`."""
+        return f"{self._given(self.out_only)} -> {self.results}"
+
     @property
     def qualname(self) -> str:
         return f"{NAMESPACE}::{self.name}"
@@ -82,8 +106,7 @@ class Op:
     @property
     def mutates(self) -> tuple[str, ...]:
         """Names of the arguments that the functional schema declares as written."""
-        arguments = self._arguments(self.schema)
-        return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        return (self.writes,) if self.writes else ()
 
     @cached_property
     def mutated(self) -> tuple[int, ...]:
@@ -140,10 +163,15 @@ class Op:
     @property
     def out_schema(self) -> str:
         """The functional arguments, then `out_only`, then the outputs as keyword-only mutated tensors."""
-        arguments = self.schema.split("->")[0].strip()[1:-1]
-        star = "" if "*," in arguments else ", *"
         written = [f"Tensor({chr(ord('a') + i)}!) {name}" for i, name in enumerate(self.outputs)]
-        return f"({', '.join([arguments + star, *self.out_only, *written])}) -> ()"
+        return f"{self._given((), written)} -> ()"
+
+    def _given(self, without: Sequence[str], more: Sequence[str] = ()) -> str:
+        """The fields of `Args` as a schema's arguments in parentheses, without some and with more behind them."""
+        wanted = [entry for entry in fields(self.Args) if entry.name not in without]
+        positional = [_argument(entry, self.writes) for entry in wanted if not entry.kw_only]
+        options = [*(_argument(entry) for entry in wanted if entry.kw_only), *more]
+        return f"({', '.join([*positional, *(['*'] if options else []), *options])})"
 
 
 def _as_float(value: Any) -> Any:

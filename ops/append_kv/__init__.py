@@ -15,10 +15,6 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.append_kv import reference, samples
 
-SCHEMA = (
-    "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? kv_descale=None, "
-    "Tensor? cos_sin=None, Tensor? positions=None, *, str kv_format, bool interleaved=True) -> ()"
-)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SLOT_DTYPES = (torch.int32, torch.int64)
 
@@ -43,14 +39,7 @@ class Problem(NamedTuple):
     """The properties a choice of append kernel may depend on."""
 
     tokens: int
-    latent: int
-    rope: int
-    page: int
     kv_format: str
-    dtype: torch.dtype
-    slot_dtype: torch.dtype
-    rotate: bool
-    interleaved: bool
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
 
 
@@ -121,19 +110,7 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
 
 
 def describe(args: AppendKvArgs) -> Problem:
-    tokens, latent = args.kv_c.shape
-    return Problem(
-        tokens,
-        latent,
-        args.k_pe.shape[1],
-        args.kv_cache.shape[1],
-        args.kv_format,
-        args.kv_c.dtype,
-        args.slot_mapping.dtype,
-        args.cos_sin is not None,
-        args.interleaved,
-        caches.alignment(args.kv_cache),
-    )
+    return Problem(args.kv_c.shape[0], args.kv_format, caches.alignment(args.kv_cache))
 
 
 def validate(args: AppendKvArgs) -> None:
@@ -159,7 +136,8 @@ def validate(args: AppendKvArgs) -> None:
 APPEND_KV = register(
     Op(
         name="append_kv",
-        schema=SCHEMA,
+        results="()",
+        writes="kv_cache",
         Args=AppendKvArgs,
         check=check,
         describe=describe,

@@ -12,10 +12,6 @@ from mla_suite.core.op import Op, Output
 from mla_suite.core.register import register
 from mla_suite.ops.combine import reference, samples
 
-SCHEMA = (
-    "(Tensor partial_out, Tensor partial_lse, Tensor? split_indptr=None, Tensor? attn_sink=None, *, "
-    "SymInt num_splits=0, ScalarType? out_dtype=None) -> (Tensor out, Tensor lse)"
-)
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -127,7 +123,7 @@ def validate(args: CombineArgs) -> None:
 COMBINE = register(
     Op(
         name="combine",
-        schema=SCHEMA,
+        results="(Tensor out, Tensor lse)",
         Args=CombineArgs,
         check=check,
         describe=describe,
@@ -135,7 +131,7 @@ COMBINE = register(
         backends=dispatch.backends("combine", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
-        out_only=("bool skip_single=False", "bool plus_inf_lse=False"),
+        out_only=("skip_single", "plus_inf_lse"),
         strided=("lse",),
     )
 )

@@ -15,14 +15,6 @@ from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.decode import reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
 
-SCHEMA = (
-    "(Tensor q, Tensor kv_cache, Tensor seq_lens, Tensor? block_table=None, Tensor? kv_indptr=None, "
-    "Tensor? kv_indices=None, Tensor? cu_seqlens_q=None, Tensor? q_descale=None, Tensor? kv_descale=None, "
-    "Tensor? attn_sink=None, Tensor? rope_cos_sin=None, Tensor? plan=None, Tensor? cp_tot_seq_lens=None, *, "
-    "float softmax_scale, SymInt max_seqlen_q=1, SymInt max_seqlen_kv=0, SymInt head_dim_v=512, bool causal=True, "
-    "str kv_format='bf16', SymInt num_splits=0, SymInt split_size=0, SymInt cp_world_size=1, SymInt cp_rank=0, "
-    "SymInt cp_interleave=1) -> (Tensor out, Tensor lse)"
-)
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_CP_PERIOD = 2**30  # keys; the kernels divide by it in 31 bits
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *Q_FP8)
@@ -74,10 +66,6 @@ class Problem(NamedTuple):
     q_dtype: torch.dtype
     kv_format: str
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
-    ragged_pages: bool  # kv_indptr and kv_indices instead of block_table
-    ragged_queries: bool  # cu_seqlens_q
-    causal: bool
-    sink: bool
     rope: int  # values of a row that rope_cos_sin rotates, 0 without it
     planned: bool
     num_splits: int
@@ -292,10 +280,6 @@ def describe(args: DecodeArgs) -> Problem:
         q_dtype=args.q.dtype,
         kv_format=args.kv_format,
         alignment=caches.alignment(args.kv_cache),
-        ragged_pages=args.kv_indices is not None,
-        ragged_queries=args.cu_seqlens_q is not None,
-        causal=args.causal,
-        sink=args.attn_sink is not None,
         rope=0 if args.rope_cos_sin is None else args.rope_cos_sin.shape[1],
         planned=args.plan is not None,
         num_splits=args.num_splits,
@@ -306,7 +290,7 @@ def describe(args: DecodeArgs) -> Problem:
 DECODE = register(
     Op(
         name="decode",
-        schema=SCHEMA,
+        results="(Tensor out, Tensor lse)",
         Args=DecodeArgs,
         check=check,
         describe=describe,
@@ -314,7 +298,7 @@ DECODE = register(
         backends=dispatch.backends("decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
-        out_only=("bool plus_inf_lse=False",),
+        out_only=("plus_inf_lse",),
         strided=("lse",),
     )
 )

@@ -16,10 +16,6 @@ from mla_suite.core.register import register
 from mla_suite.launch.launcher import compute_units
 from mla_suite.ops.plan import metadata, reference, samples, scheduler
 
-SCHEMA = (
-    "(Tensor seq_lens, Tensor? cu_seqlens_q=None, *, SymInt num_heads, SymInt max_seqlen_q, SymInt num_sm_parts, "
-    "SymInt max_seqlen_kv, SymInt num_splits=0, SymInt split_size=0) -> Tensor"
-)
 MAX_SM_PARTS = 1024  # a device has at most 304 compute units; the search for splits is quadratic in the parts
 
 
@@ -45,7 +41,6 @@ class Problem(NamedTuple):
     num_heads: int
     max_seqlen_q: int
     num_sm_parts: int
-    max_seqlen_kv: int
     num_splits: int
     split_size: int
 
@@ -160,15 +155,8 @@ def check_splits(op: str, num_splits: int, split_size: int) -> None:
 
 
 def describe(args: PlanArgs) -> Problem:
-    return Problem(
-        args.seq_lens.shape[0],
-        args.num_heads,
-        args.max_seqlen_q,
-        args.num_sm_parts,
-        args.max_seqlen_kv,
-        args.num_splits,
-        args.split_size,
-    )
+    sizes = args.num_heads, args.max_seqlen_q, args.num_sm_parts
+    return Problem(args.seq_lens.shape[0], *sizes, args.num_splits, args.split_size)
 
 
 def validate(args: PlanArgs) -> None:
@@ -221,7 +209,7 @@ def _defaults(seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, 
 PLAN = register(
     Op(
         name="plan",
-        schema=SCHEMA,
+        results="Tensor",
         Args=PlanArgs,
         check=check,
         describe=describe,

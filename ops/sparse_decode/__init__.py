@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -17,11 +18,6 @@ from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import reference, samples
 
-SCHEMA = (
-    "(Tensor q, Tensor[] kv_caches, Tensor[] indices, Tensor?[] indptrs, Tensor?[] topk_lengths, "
-    "Tensor? attn_sink=None, Tensor? plan=None, *, str[] kv_formats, float softmax_scale, SymInt head_dim_v=512, "
-    "SymInt num_splits=0, SymInt split_size=0) -> (Tensor out, Tensor lse)"
-)
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
@@ -51,26 +47,17 @@ class Pool(NamedTuple):
     """The properties of one pool that a choice of sparse_decode kernel may depend on."""
 
     kv_format: str
-    page: int
-    ragged: bool
-    keys: int  # selected per query token: the width of dense indices, the mean of ragged ones
     alignment: int  # largest power of two up to 16 that divides the cache's address and block stride, in bytes
 
 
 class Problem(NamedTuple):
     """The properties a choice of sparse_decode kernel may depend on."""
 
-    tokens: int
-    q_len: int
     heads: int
     head_dim: int
     head_dim_v: int
     dtype: torch.dtype
     pools: tuple[Pool, ...]
-    sink: bool
-    planned: bool
-    num_splits: int
-    split_size: int
 
 
 def sparse_decode(
@@ -183,28 +170,9 @@ def _check_selection(
 
 
 def describe(args: SparseDecodeArgs) -> Problem:
+    pools = zip(args.kv_formats, map(caches.alignment, args.kv_caches), strict=True)
     heads, head_dim = args.q.shape[-2:]
-    q_len = args.q.shape[1] if args.q.dim() == 4 else 1
-    tokens = args.q.shape[0] * q_len
-    pools = tuple(
-        Pool(name, cache.shape[1], indptr is not None, index.numel() // max(tokens, 1), caches.alignment(cache))
-        for name, cache, index, indptr in zip(
-            args.kv_formats, args.kv_caches, args.indices, _per_pool(args.kv_caches, args.indptrs), strict=True
-        )
-    )
-    return Problem(
-        tokens,
-        q_len,
-        heads,
-        head_dim,
-        args.head_dim_v,
-        args.q.dtype,
-        pools,
-        args.attn_sink is not None,
-        args.plan is not None,
-        args.num_splits,
-        args.split_size,
-    )
+    return Problem(heads, head_dim, args.head_dim_v, args.q.dtype, tuple(starmap(Pool, pools)))
 
 
 def splits_by_size(args: SparseDecodeArgs) -> int:
@@ -241,7 +209,7 @@ def validate(args: SparseDecodeArgs) -> None:
 SPARSE_DECODE = register(
     Op(
         name="sparse_decode",
-        schema=SCHEMA,
+        results="(Tensor out, Tensor lse)",
         Args=SparseDecodeArgs,
         check=check,
         describe=describe,
@@ -249,7 +217,7 @@ SPARSE_DECODE = register(
         backends=dispatch.backends("sparse_decode", reference.run),
         samples=samples.samples,
         outputs=("out", "lse"),
-        out_only=("bool plus_inf_lse=False",),
+        out_only=("plus_inf_lse",),
         strided=("lse",),
     )
 )
