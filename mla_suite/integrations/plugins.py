@@ -62,7 +62,7 @@ def _offer_sparse_decode(ServerArgs: Any) -> None:
     option = get_type_hints(ServerArgs, include_extras=True).get("dsa_decode_backend")
     if option is None:
         return  # versions that call it --nsa-decode-backend
-    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]  # optional
+    from sglang.srt.layers.attention.attention_registry import (
         ATTENTION_BACKENDS,
         register_attention_backend,
     )
