@@ -1,4 +1,4 @@
-// What ends a wait for another thread or kernel that never does its part. A release build waits forever. In a debug
+// The end of a wait for another thread or kernel that never does its part. A release build waits forever. In a debug
 // build (`python -m mla_suite build --debug`) MLA_MAX_TRIES is defined, and a loop that has tried so often ends in a
 // trap: stderr names the file, line and function that wait, the block and the thread, and the launch fails with a
 // device-side assert. Barriers that hardware waits at (`bar.sync`, clusters, griddepcontrol) have no loop that could
@@ -27,10 +27,10 @@ struct WaitSite {
 // Counts the tries of one wait.
 class SpinLimit {
  public:
-  // `awaited` says what the wait is for.
+  // `event` says what the wait is for.
 #if defined(MLA_MAX_TRIES)
-  MLA_DEVICE explicit SpinLimit(const char* awaited, WaitSite site = WaitSite::here())
-      : awaited_(awaited), site_(site) {}
+  MLA_DEVICE explicit SpinLimit(const char* event, WaitSite site = WaitSite::here())
+      : event_(event), site_(site) {}
 #else
   MLA_DEVICE explicit SpinLimit(const char*, WaitSite = WaitSite::here()) {}
 #endif
@@ -38,14 +38,14 @@ class SpinLimit {
   // Called after a try that failed: returns true, or ends in the trap.
   MLA_DEVICE bool again() {
 #if defined(MLA_MAX_TRIES)
-    if (++tries_ == MLA_MAX_TRIES) __assert_fail(awaited_, site_.file, site_.line, site_.function);
+    if (++tries_ == MLA_MAX_TRIES) __assert_fail(event_, site_.file, site_.line, site_.function);
 #endif
     return true;
   }
 
  private:
 #if defined(MLA_MAX_TRIES)
-  const char* awaited_;
+  const char* event_;
   WaitSite site_;
   int tries_ = 0;
 #endif
