@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,21 +230,12 @@ def _entry(item: Instance, site: _Site) -> tuple[KernelEntry, list[str]]:
         text_sha256=locations.sha256(text) if is_amd else "",
         params=item.params,
         params_size=mirror.size,
-        threads=cost.threads,
-        registers=cost.registers,
-        vgprs=cost.vgprs,
-        agprs=cost.agprs,
-        sgprs=cost.sgprs,
-        lds=cost.lds,
         dynamic_lds=item.dynamic_lds,
-        scratch=cost.scratch,
-        spills=cost.spills,
         occupancy=budget.occupancy(item, cost),
-        code_bytes=cost.code_bytes,
         tokens=item.tokens,
-        loop=cost.loop,
         root=out,
         csrc=csrc,
+        **{figure.name: getattr(cost, figure.name) for figure in fields(report.Cost)},
     )
     return entry, broken
 

@@ -12,19 +12,19 @@ from typing import Any
 from mla_suite.archs import CSRC
 from mla_suite.build import locations
 from mla_suite.build.locations import MANIFEST, ObjectError, hash_sources, read_trusted
-from mla_suite.build.report import Loop
+from mla_suite.build.report import Cost, Loop
 
 SCHEMA = 2
 
 
-@dataclass(frozen=True)
-class KernelEntry:
-    """One kernel in the manifest.
+@dataclass(frozen=True, kw_only=True)
+class KernelEntry(Cost):
+    """One kernel in the manifest, with its cost.
 
     File names are relative to the object folder `root`; `text` is the assembly of an AMD object, compressed by gzip and
-    empty for a cubin, and `text_sha256` the hash of what it unpacks to. `lds` is static and `dynamic_lds` the most
-    dynamic LDS, in bytes; `threads` the launch bound; `occupancy` waves per SIMD; `sources` the files under csrc it was
-    made from and `source_hash` the sha256 over them.
+    empty for a cubin, and `text_sha256` the hash of what it unpacks to. `dynamic_lds` is the most
+    dynamic LDS, in bytes; `occupancy` waves per SIMD; `sources` the files under csrc it was made from and `source_hash`
+    the sha256 over them.
     """
 
     id: str
@@ -42,19 +42,9 @@ class KernelEntry:
     text_sha256: str
     params: str
     params_size: int
-    threads: int
-    registers: int
-    vgprs: int
-    agprs: int
-    sgprs: int
-    lds: int
     dynamic_lds: int
-    scratch: int
-    spills: int
     occupancy: int
-    code_bytes: int
     tokens: int
-    loop: Loop | None
     root: Path = field(compare=False)
     csrc: Path = field(compare=False)
 

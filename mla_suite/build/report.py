@@ -40,27 +40,36 @@ class Loop:
         return self.count("ds_write", "ds_store")
 
 
-@dataclass(frozen=True)
-class Resources:
+@dataclass(frozen=True, kw_only=True)
+class Cost:
     """One kernel's cost. Bytes for sizes; registers are per lane; `threads` is the launch bound, 0 when unbounded.
 
-    `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `spills` counts spilled registers on AMD
-    (`scalar_spills` of them scalar) and spilled bytes on NVIDIA. `params` is the size of the one parameter struct.
-    `serialized` is ptxas's reason for making every wgmma wait for the one before, at 1.5 times the time, or "".
+    `agprs`, `sgprs` and `loop` belong to AMD; NVIDIA leaves them 0 and None. `lds` is static. `spills` counts spilled
+    registers on AMD and spilled bytes on NVIDIA.
     """
 
     threads: int
     registers: int
     vgprs: int
-    agprs: int
-    sgprs: int
+    agprs: int = 0
+    sgprs: int = 0
     lds: int
     scratch: int
     spills: int
-    scalar_spills: int
     code_bytes: int
+    loop: Loop | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources(Cost):
+    """A kernel's cost, and what its build is refused for.
+
+    `scalar_spills` of AMD's spilled registers are scalar. `params` is the size of the one parameter struct.
+    `serialized` is ptxas's reason for making every wgmma wait for the one before, at 1.5 times the time, or "".
+    """
+
+    scalar_spills: int = 0
     params: int
-    loop: Loop | None
     serialized: str = ""
 
 
@@ -198,15 +207,11 @@ def read_cubin(data: bytes, log: str, symbol: str) -> Resources:
         threads=threads,
         registers=registers,
         vgprs=registers,
-        agprs=0,
-        sgprs=0,
         lds=int(shared.group(1)) if shared else 0,
         scratch=int(about.group(1)),
         spills=int(about.group(2)) + int(about.group(3)),
-        scalar_spills=0,
         code_bytes=len(sections[f".text.{symbol}"]),
         params=params,
-        loop=None,
         serialized=serialization(log, symbol),
     )
 

@@ -37,20 +37,20 @@ class Part:
 def parts(arch: ArchSpec) -> Iterator[tuple[str, Callable[[], list[Part]]]]:
     """Yields the parts shown on an arch: (what takes time to make, the call that makes it)."""
     if arch.fp8 != "ocp":  # the R1 layer has a cache of OCP fp8
-        yield "weights of the GPU MODE layer", lambda: gpu_mode_layer(arch)
+        yield "weights of the GPU MODE layer", gpu_mode_layer
     else:
-        yield "weights of an R1 layer", lambda: dense_layers(arch)
-    yield "weights of a V4-style layer", lambda: [sparse_layer(arch)]
+        yield "weights of an R1 layer", dense_layers
+    yield "weights of a V4-style layer", lambda: [sparse_layer()]
 
 
-def gpu_mode_layer(arch: ArchSpec) -> list[Part]:
+def gpu_mode_layer() -> list[Part]:
     """The decode step of GPU MODE's layer over a contiguous cache, at two batches and two prefills."""
     config = MLAConfig.gpu_mode_2025()
     layer = _layer(config, "bf16")
-    return [_contiguous(arch, layer, batch, prefill) for batch in GPU_MODE_BATCHES for prefill in GPU_MODE_PREFILLS]
+    return [_contiguous(layer, batch, prefill) for batch in GPU_MODE_BATCHES for prefill in GPU_MODE_PREFILLS]
 
 
-def _contiguous(arch: ArchSpec, layer: MLA, batch: int, prefill: int) -> Part:
+def _contiguous(layer: MLA, batch: int, prefill: int) -> Part:
     config = layer.config
     draw = torch.Generator().manual_seed(batch * prefill)
     cache, sequences = PagedLatentCache.contiguous(1, batch, prefill + 1)
@@ -62,27 +62,26 @@ def _contiguous(arch: ArchSpec, layer: MLA, batch: int, prefill: int) -> Part:
 
     def step() -> dict[str, torch.Tensor]:
         kv_cache = filled.clone()
-        return {"y": _decoded(arch, layer, x, kv_cache, where, angles), "cache": kv_cache}
+        return {"y": _decoded(layer, x, kv_cache, where, angles), "cache": kv_cache}
 
     title = f"GPU MODE amd-mla-decode layer, batch {batch}, prefill {prefill}, {config.num_heads} heads, bf16"
     return Part(title, ("plan", "append_kv", "decode", "combine"), step)
 
 
-def dense_layers(arch: ArchSpec) -> list[Part]:
+def dense_layers() -> list[Part]:
     """R1's layer over paged bf16 and fp8 caches, and a rank of four that verifies three speculated tokens."""
     config = replace(MLAConfig.deepseek_r1(), max_position=4096)
     whole = _layer(config, "bf16")
-    fp8 = "fp8" if arch.fp8 == "ocp" else "fp8_fnuz"
-    quantised = _layer(config, fp8, whole)
-    rank = _layer(config.for_rank(4), fp8, whole)
+    quantised = _layer(config, "fp8", whole)
+    rank = _layer(config.for_rank(4), "fp8", whole)
     return [
-        _paged(arch, whole, "R1 layer", q_len=1),
-        _paged(arch, quantised, "R1 layer", q_len=1),
-        _paged(arch, rank, "R1 layer, one of 4 ranks", q_len=4),
+        _paged(whole, "R1 layer", q_len=1),
+        _paged(quantised, "R1 layer", q_len=1),
+        _paged(rank, "R1 layer, one of 4 ranks", q_len=4),
     ]
 
 
-def _paged(arch: ArchSpec, layer: MLA, name: str, *, q_len: int) -> Part:
+def _paged(layer: MLA, name: str, *, q_len: int) -> Part:
     config, page, prefills = layer.config, 64, (700, 90)
     draw = torch.Generator().manual_seed(q_len)
     pages = sum(-(-(n + q_len) // page) for n in prefills)
@@ -99,21 +98,20 @@ def _paged(arch: ArchSpec, layer: MLA, name: str, *, q_len: int) -> Part:
 
     def step() -> dict[str, torch.Tensor]:
         kv_cache = filled.clone()
-        y = _decoded(arch, layer, x, kv_cache, where, angles, kv_descale=descale)
-        return {"y": y, "cache": kv_cache}
+        return {"y": _decoded(layer, x, kv_cache, where, angles, kv_descale=descale), "cache": kv_cache}
 
     title = f"{name}, {config.num_heads} heads, {layer.kv_format} cache, lengths {prefills}, q_len {q_len}"
     return Part(title, ("plan", "append_kv", "decode"), step)
 
 
 def _decoded(
-    arch: ArchSpec, layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
+    layer: MLA, x: torch.Tensor, kv_cache: torch.Tensor, where: Step, angles: torch.Tensor, **more: Any
 ) -> torch.Tensor:
     plan = mla_suite.plan(where.seq_lens, num_heads=layer.config.num_heads, max_seqlen_q=x.shape[1])
     return layer.decode(x, kv_cache, where, angles, plan=plan, **more)
 
 
-def sparse_layer(arch: ArchSpec) -> Part:
+def sparse_layer() -> Part:
     """A layer in the style of DeepSeek V4: keys of 448 + 64 values that are the values too, two pools, a sink.
 
     The new token goes into a pool of 256-token pages; each query sees the last 128 tokens of its sequence and 512 of

@@ -103,7 +103,7 @@ class CdnaSparseConfig:
         if outputs[0].numel() == 0:
             return ()
         shape = shape_of(args, args.q, outputs, any_lse=False)
-        return (split_note(args, shape, _splits(self, args, shape)),)
+        return (split_note(shape, _splits(self, args, shape)),)
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
@@ -127,7 +127,7 @@ def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     shape = shape_of(args, q, outputs, any_lse=False)
     units, tiles = config.arch.compute_units, config.tiles(shape.heads)
     splits = _splits(config, args, shape)
-    slots, work_tiles = slots_and_tiles(args, shape, splits)
+    slots, work_tiles = slots_and_tiles(shape, splits)
     groups = min(work_tiles, units) if shape.plan_words else work_tiles
     own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
     numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)

@@ -147,14 +147,14 @@ class Prepared(NamedTuple):
     combine: CombineLaunch | None  # None when nothing is split
 
 
-def split_note(args: SparseDecodeArgs, shape: Shape, splits: int) -> str:
+def split_note(shape: Shape, splits: int) -> str:
     """Returns what `explain` says of the splits of a call."""
     if shape.plan_words:
-        return f"the plan splits query tokens, into at most {slots_and_tiles(args, shape, splits)[0]} partial results"
+        return f"the plan splits query tokens, into at most {slots_and_tiles(shape, splits)[0]} partial results"
     return f"{splits} splits of each query token" if splits > 1 else "query tokens are not split"
 
 
-def slots_and_tiles(args: SparseDecodeArgs, shape: Shape, splits: int) -> tuple[int, int]:
+def slots_and_tiles(shape: Shape, splits: int) -> tuple[int, int]:
     """(partials, work tiles) of a launch."""
     if shape.plan_words:
         slots = int(most_work_tiles(shape.plan_words, shape.tokens))

@@ -106,7 +106,7 @@ class Sm90SparseConfig:
         if outputs[0].numel() == 0:
             return ()
         shape = shape_of(args, args.q, outputs, any_lse=True)
-        return (split_note(args, shape, _splits(self, args, shape)),)
+        return (split_note(shape, _splits(self, args, shape)),)
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
@@ -155,7 +155,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied(), copies_out=True)
     splits = _splits(config, args, shape)
-    slots, work_tiles = slots_and_tiles(args, shape, splits)
+    slots, work_tiles = slots_and_tiles(shape, splits)
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, work_tiles, tiles)
     lse = combine_kernels.lse_numbers(*shape.lse)
