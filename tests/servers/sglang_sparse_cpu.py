@@ -16,7 +16,7 @@ import installed_plugins
 import torch
 
 VARIABLES = {"SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1", "SGLANG_DSA_FUSE_TOPK": "0"}
-"""Of the processes of a server: logits and top-k are SGLang's torch code."""
+"""The environment of a server's processes: logits and top-k are SGLang's torch code."""
 OPTIONS = {
     "attention_backend": "dsa",  # the default on a GPU
     "dsa_decode_backend": "mla_suite",
