@@ -151,6 +151,17 @@ def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
         )
 
 
+def dense(op: str, arguments: Sequence[str], tensors: Sequence[Any]) -> None:
+    """TypeError where the first tensor, whose device is the call's, is None, and where any is sparse."""
+    if tensors[0] is None:
+        fail(op, arguments[0], "is None", "it takes a tensor", TypeError)
+    for argument, value in zip(arguments, tensors, strict=False):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+                given = f"is {str(tensor.layout).removeprefix('torch.')}"
+                fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
+
+
 def refuse_mismatch(op: str, arguments: dict[str, Any], error: RuntimeError) -> None:
     """If torch's error is about an argument's type, raise one sentence in place of its eight lines: a TypeError that
     names the argument, what was given and what is accepted."""

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from flash_mla_calls import check, dense_expected, paged
@@ -241,3 +242,16 @@ def test_a_recognised_call_is_checked_as_the_first():
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
     out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
     check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), np.array(0.5)], ids=["tensor", "array"])
+def test_a_scale_that_is_written_to_between_calls_counts_as_it_is(scale):
+    cache, block_table, cache_seqlens = paged([90, 5], 64)
+    q = torch.randn(2, 1, 16, 576).bfloat16()
+
+    def attended(value):
+        return flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, *get_mla_metadata(), value)
+
+    for value in (0.5, 0.5, 0.125):
+        scale[()] = value
+        assert all(map(torch.equal, attended(scale), attended(value)))
