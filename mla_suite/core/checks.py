@@ -151,6 +151,12 @@ def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
         )
 
 
+def readable(value: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be read on the host: not where a graph is traced, and not those of a fake."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return not traced and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
 def dense(op: str, arguments: Sequence[str], tensors: Sequence[Any]) -> None:
     """TypeError where the first tensor, whose device is the call's, is None, and where any is sparse."""
     if tensors[0] is None:
