@@ -8,6 +8,7 @@ Every message is one sentence: `<op>: <argument> <what was given>; <what is poss
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,16 @@ INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 
-_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=os.environ.get("MLA_SUITE_DEBUG", "0") == "1")
+
+def asked(name: str, value: str, effect: str) -> bool:
+    """Whether a variable of the environment has the value that has an effect. A warning says that another has none."""
+    if value not in ("", "0", effect):
+        logging.getLogger("mla_suite").warning("%s is %r, which has no effect; it takes %s", name, value, effect)
+    return value == effect
+
+
+_debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
+_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
 debugging: Callable[[], bool] = _debugging.get  # without a frame of Python's: every call of an operator asks
 
 _MISMATCH = re.compile(
