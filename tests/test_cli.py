@@ -313,6 +313,7 @@ def test_emulate_prints_findings_with_their_source_lines(
         (["combine", "--on", "sm_90"], "emulate: sm_90 is not emulated"),
         (["decode", "--q-len", "4"], "emulate: a problem of your own is one of decode"),
         (["combine", "--heads", "4", "--kv", "64"], "emulate: a problem of your own is one of decode"),
+        (["decode", "--heads", "4", "--kv", "-5"], "--kv -5; it is a number of keys, 0 at least"),
     ],
 )
 def test_emulate_refuses_in_a_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,9 +35,11 @@ def section(text: str, name: str) -> str | None:
 def write_section(path: Path, name: str, made: str) -> None:
     """Replace the section of a file. ValueError when the file cannot be read or written, or has no such section."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read: it is no text in UTF-8") from error
     written, replaced = _pattern(name).subn(lambda found: f"{found[1]}{made}\n{found[3]}", text)
     if not replaced:
         raise ValueError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")

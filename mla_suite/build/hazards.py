@@ -57,11 +57,14 @@ _PAIRS = {(producer, consumer.removesuffix("_same")) for producer, consumer in B
 def check(text: str, arch: str) -> list[Finding]:
     """Every wait state that `text` (assembly or a disassembler's listing) lacks on `arch`, in the order of its lines.
 
-    ValueError: an arch without a table, an unknown matrix instruction, or a branch whose target the text does not give.
+    ValueError: an arch without a table, no instruction, an unknown matrix instruction, or a branch whose target the
+    text does not give.
     """
     if arch not in ARCHS:
         raise ValueError(f"hazards of {arch} are not known: there are tables for {', '.join(ARCHS)}")
     program = instructions(text.splitlines())
+    if not program:
+        raise UnknownFlow("no line has an instruction of assembly or of a listing by llvm-objdump")
     worst: dict[tuple[int, int, str, tuple[str, int, int]], Finding] = {}
     producers = [
         [_Producer(index, effect, item.operation) for effect in item.operation.does if effect.kind in _PRODUCERS]
@@ -74,7 +77,7 @@ def check(text: str, arch: str) -> list[Finding]:
 
 def _blocks(program: Sequence[Instruction], producers: list[list[_Producer]]) -> Iterable[tuple[_State, range]]:
     """Straight runs of instructions, each with the producers that reach its begin and how far back they lie."""
-    starts = {0} if program else set()
+    starts = {0}
     for index, item in enumerate(program):
         if item.follows != (index + 1,):
             starts |= {index + 1, *item.follows}

@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser, about: str, names: Sequence[s
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that were given, by name."""
-    return {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
+    found = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
+    if found.get("kv", 0) < 0:
+        raise ValueError(f"--kv {found['kv']}; it is a number of keys, 0 at least")
+    return found
 
 
 def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:

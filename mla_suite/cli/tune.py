@@ -82,6 +82,7 @@ def _count(args: argparse.Namespace) -> int:
 
     from mla_suite import archs as arch_records
     from mla_suite.bench import counted_search, environment, store
+    from mla_suite.build import BuildError
     from mla_suite.core import dispatch
 
     op = args.op or "combine"
@@ -93,11 +94,18 @@ def _count(args: argparse.Namespace) -> int:
     if not commit:
         raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
     cases = _cases(argparse.Namespace(op=op, set=args.set, shapes=args.shapes))
-    for name in args.emulate.split(","):
-        arch = arch_records.get(name)
-        with compiling() as step:
-            built = space.build(arch, step)
-        print(f"{name}: {built} kernels built for the search")
+    searched = [arch_records.get(name) for name in args.emulate.split(",")]
+    for arch in searched:
+        if not arch.emulable:
+            raise ValueError(f"--emulate {arch.name}: the emulator executes gfx942 and gfx950")
+    for arch in searched:
+        name = arch.name
+        try:
+            with compiling() as step:
+                built = space.build(arch, step)
+            print(f"{name}: {built} kernels built for the search")
+        except BuildError as error:
+            print(f"only what is built is searched: {error}", file=sys.stderr)
         dispatch.clear_caches()
         rows = []
         for case in cases:

@@ -8,6 +8,7 @@ Every message is one sentence: `<op>: <argument> <what was given>; <what is poss
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,16 @@ INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
 
-_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=os.environ.get("MLA_SUITE_DEBUG", "0") == "1")
+
+def asked(name: str, value: str, effect: str) -> bool:
+    """Whether a variable of the environment has the value that has an effect. A warning says that another has none."""
+    if value not in ("", "0", effect):
+        logging.getLogger("mla_suite").warning("%s is %r, which has no effect; it takes %s", name, value, effect)
+    return value == effect
+
+
+_debug = asked("MLA_SUITE_DEBUG", os.environ.get("MLA_SUITE_DEBUG", ""), "1")
+_debugging: ContextVar[bool] = ContextVar("mla_suite_debug", default=_debug)
 debugging: Callable[[], bool] = _debugging.get  # without a frame of Python's: every call of an operator asks
 
 _MISMATCH = re.compile(
@@ -149,6 +159,23 @@ def written_whole(op: str, argument: str, value: torch.Tensor) -> None:
             f"is a slice made inside a graph with dynamic sizes (offset {expression})",
             "keep one tensor per layer and make each an input of the graph",
         )
+
+
+def readable(value: torch.Tensor) -> bool:
+    """Whether the values of a tensor can be read on the host: not where a graph is traced, and not those of a fake."""
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return not traced and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def dense(op: str, arguments: Sequence[str], tensors: Sequence[Any]) -> None:
+    """TypeError where the first tensor, whose device is the call's, is None, and where any is sparse."""
+    if tensors[0] is None:
+        fail(op, arguments[0], "is None", "it takes a tensor", TypeError)
+    for argument, value in zip(arguments, tensors, strict=False):
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is not torch.strided:
+                given = f"is {str(tensor.layout).removeprefix('torch.')}"
+                fail(op, argument, given, "it takes dense tensors: call .to_dense()", TypeError)
 
 
 def refuse_mismatch(op: str, arguments: dict[str, Any], error: RuntimeError) -> None:

@@ -14,7 +14,6 @@ goes through the dispatcher, which serves both.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -27,7 +26,7 @@ from torch.utils._device import DeviceContext
 
 from mla_suite.archs import ArchSpec
 from mla_suite.core import checks, dispatch
-from mla_suite.core.op import Op, Output
+from mla_suite.core.op import Op
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 _Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -157,7 +156,7 @@ def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Pre
     if is_dynamo_compiling() or _observed():
         return None
     prepared = find(slot, tensors, options)
-    if prepared is None and _plain(tensors):
+    if prepared is None and _plain(tensors) and fixed(options):
         prepared = prepared_call(metadata(slot, tensors, options))
         if prepared is None or prepared.kinds != tuple(map(type, options)):
             return None
@@ -167,7 +166,7 @@ def recall(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Pre
 
 def remember(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
     """Have `recall` find this call again, where the dispatcher would pass the tensors on as they are."""
-    if not is_dynamo_compiling() and not _observed() and _plain(tensors):
+    if not is_dynamo_compiling() and not _observed() and _plain(tensors) and fixed(options):
         add_prepared(metadata(slot, tensors, options), prepared)
         keep(slot, tensors, options, prepared)
 
@@ -207,10 +206,12 @@ def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prepa
 
 
 def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
-    """Recognise the next call like this one, unless an address is no multiple of 16.
+    """Recognise the next call like this one, unless an address is no multiple of 16 or an option may change.
 
     No tensor may require a gradient that is enabled.
     """
+    if not fixed(options):
+        return
     guarded = prepared.guards.get(slot)
     if guarded is not None and guarded is not _last.get(slot) and guarded.options == options:
         _last[slot] = guarded
@@ -233,6 +234,12 @@ def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
         given[0].is_cuda,
         _emulated(),
     )
+
+
+def fixed(options: tuple[Any, ...]) -> bool:
+    """Whether every option keeps its value: one given as a tensor or an array may be written to before the next call.
+    Lists are copied."""
+    return not any(hasattr(value, "__setitem__") for value in options if value.__class__ is not list)
 
 
 def _flat(values: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -308,6 +315,8 @@ def _plain(args: tuple[Any, ...]) -> bool:
                 continue
             if tensor.__class__ not in _CLASSES or tensor.is_neg() or tensor._is_zerotensor():
                 return False
+            if tensor.layout is not torch.strided:
+                return False
             if learning and tensor.requires_grad:
                 return False
     return args[0].__class__ in _CLASSES
@@ -318,73 +327,12 @@ def validate(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> 
     op.validate_values(tensors, options)
 
 
-# Allocation
-
-
-def empty(outputs: Sequence[Output], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Uninitialised outputs; fakes and symbolic sizes too."""
-    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs])
-
-
-def allocator(
-    outputs: Sequence[Output], device: torch.device, strides: Sequence[Sequence[int]] | None = None
-) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """`empty` for real tensors, as one function without arguments; with `strides` in place of contiguous ones.
-
-    Inductor's entry points take a third of the time of torch.empty, most of which goes into its arguments (3 us an
-    output on an H200's host). They are torch's own and not public: where one is missing, torch.empty_strided does. They
-    know the current device alone.
-    """
-    if not outputs:
-        return tuple
-    steps = [_contiguous(shape) for shape, _ in outputs] if strides is None else list(strides)
-    laid_out = list(zip(outputs, steps, strict=True))
-
-    def elsewhere() -> tuple[torch.Tensor, ...]:
-        return tuple(
-            [torch.empty_strided(shape, step, dtype=dtype, device=device) for (shape, dtype), step in laid_out]
-        )
-
-    make = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    if make is None:
-        return elsewhere
-    makers = [partial(make, shape, step, dtype) for (shape, dtype), step in laid_out]
-    on_cpu = device.type == "cpu"
-    current: Callable[[], Any] = (lambda: None) if on_cpu else torch._C._cuda_getDevice
-    ordinal = device.index
-    if len(makers) == 2:  # spelled out: a loop takes 0.2 us more
-        first, second = makers
-
-        def allocate() -> tuple[torch.Tensor, ...]:
-            if on_cpu or current() == ordinal:
-                return first(), second()
-            return elsewhere()
-    else:
-
-        def allocate() -> tuple[torch.Tensor, ...]:
-            if on_cpu or current() == ordinal:
-                return tuple(map(_make, makers))
-            return elsewhere()
-
-    return allocate
-
-
-_make = partial.__call__
-
-
-def _contiguous(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
-    """Strides, in elements, as torch gives them to a contiguous tensor."""
-    strides: list[int | torch.SymInt] = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides[: len(shape)]))
-
-
 # The dispatcher's way
 
 
 def _through_dispatcher(op: Op, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """The call through torch.ops, with its errors for wrong types in one sentence."""
+    checks.dense(op.name, op.arguments, tensors)
     given = {
         name: value if convert is None else convert(value)
         for name, value, convert in zip(op.options, options, op.converters, strict=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cached_property
-from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +179,7 @@ def _as_float(value: Any) -> Any:
 
 
 def _as_int(value: Any) -> Any:
-    """A NumPy integer as an int; anything else as it is, for torch to refuse."""
+    """A number of NumPy or in a tensor [] as Python's; anything else as it is, for torch to refuse."""
     if type(value) is int or isinstance(value, (float, str, bool)) or not hasattr(value, "__index__"):
         return value
-    return index(value) if hasattr(value, "__array__") else value
+    return value.item() if hasattr(value, "__array__") and not value.shape else value

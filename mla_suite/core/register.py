@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from mla_suite.core import checks, dispatch, eager, torch_ops
+from mla_suite.core import allocation, checks, dispatch, eager, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 
@@ -119,7 +119,7 @@ def _functional(op: Op) -> Callable[..., Any]:
         prepared = eager.prepared_call(key)
         if prepared is None:
             record = op.bind(args, options)
-            allocate = eager.allocator(op.check(record), args[0].device)
+            allocate = allocation.allocator(op.check(record), args[0].device)
             outputs = allocate()
             _validate(op, args, options)
             prepared = PreparedCall(allocate, _prepare(op, outputs, record), tuple(map(type, options)), {})
@@ -178,7 +178,7 @@ def _with_a_reason(name: str, choice: dispatch.Choice, launch: dispatch.Launch) 
 
 def _fake(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _returned(eager.empty(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
+        return _returned(allocation.empty(op.specify(*args, **kwargs), dispatch.first_tensor(args).device))
 
     return call
 

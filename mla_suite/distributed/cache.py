@@ -84,6 +84,9 @@ class ContextParallelCache:
 
         `width` fixes the block table's width in this rank's pages; None takes the longest sequence.
         """
+        if len(sequences) != len(counts):
+            given = f"{len(sequences)} sequences and {len(counts)} counts"
+            raise ValueError(f"append: {given}; give one count per sequence")
         starts = [self.length(sequence) for sequence in sequences]
         local = [
             self._local(start + max(count, 0)) - self._local(start) for start, count in zip(starts, counts, strict=True)
@@ -96,9 +99,9 @@ class ContextParallelCache:
             self._lengths[sequence] = start + count
             where = range(start, start + count)
             slots.append(local_slots(where, self._own.pages(sequence), self.page_size, self.shard))
-            positions.append(torch.arange(start, start + count))
-        lengths = torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32)
-        empty = [torch.empty(0, dtype=torch.int64)]
+            positions.append(torch.arange(start, start + count, device="cpu"))
+        lengths = torch.tensor([self._lengths[sequence] for sequence in sequences], dtype=torch.int32, device="cpu")
+        empty = [torch.empty(0, dtype=torch.int64, device="cpu")]
         return Step(
             step.block_table,
             lengths.to(self.device),
@@ -107,4 +110,4 @@ class ContextParallelCache:
         )
 
     def _local(self, tokens: int) -> int:
-        return int(self.shard.local_lens(torch.tensor(tokens)))
+        return int(self.shard.local_lens(torch.tensor(tokens, device="cpu")))

@@ -21,6 +21,19 @@ def refuse(name: str, given: str, possible: str, error: type[Exception] = ValueE
     raise error(f"{name}: {given}; {possible}")
 
 
+def check_kinds(name: str, needed: dict[str, Any], optional: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """TypeError for an argument that is no dense tensor of one dimension or more, or, of `sizes`, no int."""
+    for argument, value in (needed | {key: value for key, value in optional.items() if value is not None}).items():
+        if not isinstance(value, torch.Tensor):
+            refuse(name, f"{argument} is a {type(value).__name__}", "it takes a tensor", TypeError)
+        if value.layout is not torch.strided or value.dim() == 0:
+            kind = "has no dimension" if value.dim() == 0 else f"is {str(value.layout).removeprefix('torch.')}"
+            refuse(name, f"{argument} {kind}", "it takes a dense tensor of one dimension or more", TypeError)
+    for argument, value in sizes.items():
+        if not hasattr(value, "__index__"):
+            refuse(name, f"{argument} is {value!r}", "it takes an int", TypeError)
+
+
 def absent(module: str, functions: Mapping[str, str]) -> Callable[[str], Callable[..., NoReturn]]:
     """The `__getattr__` of a module that stands in for another project's.
 

@@ -23,7 +23,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import mla_suite
-from mla_suite.integrations import FP8, KV_FORMATS, absent, metadata_convert
+from mla_suite.integrations import FP8, KV_FORMATS, absent, check_kinds, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.aiter_reduce import mla_decode_reduce as mla_decode_reduce
 from mla_suite.integrations.aiter_reduce import mla_reduce_v1 as mla_reduce_v1
@@ -93,6 +93,9 @@ def mla_decode_fwd(
     result stands in its place.
     """
     name = "mla_decode_fwd"
+    needed = dict(q=q, kv_buffer=kv_buffer, o=o, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices)
+    optional = dict(kv_last_page_lens=kv_last_page_lens, work_indptr=work_indptr, work_info_set=work_info_set)
+    check_kinds(name, needed, optional, dict(max_seqlen_q=max_seqlen_q))
     if logit_cap > 0:
         _refuse(name, f"logit_cap is {logit_cap}", "scores are not capped: pass 0")
     if nhead_kv != 1:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mla_suite.core import eager
+from mla_suite.core import allocation, eager
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import Op, Output
 
@@ -44,7 +44,7 @@ class DirectCall(NamedTuple):
         self, slot: str, given: tuple[Any, ...], settings: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]
     ) -> None:
         """Have `eager.recall(slot, ...)` find calls like this one, which `run` has just made with these outputs."""
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or not eager.fixed(self.options):
             return
         options = eager.hashable(self.options)
         key = eager.metadata(f"{self.op.name}.out", self.tensors_of(given) + outputs, options)
@@ -52,7 +52,7 @@ class DirectCall(NamedTuple):
         if prepared is None:
             return
         specs = [Output(tuple(output.shape), output.dtype) for output in outputs]
-        allocate = eager.allocator(specs, given[0].device, [output.stride() for output in outputs])
+        allocate = allocation.allocator(specs, given[0].device, [output.stride() for output in outputs])
         launch = prepared.launch
         op, tensors_of, values = self.op, self.tensors_of, self.options
 

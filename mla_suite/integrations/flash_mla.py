@@ -16,7 +16,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import WIDE, absent, flash_mla_kv_heads, metadata_convert
+from mla_suite.integrations import WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.ops.decode import DECODE
@@ -82,6 +82,8 @@ def _older(
     rows = num_q_tokens_per_head_k if num_q_tokens_per_head_k is not None else num_heads_per_head_k
     if rows is None:
         _refuse("get_mla_metadata", "num_q_tokens_per_head_k is missing", "give q_len x heads / kv heads, or nothing")
+    sizes = dict(num_q_tokens_per_head_k=rows, num_heads_k=num_heads_k)
+    check_kinds("get_mla_metadata", dict(cache_seqlens=cache_seqlens), {}, sizes)
     if num_heads_k < 1 or (num_heads_k > 1 and (is_fp8_kvcache or topk is not None)):
         given = f"num_heads_k is {num_heads_k}, is_fp8_kvcache {is_fp8_kvcache} and topk {topk}"
         _refuse("get_mla_metadata", given, "it takes 1 KV head, or several in dense calls without records")
@@ -150,6 +152,10 @@ def flash_mla_with_kvcache(
         known.launch(outputs, given)
         return outputs[0], outputs[1].transpose(1, 2)
     name, plan = "flash_mla_with_kvcache", None
+    optional = dict(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink)
+    optional |= dict(extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache)
+    optional |= dict(num_splits=num_splits, topk_length=topk_length, extra_topk_length=extra_topk_length)
+    check_kinds(name, dict(q=q, k_cache=k_cache), optional, dict(head_dim_v=head_dim_v))
     if q.dim() != 4:
         _refuse(name, f"q has shape {tuple(q.shape)}", "it takes [batch, q_len, heads, head_dim]")
     if k_cache.dim() == 4 and k_cache.shape[2] > 1:
@@ -231,6 +237,8 @@ def flash_mla_sparse_fwd(
     The operators do not return max_logits: it is a second pass in torch over the selected keys. Call
     `mla_suite.sparse_decode` where out and lse are all you need.
     """
+    optional = dict(attn_sink=attn_sink, topk_length=topk_length)
+    check_kinds("flash_mla_sparse_fwd", dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
     if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
         given = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
         _refuse("flash_mla_sparse_fwd", given, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")

@@ -16,6 +16,7 @@ keep it, and every token attends to what it selects. docs/transformers_models.md
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -45,6 +46,7 @@ class Patch:
         self.model = model
         self._attentions = latent_attentions(model)
         self._base = _decoder(model, [attention for _, _, attention in self._attentions])
+        self._names = tuple(inspect.signature(self._base.forward).parameters)
         self._implementation = self._base.config._attn_implementation
         self._layer_types = _layer_types(self._base.config)
         self._indexed = self._layer_types is not None and "indexed_attention" in self._layer_types
@@ -78,19 +80,20 @@ class Patch:
     def _before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Runs before the decoder: one step of the cache for all layers."""
         if args:
-            names = ("input_ids", "attention_mask", "position_ids", "past_key_values")
-            kwargs = dict(zip(names, args, strict=False), **kwargs)
+            kwargs = dict(zip(self._names, args, strict=False), **kwargs)
         if kwargs.get("output_attentions"):
             raise ValueError(
                 "patch: output_attentions=True; attention weights are never stored: unpatch the model to see them"
             )
-        given = kwargs.get("input_ids")
-        shape = kwargs["inputs_embeds"].shape if given is None else given.shape
+        given, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        if (given is None) == (embeddings is None):
+            return (), kwargs  # the model refuses both, and neither
+        shape = cast(torch.Tensor, embeddings if given is None else given).shape
         batch, q_len = shape[0], shape[1]
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict):
             masks = masks["indexed_attention" if self._indexed else "full_attention"]
-        valid = _valid(masks, q_len)
+        valid = _valid(masks, batch, q_len)
         use_cache = kwargs.get("use_cache")
         cache = self._cache(
             kwargs.get("past_key_values"), cast(Any, base.config).use_cache if use_cache is None else use_cache, batch
@@ -137,12 +140,13 @@ class Patch:
         return cast(LatentCache, kept["latent_cache"])
 
 
-def _valid(attention_mask: torch.Tensor | None, q_len: int) -> torch.Tensor | None:
+def _valid(attention_mask: torch.Tensor | None, batch: int, q_len: int) -> torch.Tensor | None:
     if attention_mask is None:
         return None
-    if attention_mask.dim() != 2:
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < q_len:
         raise ValueError(
-            f"patch: attention_mask has shape {tuple(attention_mask.shape)}; give [batch, tokens] with 0 for padding"
+            f"patch: attention_mask has shape {tuple(attention_mask.shape)} for {batch} sequences of {q_len} new "
+            "tokens; give [batch, tokens] with 0 for padding"
         )
     return attention_mask[:, -q_len:].bool()
 

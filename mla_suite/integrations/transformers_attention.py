@@ -94,6 +94,7 @@ def attend(
         )
     layer, scale = cast(Any, module), cast(float, scaling)
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
+    k_pe = k_pe.to(kv_c.dtype)  # under autocast norms return fp32
     q_len = q.shape[1]
     chosen = None
     if indices is not None and (s_aux is not None or indices.shape[-1] < attention_mask.shape[-1]):

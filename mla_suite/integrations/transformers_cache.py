@@ -37,6 +37,7 @@ class LatentCache(Cache):
     time. Beam search is refused; `crop` and `reset` work.
     """
 
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written to outside of it
     def __init__(self, model: nn.Module, batch: int, max_len: int | None = None, *, page_size: int = 64) -> None:
         if batch < 1 or page_size < 1 or (max_len is not None and max_len < 1):
             given = f"batch {batch}, max_len {max_len} and page_size {page_size}"
@@ -54,7 +55,10 @@ class LatentCache(Cache):
         self.paged = PagedLatentCache(len(indices), batch * width, page_size, kv_format=kv_format, device=device)
         self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
         self.block_table = self._table()
-        self._index, self._selectable = torch.empty(0, dtype=torch.int64), 0  # of the step that `begin` began
+        self._index, self._selectable = (
+            torch.empty(0, dtype=torch.int64, device=device),
+            0,
+        )  # of the step that `begin` began
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.index_keys = {
             layer_idx: torch.zeros(batch, self.max_len + 1, head_dim, dtype=dtype, device=device)
@@ -79,6 +83,11 @@ class LatentCache(Cache):
 
     def kv_cache(self, layer_idx: int) -> torch.Tensor:
         """The cache tensor of the model's layer `layer_idx`."""
+        if layer_idx not in self._position:
+            raise TypeError(
+                f"LatentCache: no tokens of layer {layer_idx}, which has latent attention; this cache was made for "
+                "another model: make it with the model that is run"
+            )
         return self.paged.layers[self._position[layer_idx]]
 
     def update(
@@ -181,7 +190,11 @@ class LatentCache(Cache):
         self._eager += q_len
         if needed <= self.max_len:
             return
-        width = max(-(-needed // self.paged.page_size), 2 * self.block_table.shape[1])
+        self._grow(max(-(-needed // self.paged.page_size), 2 * self.block_table.shape[1]))
+
+    @torch.inference_mode(False)
+    def _grow(self, width: int) -> None:
+        """Hold `width` pages of every sequence."""
         self.paged.grow(len(self.sequences) * (width - self.block_table.shape[1]))
         for sequence in self.sequences:
             self.paged.reserve(sequence, width * self.paged.page_size)
@@ -191,7 +204,7 @@ class LatentCache(Cache):
 
     def _table(self) -> torch.Tensor:
         rows = [self.paged.pages(sequence) for sequence in self.sequences]
-        return torch.tensor(rows, dtype=torch.int32).to(self.paged.device)
+        return torch.tensor(rows, dtype=torch.int32, device="cpu").to(self.paged.device)
 
 
 class _CacheLayer(CacheLayerMixin):

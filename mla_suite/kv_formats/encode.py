@@ -25,7 +25,7 @@ E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 _BYTE_VALUES = {
-    encoding: torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32)
+    encoding: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float32)
     for encoding, dtype in ELEMENT_DTYPES.items()
     if dtype.itemsize == 1 and encoding != "e2m1"
 }

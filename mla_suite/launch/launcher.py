@@ -54,7 +54,10 @@ def _emulable(name: str) -> ArchSpec:
 
 @cache
 def _environment() -> ArchSpec | None:
-    return _emulable(EMULATED_BY_ENVIRONMENT) if EMULATED_BY_ENVIRONMENT else None
+    try:
+        return _emulable(EMULATED_BY_ENVIRONMENT) if EMULATED_BY_ENVIRONMENT else None
+    except ValueError as error:
+        raise ValueError(f"MLA_SUITE_EMULATE={EMULATED_BY_ENVIRONMENT}: {error}") from None
 
 
 def current_arch(tensor: torch.Tensor) -> ArchSpec | None:

@@ -101,8 +101,9 @@ class PagedLatentCache(PagePool):
         """Add pages. `layers` are new tensors with the old contents: graphs of the old ones must be captured again."""
         if num_pages < 0:
             raise ValueError(f"grow: {num_pages} pages; a cache grows by 0 or more")
-        added = (layer.new_zeros(num_pages, *layer.shape[1:]) for layer in self.layers)
-        self.layers = tuple(torch.cat(pair) for pair in zip(self.layers, added, strict=True))
+        with torch.inference_mode(False):
+            added = (layer.new_zeros(num_pages, *layer.shape[1:]) for layer in self.layers)
+            self.layers = tuple(torch.cat(pair) for pair in zip(self.layers, added, strict=True))
         self._add_pages(num_pages)
 
     def append(self, sequences: Sequence[int], counts: Sequence[int], *, width: int | None = None) -> Step:
@@ -117,7 +118,8 @@ class PagedLatentCache(PagePool):
             for copy in copies:
                 layer[copy.target] = layer[copy.source]
         block_table, seq_lens = self.view(sequences, width=width)
-        positions = [torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        spans = zip(starts, counts, strict=True)
+        positions = [torch.arange(start, start + count, device="cpu") for start, count in spans]
         targets = [self._slots(sequence, own) for sequence, own in zip(sequences, positions, strict=True)]
         return Step(block_table, seq_lens, _joined(targets).to(self.device), _joined(positions).to(self.device))
 
@@ -142,23 +144,28 @@ class PagedLatentCache(PagePool):
                 )
 
     def _slots(self, sequence: int, positions: torch.Tensor) -> torch.Tensor:
-        pages = torch.tensor(self.pages(sequence), dtype=torch.int64)
+        pages = torch.tensor(self.pages(sequence), dtype=torch.int64, device="cpu")
         return pages[positions // self.page_size] * self.page_size + positions % self.page_size
 
     def _index(self, values: list[Any]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device)
+        return torch.tensor(values, dtype=torch.int32, device="cpu").to(self.device)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _storage(kv_format: str, num_pages: int, page_size: int, device: torch.device | str | None) -> torch.Tensor:
-    """Zeros [num_pages, page_size, width]; zeros, because a page is read whole by some kernels before it is full."""
+    """Zeros [num_pages, page_size, width]; zeros, because a page is read whole by some kernels before it is full.
+
+    A tensor made in inference mode could not be written to outside of it, as `append` does to copy a page.
+    """
     declared = kv_formats.kv_format(kv_format)
     if declared.head_dim != LATENT + ROPE:
         raise ValueError(
             f"PagedLatentCache: kv_format {kv_format!r} holds rows of {declared.head_dim} values, this cache rows of "
             f"{LATENT + ROPE}: use bf16, fp16, fp32, fp8, fp8_fnuz or v32"
         )
-    return torch.zeros(num_pages, page_size, declared.width, dtype=getattr(torch, declared.dtypes[0]), device=device)
+    with torch.inference_mode(False):
+        dtype = getattr(torch, declared.dtypes[0])
+        return torch.zeros(num_pages, page_size, declared.width, dtype=dtype, device=device)

@@ -198,8 +198,8 @@ class MLA(nn.Module):
         needed. New tokens see each other unquantised whatever the kv_format. Returns x's shape.
         """
         prefill.check(x, kv_cache, step, positions, q_lens, valid, prefix)
-        reads_values = not torch.compiler.is_compiling() and (x.is_cpu or checks.debugging())
-        if reads_values and kv_cache is not None and step is not None and q_lens is not None:
+        reads_values = x.is_cpu or checks.debugging()
+        if reads_values and checks.readable(x) and kv_cache is not None and step is not None and q_lens is not None:
             prefill.check_order(q_lens, step, kv_cache.shape[1])
         where = step.positions if step is not None else positions
         assert where is not None
@@ -295,7 +295,7 @@ class MLA(nn.Module):
         rotated = self.config.cache_rotated
         mla_suite.append_kv(
             kv_c.reshape(-1, kv_c.shape[-1]),
-            k_pe.reshape(-1, k_pe.shape[-1]),
+            k_pe.reshape(-1, k_pe.shape[-1]).to(kv_c.dtype),  # under autocast the norm of kv_c returns fp32
             kv_cache,
             step.slot_mapping,
             kv_descale,
@@ -320,7 +320,7 @@ class MLA(nn.Module):
         w_uk, w_uv = self._up_projections()
         q = absorbed(q_nope, q_pe, w_uk)
         if q_lens is not None:
-            new = torch.tensor(list(q_lens), dtype=torch.int32).to(q.device)
+            new = torch.tensor(list(q_lens), dtype=torch.int32, device="cpu").to(q.device)
             cu_seqlens_q = torch.nn.functional.pad(new.cumsum(0, dtype=torch.int32), (1, 0))
             longest = max(*q_lens, 1)  # where no sequence has tokens, nothing is attended to
         else:

@@ -9,10 +9,12 @@ from typing import NamedTuple
 
 @dataclasses.dataclass
 class PagedSequence:
-    """One sequence: its pages in order (pages reserved ahead included) and the number of tokens written."""
+    """One sequence: its pages in order (pages reserved ahead included), the number of tokens written, and the number of
+    pages it holds however few they are."""
 
     pages: list[int]
     length: int = 0
+    reserved: int = 0
 
 
 class Copy(NamedTuple):
@@ -60,15 +62,19 @@ class PagePool:
         """A new empty sequence with pages reserved for `tokens` tokens."""
         if tokens < 0:
             raise ValueError(f"allocate: {tokens} tokens; reserve 0 or more")
-        self._require(self._pages_for(tokens), "allocate")
-        return self._adopt(PagedSequence([self._take() for _ in range(self._pages_for(tokens))]))
+        reserved = self._pages_for(tokens)
+        self._require(reserved, "allocate")
+        return self._adopt(PagedSequence([self._take() for _ in range(reserved)], reserved=reserved))
 
     def reserve(self, handle: int, tokens: int) -> None:
         """Hold pages for `tokens` tokens of this sequence in all, written ones included."""
         sequence = self._sequence(handle)
+        if tokens < 0:
+            raise ValueError(f"reserve: {tokens} tokens; reserve 0 or more")
         needed = max(self._pages_for(tokens) - len(sequence.pages), 0)
         self._require(needed, "reserve")
         sequence.pages.extend(self._take() for _ in range(needed))
+        sequence.reserved = max(sequence.reserved, self._pages_for(tokens))
 
     def _add_pages(self, count: int) -> None:
         """Enlarge the pool by `count` free pages, numbered after the present ones."""
@@ -92,17 +98,21 @@ class PagePool:
         del self._sequences[handle]
 
     def truncate(self, handle: int, length: int) -> None:
-        """Forget the tokens from `length` on, as after a rejected speculation, and the pages that held only those."""
+        """Forget the tokens from `length` on, as after a rejected speculation, and the pages that held only those.
+        Reserved pages stay the sequence's, but for those that a fork reads."""
         sequence = self._sequence(handle)
         if not 0 <= length <= sequence.length:
             raise ValueError(
                 f"truncate: length {length} of a sequence of {sequence.length}; give 0 to {sequence.length}"
             )
-        keep = self._pages_for(length)
-        for page in sequence.pages[keep:]:
-            self._release(page)
-        del sequence.pages[keep:]
-        sequence.length = length
+        written = self._pages_for(length)
+        kept = sequence.pages[:written]
+        for position, page in enumerate(sequence.pages[written:], written):
+            if position < sequence.reserved and self._users[page] == 1:
+                kept.append(page)
+            else:
+                self._release(page)
+        sequence.pages, sequence.length = kept, length
 
     def _extend(self, handles: Sequence[int], counts: Sequence[int]) -> list[Copy]:
         """Lengthen each sequence by its count of tokens; returns the page copies to make before writing them."""

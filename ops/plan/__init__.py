@@ -77,9 +77,20 @@ def plan(
     arrival counters serve one stream at a time. Compiled code asks for the device's parts once, when it is traced.
     """
     if num_sm_parts is None:
+        if not is_dynamo_compiling():
+            _check_kinds(seq_lens, num_heads, max_seqlen_q)
         num_sm_parts = sm_parts(seq_lens, num_heads * max_seqlen_q)
     options = num_heads, max_seqlen_q, num_sm_parts, max_seqlen_kv, num_splits, split_size
     return eager.call(PLAN, (seq_lens, cu_seqlens_q), options)
+
+
+def _check_kinds(seq_lens: Any, num_heads: Any, max_seqlen_q: Any) -> None:
+    """Refuse arguments that no number of parts follows from, which the operator would refuse too."""
+    if not isinstance(seq_lens, torch.Tensor):
+        checks.fail("plan", "seq_lens", f"is a {type(seq_lens).__name__}", "it takes a tensor", TypeError)
+    for name, value in (("num_heads", num_heads), ("max_seqlen_q", max_seqlen_q)):
+        if not hasattr(value, "__index__") or bool(getattr(value, "shape", False)):
+            checks.fail("plan", name, f"is {value!r}", "it takes an int", TypeError)
 
 
 def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:

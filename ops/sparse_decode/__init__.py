@@ -98,11 +98,15 @@ def sparse_decode(
     An index that is negative or past its pool selects nothing; an index given twice is two keys. What is not selected
     is never read into a result. A query token with no key gives out 0 and lse -inf, whatever the sink.
     """
-    pools = len(kv_caches)
+    try:
+        pools, names = len(kv_caches), tuple(kv_formats)
+    except TypeError:
+        given = f"are a {type(kv_caches).__name__} and a {type(kv_formats).__name__}"
+        checks.fail("sparse_decode", "kv_caches and kv_formats", given, "each is a list, one entry per pool", TypeError)
     indptrs = [None] * pools if indptrs is None else indptrs
     topk_lengths = [None] * pools if topk_lengths is None else topk_lengths
     tensors = q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan
-    return eager.call(SPARSE_DECODE, tensors, (tuple(kv_formats), softmax_scale, head_dim_v, num_splits, split_size))
+    return eager.call(SPARSE_DECODE, tensors, (names, softmax_scale, head_dim_v, num_splits, split_size))
 
 
 def _per_pool(kv_caches: Sequence[torch.Tensor], given: _Optional) -> Sequence[torch.Tensor | None]:

@@ -271,6 +271,13 @@ def test_flow_that_cannot_be_followed_is_a_finding(text):
     assert sentence.endswith("so its hazards cannot be checked")
 
 
+def test_a_text_without_instructions_is_a_finding():
+    assert hazards.sentences("notes.txt", "Not a kernel.\n", "gfx942") == [
+        "notes.txt: no line has an instruction of assembly or of a listing by llvm-objdump, so its hazards cannot be "
+        "checked"
+    ]
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match="hazards of gfx90a are not known"):
         hazards.check("", "gfx90a")

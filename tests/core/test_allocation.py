@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mla_suite.core import eager
+from mla_suite.core import allocation
 from mla_suite.core.op import Output
 
 
@@ -11,14 +11,14 @@ from mla_suite.core.op import Output
 def test_outputs_are_as_torch_makes_them(monkeypatch, shape):
     outputs = [Output(shape, dtype) for dtype in (torch.bfloat16, torch.float32, torch.int32)]
     device = torch.device("cpu")
-    for made in (eager.allocator(outputs, device)(), eager.empty(outputs, device)):
+    for made in (allocation.allocator(outputs, device)(), allocation.empty(outputs, device)):
         for tensor, (_, dtype) in zip(made, outputs, strict=True):
             right = torch.empty(shape, dtype=dtype)
             assert (tensor.shape, tensor.stride(), tensor.dtype) == (right.shape, right.stride(), right.dtype)
             assert tensor.is_contiguous()
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert [tensor.shape for tensor in eager.allocator(outputs, device)()] == [shape] * 3
-    assert eager.allocator([], device)() == ()
+    assert [tensor.shape for tensor in allocation.allocator(outputs, device)()] == [shape] * 3
+    assert allocation.allocator([], device)() == ()
 
 
 def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
@@ -28,8 +28,8 @@ def test_inductors_entry_point_serves_the_current_gpu_alone(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     monkeypatch.setattr(torch, "empty_strided", lambda shape, strides, dtype, device: device)
     outputs = [Output((2, 3), torch.float32)]
-    assert eager.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
+    assert allocation.allocator(outputs, torch.device("cuda", 0))() == (torch.device("cuda", 0),)
     assert made == []
-    (tensor,) = eager.allocator(outputs, torch.device("cuda", 1))()
+    (tensor,) = allocation.allocator(outputs, torch.device("cuda", 1))()
     assert tensor.shape == (2, 3)
     assert made == [((2, 3), (3, 1), torch.float32)]

@@ -185,8 +185,9 @@ import torch, mla_suite
 for _ in range(3):
     mla_suite.plan(torch.tensor([5], dtype=torch.int32), num_heads=16, num_sm_parts=2, max_seqlen_kv=8)
 """
-    environment = os.environ | {"MLA_SUITE_LOG": "dispatch"}
+    environment = os.environ | {"MLA_SUITE_LOG": "dispatch", "MLA_SUITE_DEBUG": "yes"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[0] == "MLA_SUITE_DEBUG is 'yes', which has no effect; it takes 1"
     assert done.stderr.count("plan Problem(") == 1
     assert "-> reference: " in done.stderr
 

@@ -263,9 +263,38 @@ def test_an_argument_of_another_kind_is_refused_in_a_sentence(wrong, sentence):
     assert str(refused.value) == sentence
 
 
-def test_a_tensor_that_is_none_is_refused(partials):
-    with pytest.raises(TypeError, match="first argument must be a tensor, not NoneType"):
-        call(None, partials[1])
+@pytest.mark.parametrize(
+    ("refused", "sentence"),
+    [
+        (lambda out, lse: call(None, lse), "combine: partial_out is None; it takes a tensor"),
+        (
+            lambda out, lse: call(out.to_sparse(), lse),
+            "combine: partial_out is sparse_coo; it takes dense tensors: call .to_dense()",
+        ),
+        (
+            lambda out, lse: call(out, lse.to_sparse()),
+            "combine: partial_lse is sparse_coo; it takes dense tensors: call .to_dense()",
+        ),
+        (
+            lambda out, lse: call(out, lse, num_splits=torch.tensor([1, 2])),
+            "combine: num_splits is a Tensor; it takes an int of 64 bits",
+        ),
+        (
+            lambda out, lse: call(out, lse, num_splits=torch.tensor(3.5)),
+            "combine: num_splits is a Tensor; it takes an int of 64 bits",
+        ),
+        (lambda out, lse: mla_suite.plan(None, num_heads=16), "plan: seq_lens is a NoneType; it takes a tensor"),
+        (lambda out, lse: mla_suite.plan(lse, num_heads="16"), "plan: num_heads is '16'; it takes an int"),
+        (
+            lambda out, lse: mla_suite.sparse_decode(out, [], [], kv_formats=None, softmax_scale=1.0),
+            "sparse_decode: kv_caches and kv_formats are a list and a NoneType; each is a list, one entry per pool",
+        ),
+    ],
+)
+def test_no_tensor_or_no_number_is_refused_in_a_sentence(partials, refused, sentence):
+    with pytest.raises(TypeError) as error:
+        refused(*partials)
+    assert str(error.value) == sentence
 
 
 def test_values_are_checked_on_the_short_way_too(short):
@@ -324,6 +353,17 @@ def test_numbers_of_other_kinds_take_the_short_way(short, scale):
             found = mla_suite.decode(*args, **kwargs | {"softmax_scale": scale})
             assert all(map(torch.equal, found, want))
     assert short == ["decode"] * 3
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), np.array(0.5)], ids=["tensor", "array"])
+def test_a_number_that_is_written_to_between_calls_counts_as_it_is(scale):
+    args, kwargs = register.get("decode").samples()[0].make(torch.device("cpu"))
+    with torch.no_grad():
+        for value in (0.5, 0.5, 2.0, 0.25):
+            scale[()] = value
+            found = mla_suite.decode(*args, **kwargs | {"softmax_scale": scale})
+            want = mla_suite.decode(*args, **kwargs | {"softmax_scale": value})
+            assert all(map(torch.equal, found, want))
 
 
 def test_numpys_integers_take_the_short_way(short, partials):

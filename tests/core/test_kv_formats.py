@@ -371,6 +371,17 @@ def test_declarations_need_no_torch():
     assert (done.stdout.strip(), done.returncode) == ("576", 0), done.stderr
 
 
+def test_an_import_under_another_default_device_changes_nothing():
+    program = (
+        "import torch\n"
+        "with torch.device('meta'):\n"
+        "    import mla_suite.kv_formats.encode as e\n"
+        "print(e.decode(torch.tensor([56, 64], dtype=torch.uint8), 'e4m3fn').tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[1.0, 2.0]", 0), done.stderr
+
+
 def test_command_prints_every_kv_format(capsys):
     assert main(["formats", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

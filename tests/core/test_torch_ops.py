@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mla_suite
-from mla_suite.core import dispatch, eager, register
+from mla_suite.core import allocation, dispatch, eager, register
 
 OPS = torch.ops.mla_suite
 OPERATORS = tuple(register.registry())
@@ -79,7 +79,7 @@ def test_a_known_call_with_outputs_skips_the_dispatcher(dispatched, name, packet
     called = getattr(OPS, name) if packet else getattr(OPS, name).out
     dispatched.clear()
     for _ in range(3):
-        outputs = eager.empty(op.specify(*args, **kwargs), CPU)
+        outputs = allocation.empty(op.specify(*args, **kwargs), CPU)
         assert called(*args, **kwargs, **dict(zip(op.outputs, outputs, strict=True))) is None
         assert all(map(torch.equal, outputs, want))
         assert all(output._version > 0 for output in outputs)

@@ -2,6 +2,7 @@
 
 import inspect
 
+import numpy as np
 import pytest
 import torch
 from flash_mla_calls import check, dense_expected, paged
@@ -120,12 +121,29 @@ INDICES = torch.zeros(2, 1, 4, dtype=torch.int32)
         (dict(tile_scheduler_metadata=torch.zeros(4, 7, dtype=torch.int32)), r"int32 \[parts, 8\]"),
         (dict(tile_scheduler_metadata=None), "tile_scheduler_metadata is a NoneType; it takes the first of the two"),
         (dict(q=torch.zeros(2, 4, 576)), r"\[batch, q_len, heads, head_dim\]"),
+        (dict(q=None), "q is a NoneType; it takes a tensor"),
+        (dict(cache_seqlens=torch.tensor(3)), "cache_seqlens has no dimension; it takes a dense tensor of one"),
+        (dict(block_table=[[0]]), "block_table is a list; it takes a tensor"),
+        (dict(k_cache=torch.zeros(2, 64, 1, 576).to_sparse()), "k_cache is sparse_coo; it takes a dense tensor"),
+        (dict(head_dim_v="512"), "head_dim_v is '512'; it takes an int"),
     ],
 )
 def test_refusals(changes, message):
     with pytest.raises((ValueError, TypeError), match=message) as raised:
         call(**changes)
     assert str(raised.value).startswith("flash_mla_with_kvcache: ")
+
+
+def test_other_functions_refuse_what_is_no_tensor_or_no_number():
+    q, kv, indices = torch.zeros(2, 4, 576), torch.zeros(9, 1, 576), torch.zeros(2, 1, 4, dtype=torch.int32)
+    for refused, message in (
+        (lambda: flash_mla_sparse_fwd(q, kv, [[0]], 0.1), "flash_mla_sparse_fwd: indices is a list; it takes a tensor"),
+        (lambda: flash_mla_sparse_fwd(q, kv, indices, 0.1, None), "flash_mla_sparse_fwd: d_v is None; it takes an int"),
+        (lambda: get_mla_metadata([3, 4], 16, 1), "get_mla_metadata: cache_seqlens is a list; it takes a tensor"),
+        (lambda: get_mla_metadata(torch.ones(2).int(), "16"), "num_q_tokens_per_head_k is '16'; it takes an int"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            refused()
 
 
 def test_refused_metadata():
@@ -241,3 +259,16 @@ def test_a_recognised_call_is_checked_as_the_first():
         flash_mla_with_kvcache(q, cache, block_table, cache_seqlens + 770, 512, holder, causal=True)
     out, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, causal=True)
     check(out, lse, dense_expected(q, cache.squeeze(2), block_table, [130, 7], 576**-0.5, True))
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.5), np.array(0.5)], ids=["tensor", "array"])
+def test_a_scale_that_is_written_to_between_calls_counts_as_it_is(scale):
+    cache, block_table, cache_seqlens = paged([90, 5], 64)
+    q = torch.randn(2, 1, 16, 576).bfloat16()
+
+    def attended(value):
+        return flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, *get_mla_metadata(), value)
+
+    for value in (0.5, 0.5, 0.125):
+        scale[()] = value
+        assert all(map(torch.equal, attended(scale), attended(value)))

@@ -131,6 +131,65 @@ def test_no_mask_no_positions_and_no_cache():
 
 
 @torch.no_grad()
+def test_every_argument_may_be_given_by_position():
+    model = make_model("v3")
+    ids, _ = left_padded()
+    embeddings = model.model.embed_tokens(ids)
+    expected = model.model(ids, use_cache=False).last_hidden_state
+    with patch(model):
+        for given in ((ids, None, None, None, None, False), (None, None, None, None, embeddings)):
+            found = model.model(*given)
+            torch.testing.assert_close(found.last_hidden_state, expected, rtol=1e-4, atol=1e-4)
+            assert (found.past_key_values is None) == (given[-1] is False)
+        for inputs in ({}, {"input_ids": ids, "inputs_embeds": embeddings}):
+            with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+                model(**inputs)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["v3", "v2"])
+def test_autocast_generates_the_models_own_tokens(kind):
+    model = make_model(kind)
+    ids, mask = left_padded()
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(ids, **options)
+        with patch(model):
+            assert torch.equal(model.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("max_len", [None, 32])
+def test_a_cache_serves_inside_and_outside_of_inference_mode(max_len):
+    model = make_model("v3")
+    ids, _ = left_padded()
+    with patch(model), torch.no_grad():
+        expected = model(input_ids=ids).logits
+        with torch.inference_mode():
+            cache = LatentCache(model, 3, max_len, page_size=4)
+            model(input_ids=ids[:, :3], past_key_values=cache)
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in ids[:, 3:].split(4, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), expected[:, 3:], rtol=1e-4, atol=1e-4)
+        cache.crop(-2)
+        cache.reset()
+        torch.testing.assert_close(model(input_ids=ids, past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_call_that_is_refused_leaves_the_cache_as_it_was():
+    model, other = make_model("v3"), make_model("v3", num_hidden_layers=1)
+    ids, mask = left_padded()
+    with patch(model):
+        cache = LatentCache(model, 3, 32)
+        model(input_ids=ids, past_key_values=cache)
+        for wrong in (mask[:1], mask[:, :3], torch.cat((mask, mask))):
+            with pytest.raises(ValueError, match=r"attention_mask has shape .* for 3 sequences of 11 new tokens"):
+                model(input_ids=ids, attention_mask=wrong, past_key_values=cache)
+        assert (cache.seq_lens.tolist(), int(cache.seen)) == ([11] * 3, 11)
+        with pytest.raises(TypeError, match="no tokens of layer 1.*another model"):
+            model(input_ids=ids, past_key_values=LatentCache(other, 3, 32))
+
+
+@torch.no_grad()
 def test_a_callers_dynamic_cache_keeps_its_latent_cache():
     model = make_model("v3")
     ids, _ = left_padded()

@@ -8,11 +8,13 @@ import itertools
 import pytest
 import torch
 from backend_calls import BackendCalls
+from static_asserts import assert_compiles
 
 import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine as kernels
 from mla_suite.archs.common import combine_config as config
+from mla_suite.archs.common import combine_search
 from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.archs.sm_90 import combine as sm_90_combine
 from mla_suite.core import dispatch, tuning
@@ -25,10 +27,25 @@ NATIVE = BackendCalls(COMBINE, "native")
 
 
 @pytest.mark.parametrize("head_dim_v", config.HEAD_DIMS_V)
-@pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
 def test_every_point_of_rows_and_vectors_is_legal(name, head_dim_v):
     for rows, vec in itertools.product(config.ROW_COUNTS, config.VECS):
         assert CombineConfig(archs.get(name), head_dim_v, rows, vec, waves=8, slices=1).parts >= 1
+
+
+def test_what_a_search_tries_on_sm_90_compiles(tmp_path):
+    tried = combine_search._legal(
+        archs.get("sm_90"), 512, combine_search.TRIED_VECS, combine_search.TRIED_WAVES["nvidia"], (1,)
+    )
+    sizes = {(point.rows, point.vec, point.waves) for point in tried}
+    assert {size[:2] for size in sizes} == set(itertools.product(config.ROW_COUNTS, combine_search.TRIED_VECS))
+    assert (4, 4, 8) not in sizes
+    shape = (
+        "struct Shape{0} {{ static constexpr int head_dim_v = 512, rows = {1}, vec = {2}, waves = {3}, slices = 1; }};"
+    )
+    run = "template __device__ void MergedRows::run<mla::Combine<Wave, Shape{0}>>(const mla::CombineParams&);"
+    lines = [line.format(n, *size) for n, size in enumerate(sorted(sizes)) for line in (shape, run)]
+    assert_compiles(tmp_path, ["combine/merged_rows.hpp"], lines)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +67,11 @@ def test_an_illegal_point_is_one_sentence(change, why):
     with pytest.raises(ValueError, match=why) as error:
         CombineConfig(archs.get("gfx942"), **{**legal, **change})
     assert "\n" not in str(error.value)
+
+
+def test_nvidia_kernels_share_the_splits_of_one_row_alone():
+    with pytest.raises(ValueError, match="2 teams share a row's splits, and its kernels have one row in a block"):
+        CombineConfig(archs.get("sm_90"), 512, rows=4, vec=4, waves=8, slices=1)
 
 
 def test_only_amd_kernels_are_compiled_for_a_number_of_splits():

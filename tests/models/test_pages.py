@@ -108,6 +108,29 @@ def test_truncating_gives_pages_back():
     assert read(cache, a) == [0, 1, 2, 3, 40]
 
 
+def test_reserved_pages_outlast_what_was_written_into_them():
+    """A captured graph's block table names them."""
+    cache, sequences = PagedLatentCache.contiguous(2, batch=3, max_len=4)
+    cache.append(sequences, [4, 2, 3])
+    for sequence in sequences:
+        cache.truncate(sequence, 0)
+    step = cache.append(sequences, [1, 1, 1])
+    assert (step.block_table.tolist(), cache.free_pages) == ([[0], [1], [2]], 0)
+    with pytest.raises(ValueError, match="reserve: -1 tokens; reserve 0 or more"):
+        cache.reserve(sequences[0], -1)
+
+
+def test_a_reserved_page_that_a_fork_reads_is_given_up():
+    cache = small_cache(num_pages=4)
+    a = cache.allocate(12)
+    write(cache, cache.append([a], [9]), list(range(9)))
+    child = cache.fork(a)
+    cache.truncate(a, 4)
+    write(cache, cache.append([a], [3]), [50, 51, 52])
+    assert read(cache, a) == [0, 1, 2, 3, 50, 51, 52]
+    assert read(cache, child) == list(range(9))
+
+
 def test_exhaustion_is_one_sentence_and_changes_nothing():
     cache = small_cache(num_pages=3)
     a, b = cache.allocate(), cache.allocate()
@@ -159,6 +182,30 @@ def test_contiguous_is_one_page_per_sequence():
         cache.append([sequences[1]], [1])
 
 
+@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
+def test_a_cache_serves_inside_and_outside_of_inference_mode(first):
+    with first():
+        cache = small_cache(num_pages=2)
+        cache.grow(1)
+        a = cache.allocate()
+        write(cache, cache.append([a], [2]), [1, 2])
+    b = cache.fork(a)
+    write(cache, cache.append([a], [1]), [3])  # copies a page
+    with torch.inference_mode():
+        write(cache, cache.append([b], [3]), [4, 5, 6])
+    assert (read(cache, a), read(cache, b)) == ([1, 2, 3], [1, 2, 4, 5, 6])
+
+
+def test_bookkeeping_is_on_the_host_whatever_the_default_device():
+    cache = small_cache()
+    a = cache.allocate()
+    with torch.device("meta"):
+        step = cache.append([a], [5])
+        empty = cache.append([], [])
+    assert {tensor.device.type for tensor in (*step, *empty)} == {"cpu"}
+    assert step.positions.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_layers_are_separate_tensors_of_the_kv_formats_size():
     cache = PagedLatentCache(3, 2, 16, kv_format="v32")
     assert cache.bytes_per_token == 3 * 656
@@ -175,7 +222,8 @@ def test_width_pads_with_zeros():
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["allocate", "append", "append", "append", "fork", "free", "truncate"]), st.integers(0, 30)
+        st.sampled_from(["allocate", "append", "append", "append", "fork", "free", "reserve", "truncate"]),
+        st.integers(0, 30),
     ),
     max_size=40,
 )
@@ -206,6 +254,8 @@ def test_any_history_reads_back_what_was_written(actions, page_size):
                     values = values[count:]
             elif action == "fork":
                 written[cache.fork(handle)] = list(written[handle])
+            elif action == "reserve":
+                cache.reserve(handle, number)
             elif action == "free":
                 cache.free(handle)
                 del written[handle]

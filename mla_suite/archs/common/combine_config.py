@@ -64,6 +64,10 @@ class CombineConfig:
             self._raise(f"{lanes} lanes would share a row, a power of two from 4 is needed")
         if self.parts < 1 or self.parts * self.team * self.rows != self.threads:
             self._raise(f"{self.waves} waves hold {self.threads // self.team} rows")
+        if self.rows > 1 and self.parts > 1 and self.arch.vendor == "nvidia":
+            self._raise(
+                f"{self.parts} teams share a row's splits, and its kernels have one row in a block that does so"
+            )
         if self.lds > STATIC_LDS[self.arch.vendor]:
             self._raise(f"it needs {self.lds} bytes of LDS of {STATIC_LDS[self.arch.vendor]}")
         if self.fixed_splits and self.arch.vendor != "amd":

@@ -19,7 +19,9 @@ from mla_suite.launch import has_kernel
 WAVES = (1, 2, 4, 8, 16)
 SLICES = (1, 2, 4, 8)
 TRIED_VECS = (1, 2, 4)
-TRIED_WAVES = 8  # with these every number of rows and every vector is legal
+# With these every number of rows and every vector is legal. NVIDIA's kernels let warps share a row's splits where a
+# block has one row, and have a warp for each row else.
+TRIED_WAVES = {"amd": (8,), "nvidia": (2, 4, 8)}
 
 
 def candidates(problem: Any, arch: ArchSpec) -> Iterator[CombineConfig]:
@@ -45,7 +47,7 @@ def build(arch: ArchSpec, progress: Callable[[int, int], None] | None = None) ->
 
     Returns how many were compiled, into this user's cache. BuildError where there is no compiler.
     """
-    return build_points(arch, _legal(arch, 512, TRIED_VECS, (TRIED_WAVES,), (1,)), progress)
+    return build_points(arch, _legal(arch, 512, TRIED_VECS, TRIED_WAVES[arch.vendor], (1,)), progress)
 
 
 def build_points(
