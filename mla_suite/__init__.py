@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 
 __version__ = "0.1.0"
+__all__ = ["append_kv", "combine", "debug", "decode", "emulate", "explain", "plan", "sparse_decode"]
 
 for _link in ("ops", "csrc"):
     if not (Path(__file__).parent / _link).is_dir():

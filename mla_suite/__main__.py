@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 
@@ -38,9 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(own)
     try:
         result: int = module.run(own.parse_args(arguments[1:]))
+        sys.stdout.flush()
     except ValueError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python writes the rest at exit, and fails
+        return 1  # as rich does where it prints
     except KeyboardInterrupt:
         print(f"{command}: stopped", file=sys.stderr)
         return INTERRUPTED

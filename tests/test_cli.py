@@ -1,7 +1,10 @@
 """The command line teaches: every command has help, and a wrong one names those that exist."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -31,6 +34,19 @@ def test_unknown_command_lists_the_known(capsys: pytest.CaptureFixture[str]) -> 
     assert all(command in error for command in COMMANDS)
 
 
+@pytest.mark.parametrize("command", ["formats", "support"], ids=["rich", "print"])
+def test_a_reader_that_stops_early_ends_a_command_quietly(command: str) -> None:
+    arguments = [sys.executable, "-m", "mla_suite", command]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"}
+    ) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 1
+
+
 def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     listing = capsys.readouterr().out
@@ -47,7 +63,7 @@ def test_no_command_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
         ("explain plan --on sm_90 --heads 16 --kv 64", "is one of decode or sparse_decode, not of plan"),
         ("explain decode --on sm_90 --kv 64", "explain: a problem of decode needs --heads"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --topk 8", "--topk is not an option of decode; it takes --kv"),
-        ("explain decode --on sm_90 --heads 16 --kv -1", "--kv is -1; it takes 0 or more keys"),
+        ("explain decode --on sm_90 --heads 16 --kv -1", "--kv -1; it is a number of keys, 0 at least"),
         ("explain decode --on sm_90 --heads 16 --kv 64 --kv-format nope", "explain: kv_format 'nope' is unknown"),
         ("explain decode --on sm_90 --heads 1 --kv 9 --split-size 4 --num-splits 2", "num_splits"),
         ("demo --kv-format nope", "demo: kv_format 'nope' is unknown; the kv_formats are bf16, "),

@@ -74,8 +74,12 @@ def tensor(
     rank: int | Sequence[int],
     dtypes: Sequence[torch.dtype],
     like: torch.Tensor | None = None,
+    taker: str = "it",
 ) -> None:
-    """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided."""
+    """Refuse a tensor of another rank, dtype or device than `like`, or whose last dimension is strided.
+
+    taker  who takes these dtypes, in the message
+    """
     if value is None:  # torch takes it for a tensor that has no value
         fail(op, argument, "is None", "it takes a tensor", TypeError)
     ranks = (rank,) if isinstance(rank, int) else tuple(rank)
@@ -83,7 +87,7 @@ def tensor(
         fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {' or '.join(map(str, ranks))} dimensions")
     if value.dtype not in dtypes:
         given = str(value.dtype).removeprefix("torch.")
-        fail(op, argument, f"is {given}", f"it takes {dtype_names(dtypes)}", TypeError)
+        fail(op, argument, f"is {given}", f"{taker} takes {dtype_names(dtypes)}", TypeError)
     if like is not None and value.device != like.device:
         fail(op, argument, f"is on {value.device}", f"the other tensors are on {like.device}: move it there")
     if strided(value):

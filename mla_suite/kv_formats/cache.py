@@ -30,17 +30,29 @@ def empty(
     return blocks.as_strided((pages, page, kv_format.width), (stride, kv_format.width, 1))
 
 
-def check(kv_format: KVFormat, cache: torch.Tensor, head_dim: int, *, op: str, argument: str) -> None:
-    """Refuse a cache that cannot be in `kv_format` with rows of `head_dim` values. Reads metadata only."""
-    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(kv_format))
+def check(
+    kv_format: KVFormat,
+    cache: torch.Tensor,
+    head_dim: int,
+    *,
+    op: str,
+    argument: str,
+    like: torch.Tensor | None = None,
+) -> None:
+    """Refuse a cache that cannot be in `kv_format` with rows of `head_dim` values. Reads metadata only.
+
+    like  a tensor on the device where the cache must be
+    """
+    taker = f"kv_format {kv_format.name!r}"
+    checks.tensor(op, argument, cache, rank=3, dtypes=dtypes(kv_format), like=like, taker=taker)
     if not kv_format.dense and head_dim != kv_format.head_dim:
-        possible = f"kv_format {kv_format.name!r} holds rows of {kv_format.head_dim}"
+        possible = f"{taker} holds rows of {kv_format.head_dim}"
         checks.fail(op, argument, f"is read as rows of {head_dim}", possible)
     width = head_dim if kv_format.dense else kv_format.width
     pages, page, given = cache.shape
     if given != width:
-        possible = f"kv_format {kv_format.name!r} takes [pages, page, {width}]"
-        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", possible)
+        rows = f" for rows of {head_dim} values" if kv_format.dense else ""
+        checks.fail(op, argument, f"has shape {tuple(cache.shape)}", f"{taker} takes [pages, page, {width}]{rows}")
     if page < 1:
         checks.fail(op, argument, f"has shape {tuple(cache.shape)}", "a page holds 1 token or more")
     strides = cache.stride()

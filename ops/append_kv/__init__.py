@@ -83,8 +83,6 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
     tokens, latent = args.kv_c.shape
     rope = args.k_pe.shape[1]
     checks.shape("append_kv", "k_pe", args.k_pe, (tokens, rope), "[tokens, rope]")
-    checks.tensor("append_kv", "kv_cache", args.kv_cache, rank=3, dtypes=caches.dtypes(kind), like=args.kv_c)
-    checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     if not kind.dense:
         checks.shape(
             "append_kv", "kv_c", args.kv_c, (tokens, kind.latent), f"[tokens, latent] of kv_format {args.kv_format!r}"
@@ -92,7 +90,8 @@ def check(args: AppendKvArgs) -> tuple[Output, ...]:
         checks.shape(
             "append_kv", "k_pe", args.k_pe, (tokens, kind.rope), f"[tokens, rope] of kv_format {args.kv_format!r}"
         )
-    caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache")
+    caches.check(kind, args.kv_cache, latent + rope, op="append_kv", argument="kv_cache", like=args.kv_c)
+    checks.written_whole("append_kv", "kv_cache", args.kv_cache)
     caches.check_descale(kind, args.kv_descale, args.kv_c, op="append_kv", argument="kv_descale")
     checks.tensor("append_kv", "slot_mapping", args.slot_mapping, rank=1, dtypes=SLOT_DTYPES, like=args.kv_c)
     checks.shape("append_kv", "slot_mapping", args.slot_mapping, (tokens,), "[tokens]")

@@ -165,8 +165,7 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
     kind = declared(args.kv_format)
     checks.tensor("decode", "q", args.q, rank=3 if args.cu_seqlens_q is not None else 4, dtypes=Q_DTYPES)
     heads, head_dim = args.q.shape[-2:]
-    checks.tensor("decode", "kv_cache", args.kv_cache, rank=3, dtypes=caches.dtypes(kind), like=args.q)
-    caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache")
+    caches.check(kind, args.kv_cache, head_dim, op="decode", argument="kv_cache", like=args.q)
     checks.tensor("decode", "seq_lens", args.seq_lens, rank=1, dtypes=checks.INDEX, like=args.q)
     batch = args.seq_lens.shape[0]
     if args.cu_seqlens_q is None:

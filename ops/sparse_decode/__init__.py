@@ -128,8 +128,7 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
     for i, (cache, name) in enumerate(zip(args.kv_caches, args.kv_formats, strict=True)):
         kind = declared(name)
         argument = f"kv_caches[{i}]"
-        checks.tensor("sparse_decode", argument, cache, rank=3, dtypes=caches.dtypes(kind), like=args.q)
-        caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument)
+        caches.check(kind, cache, head_dim, op="sparse_decode", argument=argument, like=args.q)
         _check_selection(args.q, i, args.indices[i], indptrs[i], topk_lengths[i])
     if args.attn_sink is not None:
         checks.tensor("sparse_decode", "attn_sink", args.attn_sink, rank=1, dtypes=checks.FLOAT32, like=args.q)

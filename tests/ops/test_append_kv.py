@@ -264,10 +264,10 @@ BAD = {
     "k_pe width": (lambda: arguments(k_pe=torch.zeros(3, 32).bfloat16()), "k_pe has shape"),
     "device": (lambda: arguments(kv_cache=torch.empty(2, 4, 656, dtype=torch.uint8, device="meta")), "is on meta"),
     "kv_format": (lambda: arguments(kv_format="v4"), "kv_format 'v4' is unknown; the kv_formats are bf16"),
-    "wrong kv_format": (lambda: arguments(kv_format="bf16"), "kv_cache is uint8; it takes bfloat16"),
+    "wrong kv_format": (lambda: arguments(kv_format="bf16"), "kv_cache is uint8; kv_format 'bf16' takes bfloat16"),
     "other flavour": (
         lambda: arguments("dsv4", kv_cache=torch.zeros(2, 4, 584, dtype=torch.uint8).view(torch.float8_e4m3fnuz)),
-        "kv_cache is float8_e4m3fnuz; it takes uint8 or float8_e4m3fn",
+        "kv_cache is float8_e4m3fnuz; kv_format 'dsv4' takes uint8 or float8_e4m3fn",
     ),
     "misaligned": (
         lambda: arguments(kv_cache=torch.zeros(8 * 656 + 8, dtype=torch.uint8)[8:].view(2, 4, 656)),

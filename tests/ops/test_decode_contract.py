@@ -144,7 +144,7 @@ BAD = [
     ({Q: torch.zeros(3, 1, 4, 24).bfloat16()}, r"q has shape \(3, 1, 4, 24\); seq_lens has 2 sequences"),
     ({Q: torch.zeros(2, 1, 4, 32).bfloat16()}, r"kv_cache has shape \(\d+, 16, 24\); kv_format 'bf16' takes"),
     ({Q: torch.zeros(2, 1, 24, 4).bfloat16().mT}, "q has strides .*; its last dimension must be contiguous"),
-    ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; it takes bfloat16"),
+    ({CACHE: torch.zeros(9, 16, 24)}, "kv_cache is float32; kv_format 'bf16' takes bfloat16"),
     ({CACHE: torch.zeros(9, 24).bfloat16()}, r"kv_cache has shape \(9, 24\); it takes 3 dimensions"),
     (
         {CACHE: torch.zeros(9, 32, 24).bfloat16()[:, ::2]},
@@ -192,7 +192,7 @@ BAD = [
     ({"softmax_scale": 1.0, "head_dim_v": 25}, "head_dim_v is 25; it takes 1..24"),
     ({"head_dim_v": 0}, "head_dim_v is 0"),
     ({"kv_format": "fp4"}, "kv_format 'fp4' is unknown; the kv_formats are bf16, "),
-    ({"kv_format": "fp8"}, "kv_cache is bfloat16; it takes float8_e4m3fn or uint8"),
+    ({"kv_format": "fp8"}, "kv_cache is bfloat16; kv_format 'fp8' takes float8_e4m3fn or uint8"),
     ({"max_seqlen_kv": 50}, r"seq_lens\[0\] is 70; it takes 0..50 \(max_seqlen_kv\)"),
     ({"max_seqlen_kv": -1}, "max_seqlen_kv is -1"),
     ({"max_seqlen_q": 3}, "max_seqlen_q is 3; q has 1 query tokens"),
