@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import free_port
+import torch.distributed as dist
 
 from mla_suite.__main__ import main
 
@@ -29,14 +29,16 @@ def sentences(*command: str) -> list[str]:
     """Returns what two failing ranks say, in the order of the ranks.
 
     The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
-    before its own sentence is written says nothing.
+    before its own sentence is written says nothing. As under torchrun, the process that starts them holds their store.
     """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     described = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(store.port),
         "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     ranks = [

@@ -106,11 +106,9 @@ def disagree(rank: int, tp_size: int, cp_size: int) -> None:
         tiny_layer(tp_size, cp_size, num_heads=4 + 4 * rank)
     decode = tiny_layer(tp_size, cp_size)
     decode(2)
-    began = time.monotonic()
     what = r"sum is \(2, 1, 128\)" if cp_size == 1 else r"gather is \(2, 1, 4, 576\)"
     with pytest.raises(ValueError, match=rf"the ranks disagree: what they {what} torch.float32 on rank 0, \(3, 1, "):
         decode(2 + rank)
-    assert time.monotonic() - began < TIMEOUT_S
 
 
 @BOTH
