@@ -111,10 +111,10 @@ def test_a_rank_that_dies_between_steps_is_one_sentence_of_the_other(tmp_path, t
     )
 
 
-@BOTH
-def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path, tp, cp):
+def test_ranks_that_disagree_say_so_in_one_sentence_each(tmp_path):
     said = "the ranks disagree: tokens is 3 on rank 0, 4 on rank 1; give all of them the same"
-    assert sentences(faulty(tmp_path, "tokens += rank", tp, cp)) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
+    program = faulty(tmp_path, "tokens += rank", tp=1, cp=2)  # they agree before a layer is spread in either way
+    assert sentences(program) == [f"demo: rank {rank}: {said}" for rank in (0, 1)]
 
 
 def test_without_torchrun_the_command_is_named(capsys):
