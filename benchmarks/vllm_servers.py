@@ -61,6 +61,7 @@ class Server:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    held: socket.socket | None = None  # bound to the port, so that nobody else is given it before the server listens
 
     def implementations(self) -> set[str]:
         """The implementations of our decode that ran in this server, such as "native on sm_90"."""
@@ -128,9 +129,10 @@ def environment(folder: Path, backend: str) -> dict[str, str]:
 def start(name: str, model: Path, logs: Path, servers: int, options: argparse.Namespace) -> Server:
     """Start a server; it is not up when this returns."""
     backend, _, rounds = name.partition(":")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the server sets it too, and may listen then
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
     most = max(load.concurrency for load in options.loads)
     settings: dict[str, Any] = {
         "--model": model,
@@ -164,7 +166,7 @@ def start(name: str, model: Path, logs: Path, servers: int, options: argparse.Na
         process = subprocess.Popen(
             command, env=environment(model, backend), cwd=model, stdout=out, stderr=out, start_new_session=True
         )
-    return Server(backend, int(rounds or options.rounds), process, port, log)
+    return Server(backend, int(rounds or options.rounds), process, port, log, held)
 
 
 def wait_until_up(server: Server, end: float) -> None:

@@ -13,6 +13,11 @@ collect_ignore = [] if os.environ.get("MLA_SUITE_HIP_ARCH") else ["hip"]
 BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest test first, so that no core waits for it at the end."""
+    items.sort(key=lambda item: item.name != "test_kernels_in_the_interpreter")
+
+
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> int:
     seed = BASE + zlib.crc32(request.node.nodeid.encode())

@@ -155,7 +155,11 @@ def _compiled(
         (work / item.arch.name).mkdir(parents=True, exist_ok=True)
     compiled = locations.file_hashes(csrc)
     if wanted:
-        said = ninja_plan.run(work, ninja_plan.programs(amd, nvidia), jobs, progress)
+        ninja_plan.drop_outdated(work, csrc, wanted, compiled)
+        try:
+            said = ninja_plan.run(work, ninja_plan.programs(amd, nvidia), jobs, progress)
+        finally:  # what was compiled before another kernel failed is up to date
+            ninja_plan.note_inputs(work, csrc, wanted, compiled)
         if said:
             print(said, file=sys.stderr)
     made = [_entry(item, site) for item in wanted]

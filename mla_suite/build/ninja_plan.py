@@ -194,6 +194,39 @@ def run(
     raise BuildError("\n".join([*message, f"{what} in {folder}"]))
 
 
+def drop_outdated(folder: Path, csrc: Path, instances: Sequence[Instance], hashes: Mapping[str, str]) -> None:
+    """Removes what was compiled from other inputs than those of now, so that ninja compiles it again.
+
+    ninja compares times, and an edit need not be newer than an object: a copy may keep an older time, and a file system
+    may count whole seconds. `hashes` has the sources of now.
+    """
+    for item in instances:
+        output, note = _first_output(folder, item), folder / item.arch.name / f"{item.id}.inputs"
+        if output.is_file() and note.is_file() and note.read_text() != _inputs(folder, csrc, item, hashes):
+            output.unlink()
+
+
+def note_inputs(folder: Path, csrc: Path, instances: Sequence[Instance], hashes: Mapping[str, str]) -> None:
+    """Writes beside each object that is there what it was compiled from, for `drop_outdated` of the next build."""
+    for item in instances:
+        if _first_output(folder, item).is_file():
+            note = folder / item.arch.name / f"{item.id}.inputs"
+            write_if_changed(note, _inputs(folder, csrc, item, hashes))
+
+
+def _first_output(folder: Path, item: Instance) -> Path:
+    """What a compiler makes of the source; the rest is made of it."""
+    return folder / item.arch.name / f"{item.id}{'.s' if item.arch.vendor == 'amd' else '.cubin'}"
+
+
+def _inputs(folder: Path, csrc: Path, item: Instance, hashes: Mapping[str, str]) -> str:
+    depfile = folder / item.arch.name / f"{item.id}.d"
+    sources = dependencies(depfile, csrc) if depfile.is_file() else ()
+    made = [folder / "params" / f"{item.params}.hpp", folder / f"{item.arch.vendor}.compiler"]
+    lines = [f"{name} {hashes.get(name, 'absent')}" for name in sources]
+    return "\n".join([*lines, *(f"{path.name} {sha256(path.read_bytes())}" for path in made), ""])
+
+
 def dependencies(depfile: Path, csrc: Path) -> tuple[str, ...]:
     """Files under `csrc` named in a compiler's depfile, relative to it, sorted."""
     text = depfile.read_text(encoding="utf-8").replace("\\\n", " ").partition(": ")[2]

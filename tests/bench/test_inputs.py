@@ -1,5 +1,6 @@
 """Inputs rotate without losing their kv_format, and a wrong result is not timed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,11 +134,21 @@ def test_portable_refuses_the_cpu_in_a_sentence() -> None:
     assert not result.wrong
 
 
-def test_cpu_rounds_are_microseconds() -> None:
-    import time
+@pytest.mark.parametrize("took_s", [2e-6, 0.002, 0.6])
+def test_cpu_rounds_are_microseconds(took_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves when the call does; the first call, which is slower, decides how often it is repeated."""
+    now, calls = 0.0, 0
 
-    rounds = clock.cpu_rounds(lambda: time.sleep(0.002), ONCE)
-    assert all(1900 < us < 20000 for us in rounds)
+    def call() -> None:
+        nonlocal now, calls
+        calls += 1
+        now += took_s if calls > 1 else 1.5 * took_s
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    rounds = clock.cpu_rounds(call, ONCE)
+    assert rounds == pytest.approx([took_s * 1e6] * ONCE.rounds)
+    repeats = {2e-6: 5 * 666, 0.002: 5, 0.6: 1}[took_s]
+    assert calls == 1 + ONCE.rounds * repeats
 
 
 def test_fp8_weights_have_a_bound_where_the_dominant_value_is_zero() -> None:

@@ -38,7 +38,7 @@ def _built() -> None:
 
 
 def benchmarks(*arguments: str, where: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "benchmarks", "-q"]
+    command = [sys.executable, "-m", "pytest", "benchmarks/bench_operators.py", "-q"]
     command += ["--set", "counted", "--arch", "gfx942", "-k", f"{SHAPE} and not time", *arguments]
     # pytest-benchmark saves nothing in what it takes for a process of pytest-xdist.
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_tree import IDS, edit, make, shell, stamps
+from sample_tree import IDS, edit, make, outputs, shell
 
 from mla_suite.build import BuildError, ObjectError, build, compilers, emulator_library, locations, manifest, ninja_plan
 
@@ -76,20 +76,49 @@ def test_only_what_changed_is_rebuilt(csrc, tmp_path):
     build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
     assert len(steps) >= len(ARCHS)
     assert steps == [(number, len(steps)) for number in range(1, len(steps) + 1)]
+    every = len(steps)
     steps.clear()
-    first = stamps(out)
+    first = outputs(out)
     build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
-    assert stamps(out) == first
+    assert outputs(out) == first
     assert not steps
     edit(csrc / "gfx942" / "scale.hip", "p.scale \\*", "2 * p.scale *")
-    build(ARCHS, csrc=csrc, out=out)
-    changed = {path for path, stamp in stamps(out).items() if first[path] != stamp}
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    changed = {path for path, data in outputs(out).items() if first[path] != data}
     assert changed == {path for path in first if "gfx942" in path.parts}
-    second = stamps(out)
+    assert len(steps) == every // 2, "gfx950 compiles nothing"
+    second = outputs(out)
     edit(csrc / "common" / "device.hpp", r"static_cast<int>\(__builtin_amdgcn_workitem_id_x\(\)\)", "1")
     build(ARCHS, csrc=csrc, out=out)
-    changed = {path for path, stamp in stamps(out).items() if second[path] != stamp}
+    changed = {path for path, data in outputs(out).items() if second[path] != data}
     assert changed == set(first), "a header rebuilds all that include it"
+
+
+@pytest.mark.parametrize("name", ["gfx942/scale.hip", "common/device.hpp"])
+def test_an_edit_counts_whatever_its_time_is(csrc, tmp_path, name):
+    """A copy may keep an old time, and a coarse clock gives an edit the time of the object that it is newer than."""
+    out, source, steps = tmp_path / "objects", csrc / name, []
+    build(["gfx942"], csrc=csrc, out=out)
+    first = outputs(out)
+    written = source.stat().st_mtime_ns
+    source.write_text(source.read_text().replace("__builtin_amdgcn_workitem_id_x()", "1").replace("p.scale *", "2 *"))
+    os.utime(source, ns=(written, written))
+    build(["gfx942"], csrc=csrc, out=out)
+    assert {path for path, data in outputs(out).items() if first[path] != data} == set(first)
+    build(["gfx942"], csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert not steps
+
+
+def test_what_compiled_beside_a_failure_is_not_compiled_again(csrc, tmp_path):
+    out, steps = tmp_path / "objects", []
+    edit(csrc / "gfx950" / "scale.hip", "p.count;", "p.cuont;")
+    with pytest.raises(BuildError, match="no member named 'cuont'"):
+        build(ARCHS, csrc=csrc, out=out, jobs=len(ARCHS) * len(IDS))  # all begin at once
+    ready = len(outputs(out))
+    assert ready
+    edit(csrc / "gfx950" / "scale.hip", "p.cuont;", "p.count;")
+    build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
+    assert len(steps) == 3 * len(ARCHS) * len(IDS) - ready
 
 
 def moved(program: str, levels: int, place: Path) -> str:
@@ -102,12 +131,12 @@ def moved(program: str, levels: int, place: Path) -> str:
 def test_the_same_compiler_elsewhere_rebuilds_nothing(csrc, tmp_path, monkeypatch):
     out, steps = tmp_path / "objects", []
     build(ARCHS, csrc=csrc, out=out)
-    first, found = stamps(out), compilers.find_amd()
+    first, found = outputs(out), compilers.find_amd()
     clang = moved(found.clang[0], 0, tmp_path / "elsewhere")
     elsewhere = replace(found, clang=(clang, *found.clang[1:]), lld=(clang, *found.lld[1:]))
     monkeypatch.setattr(compilers, "find_amd", lambda *named: elsewhere)
     build(ARCHS, csrc=csrc, out=out, progress=lambda *step: steps.append(step))
-    assert (stamps(out), steps) == (first, [])
+    assert (outputs(out), steps) == (first, [])
     other = tmp_path / "another compiler"
     other.write_text(f'#!/bin/sh\nexec {clang} "$@"\n')
     other.chmod(0o755)

@@ -1,6 +1,7 @@
 """The library's build: made once, again when a source changes, and a compiler's own words when it fails."""
 
 import ctypes
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -23,12 +24,12 @@ def sources(tmp_path):
 
 def test_built_once_and_again_when_a_source_changes(tmp_path, sources):
     first = emulator_library.build_library(tmp_path / "out", sources)
-    made = first.stat().st_mtime_ns
+    os.utime(first, ns=(0, 0))  # a file that is made again has a time of its own, however coarse the clock is
     assert ctypes.CDLL(str(first)).answer() == 41
-    assert emulator_library.build_library(tmp_path / "out", sources).stat().st_mtime_ns == made
+    assert emulator_library.build_library(tmp_path / "out", sources).stat().st_mtime_ns == 0
     (sources / "answer.cpp").write_text((sources / "answer.cpp").read_text().replace("41", "42"))
     second = emulator_library.build_library(tmp_path / "out", sources)
-    assert second.stat().st_mtime_ns > made
+    assert second.stat().st_mtime_ns > 0
     # The loader keeps the first file open under its path, so the new one is loaded from another.
     copy = tmp_path / "copy.so"
     copy.write_bytes(second.read_bytes())

@@ -1,6 +1,8 @@
 """A check that cannot run here does not end like one that passed, and one that ran ends as it did."""
 
 import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
 
 import compile_strictly
 import pytest
@@ -60,3 +62,13 @@ def test_a_compiler_that_is_not_installed(commands, tmp_path, capsys):
     assert compile_strictly.main("gfx942", str(tmp_path), "/nowhere/clang-19") == 77
     assert not ran
     assert capsys.readouterr().out == "skipped: /nowhere/clang-19 is not installed\n"
+
+
+def test_no_folder_of_tests_is_passed_over(request):
+    """pytest's own list of folders to leave out has names, such as `build`, that a folder of tests may have."""
+    tests = Path(__file__).parents[1]
+    left_out = request.config.getini("norecursedirs")
+    with_tests = {path.parent for path in tests.rglob("test_*.py")}
+    parts = {part for folder in with_tests for part in folder.relative_to(tests).parts}
+    assert "build" in parts
+    assert not {part for part in parts if any(fnmatch(part, pattern) for pattern in left_out)}

@@ -17,23 +17,25 @@ START_LIMIT_S = 240
 @contextlib.contextmanager
 def running(command: list[str], environment: dict[str, str], folder: Path) -> Iterator[str]:
     """The address of the server that `command` starts in `folder`, while it runs. `folder` gets its log."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    log, command = folder / "server.log", [*command, "--port", str(port)]
-    with log.open("w") as out:
-        # `-m` looks in the working directory first, and the root of an editable checkout names plugins of its own.
-        process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        address, end = f"http://localhost:{port}", time.monotonic() + START_LIMIT_S
-        while not _answers(address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() < end, log.read_text()[-3000:]
-            time.sleep(0.2)
-        yield address
-    finally:
-        process.terminate()
-        process.wait(timeout=60)
+    with socket.socket() as held:
+        # A port that is bound is given to nobody else; a server, which sets this option too, may listen on it.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        log, command = folder / "server.log", [*command, "--port", str(port)]
+        with log.open("w") as out:
+            # `-m` looks in the working directory first, and the root of an editable checkout names plugins of its own.
+            process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            address, end = f"http://127.0.0.1:{port}", time.monotonic() + START_LIMIT_S
+            while not _answers(address):
+                assert process.poll() is None, log.read_text()[-3000:]
+                assert time.monotonic() < end, log.read_text()[-3000:]
+                time.sleep(0.2)
+            yield address
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
 
 
 def _answers(address: str) -> bool:

@@ -11,10 +11,11 @@ _Static_assert(sizeof(hipStreamCaptureMode) == 4 && sizeof(hipError_t) == 4, "en
 _Static_assert(sizeof(hipFunction_t) == 8 && sizeof(hipStream_t) == 8 && sizeof(hipModule_t) == 8, "handles");
 
 hipError_t hipThreadExchangeStreamCaptureMode(hipStreamCaptureMode *mode) {
-  int given = *mode;
+  int given = *mode, code = record("hipThreadExchangeStreamCaptureMode", "%d", given);
+  if (code) return code;
   *mode = (hipStreamCaptureMode)stub_capture_mode;
   stub_capture_mode = given;
-  return record("hipThreadExchangeStreamCaptureMode", "%d", given);
+  return 0;
 }
 hipError_t hipModuleLoadData(hipModule_t *module, const void *image) {
   const unsigned char *bytes = image;

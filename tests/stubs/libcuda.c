@@ -44,10 +44,11 @@ CUresult cuCtxSetCurrent(CUcontext context) {
   return record("cuCtxSetCurrent", "%p", (void *)context);
 }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
-  int given = *mode;
+  int given = *mode, code = record("cuThreadExchangeStreamCaptureMode", "%d", given);
+  if (code) return code;
   *mode = (CUstreamCaptureMode)stub_capture_mode;
   stub_capture_mode = given;
-  return record("cuThreadExchangeStreamCaptureMode", "%d", given);
+  return 0;
 }
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   const unsigned char *bytes = image;

@@ -49,7 +49,7 @@ void stub_reset(int params_bytes) {
   pthread_mutex_lock(&stub_mutex);
   stub_used = 0;
   stub_text[0] = 0;
-  stub_failing_times = stub_capturing = 0;
+  stub_failing_times = stub_capturing = stub_capture_mode = 0;
   stub_params_bytes = params_bytes;
   pthread_mutex_unlock(&stub_mutex);
 }

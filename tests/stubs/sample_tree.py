@@ -76,6 +76,6 @@ def shell(path: Path, text: str) -> Path:
     return path
 
 
-def stamps(out: Path) -> dict[Path, int]:
-    """When each file of a build was written."""
-    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}
+def outputs(out: Path) -> dict[Path, bytes]:
+    """What a build wrote. Not when: two writes within one tick of a file system's clock have one time."""
+    return {path: path.read_bytes() for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}
