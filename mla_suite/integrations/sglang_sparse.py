@@ -109,7 +109,7 @@ def _kv_format(backend: Any) -> str:
     """Returns the kv_format of the pool's rows, or refuses a server that sparse_decode does not serve."""
     device = torch.device(backend.device).type
     if device not in ("cuda", "cpu"):
-        refuse(NAME, f"the device is {device}", f"it takes GPUs of NVIDIA and AMD: {OTHERWISE}")
+        refuse(NAME, f"the device is {device}", f"it takes GPUs of CUDA and ROCm: {OTHERWISE}")
     ranks = getattr(backend, "dcp_size", 1)
     if ranks > 1:
         given = f"decode context parallelism over {ranks} ranks is not supported"
@@ -123,7 +123,7 @@ def _kv_format(backend: Any) -> str:
     if backend.dsa_kv_cache_store_fp8:
         return "v32"
     dtype = backend.token_to_kv_pool.dtype
-    if dtype not in WIDE:  # SGLang stores such rows where prefill is TRT-LLM's, or a kernel for AMD's GPUs
+    if dtype not in WIDE:  # SGLang stores such rows where prefill is TRT-LLM's, or on ROCm
         possible = "it takes 656-byte records, which follow from --dsa-prefill-backend flashmla_kv, and 16-bit rows"
         refuse(NAME, f"rows are plain {str(dtype).removeprefix('torch.')}", possible)
     return WIDE[dtype]

@@ -249,7 +249,7 @@ def test_trees_of_drafts_are_refused_before_anything_is_written(monkeypatch, dec
     (dict(index_kpool=4), "the indexer selects pools of 4 keys, not single keys; choose another"),
     (dict(qk_rope_head_dim=0), "rows are of 512 latent and 0 rope values; it takes 512 and 64: choose another"),
     (dict(dtype=FP8, kv_cache_dim=WIDTH), "rows are plain float8_e4m3fn; it takes 656-byte records"),
-    (dict(device="xpu"), "the device is xpu; it takes GPUs of NVIDIA and AMD: choose another --dsa-decode-backend"),
+    (dict(device="xpu"), "the device is xpu; it takes GPUs of CUDA and ROCm: choose another --dsa-decode-backend"),
 ])  # fmt: skip
 def test_servers_that_are_refused(monkeypatch, change, reason):
     change = dict(change)
