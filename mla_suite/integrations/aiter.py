@@ -93,9 +93,9 @@ def mla_decode_fwd(
     result stands in its place.
     """
     name = "mla_decode_fwd"
-    needed = dict(q=q, kv_buffer=kv_buffer, o=o, qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices)
-    optional = dict(kv_last_page_lens=kv_last_page_lens, work_indptr=work_indptr, work_info_set=work_info_set)
-    check_kinds(name, needed, optional, dict(max_seqlen_q=max_seqlen_q))
+    tensors = q, kv_buffer, o, qo_indptr, kv_indptr, kv_indices
+    if not all(map(torch.is_tensor, tensors)) or kv_indptr.dim() == 0 or not isinstance(max_seqlen_q, int):
+        _refuse_kinds(name, tensors, max_seqlen_q)
     if logit_cap > 0:
         _refuse(name, f"logit_cap is {logit_cap}", "scores are not capped: pass 0")
     if nhead_kv != 1:
@@ -148,6 +148,12 @@ def mla_decode_fwd(
         lse=lse,
     )
     return o, lse if return_lse else None
+
+
+def _refuse_kinds(name: str, tensors: tuple[Any, ...], max_seqlen_q: Any) -> None:
+    """TypeError for what is no tensor, has no dimension or is no int; apart, since every call would pay for it."""
+    names = ("q", "kv_buffer", "o", "qo_indptr", "kv_indptr", "kv_indices")
+    check_kinds(name, dict(zip(names, tensors, strict=True)), {}, dict(max_seqlen_q=max_seqlen_q))
 
 
 def mla_reduce_decode(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
