@@ -74,7 +74,7 @@ MLA_DEVICE void ring(const RingArrays& a) {
   const KeyReadMap<Tile> pieces(lane);
   const ColumnReadMap<Tile> columns(lane);
   const int count = (a.end_key - a.first_key + keys - 1) / keys;
-  Ring stages(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, nullptr, count, lds, lane, wave);
+  Ring stages(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, nullptr, count, lds, lane, wave);
   wait_all_loads();
   uint32_t filled = 0, used = 0;
   for (int n = 0; n < Ring::prefetch && n < count; ++n) {

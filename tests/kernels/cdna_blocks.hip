@@ -155,7 +155,7 @@ MLA_DEVICE void stages(const StageArrays& a) {
   const mla::KvSource source(p, element_bytes, 0);
   const KvStageReadMap places(lane);
   const int count = (a.end_key - a.first_key + 15) / 16;
-  Stages ring(source, mla::WorkItem{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
+  Stages ring(source, mla::WorkTile{0, a.first_key, a.end_key, -1}, a.rope_cos_sin, count, lds, lane, wave);
   wait_all_loads();
   int filled = 0, used = 0;
   for (int n = 0; n < Stages::prefetch && n < count; ++n) {
