@@ -215,7 +215,7 @@ def note_inputs(folder: Path, csrc: Path, instances: Sequence[Instance], hashes:
 
 
 def _first_output(folder: Path, item: Instance) -> Path:
-    """What a compiler makes of the source; the rest is made of it."""
+    """Returns what a compiler makes of the source; the rest is made of it."""
     return folder / item.arch.name / f"{item.id}{'.s' if item.arch.vendor == 'amd' else '.cubin'}"
 
 

@@ -31,7 +31,7 @@ def sentences(*command: str) -> list[str]:
     The ranks are started without torchrun, which ends all others within 0.1 s of the first failure: a rank that it ends
     before its own sentence is written says nothing. As under torchrun, the process that starts them holds their store.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)  # which waits for nobody else
     described = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",

@@ -77,5 +77,5 @@ def shell(path: Path, text: str) -> Path:
 
 
 def outputs(out: Path) -> dict[Path, bytes]:
-    """What a build wrote. Not when: two writes within one tick of a file system's clock have one time."""
+    """Returns what a build wrote, and not when: two writes within one tick of a file system's clock have one time."""
     return {path: path.read_bytes() for path in out.rglob("*") if path.suffix in (".s", ".o", ".hsaco", ".gz")}
