@@ -55,10 +55,8 @@ class LatentCache(Cache):
         self.paged = PagedLatentCache(len(indices), batch * width, page_size, kv_format=kv_format, device=device)
         self.sequences = [self.paged.allocate(width * page_size) for _ in range(batch)]
         self.block_table = self._table()
-        self._index, self._selectable = (
-            torch.empty(0, dtype=torch.int64, device=device),
-            0,
-        )  # of the step that `begin` began
+        self._index = torch.empty(0, dtype=torch.int64, device=device)  # these two of the step that `begin` began
+        self._selectable = 0
         self.seq_lens = torch.zeros(batch, dtype=torch.int32, device=device)
         self.index_keys = {
             layer_idx: torch.zeros(batch, self.max_len + 1, head_dim, dtype=dtype, device=device)
