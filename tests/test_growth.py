@@ -102,7 +102,7 @@ TOY_FORMAT = """    KVFormat(
     ),
 """
 
-TUNED_ROW = "512,bf16,132,16,3,4,2,2,8,1,0,counted,,,,,,,,,2026-11-22,0123456789abcdef0123456789abcdef01234567,"
+TUNED_ROW = "512,bf16,132,16,3,4,1,2,8,1,0,counted,,,,,,,,,2026-11-22,0123456789abcdef0123456789abcdef01234567,"
 
 QUESTIONS = """
 import json
@@ -353,4 +353,4 @@ def test_kernels_that_cannot_read_4_bits_refuse_in_a_sentence(said):
 def test_a_tuned_row_decides_its_shape_and_asks_for_its_kernel(said):
     assert said["tuned"]["backend"] == "native"
     assert "combine/tuned/sm_90.csv:" in said["tuned"]["why"]
-    assert any("rows-2_vec-2_waves-8_slices-1" in name for name in said["instances"]), said["instances"]
+    assert any("rows-1_vec-2_waves-8_slices-1" in name for name in said["instances"]), said["instances"]

@@ -132,7 +132,7 @@ def test_a_list_that_the_caller_changes_is_looked_at_again():
     for _ in range(3):
         OPS.sparse_decode.default(*args, kv_formats=formats, **kwargs)
     formats[0] = "fp32"
-    with pytest.raises(TypeError, match="it takes float32"):
+    with pytest.raises(TypeError, match="kv_format 'fp32' takes float32"):
         OPS.sparse_decode.default(*args, kv_formats=formats, **kwargs)
 
 
