@@ -100,6 +100,16 @@ def test_results_are_those_of_fp64(sources, dtype, rows):
         assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
 
 
+def with_a_fault(own: Path, sources: Path, right: str, broken: str) -> Path:
+    """A copy of the sources, in `own`, whose mainloop is broken in one place."""
+    shutil.copytree(sources, own)
+    path = own / DECODE / "swap_ab" / "mainloop.hpp"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, broken))
+    return own
+
+
 @pytest.mark.parametrize(
     ("right", "broken"),
     [
@@ -111,12 +121,7 @@ def test_results_are_those_of_fp64(sources, dtype, rows):
     ids=["keys overwritten early", "NaN behind the end", "scores read early", "a stage kept"],
 )
 def test_a_broken_mainloop_is_found(tmp_path, sources, right, broken):
-    own = tmp_path / "csrc"
-    shutil.copytree(sources, own)
-    path = own / DECODE / "swap_ab" / "mainloop.hpp"
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    own = with_a_fault(tmp_path / "csrc", sources, right, broken)
     assert ran(compiled(own, "fp16", 16), "5 3 7 1 2 sink 70 1 0 161 500").returncode != 0
 
 
@@ -143,12 +148,7 @@ def test_no_wait_of_a_sound_block_traps_in_a_debug_build(sources):
 )
 def test_a_wait_that_nothing_ends_traps_in_a_debug_build(tmp_path, sources, right, broken, where):
     """The line that the driver prints for a device-side assert names the wait, the block and the thread."""
-    own = tmp_path / "csrc"
-    shutil.copytree(sources, own)
-    path = own / DECODE / "swap_ab" / "mainloop.hpp"
-    text = path.read_text()
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, broken))
+    own = with_a_fault(tmp_path / "csrc", sources, right, broken)
     done = ran(compiled(own, "fp16", 16, MAX_TRIES), PLANNED)
     assert done.returncode == 3, done.stdout
     producer = (own / DECODE / "producer.hpp").read_text().splitlines()
