@@ -297,7 +297,10 @@ def test_validate_finds_what_is_wrong():
 
 BAD_CACHES = {
     "rank": (lambda: torch.zeros(2, 656, dtype=torch.uint8), "3 dimensions"),
-    "dtype": (lambda: torch.zeros(2, 4, 656, dtype=torch.int8), "is int8; kv_format 'v32' takes uint8 or float8_e4m3fn"),
+    "dtype": (
+        lambda: torch.zeros(2, 4, 656, dtype=torch.int8),
+        "is int8; kv_format 'v32' takes uint8 or float8_e4m3fn",
+    ),
     "flavour": (lambda: torch.zeros(2, 4, 656, dtype=torch.uint8).view(torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
     "width": (lambda: torch.zeros(2, 4, 576, dtype=torch.uint8), r"takes \[pages, page, 656\]"),
     "token stride": (lambda: torch.zeros(2, 4, 672, dtype=torch.uint8)[..., :656], "exactly 656 elements apart"),

@@ -46,7 +46,10 @@ BAD = {
         lambda: arguments(kv_formats=["dsv4", "dsv5"]),
         "kv_format 'dsv5' is unknown; the kv_formats are",
     ),
-    "cache dtype": (pool_changed(1, lambda: torch.zeros(2, 4, 584)), r"kv_caches\[1\] is float32; kv_format 'dsv4' takes uint8"),
+    "cache dtype": (
+        pool_changed(1, lambda: torch.zeros(2, 4, 584)),
+        r"kv_caches\[1\] is float32; kv_format 'dsv4' takes uint8",
+    ),
     "cache rank": (pool_changed(0, lambda: torch.zeros(2, 4, 1, 584).byte()), r"kv_caches\[0\] has shape"),
     "cache width": (pool_changed(0, lambda: torch.zeros(2, 4, 656).byte()), r"takes \[pages, page, 584\]"),
     "cache stride": (
