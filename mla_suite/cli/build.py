@@ -38,12 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with compiling() as step:
             manifest = build(
-                arguments.arch.split(",") if arguments.arch else None,
+                arguments.arch.split(",") if arguments.arch is not None else None,
                 out=arguments.out,
                 rocm=arguments.rocm,
                 nvcc=arguments.nvcc,
                 jobs=arguments.jobs,
-                kernels=arguments.kernel.split(",") if arguments.kernel else None,
+                kernels=arguments.kernel.split(",") if arguments.kernel is not None else None,
                 debug=arguments.debug,
                 progress=step,
             )

@@ -10,6 +10,7 @@ import sys
 import pytest
 from sample_tree import edit
 
+from mla_suite.__main__ import main
 from mla_suite.build import BuildError, ObjectError, build, locations, manifest
 from mla_suite.cli import kernels as kernels_command
 
@@ -247,3 +248,11 @@ def test_the_table_of_kernels(built, capsys, objects):
     (objects / "manifest.json").write_text("{")
     assert kernels_command.run(parser.parse_args(["--objects", str(objects)])) == 1
     assert "is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--arch", "--kernel"])
+def test_an_empty_list_is_no_list_of_all(option, capsys, tmp_path):
+    given = {"--arch": "gfx942", "--kernel": "combine", option: "", "--out": str(tmp_path)}
+    assert main(["build", *(word for pair in given.items() for word in pair)]) == 1
+    assert capsys.readouterr().err.startswith("unknown ")
+    assert list(tmp_path.iterdir()) == []
