@@ -68,8 +68,6 @@ def _decode(options: dict[str, Any], arch: ArchSpec | None) -> tuple[tuple[Any, 
     from mla_suite.kv_formats import cache as caches
 
     batch, page, keys = options.get("batch", 1), options.get("page", 64), options["kv"]
-    if keys < 0:
-        raise ValueError(f"--kv is {keys}; it takes 0 or more keys")
     kind = kv_formats.kv_format(options.get("kv_format", "bf16"))
     pages = -(-keys // page)
     tensors = (

@@ -23,10 +23,11 @@ from mla_suite.archs.common.sparse_decode import (
     shape_of,
     slots_and_tiles,
     split_note,
+    splits_of_call,
     supports,
 )
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WAVES = 4
 LEADING = ("q", *POINTERS)
@@ -111,13 +112,11 @@ class CdnaSparseConfig:
 
 
 def _splits(config: CdnaSparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
-    """Splits of each query token: the device filled once, MIN_SPLIT keys at least; 1 with a plan, which has its own."""
-    if shape.plan_words:
-        return 1
-    if args.split_size and not args.num_splits:
-        return splits_by_size(args)
+    """Splits of each query token; the kernel's own fill the device once, with MIN_SPLIT keys at least."""
     groups = shape.tokens * config.tiles(shape.heads)
-    return args.num_splits or max(1, min(config.arch.compute_units // groups, shape.keys // MIN_SPLIT))
+    return splits_of_call(
+        args, shape, lambda: max(1, min(config.arch.compute_units // groups, shape.keys // MIN_SPLIT))
+    )
 
 
 def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:

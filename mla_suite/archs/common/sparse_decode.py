@@ -32,7 +32,7 @@ from mla_suite.launch.driver import Start
 from mla_suite.launch.scratch import take
 from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import HEADER_WORDS, most_work_tiles
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
 
 MIN_SPLIT = 128  # keys: below this, combining costs more than another compute unit saves
 MAX_POOLS = 4  # groups of pool fields in the kernel's parameters
@@ -145,6 +145,13 @@ class Prepared(NamedTuple):
     shape: Shape
     slots: int  # splits with partials
     combine: CombineLaunch | None  # None when nothing is split
+
+
+def splits_of_call(args: SparseDecodeArgs, shape: Shape, own: Callable[[], int]) -> int:
+    """Splits of each query token: those of the arguments, else the kernel's `own`; 1 with a plan, which has its own."""
+    if shape.plan_words:
+        return 1
+    return args.num_splits or (splits_by_size(args) if args.split_size else own())
 
 
 def split_note(shape: Shape, splits: int) -> str:

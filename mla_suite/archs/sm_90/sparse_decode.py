@@ -21,13 +21,14 @@ from mla_suite.archs.common.sparse_decode import (
     shape_of,
     slots_and_tiles,
     split_note,
+    splits_of_call,
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
 from mla_suite.core.dispatch import Launch
 from mla_suite.launch import tensor_map
-from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs, splits_by_size
+from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WIDTHS = {"dsv4": 512, "v32": 576, "bf16x512": 512, "bf16x576": 576}
 """Record -> values of a row."""
@@ -137,12 +138,8 @@ def best_splits(config: Sm90SparseConfig, tokens: int, heads: int, keys: int) ->
 
 
 def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
-    """Splits of each query token; 1 with a plan, which has its own."""
-    if shape.plan_words:
-        return 1
-    if args.split_size and not args.num_splits:
-        return splits_by_size(args)
-    return args.num_splits or best_splits(config, shape.tokens, shape.heads, shape.keys)
+    """Splits of each query token; the kernel's own take the least estimated time."""
+    return splits_of_call(args, shape, lambda: best_splits(config, shape.tokens, shape.heads, shape.keys))
 
 
 def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
