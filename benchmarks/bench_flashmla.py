@@ -6,9 +6,9 @@
 
 Columns: `op` is the operator without a plan; `plan` has a plan made beforehand, as serving engines do; `drop_in` is
 `mla_suite.integrations.flash_mla` called with the very arguments of the peer; `peer` is FlashMLA with its metadata made
-beforehand. A time is the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after 0.15 s
-of rest, divided by the calls. Every output is compared with fp32 before it is timed, and a column that is wrong
-ends the program.
+beforehand. `--split-sizes 512,1024` adds `split_512` and `split_1024`, the operator in batch-invariant mode. A time is
+the median replay of a CUDA graph of calls over inputs of at least 160 MB (cold L2), after 0.15 s of rest, divided by
+the calls. Every output is compared with fp32 before it is timed, and a column that is wrong ends the program.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,8 +130,8 @@ class DenseTurn(NamedTuple):
     plan: torch.Tensor
 
 
-def dense_case(row: Dense, peer: Any) -> Case:
-    """bf16 caches in pages of 64, in random order."""
+def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
+    """bf16 caches in pages of 64, in random order; a column for each split size of batch-invariant mode."""
     lens, longest = row.lens(), max(row.lens())
     width = -(-longest // PAGE)
     size = sum(lens) * 1152 + row.batch * row.q_len * row.heads * (576 + 512) * 2
@@ -169,6 +170,11 @@ def dense_case(row: Dense, peer: Any) -> Case:
         "drop_in": lambda turn: paged(drop_in, turn),
         "peer": lambda turn: paged(peer, turn, use_legacy=True),
     }
+
+    def invariant(turn: DenseTurn, split_size: int) -> torch.Tensor:
+        return mla_suite.decode(turn.q, turn.cache, turn.lens, turn.table, split_size=split_size, **options)[0]
+
+    columns |= {f"split_{size}": partial(invariant, split_size=size) for size in split_sizes}
 
     def exact(turn: DenseTurn) -> tuple[list[int], torch.Tensor]:
         some = sorted({0, row.batch - 1})
@@ -277,25 +283,32 @@ def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
             yield from ((kind, row) for row in rows if names in row.name)
 
 
-def run(kinds: Sequence[str], names: str, save: Path | None, seconds: float, sustained: str) -> list[dict[str, Any]]:
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures the rows that the options choose, prints each, and saves all of them so far."""
     peer, began = peer_module(), time.monotonic()
-    make = {"dense": dense_case, "sparse": sparse_case}
+    make = {"dense": partial(dense_case, split_sizes=options.split_sizes), "sparse": sparse_case}
     done: list[dict[str, Any]] = []
-    for kind, row in rows_of(kinds, names):
-        if time.monotonic() - began > seconds:
-            print(f"stopped after {seconds:.0f} s, before {row.name}", flush=True)
+    for kind, row in rows_of(options.kind or list(make), options.rows):
+        if time.monotonic() - began > options.seconds:
+            print(f"stopped after {options.seconds:.0f} s, before {row.name}", flush=True)
             break
-        after_load = 0.7 if sustained and row.name.startswith(sustained) else 0.0
+        after_load = 0.7 if options.sustained and row.name.startswith(options.sustained) else 0.0
         with torch.inference_mode():
             found = {"kind": kind, **measure(row.name, make[kind](row, peer), after_load)}
         done.append(found)
-        columns = [column for column in ("op", "plan", "drop_in", "peer") if column in found]
-        times = "  ".join(f"{column} {found[column]:8.2f} ({found[column] / found['peer']:.2f})" for column in columns)
+        times = "  ".join(
+            f"{column} {found[column]:8.2f} ({found[column] / found['peer']:.2f})" for column in timed(found)
+        )
         print(f"{row.name:26}{times}", flush=True)
-        if save:
-            save.parent.mkdir(parents=True, exist_ok=True)
-            save.write_text(json.dumps({"environment": environment(), "rows": done}, indent=1) + "\n")
+        if options.save:
+            options.save.parent.mkdir(parents=True, exist_ok=True)
+            options.save.write_text(json.dumps({"environment": environment(), "rows": done}, indent=1) + "\n")
     return done
+
+
+def timed(row: dict[str, Any]) -> list[str]:
+    """The columns that a row of a run has."""
+    return [name.removesuffix("_error") for name in row if name.endswith("_error")]
 
 
 def environment() -> dict[str, str]:
@@ -318,9 +331,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = ["| | rows | column | of FlashMLA's time | rows above 1.01x | worst |", "|---|---:|---|---:|---:|---:|"]
     for kind in ("dense", "sparse"):
         own = [row for row in rows if row["kind"] == kind]
-        for column in ("op", "plan", "drop_in"):
-            shares = [row[column] / row["peer"] for row in own if column in row]
-            if shares:
+        for column in timed(own[0]) if own else ():
+            shares = [row[column] / row["peer"] for row in own]
+            if column != "peer":
                 slower = sum(share > 1.01 for share in shares)
                 mean = geometric_mean(shares)
                 lines.append(f"| {kind} | {len(shares)} | {column} | {mean:.3f} | {slower} | {max(shares):.2f} |")
@@ -353,12 +366,23 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def split_sizes(text: str) -> tuple[int, ...]:
+    """Split sizes in keys from comma-separated numbers."""
+    sizes = tuple(map(int, text.split(",")))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"a split has at least one key, {text} was given")
+    return sizes
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=("dense", "sparse"), help="repeatable (default: both)")
     parser.add_argument("--rows", default="", help="only rows whose name holds this")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no row after so long")
     parser.add_argument("--sustained", default="", metavar="PREFIX", help="rows to time after 0.7 s of load as well")
+    parser.add_argument(
+        "--split-sizes", type=split_sizes, default=(), metavar="KEYS", help="batch-invariant columns, e.g. 512,1024"
+    )
     parser.add_argument("--save", type=Path, help="write the rows to this file as they come")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="print the summary of a saved run and measure nothing"
@@ -372,8 +396,7 @@ def main() -> int:
     elif not torch.cuda.is_available():
         raise SystemExit("bench_flashmla: needs an H100 or H200; --report reads a saved run anywhere")
     else:
-        kinds = options.kind or ["dense", "sparse"]
-        rows = run(kinds, options.rows, options.save, options.seconds, options.sustained)
+        rows = run(options)
     print("\n".join(summary(rows)))
     return 0
 
