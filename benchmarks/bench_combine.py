@@ -64,7 +64,7 @@ def in_torch(partial_out: torch.Tensor, partial_lse: torch.Tensor, splits: int) 
     return out.bfloat16(), torch.logsumexp(lse, dim=1)
 
 
-def runners(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
+def runners(rows: int, splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
     """Name, call, and whether its result is combine's and left in the turn's outputs."""
 
     def chosen(turn: Turn) -> None:
@@ -80,7 +80,7 @@ def runners(splits: int) -> Iterator[tuple[str, Callable[[Turn], Any], bool]]:
     yield "chosen", chosen, True
     arch = dispatch.arch_of(torch.empty(0, device="cuda"))
     if arch is not None:
-        fixed = config.invariant(arch, HEAD_DIM_V)
+        fixed = config.invariant(arch, HEAD_DIM_V, rows)
         yield (
             "general",
             lambda turn: COMBINE.backends[0].run(
@@ -141,7 +141,7 @@ def main() -> None:
         tiles = batch * heads * splits
         moved = tiles * (HEAD_DIM_V + 1) * 4 + batch * heads * (HEAD_DIM_V * 2 + 4)
         times: dict[str, float] = {}
-        for name, call, result in runners(splits):
+        for name, call, result in runners(batch * heads, splits):
             if given.only and name not in given.only.split(","):
                 continue
             if result:

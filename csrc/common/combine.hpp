@@ -31,9 +31,10 @@ struct Combine {
   static constexpr int threads = Shape::waves * Wave::lanes;
   static constexpr int parts = threads / team / Shape::rows;
   static constexpr bool early = Wave::reads_early && parts > 1;  // loads first splits before it knows their weights
-  static constexpr int in_flight = parts > 1 ? 4 : 2;            // splits read together by a team
+  static constexpr bool alone = Shape::waves == 1;                // one wave sums all splits: only loads hide latency
+  static constexpr int in_flight = alone ? 8 : parts > 1 ? 4 : 2;  // splits read together by a team
   static constexpr int owned = early ? 4 : 1;                    // splits whose weights a lane keeps
-  static constexpr int min_waves = parts > 1 ? 4 : 8;            // resident: one wave per row needs many rows
+  static constexpr int min_waves = alone || parts > 1 ? 4 : 8;    // resident: one wave per row needs many rows
 
   static_assert(vec == 1 || vec == 2 || vec == 4 || vec == 8, "combine: VEC is 1, 2, 4 or 8");
   static_assert(Shape::rows == 1 || Shape::rows == 2 || Shape::rows == 4 || Shape::rows == 8,

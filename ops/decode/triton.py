@@ -289,7 +289,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     if args.plan is not None:
         splits, capacity = 1, int(most_work_tiles(args.plan.shape[0], batch))
     else:
-        invariant = int(splits_of(bound, args.split_size)) if args.split_size else 0
+        invariant = int(splits_of(bound, args.split_size, args.attn_sink is not None)) if args.split_size else 0
         splits = args.num_splits or invariant or _splits(batch * tiles, bound, compute_units(args.q.device))
         capacity = batch * splits if splits > 1 else 0
     partial_out, partial_lse = partials(args.q.device, capacity, rows, args.head_dim_v) if capacity else (None, None)

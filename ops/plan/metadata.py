@@ -136,13 +136,13 @@ def layout_for(batch: Size, num_sm_parts: Size, *, max_seqlen_kv: Size, num_spli
     return Layout(batch, num_sm_parts, batch + num_sm_parts)
 
 
-def splits_of(max_seqlen_kv: Size, split_size: Size) -> Size:
+def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool = True) -> Size:
     """Splits per sequence in batch-invariant mode, the same for every sequence whatever its length.
 
-    Two at least: max_seqlen_kv may be that of a batch, and where an attention sink is divided by, a merge rounds
-    otherwise than a kernel that needs none.
+    Where there may be an attention sink, two at least: max_seqlen_kv may be that of a batch, and a merge divides by the
+    sink otherwise than a kernel whose result is final. Without a sink a single split passes a merge unchanged.
     """
-    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, 2)
+    return torch.sym_max((max_seqlen_kv + split_size - 1) // split_size, 2 if may_have_sink else 1)
 
 
 def smallest_words(batch: Size) -> Size:

@@ -184,7 +184,8 @@ def splits_by_size(args: SparseDecodeArgs) -> int:
     Nothing on the host bounds one token's keys in ragged indices, so they are not split.
     """
     ragged = any(indptr is not None for indptr in args.indptrs or ())
-    return 1 if ragged else int(splits_of(sum(index.shape[-1] for index in args.indices), args.split_size))
+    width = sum(index.shape[-1] for index in args.indices)
+    return 1 if ragged else int(splits_of(width, args.split_size, args.attn_sink is not None))
 
 
 def validate(args: SparseDecodeArgs) -> None:

@@ -188,7 +188,7 @@ def first_launch(most: int = 1) -> Iterator[list[Launch]]:
 
 
 def test_combine(arch):
-    point = combine_config.invariant(archs.get(arch), 512)
+    point = combine_config.CombineConfig(archs.get(arch), 512, rows=1, vec=4, waves=8, slices=1)
     if not has_kernel(arch, point.instance):
         pytest.skip(f"{point.instance} is not built for {arch}; run `python -m mla_suite build`")
     out, lse, sink = torch.randn(2 * 33, 3, 512), torch.randn(2 * 33, 3), torch.randn(3)

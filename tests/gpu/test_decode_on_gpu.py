@@ -208,6 +208,19 @@ def test_batch_invariant_bits(heads):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("types", [{}, {"kv_format": "fp8"}, FP8], ids=["bf16", "e4m3 cache", "e4m3"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariant_bits_of_one_split(heads, types, sink):
+    """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
+    sample = decode_sample((200, 2000), heads=heads, split_size=256, sink=sink, **types)
+    args, kwargs = sample.make(torch.device("cuda"))
+    q, cache, lens, table = args[:4]
+    together = decode(args, kwargs)
+    alone = decode([q[:1], cache, lens[:1], table[:1], *args[4:]], kwargs | {"max_seqlen_kv": 256})
+    assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
+
+
 def test_two_streams():
     """Two problems of different shapes at once, each split so that it needs scratch: results have the usual bits."""
     problems = [

@@ -146,7 +146,7 @@ def test_a_row_whose_kernel_is_not_built_leaves_it_to_the_rule(table, caplog, mo
     table(cells(batch=2, splits=8, vec=2), cells(batch=64, splits=8, vec=2, rows_per_group=8))
     partial_out, partial_lse = torch.randn(16, 16, 512), torch.randn(16, 16)
     with mla_suite.emulate("gfx942") as gfx942:
-        if not has_kernel(gfx942, config.invariant(gfx942, 512).instance):
+        if not has_kernel(gfx942, config.choose(gfx942, 512, "bf16", 16, 2, 8)[0].instance):
             pytest.skip("combine is not built for gfx942; run `python -m mla_suite build`")
         named = CombineConfig(gfx942, 512, rows=2, vec=2, waves=8, slices=1)
         built = config.has_kernel  # a developer's own cache may hold the point
@@ -201,7 +201,7 @@ def test_the_rule_only_picks_points_that_are_built(name):
     record, wanted = archs.get(name), built_instances(name)
     for head_dim_v, rows, splits in itertools.product(config.HEAD_DIMS_V, (1, 16, 150, 1000, 20000), (1, 8, 97, 600)):
         assert config.choose(record, head_dim_v, "bf16", rows, 1, splits)[0].instance in wanted
-        assert config.invariant(record, head_dim_v).instance in wanted
+        assert config.invariant(record, head_dim_v, rows).instance in wanted
         assert config.unaligned(record, head_dim_v).instance in wanted
 
 
@@ -214,7 +214,9 @@ def test_few_workgroups_merge_what_a_plan_split():
         assert isinstance(point, sm_90_combine.PersistentCombineConfig)
         assert point.instance in built_instances("sm_90")
         assert point.grid(rows * batch) == min(2 * rows * batch, most)
-        assert sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(sm_90, 512)
+        assert sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True) == config.invariant(
+            sm_90, 512, rows * batch
+        )
         fits = 4224 // rows
         few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
         assert few == config.choose(sm_90, 512, "bf16", rows, fits, 2)[0]

@@ -62,6 +62,14 @@ def arch(request):
         yield record
 
 
+def a_row_by_eight_waves(arch):
+    return CombineConfig(arch, 512, rows=1, vec=4, waves=8, slices=1)
+
+
+def four_rows(arch):
+    return CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
+
+
 def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):
     """The native kernel's result, in outputs that were poisoned."""
     arguments = {"out_dtype": torch.bfloat16, "num_splits": 0, **arguments}
@@ -133,9 +141,7 @@ def test_more_splits_than_threads_of_a_workgroup(arch):
 
 @pytest.mark.parametrize("waves_share_a_row", [True, False])
 def test_what_is_not_read_and_what_is_nan(arch, waves_share_a_row, monkeypatch):
-    point = (
-        config.invariant(arch, 512) if waves_share_a_row else CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
-    )
+    point = a_row_by_eight_waves(arch) if waves_share_a_row else four_rows(arch)
     monkeypatch.setattr(config, "choose", lambda *facts: (point, "by the test"))
     dispatch.clear_caches()
     out, lse = special()
@@ -208,7 +214,7 @@ def test_merge_of_ragged_queries(arch):
     partial_out, partial_lse = partials(7, 3 * heads)
     out, lse = poison(torch.empty(4, heads, 512)), poison(torch.empty(4, heads))
     prepared = kernels.prepare(
-        config.invariant(arch, 512),
+        config.invariant(arch, 512, 9 * heads),
         (3, 3 * heads, heads),
         tuple(tensor.stride()[:2] for tensor in (partial_out, partial_lse, out)),
         (LseLayout.contiguous(heads), False),
@@ -277,22 +283,27 @@ def test_the_same_bits_in_any_order_of_workgroups(arch):
         assert torch.equal(first[1], again[1])
 
 
-def test_the_invariant_kernel_gives_a_row_the_same_bits_in_any_batch(arch):
-    out, lse = partials(5 * 7, 12)
-    point = config.invariant(arch, 512)
+@pytest.mark.parametrize("splits", [2, 7, 70])
+def test_the_invariant_kernels_give_a_row_the_same_bits_in_any_batch(arch, splits):
+    """Alone by the kernel for few rows, among others by either; 70 splits are more than a wave has lanes."""
+    out, lse = partials(5 * splits, 12)
+    lse[splits + 1] = -INF
+    few, many = (config.invariant(arch, 512, rows) for rows in (1, 1 << 20))
+    assert few != many
 
-    def merged(first, batch):
+    def merged(point, first, batch):
         result = torch.empty(batch, 12, 512)
         total = torch.empty(batch, 12)
-        rows = slice(7 * first, 7 * (first + batch))
-        NATIVE.run(point, (result, total), out[rows], lse[rows], num_splits=7)
+        rows = slice(splits * first, splits * (first + batch))
+        NATIVE.run(point, (result, total), out[rows], lse[rows], num_splits=splits)
         return result, total
 
-    whole, totals = merged(0, 5)
-    for b in range(5):
-        alone, total = merged(b, 1)
-        assert torch.equal(alone[0], whole[b])
-        assert torch.equal(total[0], totals[b])
+    for point in (few, many):
+        whole, totals = merged(point, 0, 5)
+        for b in range(5):
+            alone, total = merged(few, b, 1)
+            assert torch.equal(alone[0], whole[b])
+            assert torch.equal(total[0], totals[b])
 
 
 # The template's axes
@@ -385,7 +396,7 @@ def test_a_miss_gives_the_same_numbers(arch):
     """A tuned point and the rule's differ in the order of additions only."""
     out, lse = partials(2 * 33, 16)
     results = []
-    for point in (config.invariant(arch, 512), CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)):
+    for point in (a_row_by_eight_waves(arch), four_rows(arch)):
         merged, total = torch.empty(2, 16, 512, dtype=torch.bfloat16), torch.empty(2, 16)
         NATIVE.run(point, (merged, total), out, lse, num_splits=33)
         assert_close(merged, total, exact(out, lse, [0, 33, 66]))

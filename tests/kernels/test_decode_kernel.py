@@ -195,6 +195,16 @@ def test_batch_invariant_bits(heads, kv_format):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+@pytest.mark.parametrize("heads", [16, 48])
+def test_batch_invariant_bits_of_one_split(heads):
+    """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
+    args, kwargs = decode_sample((50, 200), heads=heads, split_size=64).make(CPU)
+    q, cache, lens, table = args[:4]
+    together = decode(args, kwargs)
+    alone = decode((q[:1], cache, lens[:1], table[:1], *args[4:]), kwargs | {"max_seqlen_kv": 64})
+    assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
+
+
 def test_batch_invariant_bits_of_packed_queries():
     """For one max_seqlen_q, whatever number of query tokens a sequence and its neighbours have."""
     args, kwargs = decode_sample((130, 5, 200), heads=16, q_len=3, varlen=True, split_size=64).make(CPU)

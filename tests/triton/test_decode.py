@@ -54,6 +54,16 @@ def test_decode(sample: Sample) -> None:
         torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("sink", [False, True])
+def test_batch_invariant_bits_of_one_split(sink: bool) -> None:
+    """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""
+    args, kwargs = decode_sample([50, 200], heads=3, split_size=64, sink=sink, **FP32).make(CPU)
+    together = run(decode, "decode", args, kwargs)
+    one = [args[0][:1], args[1], args[2][:1], args[3][:1], *args[4:]]
+    alone = run(decode, "decode", tuple(one), kwargs | {"max_seqlen_kv": 64})
+    assert all(torch.equal(a[0], t[0]) for a, t in zip(alone, together, strict=True))
+
+
 @pytest.mark.parametrize("how", [{"num_splits": 1}, {"num_splits": 2}, {"planned": True}, {"varlen": True}], ids=str)
 def test_an_lse_of_any_strides(how: dict[str, Any]) -> None:
     args, kwargs = decode_sample([70, 0, 2], heads=3, q_len=3, page=16, **how, **FP32).make(CPU)

@@ -154,7 +154,7 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
         config, row = rule(problem, arch, MAX_ROWS), None
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
-    return missing(arch, config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
+    return missing(arch, config.instance, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
@@ -228,6 +228,7 @@ def _prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: Decode
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:
     if shape.plan_words:
         return Splits(1, 1, args.split_size)
-    by_size = int(splits_of(shape.bound, args.split_size)) if args.split_size else 0
+    has_sink = args.attn_sink is not None
+    by_size = int(splits_of(shape.bound, args.split_size, has_sink)) if args.split_size else 0
     count = args.num_splits or by_size or default_splits(config, args, shape)
     return Splits(count, count, args.split_size)

@@ -227,5 +227,5 @@ def config_for(
     """The kernel that combines `splits` per sequence of `rows` rows; `fixed` asks for the one that does not depend on
     the batch, `uniform` says that all sequences have that many splits and rows."""
     if fixed:
-        return configs.invariant(arch, head_dim_v)
+        return configs.invariant(arch, head_dim_v, rows * batch)
     return configs.choose(arch, head_dim_v, OUT_TYPES[out_dtype][1], rows, batch, splits, uniform)[0]

@@ -118,7 +118,8 @@ class CombineConfig:
     @cached_property
     def resident(self) -> int:
         """Workgroups that a compute unit has room for: the kernel is built to leave it for this many waves."""
-        return (4 if self.parts > 1 or self.fixed_splits else 8) * self.arch.simds // self.waves
+        few = self.waves == 1 or self.parts > 1 or self.fixed_splits
+        return (4 if few else 8) * self.arch.simds // self.waves
 
     def grid(self, rows: int) -> int:
         """Workgroups for `rows` rows over the whole batch."""
@@ -155,9 +156,28 @@ def _config(arch: ArchSpec, head_dim_v: int, rows: int, vec: int, waves: int, sl
     return CombineConfig(arch, head_dim_v, rows, vec, waves, slices)
 
 
-def invariant(arch: ArchSpec, head_dim_v: int) -> CombineConfig:
-    """The configuration whose order of combining is the same in every batch, since it does not depend on the rows."""
-    return CombineConfig(arch, head_dim_v, rows=1, vec=4, waves=8, slices=1)
+def invariant(arch: ArchSpec, head_dim_v: int, rows: int) -> CombineConfig:
+    """The configuration for `rows` over the batch where the order of combining must be the same in every batch.
+
+    Each column's splits are summed in turn by one lane, and the lanes of a whole wave have the weights, whether a wave
+    has all columns of a row or, while all workgroups find room at once, only some.
+    """
+    few_rows, many_rows = _invariants(arch, head_dim_v)
+    return few_rows if few_rows.grid(rows) <= few_rows.resident * arch.compute_units else many_rows
+
+
+def invariant_instances(arch: ArchSpec, head_dim_v: int) -> tuple[str, ...]:
+    """The instances that `invariant` names."""
+    return tuple(dict.fromkeys(config.instance for config in _invariants(arch, head_dim_v)))
+
+
+def _invariants(arch: ArchSpec, head_dim_v: int) -> tuple[CombineConfig, CombineConfig]:
+    """For few and for many rows."""
+    if head_dim_v != 512:
+        only = _config(arch, head_dim_v, 1, 4, 8, 1)
+        return only, only
+    slices = head_dim_v // (4 * arch.wavefront)
+    return _config(arch, head_dim_v, 1, 4, 1, slices), _config(arch, head_dim_v, 4, 4, 4, 1)
 
 
 def unaligned(arch: ArchSpec, head_dim_v: int) -> CombineConfig:

@@ -102,7 +102,7 @@ def supports(
         return why
     config = config_for(problem, arch)
     answer = Supported(config, f"{config.record} records, tiles of {config.rows} rows for {problem.heads} heads")
-    return missing(arch, config.instance, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
+    return missing(arch, config.instance, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 class Shape(NamedTuple):

@@ -63,7 +63,7 @@ def supports(problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
     clusters = [config.clustered(mode).instance for mode in config.cluster_modes]
     reason = f"tiles of {config.q_rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, reason if row is None else f"{reason}, by {decode_table.reason(row)}")
-    return missing(arch, *clusters, combine_configs.invariant(arch, problem.head_dim_v).instance) or answer
+    return missing(arch, *clusters, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
 
 
 def _unsupported(problem: Problem) -> str | None:
@@ -107,7 +107,7 @@ def _split(
         merges = may_pair_parts(config, args, groups) and pairing_pays(shape.batch, shape.rows, groups, shape.bound)
         return config.clustered("reduce_last" if merges else "none"), splits, None
     size = whole_blocks(args.split_size)
-    by_size = int(splits_of(shape.bound, size)) if size else 0
+    by_size = int(splits_of(shape.bound, size, args.attn_sink is not None)) if size else 0
     count = args.num_splits or by_size or split_count(config, args, shape)
     if size:
         return config, Splits(count, count, size), None
