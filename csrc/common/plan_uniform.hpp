@@ -12,15 +12,18 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base::divide, Base::split_alignment, Base::kv_len, Base::larger, Base::open, Base::round_up, Base::threads;
   using typename Base::Shared;
 
-  // The work tiles of a sequence when every sequence has `splits`: whole ones of `chunk` keys, one of the remaining
-  // keys, and empty ones of cost 1.
+  // The work tiles of a sequence: whole ones of `chunk` keys, one of the remaining keys, and, where every sequence has as
+  // many, empty ones of cost 1.
   struct Equal {
     int64_t chunk, whole_cost, last_cost;
     int whole, splits;
 
     MLA_DEVICE Equal(const PlanParams& p, int64_t keys) : splits(p.splits) {
       chunk = p.split_size;
-      if (p.num_splits > 0) {
+      if (p.num_splits == 0) {
+        const int64_t needed = larger(divide(keys + chunk - 1, chunk), int64_t{1});
+        if (needed < splits) splits = static_cast<int>(needed);
+      } else {
         const int64_t aligned_blocks = (keys + split_alignment - 1) / split_alignment;
         chunk = larger(divide(aligned_blocks + splits - 1, splits), int64_t{1}) * split_alignment;
       }
@@ -43,36 +46,59 @@ struct UniformPlan : PlanPrefixSum<Wave, waves>, PlanWords {
     }
   };
 
+  // Numbers of work tiles and of partial rows, which add up side by side.
+  struct Counts {
+    MLA_DEVICE static int64_t of(int splits) {
+      return static_cast<int64_t>(splits) << 32 | (splits > 1 ? splits : 0);
+    }
+    MLA_DEVICE static int tiles(int64_t counts) { return static_cast<int>(counts >> 32); }
+    MLA_DEVICE static int rows(int64_t counts) { return static_cast<int>(counts); }
+    // The largest sum of which no more than `tiles` are work tiles.
+    MLA_DEVICE static int64_t up_to(int64_t tiles) { return tiles << 32 | 0xffffffff; }
+  };
+
   MLA_DEVICE static void write(const PlanParams& p) {
     MLA_SHARED Shared s;
+    MLA_SHARED Shared counted;
     Wave::wait_for_producer();
     Wave::release_consumer();
-    Base::prefix_sum(p, s, false, [&](int64_t keys) { return Equal(p, keys).cost(p.splits); });
+    Base::prefix_sum(p, s, false, [&](int64_t keys) {
+      const Equal sequence(p, keys);
+      return sequence.cost(sequence.splits);
+    });
+    Base::prefix_sum(p, counted, false, [&](int64_t keys) { return Counts::of(Equal(p, keys).splits); });
+    const auto& before = counted.costs.at;  // of each sequence, and of the end
     const int thread = block_id_x() * threads + thread_id();
     const int all = p.workgroups * threads;
-    const int64_t work_tiles = static_cast<int64_t>(p.batch) * p.splits;
+    const int used = Counts::tiles(before[p.batch]);
 #pragma unroll 1
-    for (int64_t i = thread; i < work_tiles; i += all) {
-      const int b = static_cast<int>(divide(i, p.splits));
-      const int split = static_cast<int>(i - static_cast<int64_t>(b) * p.splits);
-      const int64_t first = split * Equal(p, kv_len(p, b)).chunk;
-      const int64_t end = first + Equal(p, kv_len(p, b)).chunk;
+    for (int64_t i = thread; i < p.work_tile_capacity; i += all) {
+      if (i >= used) {
+        write_work_tile(p, i, -1, 0, 0, -1);
+        continue;
+      }
+      const int b = Base::sequence_at(p, counted.costs, Counts::up_to(i));
+      const int split = static_cast<int>(i) - Counts::tiles(before[b]);
+      const Equal sequence(p, kv_len(p, b));
+      const int64_t first = split * sequence.chunk, end = first + sequence.chunk;
       write_work_tile(p, i, b, first < open ? static_cast<int>(first) : open,
-                 split + 1 == p.splits || end > open ? open : static_cast<int>(end),
-                 p.splits > 1 ? static_cast<int>(i) : -1);
+                      split + 1 == sequence.splits || end > open ? open : static_cast<int>(end),
+                      sequence.splits > 1 ? Counts::rows(before[b]) + split : -1);
     }
+    // The first parts take everything where there are more parts than tiles: a launch has no more blocks than tiles.
+    const int parts = p.num_sm_parts < p.work_tile_capacity ? p.num_sm_parts : p.work_tile_capacity;
 #pragma unroll 1
     for (int w = thread; w <= p.num_sm_parts; w += all) {
-      const int64_t position = divide(w * s.costs.at[p.batch] + p.num_sm_parts - 1, p.num_sm_parts);
+      const int64_t position = divide((w < parts ? w : parts) * s.costs.at[p.batch] + parts - 1, parts);
       const int b = Base::sequence_at(p, s.costs, position);
-      int64_t begun = static_cast<int64_t>(b) * p.splits;
+      int begun = Counts::tiles(before[b]);
       if (b < p.batch) begun += Equal(p, kv_len(p, b)).begin_before(position - s.costs.at[b]);
-      p.plan[p.work_indptr + w] = static_cast<int>(begun);
+      p.plan[p.work_indptr + w] = begun;
     }
 #pragma unroll 1
-    for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = p.splits > 1 ? b * p.splits : 0;
+    for (int b = thread; b <= p.batch; b += all) p.plan[p.split_indptr + b] = Counts::rows(before[b]);
     write_frame(p, thread, all);
-    if (thread == 0) write_counts(p, static_cast<int>(work_tiles), p.splits > 1 ? static_cast<int>(work_tiles) : 0);
+    if (thread == 0) write_counts(p, used, Counts::rows(before[p.batch]));
   }
 };
 

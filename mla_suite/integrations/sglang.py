@@ -200,9 +200,13 @@ class MLASuiteAttnBackend(TritonAttnBackend):
             width = min(width, int(torch.as_tensor(host_lens).max()) + drafts)
         pages = self.req_to_token[:, : max(width, 1) : self.page_size]
         self._table = (pages[forward_batch.req_pool_indices.long()] // self.page_size).int()
-        self._plan = None
-        if not self._split_size:
-            self._plan = mla_suite.plan(self._lens, num_heads=heads, max_seqlen_q=self._max_seqlen_q)
+        self._plan = mla_suite.plan(
+            self._lens,
+            num_heads=heads,
+            max_seqlen_q=self._max_seqlen_q,
+            max_seqlen_kv=self._table.shape[1] * self.page_size if self._split_size else 0,
+            split_size=self._split_size,
+        )
 
 
 def _capturing(tensor: torch.Tensor) -> bool:

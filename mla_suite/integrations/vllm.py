@@ -111,7 +111,7 @@ class MLASuiteDecodeMetadata(MLACommonDecodeMetadata):
     decode context parallelism seq_lens and block_table are the rank's, and dcp_tot_seq_lens is of all ranks.
     """
 
-    split_size: int = 0  # batch-invariant mode, which has no plan
+    split_size: int = 0  # keys of a split in batch-invariant mode
     plan: torch.Tensor | None = None
     max_seqlen_q: int = 1
     cu_seqlens_q: torch.Tensor | None = None  # None where every sequence has max_seqlen_q query tokens
@@ -277,8 +277,14 @@ class MLASuiteImpl(MLASuiteLayer, MLACommonImpl):
         decode = attn_metadata.decode
         packed = decode.cu_seqlens_q is not None
         several_ranks = decode.dcp_tot_seq_lens is not None
-        if decode.plan is None and not decode.split_size:
-            decode.plan = mla_suite.plan(decode.seq_lens, num_heads=queries.shape[-2], max_seqlen_q=decode.max_seqlen_q)
+        if decode.plan is None:
+            decode.plan = mla_suite.plan(
+                decode.seq_lens,
+                num_heads=queries.shape[-2],
+                max_seqlen_q=decode.max_seqlen_q,
+                max_seqlen_kv=decode.block_table.shape[1] * cache.shape[1] if decode.split_size else 0,
+                split_size=decode.split_size,
+            )
         out, lse = mla_suite.decode(
             queries if packed else queries.unflatten(0, (attn_metadata.num_decodes, -1)),
             cache,

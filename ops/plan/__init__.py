@@ -69,12 +69,13 @@ def plan(
     split_size    > 0: a split at every multiple of this number of keys, whatever the length and batch (batch-invariant)
 
     -> int32 [words], laid out as `ops/plan/metadata.py` says: batch + num_sm_parts work tiles when balanced,
-    batch x num_splits when forced, batch x ceil(max_seqlen_kv / split_size), at least 2 each, when batch-invariant;
+    batch x num_splits when forced, at most batch x ceil(max_seqlen_kv / split_size) when batch-invariant;
     ValueError above 64 MiB.
 
     One plan serves every layer of a step, any heads and query length. The last work tile of each sequence is open, so a
-    plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Its
-    arrival counters serve one stream at a time. Compiled code asks for the device's parts once, when it is traced.
+    plan made for other lengths is slower, never wrong: it may be captured once and replayed while sequences grow. Only
+    batch-invariant bits need a plan of the lengths that it is used with. Its arrival counters serve one stream at a
+    time. Compiled code asks for the device's parts once, when it is traced.
     """
     if num_sm_parts is None:
         if not is_dynamo_compiling():

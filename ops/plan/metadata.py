@@ -132,12 +132,13 @@ def layout_for(batch: Size, num_sm_parts: Size, *, max_seqlen_kv: Size, num_spli
     if num_splits > 0:
         return Layout(batch, num_sm_parts, batch * num_splits)
     if split_size > 0:
-        return Layout(batch, num_sm_parts, batch * splits_of(max_seqlen_kv, split_size))
+        return Layout(batch, num_sm_parts, batch * splits_of(max_seqlen_kv, split_size, may_have_sink=False))
     return Layout(batch, num_sm_parts, batch + num_sm_parts)
 
 
-def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool = True) -> Size:
-    """Splits per sequence in batch-invariant mode, the same for every sequence whatever its length.
+def splits_of(max_seqlen_kv: Size, split_size: Size, may_have_sink: bool) -> Size:
+    """Splits of a sequence of max_seqlen_kv keys in batch-invariant mode. Without a plan shorter ones have as many,
+    some of them empty.
 
     Where there may be an attention sink, two at least: max_seqlen_kv may be that of a batch, and a merge divides by the
     sink otherwise than a kernel whose result is final. Without a sink a single split passes a merge unchanged.

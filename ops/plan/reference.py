@@ -33,13 +33,14 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     if args.cu_seqlens_q is not None:
         kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
     costs = scheduler_costs(current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q)
+    capacity = int(layout.work_tile_capacity)
     if args.num_splits > 0:
-        parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), args.num_splits, costs, args.num_sm_parts)
+        splits = torch.full_like(kv_lens, args.num_splits)
+        parts = _uniform(kv_lens, equal_chunk(kv_lens, args.num_splits), splits, capacity, costs, args.num_sm_parts)
     elif args.split_size > 0:
         size = torch.full_like(kv_lens, args.split_size)
-        parts = _uniform(
-            kv_lens, size, int(words.splits_of(args.max_seqlen_kv, args.split_size)), costs, args.num_sm_parts
-        )
+        splits = ((kv_lens + size - 1) // size).clamp(min=1, max=capacity // max(batch, 1))
+        parts = _uniform(kv_lens, size, splits, capacity, costs, args.num_sm_parts)
     else:
         parts = _balanced(kv_lens, costs, args.num_sm_parts)
     header = layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
@@ -53,25 +54,38 @@ def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:
 
 
 def _uniform(
-    kv_lens: torch.Tensor, chunk: torch.Tensor, splits: int, costs: SchedulerCosts, num_sm_parts: int
+    kv_lens: torch.Tensor,
+    chunk: torch.Tensor,
+    splits: torch.Tensor,
+    capacity: int,
+    costs: SchedulerCosts,
+    num_sm_parts: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`splits` work tiles per sequence, split s from key s x chunk; num_sm_parts share them by cost, in order."""
-    batch = kv_lens.shape[0]
-    split = torch.arange(splits, device=kv_lens.device)
-    first = (split * chunk[:, None]).clamp(max=OPEN)
-    end = torch.where(split == splits - 1, OPEN, (first + chunk[:, None]).clamp(max=OPEN))
-    sequence = torch.arange(batch, device=kv_lens.device)[:, None].expand_as(first)
-    row = sequence * splits + split if splits > 1 else torch.full_like(first, -1)
-    work_tiles = torch.stack((sequence, first, end, row), dim=-1).flatten(0, 1)
+    """`splits` [batch] work tiles of each sequence, split s from key s x chunk; num_sm_parts share them by cost."""
+    batch, device = kv_lens.shape[0], kv_lens.device
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    begin = torch.cat((none, splits.cumsum(0)))  # index of each sequence's first work tile
+    split_indptr = torch.cat((none, torch.where(splits > 1, splits, 0).cumsum(0)))
 
-    present = torch.minimum(end, kv_lens[:, None]) - first
+    tile = torch.arange(capacity, device=device)
+    used = tile < begin[-1]
+    sequence = torch.searchsorted(begin[1:], tile, right=True).clamp(max=max(batch - 1, 0))
+    split = tile - begin[sequence]
+    first = (split * chunk[sequence]).clamp(max=OPEN)
+    end = torch.where(split == splits[sequence] - 1, OPEN, (first + chunk[sequence]).clamp(max=OPEN))
+    row = torch.where(splits[sequence] > 1, split_indptr[sequence] + split, -1)
+    unused = torch.tensor([-1, 0, 0, -1], device=device)
+    work_tiles = torch.where(used[:, None], torch.stack((sequence, first, end, row), dim=-1), unused)
+
+    present = torch.minimum(end, kv_lens[sequence]) - first
     # An empty work tile still costs its look at the plan; 1 gives every work tile a position in the prefix sum.
-    cost = torch.where(present > 0, round_up(present.clamp(min=0)) + costs.tile, 1).flatten()
+    cost = torch.where(used, torch.where(present > 0, round_up(present.clamp(min=0)) + costs.tile, 1), 0)
     ends = cost.cumsum(0)
-    total = torch.cat((ends.new_zeros(1), ends))[-1]
-    part = torch.arange(num_sm_parts + 1, device=kv_lens.device)
-    work_indptr = torch.searchsorted(ends - cost, (part * total + num_sm_parts - 1) // num_sm_parts)
-    split_indptr = torch.arange(batch + 1, device=kv_lens.device) * (splits if splits > 1 else 0)
+    total = torch.cat((none, ends))[-1]
+    # The first parts take everything where there are more parts than tiles: a launch has no more blocks than tiles.
+    parts = max(min(num_sm_parts, capacity), 1)
+    part = torch.arange(num_sm_parts + 1, device=device).clamp(max=parts)
+    work_indptr = torch.searchsorted(ends - cost, (part * total + parts - 1) // parts)
     return split_indptr, work_indptr, work_tiles
 
 

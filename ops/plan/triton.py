@@ -1,8 +1,8 @@
 """plan in Triton, for GPUs without a kernel of our own: the definition's words, bit for bit.
 
 A balanced plan takes four small kernels: the prefix sum of the sequences' costs, the cost of every candidate, the
-split points of the cheapest, and the numbers of the sequences' work tiles. A uniform one takes two: write the work
-tiles, share them out. Nothing is read on the host, so a captured plan is made anew at every replay.
+split points of the cheapest, and the numbers of the sequences' work tiles. A uniform one takes three: count the work
+tiles, write them, share them out. Nothing is read on the host, so a captured plan is made anew at every replay.
 """
 
 from __future__ import annotations
@@ -142,31 +142,58 @@ def sequences_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def uniform_kernel(
-    seq_lens, cu_seqlens_q, starts, total_cost, work_tiles, batch, num_splits, split_size, fixed, splits,
-    SIZE: tl.constexpr,
+def count_kernel(
+    seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, splits, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The work tiles of a plan with splits per sequence, and starts [batch x splits], their prefix sum. One program."""
+    """begin [batch + 1]: work tiles before each sequence of a plan with splits of one number or size; split_indptr. One
+    program."""
+    tiles = tl.zeros([], tl.int64)
+    rows = tl.zeros([], tl.int64)
+    for first in range(0, batch + 1, SIZE):
+        b = first + tl.arange(0, SIZE)
+        kv_len = present_keys(seq_lens, cu_seqlens_q, b, b < batch)
+        own = tl.zeros_like(kv_len) + splits
+        if num_splits == 0:
+            own = tl.minimum(tl.maximum((kv_len + split_size - 1) // split_size, 1), splits)
+        own = tl.where(b < batch, own, 0)
+        partial = tl.where(own > 1, own, 0)
+        tl.store(begin + b, tiles + tl.cumsum(own, 0) - own, mask=b <= batch)
+        tl.store(split_indptr + b, (rows + tl.cumsum(partial, 0) - partial).to(tl.int32), mask=b <= batch)
+        tiles += tl.sum(own, 0)
+        rows += tl.sum(partial, 0)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def uniform_kernel(
+    seq_lens, cu_seqlens_q, begin, split_indptr, starts, total_cost, work_tiles, batch, num_splits, split_size, fixed,
+    capacity, steps, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The work tiles of a plan with splits of one number or size, and starts [capacity], the prefix sum of their costs.
+    One program."""
     total = tl.zeros([], tl.int64)
-    for first in range(0, batch * splits, SIZE):
-        tile = first + tl.arange(0, SIZE)
-        inside = tile < batch * splits
-        b, split = tile // splits, tile % splits
-        kv_len = present_keys(seq_lens, cu_seqlens_q, b, inside)
+    all_tiles = tl.load(begin + batch)
+    for first in range(0, capacity, SIZE):
+        tile = (first + tl.arange(0, SIZE)).to(tl.int64)
+        inside, used = tile < capacity, tile < all_tiles
+        b = tl.minimum(count_below(begin + 1, batch, tile + 1, used, steps), batch - 1)
+        split = tile - tl.load(begin + b, mask=used, other=0)
+        splits = tl.load(begin + b + 1, mask=used, other=0) - tl.load(begin + b, mask=used, other=0)
+        kv_len = present_keys(seq_lens, cu_seqlens_q, b, used)
         chunk = tl.zeros_like(kv_len) + split_size
         if split_size == 0:
             kv_blocks = (kv_len + SPLIT_ALIGNMENT - 1) // SPLIT_ALIGNMENT
             chunk = tl.maximum((kv_blocks + num_splits - 1) // num_splits, 1) * SPLIT_ALIGNMENT
-        begin = tl.minimum(split * chunk, OPEN)
-        end = tl.where(split == splits - 1, OPEN, tl.minimum(begin + chunk, OPEN))
-        words = work_tiles + tile.to(tl.int64) * WORK_TILE_WORDS
-        tl.store(words + SEQUENCE, b, mask=inside)
-        tl.store(words + FIRST_KEY, begin.to(tl.int32), mask=inside)
-        tl.store(words + END_KEY, end.to(tl.int32), mask=inside)
-        tl.store(words + PARTIAL_ROW, tl.where(splits > 1, tile, -1), mask=inside)
-        present = tl.minimum(end, kv_len) - begin
+        start = tl.minimum(split * chunk, OPEN)
+        end = tl.where(split == splits - 1, OPEN, tl.minimum(start + chunk, OPEN))
+        row = tl.where(splits > 1, tl.load(split_indptr + b, mask=used, other=0) + split, -1)
+        words = work_tiles + tile * WORK_TILE_WORDS
+        tl.store(words + SEQUENCE, tl.where(used, b, -1).to(tl.int32), mask=inside)
+        tl.store(words + FIRST_KEY, tl.where(used, start, 0).to(tl.int32), mask=inside)
+        tl.store(words + END_KEY, tl.where(used, end, 0).to(tl.int32), mask=inside)
+        tl.store(words + PARTIAL_ROW, tl.where(used, row, -1).to(tl.int32), mask=inside)
+        present = tl.minimum(end, kv_len) - start
         # an empty work tile costs its look at the plan
-        cost = tl.where(inside, tl.where(present > 0, round_up(present) + fixed, 1), 0)
+        cost = tl.where(used, tl.where(present > 0, round_up(present) + fixed, 1), 0)
         tl.store(starts + tile, total + tl.cumsum(cost, 0) - cost, mask=inside)
         total += tl.sum(cost, 0)
     tl.store(total_cost, total)
@@ -174,20 +201,20 @@ def uniform_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def share_kernel(
-    starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, work_tiles_at, steps,
+    begin, starts, total_cost, plan, header, batch, num_sm_parts, work_at, counters_at, work_tiles_at, capacity, steps,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Uniform work tiles dealt to SM parts in order and by cost; split_indptr."""
+    """Uniform work tiles dealt to SM parts in order and by cost, and what the header counts."""
     i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    count = batch * splits
     store_frame(plan, i, header, counters_at, work_tiles_at)
-    share = (i.to(tl.int64) * tl.load(total_cost) + num_sm_parts - 1) // num_sm_parts
-    tile = count_below(starts, count, share, i <= num_sm_parts, steps)
+    parts = tl.minimum(num_sm_parts, capacity)  # a launch has no more blocks than tiles
+    share = (tl.minimum(i, parts).to(tl.int64) * tl.load(total_cost) + parts - 1) // parts
+    tile = count_below(starts, capacity, share, i <= num_sm_parts, steps)
     tl.store(plan + work_at + i, tile.to(tl.int32), mask=i <= num_sm_parts)
-    rows = splits if splits > 1 else 0
-    tl.store(plan + HEADER_WORDS + i, i * rows, mask=i <= batch)
-    tl.store(plan + WORK_TILES_USED + 0 * i, tl.zeros_like(i) + count, mask=i == 0)
-    tl.store(plan + PARTIAL_ROWS + 0 * i, tl.zeros_like(i) + batch * rows, mask=i == 0)
+    used = tl.zeros_like(i) + tl.load(begin + batch).to(tl.int32)
+    rows = tl.zeros_like(i) + tl.load(plan + HEADER_WORDS + batch)
+    tl.store(plan + WORK_TILES_USED + 0 * i, used, mask=i == 0)
+    tl.store(plan + PARTIAL_ROWS + 0 * i, rows, mask=i == 0)
 
 
 @triton.jit
@@ -271,7 +298,7 @@ def round_up(keys):
 
 def supports(problem: Any, arch: ArchSpec | None) -> Supported | Unsupported:
     if problem.num_splits or problem.split_size:
-        return Supported(None, "Triton, two kernels")
+        return Supported(None, "Triton, three kernels")
     costs = scheduler.scheduler_costs(arch, problem.num_heads * problem.max_seqlen_q)
     if dealing.candidates(costs, problem.batch, problem.num_sm_parts):
         return Unsupported(f"{problem.batch} sequences may be dealt out of order; it keeps them in order")
@@ -303,14 +330,18 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     blocks = triton.cdiv(lanes, BLOCK)
     work_tiles = plan[work_tiles_at:]
     if num_splits or split_size:
-        splits = num_splits or int(metadata.splits_of(args.max_seqlen_kv, split_size))
-        starts, total_cost = _words(plan.device, capacity, 1)
+        begin, starts, total_cost = _words(plan.device, batch + 1, capacity, 1)
+        split_indptr = plan[metadata.HEADER_WORDS :]
+        count_kernel[(1,)](
+            seq_lens, cu_seqlens_q, begin, split_indptr, batch, num_splits, split_size, capacity // max(batch, 1),
+            SIZE=BLOCK,
+        )  # fmt: skip
         uniform_kernel[(1,)](
-            args.seq_lens, args.cu_seqlens_q, starts, total_cost, work_tiles, batch, args.num_splits, args.split_size,
-            fixed, splits, SIZE=BLOCK
+            seq_lens, cu_seqlens_q, begin, split_indptr, starts, total_cost, work_tiles, batch, num_splits, split_size,
+            fixed, capacity, batch.bit_length(), SIZE=BLOCK
         )  # fmt: skip
         share_kernel[(blocks,)](
-            starts, total_cost, plan, header, batch, num_sm_parts, splits, work_at, counters_at, work_tiles_at,
+            begin, starts, total_cost, plan, header, batch, num_sm_parts, work_at, counters_at, work_tiles_at, capacity,
             capacity.bit_length(), SIZE=BLOCK,
         )  # fmt: skip
         return

@@ -195,17 +195,26 @@ def test_same_bits_every_time(page):
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("heads", [16, 40, 128])
-def test_batch_invariant_bits(heads):
+def test_batch_invariant_bits(heads, planned):
     """A sequence's bits in batches of 1, 5 and 64, at another place in each, with other lengths beside it."""
     args, kwargs = decode_sample((2000, *[5, 170, 333] * 21), heads=heads, split_size=256).make(torch.device("cuda"))
     q, cache, lens, table = args[:4]
     kwargs["max_seqlen_kv"] = 2048
-    alone = decode([q[:1], cache, lens[:1], table[:1], *args[4:]], kwargs)
-    for batch, place in ((5, 3), (64, 40)):
-        order = [*range(1, place + 1), 0, *range(place + 1, batch)]
-        found = decode([q[order], cache, lens[order], table[order], *args[4:]], kwargs)
-        assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
+
+    def of(order):
+        given = [q[order], cache, lens[order], table[order], *args[4:]]
+        if planned:
+            given[PLAN] = mla_suite.plan(lens[order], num_heads=heads, max_seqlen_kv=2048, split_size=256)
+        return decode(given, kwargs)
+
+    for own in (0, 2):  # eight splits, and one
+        alone = of([own])
+        for batch, place in ((5, 3), (64, 40)):
+            others = [b for b in range(64) if b != own]
+            found = of([*others[:place], own, *others[place : batch - 1]])
+            assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
 @pytest.mark.parametrize("sink", [False, True])

@@ -18,6 +18,7 @@ from server_calls import HEADS, LATENT, WIDTH, entry_point, expected, fresh, mod
 
 import mla_suite
 from mla_suite.distributed import KeyShard
+from mla_suite.ops.plan.metadata import Plan, Word
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_vllm_step(vllm, page, q_len, in_two, invariant):
     given = (flat[..., :LATENT], flat[..., LATENT:]) if in_two else flat
     layer = SimpleNamespace(_k_scale=torch.tensor(1.0))
     out, lse = impl_of(backend).forward_mqa(given, cache, metadata, layer)
-    assert (metadata.decode.plan is None) == invariant
+    assert Plan.read(metadata.decode.plan).header[Word.SPLIT_SIZE] == (vllm.INVARIANT_SPLIT if invariant else 0)
     want = expected(q, cache, table, lengths, 0.05)
     torch.testing.assert_close(out.float(), want[0], rtol=2**-8, atol=2e-5)
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from server_calls import HEADS, LATENT, WIDTH, attend, entry_point, fresh, modules
 
+from mla_suite.ops.plan.metadata import Plan, Word
+
 
 @pytest.fixture
 def sglang(monkeypatch):
@@ -128,7 +130,8 @@ def test_sglang_steps(sglang, page, in_two, dtype, deterministic):
                 keys = own.view(stored.dtype).float()
                 want, _ = attend(q[b], keys * (0.5 if dtype.itemsize == 1 else 1.0), 0.05)
                 torch.testing.assert_close(out[b].view(HEADS, LATENT).float(), want, rtol=2**-8, atol=2e-5)
-    assert (backend._plan is None) == deterministic
+    assert Plan.read(backend._plan).header[Word.SPLIT_SIZE] == backend._split_size
+    assert (backend._split_size > 0) == deterministic
 
 
 def test_sglang_refusals(sglang):

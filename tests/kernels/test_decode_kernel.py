@@ -195,6 +195,18 @@ def test_batch_invariant_bits(heads, kv_format):
         assert all(torch.equal(a[0], b[place]) for a, b in zip(alone, found, strict=True))
 
 
+def test_batch_invariant_bits_with_a_plan():
+    """A plan has the work tiles that lengths need, in any number of SM parts; bits are those of a call without one."""
+    args, kwargs = decode_sample((200, 5, 64, 130, 33), heads=16, split_size=64).make(CPU)
+    q, cache, lens, table = args[:4]
+    wanted = decode(args, kwargs)
+    for chosen, parts in (([0], 7), ([3, 0], 2), ([4, 1, 0, 2, 3], 3)):
+        plan = mla_suite.plan(lens[chosen], num_heads=16, num_sm_parts=parts, max_seqlen_kv=4096, split_size=64)
+        rest, of_context_parallel = args[4:11], args[12:]
+        found = decode((q[chosen], cache, lens[chosen], table[chosen], *rest, plan, *of_context_parallel), kwargs)
+        assert all(torch.equal(w[chosen], f) for w, f in zip(wanted, found, strict=True))
+
+
 @pytest.mark.parametrize("heads", [16, 48])
 def test_batch_invariant_bits_of_one_split(heads):
     """A sequence that fits one split: alone its result needs no combine, beside a longer one it passes through it."""

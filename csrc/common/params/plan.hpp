@@ -10,7 +10,7 @@ struct PlanParams {
   int32_t work_tile_cost;        // fixed cost of a work tile, in keys
   int32_t partial_cost;          // cost of a partial to the one CTA that writes or reads it, in keys
   int32_t shared_cost;           // cost of a partial to the whole device, in keys
-  int32_t splits;                // work tiles of a sequence where they are the same for all, else 0
+  int32_t splits;                // of each sequence with num_splits, the most of one with split_size, else 0
   int32_t workgroups;            // of the launch
   // The header's words in order, but for work tiles used and partial rows, which the kernel counts.
   int32_t magic;

@@ -113,7 +113,7 @@ def _prepare(
         batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
     )
     header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
-    splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
+    splits = int(layout.work_tile_capacity) // batch if num_splits or split_size else 0
     costs = scheduler_costs(config.arch, num_q_rows)
     dealt = 0 if splits > 0 else candidates(costs, batch, num_sm_parts)
     threads = config.threads("uniform", batch)
