@@ -50,15 +50,21 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
         columns["bound"] = lambda r: r.bound
     columns["error"] = _error
     for name in packages:
-        others = {result.key[:2]: result.us for result in report.results if result.backend == name and result.rounds}
-        columns[f"{name} us"] = lambda r, us=others: microseconds(us[r.key[:2]]) if r.key[:2] in us else ""
-        columns[f"x {name}"] = lambda r, us=others: f"{r.us / us[r.key[:2]]:.2f}" if r.key[:2] in us else ""
+        columns |= _beside(name, {r.key[:2]: r.us for r in report.results if r.backend == name and r.rounds})
     rows = [tuple(cell(result) for cell in columns.values()) for result in own]
     verdicts = [judged[result.key].verdict.word if result.key in judged else "" for result in own]
     words = {"operator", "shape", "backend", "bound", "change", "error"}
     numeric = frozenset(index for index, name in enumerate(columns) if name not in words)
     title = "Device time of a call, cold caches" if gpu else "Time of a call on this CPU"
     return Table(title, tuple(columns), rows, ["" if word == "same" else word for word in verdicts], numeric)
+
+
+def _beside(package: str, us: Mapping[tuple[str, str], float]) -> dict[str, Callable[[Result], str]]:
+    """The columns of another package, whose times are given by operator and shape."""
+    return {
+        f"{package} us": lambda r: microseconds(us[r.key[:2]]) if r.key[:2] in us else "",
+        f"x {package}": lambda r: f"{r.us / us[r.key[:2]]:.2f}" if r.key[:2] in us else "",
+    }
 
 
 def beside_published(report: Report) -> Table:
