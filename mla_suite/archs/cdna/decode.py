@@ -173,7 +173,7 @@ def tile_rows(rows: int, most: int = MAX_ROWS) -> int:
     return -(-rows // (tiles * TILE)) * TILE
 
 
-Rule = Callable[[Problem, ArchSpec, int], CdnaConfig]
+Rule = Callable[[Problem, int], CdnaConfig]
 
 
 def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupported:
@@ -185,14 +185,14 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     use = decode_table.ANY if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
-    config = rule(problem, arch, decode_table.TILES.get(use, MAX_ROWS))
+    config = rule(problem, decode_table.TILES.get(use, MAX_ROWS))
     if row is not None and not has_kernel(arch, config.instance):
         dispatch.warn_once(
             config.instance,
             f"decode: {decode_table.reason(row)} names tiles of kernel {config.instance}, which is not built for "
             f"{arch.name}; the rule's run instead. `python -m mla_suite build` builds them",
         )
-        config, row = rule(problem, arch, MAX_ROWS), None
+        config, row = rule(problem, MAX_ROWS), None
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
     return missing(arch, config.instance, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer

@@ -23,10 +23,9 @@ from mla_suite.archs.common.sparse_decode import (
     slots_and_tiles,
     split_note,
     splits_of_call,
-    supports,
 )
 from mla_suite.build.params import packer
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.core.dispatch import Launch
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WAVES = 4
@@ -60,11 +59,6 @@ class CdnaSparseConfig:
             self._raise(f"records are {', '.join(dict.fromkeys(self.records.values()))}")
         if self.rows not in self.rows_of(self.record):
             self._raise(f"rows are one of {', '.join(map(str, self.rows_of(self.record)))}")
-
-    @classmethod
-    def supports(cls, problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
-        """The instance for a problem, if there is one, and the combine behind it."""
-        return supports(problem, arch, cls.for_problem, cls.records)
 
     @classmethod
     def for_problem(cls, problem: Problem, arch: ArchSpec) -> CdnaSparseConfig:

@@ -80,7 +80,7 @@ class SparseConfig(CdnaSparseConfig):
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
 
-    def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> Gfx950Config:
+    def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
         """The instance for a problem, in tiles of at most `most` rows.
 
         In batch-invariant mode it depends on the queries' shape alone. fp8 queries keep bf16 weights as long as memory
@@ -90,6 +90,6 @@ class Kernels(CdnaKernels):
         query = ELEMENTS[problem.q_dtype]
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
         rows = tile_rows(problem.heads * problem.q_len, most)
-        short = problem.planned and 0 < _work_tile_keys(problem, arch, rows) <= MAX_BF16_P_KEYS
+        short = problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
         fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
-        return Gfx950Config(arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
+        return Gfx950Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)
