@@ -108,7 +108,7 @@ def _splits(options: dict[str, Any], sequences: int, keys: int, arch: ArchSpec |
     import torch
 
     import mla_suite
-    from mla_suite.ops.plan import scheduler
+    from mla_suite.ops.plan import parts_on, scheduler
 
     found: dict[str, Any] = {name: options[name] for name in ("num_splits", "split_size") if name in options}
     if "plan" in options:
@@ -119,7 +119,7 @@ def _splits(options: dict[str, Any], sequences: int, keys: int, arch: ArchSpec |
             num_heads=heads,
             max_seqlen_q=q_len,
             max_seqlen_kv=keys,
-            num_sm_parts=max(1, units // -(-heads * q_len // scheduler.tile_rows(arch))),
+            num_sm_parts=parts_on(units, scheduler.tile_rows(arch), heads * q_len),
             **found,
         )
     return found

@@ -108,10 +108,9 @@ def _prepare(
     split_size: int,
 ) -> tuple[bytes, tuple[_Step, ...]]:
     """The parameters after the pointers, and the launches: equal calls share them."""
-    layout = words.layout_for(
-        batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
-    )
-    header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    sizes = dict(max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
+    layout = words.layout_for(batch, num_sm_parts, **sizes)
+    header = layout.header(**sizes)
     splits = num_splits or (int(words.splits_of(max_seqlen_kv, split_size)) if split_size > 0 else 0)
     costs = scheduler_costs(config.arch, num_q_rows)
     dealt = 0 if splits > 0 else candidates(costs, batch, num_sm_parts)
