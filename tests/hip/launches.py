@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from captures import RepeatedMirror
 from conftest import ARCH
 
 import mla_suite
@@ -10,7 +11,6 @@ from mla_suite import emulator
 from mla_suite.build import params
 from mla_suite.core import register
 from mla_suite.emulator.code_objects import Image
-from mla_suite.emulator.hip_session import Mirror
 from mla_suite.ops.decode.samples import decode_sample
 
 
@@ -58,7 +58,7 @@ class Placed:
     def __init__(self, session, launch):
         self.session = session
         self.kernel, self.grid, self.block, self.lds, packed, self.items = launch
-        self.mirror = Mirror(session.gpu, session.runtime)
+        self.mirror = RepeatedMirror(session.gpu, session.runtime)
         self.mirror.place(self.items, session.stream())
         session.runtime.synchronize(session.stream())
         self.layout = params.load(self.kernel.entry.params)
