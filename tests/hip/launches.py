@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from captures import RepeatedMirror
 from conftest import ARCH
@@ -81,6 +83,12 @@ class Placed:
     def close(self):
         self.session.runtime.synchronize(self.session.stream())
         self.mirror.free()
+
+
+def overwrite(gpu, address, data):
+    """Damages GPU memory behind HIP's back."""
+    assert gpu.read(address, len(data)) is not None, f"{address:#x} is not allocated"
+    ctypes.memmove(gpu.base + address, data, len(data))
 
 
 def loaded_at(session, entry):
