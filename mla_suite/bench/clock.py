@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -120,34 +121,19 @@ def device_rounds(call: Callable[[Any], object], turns: Sequence[Any], effort: E
 def host_rounds(call: Callable[[], object], effort: Effort, calls: int = 24) -> list[float]:
     """Time until an eager call returns, per round; the device's queue holds more calls than a round makes."""
     synchronize: Callable[[], None] = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    for _ in range(3):
-        call()
+    timer = timeit.Timer(call)
+    timer.timeit(3)
     rounds = []
     for _ in range(effort.rounds):
         synchronize()
-        single = []
-        for _ in range(calls):
-            start = time.perf_counter()
-            call()
-            single.append(time.perf_counter() - start)
-        rounds.append(median(single) * 1e6)
+        rounds.append(median(timer.repeat(calls, number=1)) * 1e6)
     synchronize()
     return rounds
 
 
 def cpu_rounds(call: Callable[[], object], effort: Effort, least_s: float = 0.01) -> list[float]:
     """Time of a call on the CPU: each round the median of five repeats that take at least `least_s` together."""
-    start = time.perf_counter()
-    call()
-    first = time.perf_counter() - start
-    calls = max(1, int(least_s / 5 / max(first, 1e-7)))
-    rounds = []
-    for _ in range(effort.rounds):
-        repeats = []
-        for _ in range(5 if first < 0.5 else 1):
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            repeats.append((time.perf_counter() - start) / calls)
-        rounds.append(median(repeats) * 1e6)
-    return rounds
+    timer = timeit.Timer(call)
+    first = timer.timeit(1)
+    calls, repeats = max(1, int(least_s / 5 / max(first, 1e-7))), 5 if first < 0.5 else 1
+    return [median(timer.repeat(repeats, calls)) / calls * 1e6 for _ in range(effort.rounds)]

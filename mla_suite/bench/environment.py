@@ -39,7 +39,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "mla_suite": mla_suite.__version__,
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
@@ -53,7 +53,8 @@ def _processor() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """The version of an installed package; '' where there is none, or a checkout on the path."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

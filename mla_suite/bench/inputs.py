@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import mla_suite
 from mla_suite import testing
 from mla_suite.bench.sets import Case
-from mla_suite.core import register
+from mla_suite.core import allocation, register
 from mla_suite.core.op import Op
 
 PLAN = 11  # decode's positional argument
@@ -86,7 +86,7 @@ def rotation(call: Call, touched: int, cold_bytes: int, most: int) -> list[Call]
 def outputs_for(op: Op, call: Call) -> tuple[torch.Tensor, ...]:
     """Empty outputs as the operator allocates them."""
     device = next(leaf for leaf in call.args if isinstance(leaf, torch.Tensor)).device
-    return tuple(torch.empty(o.shape, dtype=o.dtype, device=device) for o in op.specify(*call.args, **call.kwargs))
+    return allocation.empty(op.specify(*call.args, **call.kwargs), device)
 
 
 def result(op: Op, run: Callable[..., None], call: Call) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from mla_suite.bench.record import Report, Result
+from mla_suite.bench.record import Report
 
 FILE = Path(__file__).parent / "published" / "aiter-3003.csv"
 SHAPE = {"heads": 32, "q_len": 4}
@@ -34,47 +34,25 @@ def pairs() -> dict[tuple[int, int], Pair]:
         }
 
 
-def of(result: Result) -> Pair | None:
-    """The published times of a result's problem; None where there are none."""
-    facts = result.facts
-    same = result.op == "decode" and all(facts.get(name) == value for name, value in SHAPE.items())
-    if not same or "-p1-fp8" not in result.shape:
-        return None
-    return pairs().get((facts["batch"], facts["kv_len"]))
+def rows(report: Report) -> Iterator[tuple[str, ...]]:
+    """The cells of `HEADER` for each shape of a run that has published times.
 
-
-class Row(NamedTuple):
-    """One shape: microseconds, 0 for ours where it was not timed, and by how much ours is below the assembly kernel."""
-
-    batch: int
-    ctx: int
-    asm_us: float
-    hk_us: float
-    ours_us: float
-
-    @property
-    def gain_percent(self) -> float | None:
-        return 100 * (1 - self.ours_us / self.asm_us) if self.ours_us else None
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        gain = "" if self.gain_percent is None else f"{self.gain_percent:.2f}"
-        ours = f"{self.ours_us:.3f}" if self.ours_us else ""
-        return str(self.batch), str(self.ctx), f"{self.asm_us:.3f}", f"{self.hk_us:.3f}", ours, gain
-
-
-def rows(report: Report) -> Iterator[Row]:
-    """The shapes of a run that have published times; ours is the fastest of our backends on a GPU."""
-    found: dict[tuple[int, int], list[Result]] = {}
+    Ours is the fastest of our backends on a GPU; a shape that was not timed there has none, and no gain.
+    """
+    found: dict[tuple[int, int], list[float]] = {}
     for result in report.results:
-        if of(result) is not None:
-            found.setdefault((result.facts["batch"], result.facts["kv_len"]), []).append(result)
-    for shape, results in found.items():
-        own = [r.us for r in results if report.on_gpu and r.rounds and r.backend in ("native", "triton")]
-        pair = pairs()[shape]
-        yield Row(*shape, pair.asm_us, pair.hk_us, min(own, default=0.0))
+        facts = result.facts
+        same = result.op == "decode" and all(facts.get(name) == value for name, value in SHAPE.items())
+        if same and "-p1-fp8" in result.shape and (facts["batch"], facts["kv_len"]) in pairs():
+            times = found.setdefault((facts["batch"], facts["kv_len"]), [])
+            if report.on_gpu and result.rounds and result.backend in ("native", "triton"):
+                times.append(result.us)
+    for (batch, ctx), times in found.items():
+        asm_us, hk_us, _ = pairs()[batch, ctx]
+        ours = (f"{min(times):.3f}", f"{100 * (1 - min(times) / asm_us):.2f}") if times else ("", "")
+        yield str(batch), str(ctx), f"{asm_us:.3f}", f"{hk_us:.3f}", *ours
 
 
 def as_csv(report: Report) -> str:
     """The table as CSV."""
-    return "\n".join([",".join(HEADER), *(",".join(row.cells) for row in rows(report))]) + "\n"
+    return "\n".join([",".join(HEADER), *map(",".join, rows(report))]) + "\n"

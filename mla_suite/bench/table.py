@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mla_suite.bench import published
@@ -27,39 +27,44 @@ def times(report: Report, comparisons: Sequence[Comparison] = ()) -> Table:
     """One row per shape and own backend that was timed. The error is relative, against what is named beside it."""
     own = [result for result in report.results if result.rounds and result.backend not in THIRD_PARTY_NAMES]
     packages = [name for name in THIRD_PARTY_NAMES if any(r.backend == name and r.rounds for r in report.results)]
-    by_key = {result.key: result for result in report.results}
     judged: Mapping[tuple[str, str, str], Comparison] = {entry.new.key: entry for entry in comparisons}
     gpu = report.on_gpu
-    header = ["operator", "shape", "backend", "time us", "spread %"]
-    header += ["change"] if judged else []
-    steady = gpu and any(result.sustained_us for result in own)
-    header += ["sustained us"] if steady else []
-    header += ["host us"] if gpu else []
-    header += ["GB/s", "TFLOP/s"]
-    header += ["floor us", "x floor", "bound"] if report.floors else []
-    header += ["error"]
-    header += [part for name in packages for part in (f"{name} us", f"x {name}")]
-    rows, marks = [], []
-    for result in own:
-        entry = judged.get(result.key)
-        row = [result.op, result.shape, result.backend, microseconds(result.us), f"{result.spread_percent:.1f}"]
-        row += [str(entry.verdict) if entry else "new"] if judged else []
-        row += [microseconds(result.sustained_us) if result.sustained_us else ""] if steady else []
-        row += [microseconds(result.host_us)] if gpu else []
-        row += [f"{result.gb_per_s:.0f}" if gpu else f"{result.gb_per_s:.1f}", teraflops(result.tflops)]
-        row += [microseconds(result.floor_us), f"{result.over_floor:.2f}", result.bound] if report.floors else []
-        row += [_error(result)]
-        for name in packages:
-            package = by_key.get((result.op, result.shape, name))
-            row += (
-                [microseconds(package.us), f"{result.us / package.us:.2f}"] if package and package.rounds else ["", ""]
-            )
-        rows.append(tuple(row))
-        marks.append(entry.verdict.word if entry and entry.verdict.word != "same" else "")
+    columns: dict[str, Callable[[Result], str]] = {
+        "operator": lambda r: r.op,
+        "shape": lambda r: r.shape,
+        "backend": lambda r: r.backend,
+        "time us": lambda r: microseconds(r.us),
+        "spread %": lambda r: f"{r.spread_percent:.1f}",
+    }
+    if judged:
+        columns["change"] = lambda r: str(judged[r.key].verdict) if r.key in judged else "new"
+    if gpu and any(result.sustained_us for result in own):
+        columns["sustained us"] = lambda r: microseconds(r.sustained_us) if r.sustained_us else ""
+    if gpu:
+        columns["host us"] = lambda r: microseconds(r.host_us)
+    columns["GB/s"] = lambda r: f"{r.gb_per_s:.0f}" if gpu else f"{r.gb_per_s:.1f}"
+    columns["TFLOP/s"] = lambda r: teraflops(r.tflops)
+    if report.floors:
+        columns["floor us"] = lambda r: microseconds(r.floor_us)
+        columns["x floor"] = lambda r: f"{r.over_floor:.2f}"
+        columns["bound"] = lambda r: r.bound
+    columns["error"] = _error
+    for name in packages:
+        columns |= _beside(name, {r.key[:2]: r.us for r in report.results if r.backend == name and r.rounds})
+    rows = [tuple(cell(result) for cell in columns.values()) for result in own]
+    verdicts = [judged[result.key].verdict.word if result.key in judged else "" for result in own]
     words = {"operator", "shape", "backend", "bound", "change", "error"}
-    numeric = frozenset(index for index, name in enumerate(header) if name not in words)
+    numeric = frozenset(index for index, name in enumerate(columns) if name not in words)
     title = "Device time of a call, cold caches" if gpu else "Time of a call on this CPU"
-    return Table(title, tuple(header), rows, marks, numeric)
+    return Table(title, tuple(columns), rows, ["" if word == "same" else word for word in verdicts], numeric)
+
+
+def _beside(package: str, us: Mapping[tuple[str, str], float]) -> dict[str, Callable[[Result], str]]:
+    """The columns of another package, whose times are given by operator and shape."""
+    return {
+        f"{package} us": lambda r: microseconds(us[r.key[:2]]) if r.key[:2] in us else "",
+        f"x {package}": lambda r: f"{r.us / us[r.key[:2]]:.2f}" if r.key[:2] in us else "",
+    }
 
 
 def beside_published(report: Report) -> Table:
@@ -67,7 +72,7 @@ def beside_published(report: Report) -> Table:
     rows = list(published.rows(report))
     title = "As published for AITER on an MI355X (p50 of decode and reduce), and ours on this device"
     header = ("batch", "ctx", "ASM us", "HK us", "ours us", "gain %")
-    return Table(title, header, [row.cells for row in rows], [""] * len(rows), frozenset(range(len(header))))
+    return Table(title, header, rows, [""] * len(rows), frozenset(range(len(header))))
 
 
 def counted(report: Report) -> Table:

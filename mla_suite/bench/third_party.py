@@ -9,12 +9,12 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from mla_suite.bench.environment import version
 from mla_suite.bench.inputs import Call
 from mla_suite.bench.runners import Runner, Tensors
 from mla_suite.bench.sets import Case
@@ -41,14 +41,8 @@ class ThirdParty:
             return Runner(self.name, unsupported=prepared)
         run, answer = prepared
         fp8 = call.args[0].element_size() == 1  # what it does with softmax weights is its own affair
-        return Runner(self.name, self.version, "installed package", None, run, answer, run, fp8)
-
-    @property
-    def version(self) -> str:
-        try:
-            return metadata.version(self.name)
-        except metadata.PackageNotFoundError:  # a checkout on the path
-            return "version unknown"
+        found = version(self.name) or "version unknown"
+        return Runner(self.name, found, "installed package", None, run, answer, run, fp8)
 
 
 def installed() -> list[ThirdParty]:

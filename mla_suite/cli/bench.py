@@ -21,9 +21,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mla_suite.cli import INTERRUPTED, bar, positive, sizes, torch_device
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mla_suite.bench.clock import Effort
-    from mla_suite.bench.record import Comparison, Report
+    from mla_suite.bench.record import Comparison, Report, Result
     from mla_suite.bench.sets import Case
     from mla_suite.bench.table import Table
 
@@ -200,8 +200,8 @@ def _device(args: argparse.Namespace) -> torch.device:
 def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     """A new run, and whether Ctrl-C ended it early."""
     from mla_suite.bench import environment, floors
-    from mla_suite.bench import run as runner
     from mla_suite.bench.record import Report
+    from mla_suite.bench.run import Stopped
 
     device = _device(args)
     names = args.set or ["flashmla" if device.type == "cuda" else "quick"]
@@ -212,17 +212,9 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
         if device.type == "cuda":
             ceilings = floors.measure(device)
         try:
-            results = runner.run(
-                cases,
-                device,
-                effort,
-                backends=args.backend or (),
-                with_third_party=not args.no_third_party,
-                floors=ceilings,
-                emulated=emulated,
-                progress=lambda what, done: update(description=what[:60], completed=done),
-            )
-        except runner.Stopped as stop:
+            more = dict(with_third_party=not args.no_third_party, emulated=emulated)
+            results = _run(cases, device, effort, args, update, floors=ceilings, **more)
+        except Stopped as stop:
             if not stop.results:
                 raise
             results, stopped = stop.results, True
@@ -230,6 +222,23 @@ def _measure(args: argparse.Namespace, effort: Effort) -> tuple[Report, bool]:
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     facts |= {"note": "Stopped before its end: not every shape was measured, or not in every pass."} if stopped else {}
     return Report(facts, command, list(names), results, ceilings), stopped
+
+
+def _run(
+    cases: list[Case],
+    device: torch.device,
+    effort: Effort,
+    args: argparse.Namespace,
+    update: Callable[..., None],
+    **more: Any,
+) -> list[Result]:
+    """The results of these cases; `update` is that of the progress bar."""
+    from mla_suite.bench import run as runner
+
+    def progress(what: str, done: int) -> None:
+        update(description=what[:60], completed=done)
+
+    return runner.run(cases, device, effort, backends=args.backend or (), progress=progress, **more)
 
 
 def _built() -> list[str]:
@@ -250,28 +259,16 @@ def _again(
 ) -> list[Comparison]:
     """Measure what seems slower once more: only what is slower twice is."""
     from mla_suite.bench import record
-    from mla_suite.bench import run as runner
 
-    suspects = {(entry.new.op, entry.new.shape) for entry in record.slower(comparisons)}
-    if not suspects:
+    slow = {entry.new.key for entry in record.slower(comparisons)}
+    if not slow:
         return comparisons
-    device = _device(args)
+    suspects = {key[:2] for key in slow}
     cases = [case for case in _cases(args, report.sets) if (case.op, case.shape) in suspects]
     with bar("suspects", len(cases) * effort.passes) as update:
-        repeated = runner.run(
-            cases,
-            device,
-            effort,
-            backends=args.backend or (),
-            with_third_party=False,
-            floors=report.floors,
-            progress=lambda what, done: update(description=what[:60], completed=done),
-        )
-    second = {result.key: result for result in repeated if result.rounds}
-    slow = {entry.new.key for entry in record.slower(comparisons)}
-    for index, result in enumerate(report.results):
-        if result.key in slow and result.key in second:
-            report.results[index] = second[result.key]
+        repeated = _run(cases, _device(args), effort, args, update, floors=report.floors, with_third_party=False)
+    second = {result.key: result for result in repeated if result.rounds and result.key in slow}
+    report.results = [second.get(result.key, result) for result in report.results]
     return record.compare(old, report)
 
 

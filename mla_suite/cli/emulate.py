@@ -127,22 +127,18 @@ def measure(op: Op, sample: Sample, arch: str) -> dict[str, Any]:
 
     device = torch.device("cpu")
     operator = getattr(torch.ops.mla_suite, op.name)
-    results = []
-    with emulator.configured(collect=True) as reports:
-        for emulated in (False, True):
-            args, kwargs = sample.make(device)
-            if emulated:
-                with mla_suite.emulate(arch) as record:
-                    explanation = explain(op.name, *args, **kwargs)
-                    returned = operator(*args, **kwargs)
-            else:
-                returned = operator(*args, **kwargs)
-            # An operator that returns nothing has written into an argument.
-            written = [kwargs[n] if n in kwargs else args[op.arguments.index(n)] for n in op.mutates]
-            results.append(
-                [*(returned if isinstance(returned, tuple) else () if returned is None else (returned,)), *written]
-            )
-    expected, got = results
+
+    def results(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Returns the outputs of the operator, and behind them the arguments that it writes."""
+        returned = operator(*args, **kwargs)
+        made = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
+        return [*made, *(args[position] for position in op.mutated)]
+
+    expected = results(*sample.make(device))
+    args, kwargs = sample.make(device)
+    with emulator.configured(collect=True) as reports, mla_suite.emulate(arch) as record:
+        explanation = explain(op.name, *args, **kwargs)
+        got = results(args, kwargs)
     keys = int(args[2].sum()) if op.name == "decode" else 0
     bound = None
     if op.name == "decode" and fp8_weights(explanation.config):

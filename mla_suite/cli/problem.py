@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import positive
 
 if TYPE_CHECKING:
-    import torch
-
     from mla_suite.archs import ArchSpec
 
+LENGTHS, KV_FORMATS = {"decode": "kv", "sparse_decode": "topk"}, {"decode": "bf16", "sparse_decode": "v32"}
 Q_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e4m3fnuz")
 OPTIONS: dict[str, dict[str, Any]] = {
     "batch": dict(type=positive, help="sequences (default 1)"),
@@ -49,7 +49,7 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
 
     arch  where a plan would be made; None is a device without kernels of this library
     """
-    length = {"decode": "kv", "sparse_decode": "topk"}.get(op)
+    length = LENGTHS.get(op)
     if length is None:
         raise ValueError(f"a problem of your own is one of decode or sparse_decode, not of {op}")
     missing = [f"--{name}" for name in ("heads", length) if name not in options]
@@ -58,68 +58,46 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     foreign = {"kv": "topk", "topk": "kv"}[length]
     if foreign in options:
         raise ValueError(f"--{foreign} is not an option of {op}; it takes --{length}")
-    return (_decode if op == "decode" else _sparse_decode)(options, arch)
-
-
-def _decode(options: dict[str, Any], arch: ArchSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     import torch
 
     from mla_suite import kv_formats
     from mla_suite.kv_formats import cache as caches
 
-    batch, page, keys = options.get("batch", 1), options.get("page", 64), options["kv"]
-    kind = kv_formats.kv_format(options.get("kv_format", "bf16"))
-    pages = -(-keys // page)
-    tensors = (
-        _queries(options, kind.head_dim),
-        caches.empty(kind, batch * pages + 1, page, device="meta"),
-        torch.empty(batch, dtype=torch.int32, device="meta"),
-        torch.empty(batch, pages, dtype=torch.int32, device="meta"),
-    )
-    keywords = dict(softmax_scale=192**-0.5, kv_format=kind.name, max_seqlen_kv=keys)
-    return tensors, keywords | _splits(options, batch, keys, arch)
+    batch, q_len, page = (options.get(name, default) for name, default in (("batch", 1), ("q_len", 1), ("page", 64)))
+    keys, kind = options[length], kv_formats.kv_format(options.get("kv_format", KV_FORMATS[op]))
+    pages, index = -(-keys // page), partial(torch.empty, dtype=torch.int32, device="meta")
+    q_dtype = getattr(torch, options.get("q_dtype", "bfloat16"))
+    q = torch.empty(batch, q_len, options["heads"], kind.head_dim, dtype=q_dtype, device="meta")
+    tensors: tuple[Any, ...]
+    keywords: dict[str, Any]
+    if op == "decode":
+        cache = caches.empty(kind, batch * pages + 1, page, device="meta")
+        tensors = (q, cache, index(batch), index(batch, pages))
+        keywords = dict(kv_format=kind.name, max_seqlen_kv=keys) | _splits(options, batch, q_len, keys, arch)
+    else:
+        cache = caches.empty(kind, batch * pages, page, device="meta")
+        tensors = (q, [cache], [index(batch, q_len, keys)])
+        # A plan of sparse_decode has a sequence for each query token.
+        keywords = dict(kv_formats=[kind.name]) | _splits(options, batch * q_len, 1, keys, arch)
+    return tensors, dict(softmax_scale=192**-0.5, **keywords)
 
 
-def _sparse_decode(options: dict[str, Any], arch: ArchSpec | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    import torch
-
-    from mla_suite import kv_formats
-    from mla_suite.kv_formats import cache as caches
-
-    batch, page, topk = options.get("batch", 1), options.get("page", 64), options["topk"]
-    kind = kv_formats.kv_format(options.get("kv_format", "v32"))
-    q = _queries(options, kind.head_dim)
-    cache = caches.empty(kind, batch * -(-topk // page), page, device="meta")
-    indices = torch.empty(*q.shape[:2], topk, dtype=torch.int32, device="meta")
-    keywords: dict[str, Any] = dict(softmax_scale=192**-0.5, kv_formats=[kind.name])
-    # A plan of sparse_decode has a sequence for each query token.
-    return (q, [cache], [indices]), keywords | _splits(options | {"q_len": 1}, q.shape[0] * q.shape[1], topk, arch)
-
-
-def _queries(options: dict[str, Any], head_dim: int) -> torch.Tensor:
-    import torch
-
-    shape = options.get("batch", 1), options.get("q_len", 1), options["heads"], head_dim
-    return torch.empty(shape, dtype=getattr(torch, options.get("q_dtype", "bfloat16")), device="meta")
-
-
-def _splits(options: dict[str, Any], sequences: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:
+def _splits(options: dict[str, Any], sequences: int, q_len: int, keys: int, arch: ArchSpec | None) -> dict[str, Any]:
     """Returns the arguments that say how keys are split; a plan is as `mla_suite.plan` makes it on the arch."""
     import torch
 
     import mla_suite
-    from mla_suite.ops.plan import scheduler
+    from mla_suite.ops.plan import parts_on, scheduler
 
     found: dict[str, Any] = {name: options[name] for name in ("num_splits", "split_size") if name in options}
     if "plan" in options:
-        heads, q_len = options["heads"], options.get("q_len", 1)
         units = 1 if arch is None else arch.compute_units
         found["plan"] = mla_suite.plan(
             torch.empty(sequences, dtype=torch.int32, device="meta"),
-            num_heads=heads,
+            num_heads=options["heads"],
             max_seqlen_q=q_len,
             max_seqlen_kv=keys,
-            num_sm_parts=max(1, units // -(-heads * q_len // scheduler.tile_rows(arch))),
+            num_sm_parts=parts_on(units, scheduler.tile_rows(arch), options["heads"] * q_len),
             **found,
         )
     return found

@@ -142,7 +142,7 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
         if prepared is not None:
             outputs = prepared.allocate()
             if tensors[0].is_cpu:
-                validate(op, tensors, options)
+                op.validate_values(tensors, options)
             prepared.launch(outputs, tensors)
             if op.mutated:
                 bump_versions([tensors[position] for position in op.mutated])
@@ -320,11 +320,6 @@ def _plain(args: tuple[Any, ...]) -> bool:
             if learning and tensor.requires_grad:
                 return False
     return args[0].__class__ in _CLASSES
-
-
-def validate(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-    """Check the values inside tensors, which reads device data."""
-    op.validate_values(tensors, options)
 
 
 # The dispatcher's way

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import dispatch, register
+from mla_suite.core import allocation, dispatch, register
 from mla_suite.core.op import Op
 
 
@@ -84,8 +84,7 @@ def _checked(record: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     except TypeError as error:
         raise TypeError(f"explain: {record.name}: {error}; give the arguments of mla_suite.{record.name}") from None
     given = record.Args(*args, **kwargs)
-    outputs = (torch.empty(output.shape, dtype=output.dtype, device="meta") for output in record.check(given))
-    return given, tuple(outputs)
+    return given, allocation.empty(record.check(given), torch.device("meta"))
 
 
 def _explanation(

@@ -113,7 +113,7 @@ class Op:
         return tuple(self.arguments.index(name) for name in self.mutates)
 
     def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        """Raise on bad values inside tensors."""
+        """Raise on bad values inside tensors, which reads device data."""
         if self.validate is not None:
             self.validate(self.bind(tensors, options))
 

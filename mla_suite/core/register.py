@@ -110,7 +110,8 @@ def _returned(outputs: tuple[torch.Tensor, ...]) -> Any:
 
 
 def _functional(op: Op) -> Callable[..., Any]:
-    positional, names, defaults = op.positional, *_split(op.options)
+    # A keyword argument that the dispatcher leaves out is at its default.
+    positional, names, defaults = op.positional, tuple(op.options), tuple(op.options.values())
 
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
@@ -141,11 +142,6 @@ def _launch(prepared: PreparedCall, outputs: tuple[torch.Tensor, ...], args: tup
             prepared.launch(outputs, args)
     else:
         prepared.launch(outputs, args)
-
-
-def _split(options: dict[str, Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names and the defaults: a keyword argument that the dispatcher leaves out is at its default."""
-    return tuple(options), tuple(options.values())
 
 
 def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch.Launch:
@@ -187,7 +183,7 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
     op, name = overload.op, overload.name
     check = _check_outputs(op)
     positional, own = op.positional, len(overload.options)
-    names, defaults = _split(overload.options | dict.fromkeys(op.outputs))
+    names, defaults = (*overload.options, *op.outputs), (*overload.options.values(), *[None] * len(op.outputs))
 
     def call(*args: Any, **kwargs: Any) -> None:
         args += positional[len(args) :]
@@ -255,7 +251,7 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
 
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     if tensors[0].is_cpu or checks.debugging():
-        eager.validate(op, tensors, options)
+        op.validate_values(tensors, options)
 
 
 def _refuse_shared_memory(op: Op, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The calls of AMD's HIP runtime that a host program makes around launches: memory, streams, graphs."""
+"""The calls of AMD's HIP runtime that a host program makes around launches: memory and streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes as c
 
 from mla_suite.launch.driver import DriverError
 
-CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL = 0, 1
 _IN, _OUT = 1, 2  # hipMemcpyHostToDevice, hipMemcpyDeviceToHost
 _NON_BLOCKING = 1
 
@@ -54,21 +53,3 @@ class HipRuntime:
 
     def synchronize(self, stream: Handle) -> None:
         self.call("hipStreamSynchronize", c.c_void_p(stream))
-
-    def begin_capture(self, stream: Handle, mode: int = CAPTURE_GLOBAL) -> None:
-        self.call("hipStreamBeginCapture", c.c_void_p(stream), mode)
-
-    def end_capture(self, stream: Handle) -> Handle:
-        """The graph of what was captured, ready to be launched."""
-        graph = c.c_void_p()
-        self.call("hipStreamEndCapture", c.c_void_p(stream), c.byref(graph))
-        try:
-            return self._made("hipGraphInstantiate", graph, None, None, c.c_size_t(0))
-        finally:
-            self.call("hipGraphDestroy", graph)
-
-    def launch_graph(self, graph: Handle, stream: Handle) -> None:
-        self.call("hipGraphLaunch", c.c_void_p(graph), c.c_void_p(stream))
-
-    def destroy_graph(self, graph: Handle) -> None:
-        self.call("hipGraphExecDestroy", c.c_void_p(graph))

@@ -7,8 +7,8 @@ as well. The runtime is AMD's, unchanged; the GPU it sees is the virtual one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from mla_suite.archs import ArchSpec
 from mla_suite.build import params as param_structs
 from mla_suite.build.manifest import KernelEntry
 from mla_suite.emulator.driver import options
-from mla_suite.emulator.hip_runtime import CAPTURE_GLOBAL, Handle, HipRuntime
+from mla_suite.emulator.hip_runtime import Handle, HipRuntime
 from mla_suite.emulator.machine import Memory, Schedule
-from mla_suite.emulator.report import Report, SanitizerError
+from mla_suite.emulator.report import SanitizerError
 from mla_suite.emulator.virtual_gpu import Declaration, VirtualGpu
 from mla_suite.launch.driver import Buffer, Grid, Kernel, LaunchError, Naming, Start, TorchDevice
 from mla_suite.launch.hip import HipDriver, open_library
@@ -62,10 +62,6 @@ class Mirror:
                 at_end = gpu + size
         return at_end
 
-    def copy_in(self, stream: Handle) -> None:
-        for host, (gpu, size) in self._storages.items():
-            self._runtime.copy_in(gpu, host, size, stream)
-
     def copy_out(self, stream: Handle) -> None:
         """Storages that a kernel may have written."""
         for host in self._written:
@@ -80,38 +76,8 @@ class Mirror:
         self._kept.clear()
 
 
-class Graph:
-    """A captured sequence of launches. `replay` runs it on what its host tensors hold now; -> the launches' reports."""
-
-    def __init__(self, session: HipSession, mirror: Mirror) -> None:
-        self._session, self.mirror = session, mirror
-        self.declared: dict[bytes, Declaration] = {}
-        self.handle: Handle = 0
-
-    def replay(self) -> list[Report]:
-        session = self._session
-        stream = session.stream()
-        for said in self.declared.values():
-            said.reports.clear()
-        self.mirror.copy_in(stream)
-        session.runtime.launch_graph(self.handle, stream)
-        self.mirror.copy_out(stream)
-        session.runtime.synchronize(stream)
-        session.gpu.check()
-        return [report for said in self.declared.values() for report in said.reports]
-
-    def close(self) -> None:
-        """Gives back the graph and its memory."""
-        self._session.runtime.destroy_graph(self.handle)
-        for params in self.declared:
-            self._session.gpu.retract(params)
-        self.mirror.free()
-
-
 class _Thread(threading.local):
     stream: Handle = 0
-    aside: Handle = 0
-    graph: Graph | None = None
 
 
 class HipSession:
@@ -143,8 +109,7 @@ class HipSession:
     def bind(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, naming: Naming | None, overlap: bool = False
     ) -> Start:
-        """A launch waits for its end, or is captured within `capture`. It raises what HipDriver, HIP or the sanitizer
-        say. `overlap` has no effect."""
+        """A launch waits for its end. It raises what HipDriver, HIP or the sanitizer say. `overlap` has no effect."""
 
         def start(params: bytes, given: tuple[Any, ...]) -> None:
             if naming is None:
@@ -156,17 +121,7 @@ class HipSession:
     def _launch(
         self, kernel: Kernel, grid: Grid, block: int, dynamic_lds: int, params: bytes, items: list[Buffer]
     ) -> None:
-        how = options.get()
-        stream, graph = self.stream(), self._thread.graph
-        if graph is not None:
-            with self.driver.relaxed_capture():
-                self._thread.aside = self._thread.aside or self.runtime.stream()
-                graph.mirror.place(items, self._thread.aside)  # the captured stream takes no copies for now
-                self.runtime.synchronize(self._thread.aside)
-            moved, declared = self._declare(kernel, params, items, graph.mirror, how.schedule)
-            graph.declared[moved] = declared
-            self.driver.launch(kernel, grid, block, dynamic_lds, moved)
-            return
+        how, stream = options.get(), self.stream()
         mirror = Mirror(self.gpu, self.runtime)
         try:
             mirror.place(items, stream)
@@ -199,15 +154,3 @@ class HipSession:
         memories = [Memory.of(item.name, item.tensor, item.access) for item in items]
         there = [memory._replace(address=mirror.translate(memory.address)) for memory in memories]
         return moved, self.gpu.declare(moved, there, schedule)
-
-    @contextmanager
-    def capture(self, mode: int = CAPTURE_GLOBAL) -> Iterator[Graph]:
-        """Within the block this thread's launches are captured, and executed only when the graph is replayed."""
-        graph = Graph(self, Mirror(self.gpu, self.runtime))
-        self.runtime.begin_capture(self.stream(), mode)
-        self._thread.graph = graph
-        try:
-            yield graph
-        finally:
-            self._thread.graph = None
-            graph.handle = self.runtime.end_capture(self.stream())

@@ -78,14 +78,6 @@ class Program:
                 row[slot[name]] = value
         return rows
 
-    def loop(self, label: str) -> range:
-        """The instructions from `label` to the last branch back to it, to which a caller may restrict counters."""
-        start = self.kernel.labels[label]
-        back = [pc for pc, line in enumerate(self.lines) if "branch" in line.text and line.text.split()[-1] == label]
-        if not back or max(back) < start:
-            raise AssemblyError(f"{self.kernel.name}: nothing branches back to {label}")
-        return range(start, max(back) + 1)
-
 
 def _lds_symbols(kernel: KernelText) -> dict[str, int]:
     """Dynamic LDS begins after the static part; static variables have become numbers before this text was written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,52 +142,48 @@ class Report:
     loaded: dict[str, int]
     stored: dict[str, int]
 
-    def _pcs(self, where: Iterable[int] | None) -> list[int]:
-        return list(range(len(self.names)) if where is None else where)
-
-    def mix(self, where: Iterable[int] | None = None) -> Counter[str]:
-        """Wave instructions by mnemonic, in the whole kernel or in the instructions `where` (see Program.loop)."""
+    def mix(self) -> Counter[str]:
+        """Wave instructions by mnemonic."""
         out: Counter[str] = Counter()
-        for pc in self._pcs(where):
-            if self.times[pc]:
-                out[self.names[pc]] += int(self.times[pc])
+        for name, times in zip(self.names, self.times, strict=True):
+            if times:
+                out[name] += int(times)
         return out
 
-    def by_class(self, where: Iterable[int] | None = None) -> Counter[str]:
+    def by_class(self) -> Counter[str]:
         """Wave instructions by class: salu, smem, valu, transcendental, matrix, lds, global, atomic, control."""
         out: Counter[str] = Counter()
-        for pc in self._pcs(where):
-            out[self.classes[pc]] += int(self.times[pc])
+        for name, times in zip(self.classes, self.times, strict=True):
+            out[name] += int(times)
         return out
 
-    def instructions(self, where: Iterable[int] | None = None) -> int:
-        return int(self.times[self._pcs(where)].sum())
+    def instructions(self) -> int:
+        return int(self.times.sum())
 
-    def matrix_clocks(self, where: Iterable[int] | None = None) -> int:
+    def matrix_clocks(self) -> int:
         """Clocks of one SIMD's matrix unit: 4 per pass."""
-        return sum(_CLOCKS_PER_PASS * self.passes[pc] * int(self.times[pc]) for pc in self._pcs(where))
+        return _CLOCKS_PER_PASS * int(self.times @ np.array(self.passes))
 
-    def valu_clocks(self, where: Iterable[int] | None = None) -> int:
+    def valu_clocks(self) -> int:
         """Issue clocks of one SIMD's vector unit: 4 per instruction, 16 for a transcendental one."""
-        return sum(_VALU_CLOCKS.get(self.classes[pc], 0) * int(self.times[pc]) for pc in self._pcs(where))
+        return sum(_VALU_CLOCKS.get(name, 0) * times for name, times in self.by_class().items())
 
-    def lds_clocks(self, where: Iterable[int] | None = None, bytes_per_clock: int = 128) -> int:
-        """Bank clocks of the LDS at 128 bytes a clock, or with reads at 256 (gfx950)."""
+    def lds_clocks(self, where: Sequence[int] | None = None, bytes_per_clock: int = 128) -> int:
+        """Bank clocks of the LDS at 128 bytes a clock, or with reads at 256 (gfx950); of all instructions, or some."""
         table = self.lds_clocks_128 if bytes_per_clock == 128 else self.lds_clocks_256
-        return int(table[self._pcs(where)].sum())
+        return int((table if where is None else table[where]).sum())
 
-    def memory_bytes(self, where: Iterable[int] | None = None) -> int:
+    def memory_bytes(self) -> int:
         """Bytes of every global load, store and atomic, each lane counted; caches are not modelled."""
-        return int(self.global_bytes[self._pcs(where)].sum())
+        return int(self.global_bytes.sum())
 
-    def bound(self, arch: ArchSpec, where: Iterable[int] | None = None) -> Bound:
+    def bound(self, arch: ArchSpec) -> Bound:
         """The least clocks that one compute unit of `arch`, with its share of memory, needs for all this work."""
         memory_bytes_per_clock = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6) / arch.compute_units
-        pcs = self._pcs(where)
         return Bound(
-            memory=self.memory_bytes(pcs) / memory_bytes_per_clock,
-            matrix=self.matrix_clocks(pcs) / arch.simds,
-            valu=self.valu_clocks(pcs) / arch.simds,
-            lds_128=float(self.lds_clocks(pcs)),
-            lds_256=float(self.lds_clocks(pcs, 256)),
+            memory=self.memory_bytes() / memory_bytes_per_clock,
+            matrix=self.matrix_clocks() / arch.simds,
+            valu=self.valu_clocks() / arch.simds,
+            lds_128=float(self.lds_clocks()),
+            lds_256=float(self.lds_clocks(bytes_per_clock=256)),
         )

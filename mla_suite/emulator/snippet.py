@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,10 +26,10 @@ class State:
     scc: bool
     lds: np.ndarray
     report: Report
-    findings: tuple[Finding, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.findings = self.report.findings
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        return self.report.findings
 
     def s64(self, index: int) -> int:
         """Scalars index and index + 1 as one number."""
@@ -106,14 +106,10 @@ def run_snippet(
             first += 1
             if not rest:
                 break
-    uninitialised = isinstance(lds, int)
-    share = (
-        np.zeros(int(lds), np.uint8)
-        if isinstance(lds, int)
-        else np.ascontiguousarray(lds).view(np.uint8).ravel().copy()
-    )
+    written = np.zeros(0, np.uint8) if isinstance(lds, int) else np.ascontiguousarray(lds).view(np.uint8).ravel()
+    lds_bytes = lds if isinstance(lds, int) else written.size
     out_v, out_s = np.zeros_like(vectors), np.zeros(core.SCALARS + 1, np.uint32)
-    out_lds = np.zeros(max(share.size, 1), np.uint8)
+    out_lds = np.zeros(max(lds_bytes, 1), np.uint8)
     request = core.LaunchRequest()
     request.mode, request.checks, request.threads = mode, checks, 1
     request.scratch_bytes = scratch
@@ -121,7 +117,7 @@ def run_snippet(
     request.initial_vectors, request.initial_scalars = vectors.ctypes.data, scalars.ctypes.data
     request.final_vectors, request.final_scalars = out_v.ctypes.data, out_s.ctypes.data
     request.final_lds = out_lds.ctypes.data
-    if not uninitialised and share.size:
-        request.initial_lds = share.ctypes.data
-    report = run(program, request, (1, 1, 1), (64, 1, 1), share.size, buffers)
-    return State(out_v, out_s[:-1], bool(out_s[-1]), out_lds[: share.size], report)
+    if written.size:
+        request.initial_lds = written.ctypes.data
+    report = run(program, request, (1, 1, 1), (64, 1, 1), lds_bytes, buffers)
+    return State(out_v, out_s[:-1], bool(out_s[-1]), out_lds[:lds_bytes], report)

@@ -252,12 +252,6 @@ class VirtualGpu:
                 return c.string_at(self.base + address, size)
         return None
 
-    def write(self, address: int, data: bytes) -> None:
-        """Overwrites GPU memory behind HIP's back, which is what tests of damage do."""
-        if self.read(address, len(data)) is None:
-            raise ValueError(f"{address:#x} is not allocated")
-        c.memmove(self.base + address, data, len(data))
-
     def check(self) -> None:
         """Raises the first error since the last call: the driver's, or a SanitizerError with findings."""
         with self._lock:

@@ -59,7 +59,7 @@ class DirectCall(NamedTuple):
         def start(outputs: tuple[torch.Tensor, ...], given: tuple[Any, ...]) -> None:
             tensors = tensors_of(given)
             if tensors[0].is_cpu:
-                eager.validate(op, tensors, values)
+                op.validate_values(tensors, values)
             launch((), tensors + outputs)  # outputs are the last tensors of `.out`
 
         eager.remember(slot, given, settings, PreparedCall(allocate, start, tuple(map(type, settings)), {}))

@@ -135,18 +135,12 @@ class MLAConfig:
 
     @classmethod
     def kimi_k2(cls) -> MLAConfig:
-        """Kimi K2 (config.json of moonshotai/Kimi-K2-Instruct): 64 heads, theta 50000, YaRN factor 32."""
-        return cls(
-            hidden_size=7168,
-            num_heads=64,
-            q_lora_rank=1536,
-            num_layers=61,
-            max_position=131072,
-            rope_theta=50000.0,
-            yarn=Yarn(
-                factor=32.0, original_max_position=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
-            ),
+        """Kimi K2 (config.json of moonshotai/Kimi-K2-Instruct): R1's layer, 64 heads, theta 50000, YaRN factor 32."""
+        yarn = Yarn(
+            factor=32.0, original_max_position=4096, beta_fast=1.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0
         )
+        r1 = cls.deepseek_r1()
+        return dataclasses.replace(r1, num_heads=64, max_position=131072, rope_theta=50000.0, yarn=yarn)
 
     @classmethod
     def gpu_mode_2025(cls) -> MLAConfig:

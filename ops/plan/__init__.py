@@ -105,8 +105,12 @@ def sm_parts(tensor: torch.Tensor, num_q_rows: int) -> int:
         units, tile_rows = _units_and_tile_rows(tensor.device)
     else:
         units, tile_rows = _device_units(launch.current_arch(tensor), tensor.device)
-    parts: int = max(1, units // -(-num_q_rows // tile_rows))
-    return min(parts, MAX_SM_PARTS)
+    return parts_on(units, tile_rows, num_q_rows)
+
+
+def parts_on(units: int, tile_rows: int, num_q_rows: int) -> int:
+    """`sm_parts` of a device with as many compute units, each of which holds `tile_rows` query rows."""
+    return min(max(1, units // -(-num_q_rows // tile_rows)), MAX_SM_PARTS)
 
 
 def _units_and_tile_rows(device: torch.device) -> tuple[int, int]:

@@ -22,13 +22,8 @@ from mla_suite.ops.plan.scheduler import (
 
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     batch = args.seq_lens.shape[0]
-    layout = words.layout_for(
-        batch,
-        args.num_sm_parts,
-        max_seqlen_kv=args.max_seqlen_kv,
-        num_splits=args.num_splits,
-        split_size=args.split_size,
-    )
+    sizes = dict(max_seqlen_kv=args.max_seqlen_kv, num_splits=args.num_splits, split_size=args.split_size)
+    layout = words.layout_for(batch, args.num_sm_parts, **sizes)
     kv_lens = args.seq_lens.long()
     if args.cu_seqlens_q is not None:
         kv_lens = torch.where(args.cu_seqlens_q.diff() > 0, kv_lens, 0)  # no query token, nothing to read
@@ -43,8 +38,7 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         parts = _uniform(kv_lens, size, splits, capacity, costs, args.num_sm_parts)
     else:
         parts = _balanced(kv_lens, costs, args.num_sm_parts)
-    header = layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
-    words.assemble(layout, header, *parts, into=outputs[0])
+    words.assemble(layout, layout.header(**sizes), *parts, into=outputs[0])
 
 
 def equal_chunk(kv_lens: torch.Tensor, num_splits: int) -> torch.Tensor:

@@ -310,23 +310,16 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     num_sm_parts, num_splits, split_size = args.num_sm_parts, args.num_splits, args.split_size
     (plan,) = outputs
     batch = seq_lens.shape[0]
-    layout = metadata.layout_for(
-        batch,
-        args.num_sm_parts,
-        max_seqlen_kv=args.max_seqlen_kv,
-        num_splits=args.num_splits,
-        split_size=args.split_size,
-    )
+    sizes = dict(max_seqlen_kv=args.max_seqlen_kv, num_splits=num_splits, split_size=split_size)
+    layout = metadata.layout_for(batch, num_sm_parts, **sizes)
     capacity, work_at, counters_at, work_tiles_at = (
         int(word) for word in (layout.work_tile_capacity, layout.work_indptr, layout.counters, layout.work_tiles)
     )
-    header = tuple(
-        layout.header(num_splits=args.num_splits, split_size=args.split_size, max_seqlen_kv=args.max_seqlen_kv)
-    )
+    header = tuple(layout.header(**sizes))
     fixed, partial_cost, shared, _ = scheduler.scheduler_costs(
-        current_arch(args.seq_lens), args.num_heads * args.max_seqlen_q
+        current_arch(seq_lens), args.num_heads * args.max_seqlen_q
     )
-    lanes = max(capacity, batch + 1, args.num_sm_parts + 1, work_tiles_at - counters_at, metadata.HEADER_WORDS)
+    lanes = max(capacity, batch + 1, num_sm_parts + 1, work_tiles_at - counters_at, metadata.HEADER_WORDS)
     blocks = triton.cdiv(lanes, BLOCK)
     work_tiles = plan[work_tiles_at:]
     if num_splits or split_size:
@@ -346,14 +339,7 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         )  # fmt: skip
         return
     cost_sum, keys, longest, costs, *points = _words(
-        plan.device,
-        batch + 1,
-        batch + 1,
-        1,
-        2 * args.num_sm_parts,
-        args.num_sm_parts + 1,
-        args.num_sm_parts + 1,
-        args.num_sm_parts + 1,
+        plan.device, batch + 1, batch + 1, 1, 2 * num_sm_parts, *[num_sm_parts + 1] * 3
     )
     steps = batch.bit_length()
     cost_sum_kernel[(1,)](seq_lens, cu_seqlens_q, keys, cost_sum, longest, batch, fixed, SIZE=BLOCK)
@@ -366,8 +352,8 @@ def run(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         CANDIDATES=triton.next_power_of_2(2 * num_sm_parts), WIDTH=triton.next_power_of_2(num_sm_parts + 1),
     )  # fmt: skip
     sequences_kernel[(blocks,)](
-        *points, plan, header, batch, args.num_sm_parts, capacity, counters_at, work_tiles_at,
-        (args.num_sm_parts + 1).bit_length(), SIZE=BLOCK
+        *points, plan, header, batch, num_sm_parts, capacity, counters_at, work_tiles_at,
+        (num_sm_parts + 1).bit_length(), SIZE=BLOCK
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mla_suite.archs.gfx950 import decode as gfx950_decode
+from mla_suite.archs import gfx950
 from mla_suite.bench import bounds, sets
 from mla_suite.bench.extrapolation import COUNTERS, Tile
 from mla_suite.bench.sets import Case
@@ -41,7 +41,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def _fp8_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans have fp8 weights at any length: work tiles that are long enough for them take long to emulate whole."""
-    monkeypatch.setattr(gfx950_decode, "MAX_BF16_P_KEYS", 0)
+    monkeypatch.setattr(gfx950, "MAX_BF16_P_KEYS", 0)
     dispatch.clear_caches()
     yield
     dispatch.clear_caches()

@@ -52,14 +52,15 @@ class Chosen:
 @pytest.fixture(scope="session")
 def drivers():
     """The HIP runtime's and the emulator's driver, behind every launch of this process."""
+    from captures import CapturingSession
+
     from mla_suite import archs
     from mla_suite.emulator import EmulatorDriver
-    from mla_suite.emulator.hip_session import HipSession
     from mla_suite.emulator.user_space import hip_library
     from mla_suite.launch import launcher
 
     record = archs.get(ARCH)
-    chosen = Chosen(HipSession(record, hip_library(Path(SPACE))), EmulatorDriver(record))
+    chosen = Chosen(CapturingSession(record, hip_library(Path(SPACE))), EmulatorDriver(record))
     launcher.install(chosen)
     return chosen
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+from captures import RepeatedMirror
 from conftest import ARCH
 
 import mla_suite
@@ -10,7 +13,6 @@ from mla_suite import emulator
 from mla_suite.build import params
 from mla_suite.core import register
 from mla_suite.emulator.code_objects import Image
-from mla_suite.emulator.hip_session import Mirror
 from mla_suite.ops.decode.samples import decode_sample
 
 
@@ -58,7 +60,7 @@ class Placed:
     def __init__(self, session, launch):
         self.session = session
         self.kernel, self.grid, self.block, self.lds, packed, self.items = launch
-        self.mirror = Mirror(session.gpu, session.runtime)
+        self.mirror = RepeatedMirror(session.gpu, session.runtime)
         self.mirror.place(self.items, session.stream())
         session.runtime.synchronize(session.stream())
         self.layout = params.load(self.kernel.entry.params)
@@ -81,6 +83,12 @@ class Placed:
     def close(self):
         self.session.runtime.synchronize(self.session.stream())
         self.mirror.free()
+
+
+def overwrite(gpu, address, data):
+    """Damages GPU memory behind HIP's back."""
+    assert gpu.read(address, len(data)) is not None, f"{address:#x} is not allocated"
+    ctypes.memmove(gpu.base + address, data, len(data))
 
 
 def loaded_at(session, entry):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import ARCH
-from launches import Placed, loaded_at, one_decode, recorded
+from launches import Placed, loaded_at, one_decode, overwrite, recorded
 
 from mla_suite.build import compilers, manifest
 from mla_suite.emulator.report import SanitizerError
@@ -101,10 +101,10 @@ def test_a_corrupted_byte_of_code_in_gpu_memory(session, placed):
     for offset in (8, len(image.code) // 2, len(image.code) - 1):
         where = base + image.code_address + offset
         (right,) = session.gpu.read(where, 1)
-        session.gpu.write(where, bytes([right ^ 1]))
+        overwrite(session.gpu, where, bytes([right ^ 1]))
         placed.start()
         session.runtime.synchronize(session.stream())
-        session.gpu.write(where, bytes([right]))
+        overwrite(session.gpu, where, bytes([right]))
         with pytest.raises(VirtualGpuError, match=r"the copy of append_kv\S+ in GPU memory is damaged: byte 0x"):
             session.gpu.check()
     placed.start()
@@ -116,10 +116,10 @@ def test_a_corrupted_kernel_descriptor(session, placed):
     base, image = loaded_at(session, placed.kernel.entry)
     where = base + image.descriptor_address
     (right,) = session.gpu.read(where, 1)
-    session.gpu.write(where, bytes([right ^ 4]))
+    overwrite(session.gpu, where, bytes([right ^ 4]))
     placed.start()
     session.runtime.synchronize(session.stream())
-    session.gpu.write(where, bytes([right]))
+    overwrite(session.gpu, where, bytes([right]))
     with pytest.raises(VirtualGpuError, match="is damaged"):
         session.gpu.check()
 

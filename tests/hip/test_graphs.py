@@ -4,11 +4,11 @@ import ctypes
 
 import pytest
 import torch
+from captures import CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL
 from conftest import ARCH
 
 import mla_suite
 from mla_suite import emulator
-from mla_suite.emulator.hip_runtime import CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL
 from mla_suite.launch.driver import DriverError
 from mla_suite.launch.gpu_driver import CAPTURE_MODE_RELAXED
 from mla_suite.ops.decode.samples import decode_sample

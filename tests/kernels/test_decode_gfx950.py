@@ -24,7 +24,7 @@ from decode_grid import (
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.gfx950.decode import Gfx950Config
+from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.build import manifest
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode.samples import decode_sample

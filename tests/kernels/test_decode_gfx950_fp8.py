@@ -22,7 +22,7 @@ from decode_grid import (
 
 import mla_suite
 from mla_suite import archs, emulator
-from mla_suite.archs.gfx950.decode import Gfx950Config
+from mla_suite.archs.gfx950 import Gfx950Config
 from mla_suite.build import manifest
 from mla_suite.launch import has_kernel
 from mla_suite.ops.decode import DECODE
@@ -174,7 +174,7 @@ def test_a_plans_long_work_tiles_have_fp8_weights(batch, context, fp8_weights):
     """Up to 2,048 keys of a work tile memory takes longer than bf16 weights do, however long the sequence is."""
     args, kwargs = decode_sample((64, 64), heads=32, q_len=4, planned=True, **QUERIES["fp8"]).make(CPU)
     problem = DECODE.problem(*args, **kwargs)._replace(batch=batch, context=context)
-    assert archs.kernels(archs.get(ARCH)).decode_config(problem, archs.get(ARCH), 128).fp8_weights is fp8_weights
+    assert archs.kernels(archs.get(ARCH)).decode_config(problem, 128).fp8_weights is fp8_weights
 
 
 KV = 1024

@@ -17,7 +17,8 @@ from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common import decode as decode_launches
 from mla_suite.build import manifest
 from mla_suite.build.params import load
-from mla_suite.core import dispatch, eager, register
+from mla_suite.core import dispatch, register
+from mla_suite.core.op import Op
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import has_kernel, launcher
@@ -99,7 +100,8 @@ def hip(stub_folder, monkeypatch, request):
     monkeypatch.setattr(launcher, "_drivers", {})
     monkeypatch.setattr(launcher, "_prepared", {})
     monkeypatch.setattr(register, "_validate", lambda *arguments: None)
-    monkeypatch.setattr(eager, "validate", lambda *arguments: None)
+    for called in (Op, register._OutOverload):
+        monkeypatch.setattr(called, "validate_values", lambda *arguments: None)
     dispatch.clear_caches()  # calls made ready for the emulator, and after the test for the recording driver
     with mla_suite.emulate(name):
         yield stub

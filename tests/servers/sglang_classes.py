@@ -12,7 +12,9 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.speculative.eagle_info import EagleVerifyInput
 
-HEADS, LATENT, ROPE = 4, 512, 64
+from mla_suite.models.config import LATENT, ROPE
+
+HEADS = 4
 WIDTH = LATENT + ROPE
 
 

@@ -18,7 +18,9 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.runtime_context import get_context, get_parallel
 
-HEADS, LATENT, ROPE, PAGE, LAYERS = 4, 512, 64, 64, 2
+from mla_suite.models.config import LATENT, ROPE
+
+HEADS, PAGE, LAYERS = 4, 64, 2
 WIDTH = LATENT + ROPE
 RECORD = 656  # bytes of a row of an fp8 cache
 CONTEXT, REQUESTS, SLOTS, DRAFTS = 512, 6, 2048, 4

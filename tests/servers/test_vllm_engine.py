@@ -28,10 +28,10 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.worker.utils import select_common_block_size
 
 from mla_suite.integrations import vllm as integration
+from mla_suite.models.config import LATENT
 
 LENGTHS = [5, 40, 17, 33]
 LATE = [7, 3]  # of prompts that arrive while others decode
-LATENT, ROPE = 512, 64
 LAYERS = tiny_deepseek.LAYERS
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import decode
 from mla_suite.archs.cdna.decode import MAX_ROWS, CdnaConfig
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
+from mla_suite.archs.common import sparse_decode as sparse_kernels
 from mla_suite.archs.common.kernels import CommonKernels
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.ops.combine import Problem as CombineProblem
@@ -24,7 +24,7 @@ class CdnaKernels(CommonKernels):
     plan_waves = PLAN_WAVES
     sparse_config: type[CdnaSparseConfig]
 
-    def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
+    def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
         """The arch's instance of decode for a problem, in tiles of at most `most` query rows."""
         raise NotImplementedError
 
@@ -32,7 +32,8 @@ class CdnaKernels(CommonKernels):
         return decode.supports(problem, self.arch, self.decode_config)
 
     def sparse_decode(self, problem: SparseDecodeProblem) -> Supported | Unsupported:
-        return self.sparse_config.supports(problem, self.arch)
+        kernels = self.sparse_config
+        return sparse_kernels.supports(problem, self.arch, kernels.for_problem, kernels.records)
 
     def combine(self, problem: CombineProblem) -> Supported | Unsupported:
         if problem.plus_inf_lse:

@@ -10,7 +10,7 @@ import torch
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine, decode_table
 from mla_suite.archs.common import combine_config as combine_configs
-from mla_suite.archs.common.attention import MAX_ROW_TILES, pack_numbers, packer
+from mla_suite.archs.common.attention import MAX_ROW_TILES
 from mla_suite.archs.common.combine import missing
 from mla_suite.archs.common.decode import (
     POINTERS,
@@ -25,6 +25,7 @@ from mla_suite.archs.common.decode import (
     query_adjustment,
     shape_of,
 )
+from mla_suite.build.params import pack_numbers, packer
 from mla_suite.core import dispatch
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import has_kernel
@@ -123,7 +124,47 @@ class CdnaConfig:
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
         """The launch of decode, and of the combine behind it."""
-        return _prepare(self, outputs, args)
+        out, lse = outputs
+        if args.seq_lens.shape[0] == 0 or out.numel() == 0:
+            return lambda outputs, tensors: None
+        adjust = query_adjustment(args.softmax_scale < 0, False)
+        q = args.q if adjust is None else adjust(args.q, args.q_descale)
+        shape = shape_of(args, q, out)
+        splits = _splits(self, args, shape)
+        slots, work_tiles = splits.slots(shape), splits.tiles(shape)
+        if shape.plan_words:
+            work_tiles = min(work_tiles, self.arch.compute_units)
+        copies_q, temporary = not shape.q.in_whole_vectors, copies_out(shape)
+        queries = shape.q.copied() if copies_q else shape.q
+        results = shape.out.copied() if temporary else shape.out
+        numbers = pack_numbers(
+            "decode",
+            POINTERS,
+            q_batch_stride=0 if shape.ragged else queries.strides[0],
+            q_token_stride=queries.strides[-3],
+            q_head_stride=queries.strides[-2],
+            kv_token_stride=args.kv_cache.stride(1),
+            block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
+            grid_stride=work_tiles,
+            **numbers_of(args, shape, results, splits),
+        )
+        combined = None
+        if slots:
+            partials = -(-slots // shape.batch)
+            uniform = not (shape.plan_words or shape.ragged)
+            chosen = combine.config_for(
+                self.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
+            )
+            combined = combine_launch(
+                chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
+            )
+        grid = (work_tiles, self.tiles(shape.rows), 1)
+        prepared = Prepared(
+            # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
+            *(self, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
+            *(slots, shape.rows, combined),
+        )
+        return launch_of(prepared, args, adjust, _pack_pointers)
 
 
 def tile_rows(rows: int, most: int = MAX_ROWS) -> int:
@@ -132,7 +173,7 @@ def tile_rows(rows: int, most: int = MAX_ROWS) -> int:
     return -(-rows // (tiles * TILE)) * TILE
 
 
-Rule = Callable[[Problem, ArchSpec, int], CdnaConfig]
+Rule = Callable[[Problem, int], CdnaConfig]
 
 
 def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupported:
@@ -144,14 +185,14 @@ def supports(problem: Problem, arch: ArchSpec, rule: Rule) -> Supported | Unsupp
     use = decode_table.ANY if row is None else str(row.values["use"])
     if row is not None and use == decode_table.TRITON:
         return Unsupported(f"{decode_table.reason(row)} leaves it to the triton kernel")
-    config = rule(problem, arch, decode_table.TILES.get(use, MAX_ROWS))
+    config = rule(problem, decode_table.TILES.get(use, MAX_ROWS))
     if row is not None and not has_kernel(arch, config.instance):
         dispatch.warn_once(
             config.instance,
             f"decode: {decode_table.reason(row)} names tiles of kernel {config.instance}, which is not built for "
             f"{arch.name}; the rule's run instead. `python -m mla_suite build` builds them",
         )
-        config, row = rule(problem, arch, MAX_ROWS), None
+        config, row = rule(problem, MAX_ROWS), None
     tiles = f"tiles of {config.rows} rows for {problem.q_len} x {problem.heads} query rows"
     answer = Supported(config, tiles if row is None else f"{tiles}, by {decode_table.reason(row)}")
     return missing(arch, config.instance, *combine_configs.invariant_instances(arch, problem.head_dim_v)) or answer
@@ -179,50 +220,6 @@ def _unsupported(problem: Problem, arch: ArchSpec) -> str | None:
     if rows < 1 or -(-rows // MAX_ROWS) > MAX_ROW_TILES:
         return f"{rows} query rows per sequence; it takes 1 to {MAX_ROWS * MAX_ROW_TILES}"
     return None
-
-
-def _prepare(config: CdnaConfig, outputs: tuple[torch.Tensor, ...], args: DecodeArgs) -> Launch:
-    out, lse = outputs
-    if args.seq_lens.shape[0] == 0 or out.numel() == 0:
-        return lambda outputs, tensors: None
-    adjust = query_adjustment(args.softmax_scale < 0, False)
-    q = args.q if adjust is None else adjust(args.q, args.q_descale)
-    shape = shape_of(args, q, out)
-    splits = _splits(config, args, shape)
-    slots, work_tiles = splits.slots(shape), splits.tiles(shape)
-    if shape.plan_words:
-        work_tiles = min(work_tiles, config.arch.compute_units)
-    copies_q, temporary = not shape.q.in_whole_vectors, copies_out(shape)
-    queries = shape.q.copied() if copies_q else shape.q
-    results = shape.out.copied() if temporary else shape.out
-    numbers = pack_numbers(
-        "decode",
-        POINTERS,
-        q_batch_stride=0 if shape.ragged else queries.strides[0],
-        q_token_stride=queries.strides[-3],
-        q_head_stride=queries.strides[-2],
-        kv_token_stride=args.kv_cache.stride(1),
-        block_table_stride=0 if args.block_table is None else args.block_table.stride(0),
-        grid_stride=work_tiles,
-        **numbers_of(args, shape, results, splits),
-    )
-    combined = None
-    if slots:
-        partials = -(-slots // shape.batch)
-        uniform = not (shape.plan_words or shape.ragged)
-        chosen = combine.config_for(
-            config.arch, args.head_dim_v, out.dtype, shape.rows, shape.batch, partials, splits.size > 0, uniform
-        )
-        combined = combine_launch(
-            chosen, args, shape, results, (LseLayout.contiguous(shape.heads), False), splits.partials
-        )
-    grid = (work_tiles, config.tiles(shape.rows), 1)
-    prepared = Prepared(
-        # The kernels store lse as [tokens, heads] with -inf, and it is converted for who wants it otherwise.
-        *(config, grid, 0, False, numbers, copies_q, temporary, args.plus_inf_lse or not lse.is_contiguous()),
-        *(slots, shape.rows, combined),
-    )
-    return launch_of(prepared, args, adjust, _pack_pointers)
 
 
 def _splits(config: CdnaConfig, args: DecodeArgs, shape: Shape) -> Splits:

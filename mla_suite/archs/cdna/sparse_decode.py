@@ -10,7 +10,6 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine
-from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     MIN_SPLIT,
     POINTERS,
@@ -24,9 +23,9 @@ from mla_suite.archs.common.sparse_decode import (
     slots_and_tiles,
     split_note,
     splits_of_call,
-    supports,
 )
-from mla_suite.core.dispatch import Launch, Supported, Unsupported
+from mla_suite.build.params import packer
+from mla_suite.core.dispatch import Launch
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
 
 WAVES = 4
@@ -60,11 +59,6 @@ class CdnaSparseConfig:
             self._raise(f"records are {', '.join(dict.fromkeys(self.records.values()))}")
         if self.rows not in self.rows_of(self.record):
             self._raise(f"rows are one of {', '.join(map(str, self.rows_of(self.record)))}")
-
-    @classmethod
-    def supports(cls, problem: Problem, arch: ArchSpec) -> Supported | Unsupported:
-        """The instance for a problem, if there is one, and the combine behind it."""
-        return supports(problem, arch, cls.for_problem, cls.records)
 
     @classmethod
     def for_problem(cls, problem: Problem, arch: ArchSpec) -> CdnaSparseConfig:
@@ -108,7 +102,25 @@ class CdnaSparseConfig:
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
-        return _prepare(self, outputs, args)
+        if outputs[0].numel() == 0:
+            return lambda outputs, tensors: None
+        q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
+        shape = shape_of(args, q, outputs, any_lse=False)
+        units, tiles = self.arch.compute_units, self.tiles(shape.heads)
+        splits = _splits(self, args, shape)
+        slots, work_tiles = slots_and_tiles(shape, splits)
+        groups = min(work_tiles, units) if shape.plan_words else work_tiles
+        own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
+        numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
+        combined = None
+        if slots:
+            partials, fixed = -(-slots // shape.tokens), args.split_size > 0
+            chosen = combine.config_for(
+                self.arch, args.head_dim_v, shape.out.dtype, shape.heads, shape.tokens, partials, fixed
+            )
+            combined = combine_launch(chosen, args, shape, splits)
+        prepared = Prepared(self, (groups, tiles, 1), 0, False, numbers, shape, slots, combined)
+        return launch_of(prepared, args, _pack_leading)
 
 
 def _splits(config: CdnaSparseConfig, args: SparseDecodeArgs, shape: Shape) -> int:
@@ -117,25 +129,3 @@ def _splits(config: CdnaSparseConfig, args: SparseDecodeArgs, shape: Shape) -> i
     return splits_of_call(
         args, shape, lambda: max(1, min(config.arch.compute_units // groups, shape.keys // MIN_SPLIT))
     )
-
-
-def _prepare(config: CdnaSparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
-    if outputs[0].numel() == 0:
-        return lambda outputs, tensors: None
-    q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-    shape = shape_of(args, q, outputs, any_lse=False)
-    units, tiles = config.arch.compute_units, config.tiles(shape.heads)
-    splits = _splits(config, args, shape)
-    slots, work_tiles = slots_and_tiles(shape, splits)
-    groups = min(work_tiles, units) if shape.plan_words else work_tiles
-    own = {"q_token_stride": shape.q.strides[0], "q_head_stride": shape.q.strides[1], "grid_stride": groups}
-    numbers = numbers_of("sparse_decode", LEADING, args, shape, splits, **own)
-    combined = None
-    if slots:
-        partials, fixed = -(-slots // shape.tokens), args.split_size > 0
-        chosen = combine.config_for(
-            config.arch, args.head_dim_v, shape.out.dtype, shape.heads, shape.tokens, partials, fixed
-        )
-        combined = combine_launch(chosen, args, shape, splits)
-    prepared = Prepared(config, (groups, tiles, 1), 0, False, numbers, shape, slots, combined)
-    return launch_of(prepared, args, _pack_leading)

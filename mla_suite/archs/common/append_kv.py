@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +11,7 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.combine import missing
-from mla_suite.build.params import load, reciprocal
+from mla_suite.build.params import pack_numbers, packer, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.launch import Buffer, bind
@@ -55,7 +54,42 @@ class AppendConfig:
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: AppendKvArgs) -> Launch:
         """The launch of the operator."""
-        return _prepare(self, args)
+        kv_c, kv_cache, cos_sin, positions = args.kv_c, args.kv_cache, args.cos_sin, args.positions
+        tokens, latent = kv_c.shape
+        num_pages, page_size, _ = kv_cache.shape
+        slots = num_pages * page_size
+        if tokens == 0 or slots == 0:
+            return lambda outputs, tensors: None
+        if slots > MAX_SLOTS:
+            raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MAX_SLOTS}")
+        numbers = _numbers(
+            args.kv_format,
+            self.tokens,
+            (tokens, latent, args.k_pe.shape[1], slots, page_size),
+            (kv_c.stride(0), args.k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),
+            kv_cache.stride(0) * kv_cache.element_size(),
+            (kv_c.dtype, None if cos_sin is None else cos_sin.dtype),
+            (args.slot_mapping.dtype, None if positions is None else positions.dtype),
+            args.interleaved,
+        )
+        grid = (-(-tokens // self.tokens), 1, 1)
+        shape = grid, self.threads, self.shared
+        enqueue = bind("append_kv", self.instance, kv_c, *shape, _buffers, overlap=True)
+
+        def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+            kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions = tensors
+            pointers = _pack_pointers(
+                kv_c.data_ptr(),
+                k_pe.data_ptr(),
+                kv_cache.data_ptr(),
+                slot_mapping.data_ptr(),
+                0 if kv_descale is None else kv_descale.data_ptr(),
+                0 if cos_sin is None else cos_sin.data_ptr(),
+                0 if positions is None else positions.data_ptr(),
+            )
+            enqueue(pointers + numbers, tensors)
+
+        return launch
 
 
 def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | Unsupported:
@@ -79,7 +113,7 @@ def supports(problem: Problem, arch: ArchSpec, bulk_bytes: int) -> Supported | U
 
 
 _POINTERS = ("kv_c", "k_pe", "kv_cache", "slot_mapping", "kv_descale", "cos_sin", "positions")
-_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+_pack_pointers = packer(len(_POINTERS)).pack
 
 
 @lru_cache(maxsize=4096)
@@ -95,8 +129,9 @@ def _numbers(
 ) -> bytes:
     """The parameters after the pointers. sizes: tokens, latent, rope, slots, page; strides: kv_c, k_pe, cos_sin."""
     tokens, latent, rope, slots, page = sizes
-    packed = load("append_kv").pack(
-        **dict.fromkeys(_POINTERS, 0),
+    return pack_numbers(
+        "append_kv",
+        _POINTERS,
         kv_c_stride=strides[0],
         k_pe_stride=strides[1],
         cos_sin_stride=strides[2],
@@ -111,7 +146,6 @@ def _numbers(
         interleaved=int(interleaved),
         **_of_kv_format(kv_format, latent, rope, page),
     )
-    return packed[8 * len(_POINTERS) :]
 
 
 def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str, int | float]:
@@ -139,45 +173,6 @@ def _of_kv_format(kv_format: str, latent: int, rope: int, page: int) -> dict[str
         if name != "pad":
             found[f"{name}_encoding"] = 0 if field is None else ENCODINGS[field.encoding]
     return found
-
-
-def _prepare(config: AppendConfig, args: AppendKvArgs) -> Launch:
-    kv_c, kv_cache, cos_sin, positions = args.kv_c, args.kv_cache, args.cos_sin, args.positions
-    tokens, latent = kv_c.shape
-    num_pages, page_size, _ = kv_cache.shape
-    slots = num_pages * page_size
-    if tokens == 0 or slots == 0:
-        return lambda outputs, tensors: None
-    if slots > MAX_SLOTS:
-        raise ValueError(f"append_kv: kv_cache has {slots} slots; the native kernel takes {MAX_SLOTS}")
-    numbers = _numbers(
-        args.kv_format,
-        config.tokens,
-        (tokens, latent, args.k_pe.shape[1], slots, page_size),
-        (kv_c.stride(0), args.k_pe.stride(0), 0 if cos_sin is None else cos_sin.stride(0)),
-        kv_cache.stride(0) * kv_cache.element_size(),
-        (kv_c.dtype, None if cos_sin is None else cos_sin.dtype),
-        (args.slot_mapping.dtype, None if positions is None else positions.dtype),
-        args.interleaved,
-    )
-    grid = (-(-tokens // config.tokens), 1, 1)
-    shape = grid, config.threads, config.shared
-    enqueue = bind("append_kv", config.instance, kv_c, *shape, _buffers, overlap=True)
-
-    def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
-        kv_c, k_pe, kv_cache, slot_mapping, kv_descale, cos_sin, positions = tensors
-        pointers = _pack_pointers(
-            kv_c.data_ptr(),
-            k_pe.data_ptr(),
-            kv_cache.data_ptr(),
-            slot_mapping.data_ptr(),
-            0 if kv_descale is None else kv_descale.data_ptr(),
-            0 if cos_sin is None else cos_sin.data_ptr(),
-            0 if positions is None else positions.data_ptr(),
-        )
-        enqueue(pointers + numbers, tensors)
-
-    return launch
 
 
 def _buffers(*tensors: torch.Tensor | None) -> Iterator[Buffer]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from mla_suite.archs.common import combine
-from mla_suite.build.params import load
 from mla_suite.launch import Buffer
 from mla_suite.launch.scratch import shaped
 from mla_suite.ops.plan.metadata import HEADER_WORDS
@@ -42,19 +40,6 @@ class Rows(NamedTuple):
         for size in reversed(self.shape[1:]):
             strides.append(strides[-1] * size)
         return Rows(self.dtype, self.shape, tuple(reversed(strides)), True)
-
-
-def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
-    """The parameters of a kernel after the `leading` ones, which hold addresses."""
-    params = load(kernel)
-    if tuple(field.name for field in params.fields[: len(leading)]) != leading:
-        raise RuntimeError(f"{kernel}: the parameter struct must begin with what holds addresses, in the order packed")
-    return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
-
-
-def packer(count: int) -> struct.Struct:
-    """Packs `count` addresses or words of a tensor map."""
-    return struct.Struct(f"<{count}Q")
 
 
 def contiguous_outputs(outputs: tuple[torch.Tensor, ...], copies: tuple[bool, bool]) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +11,7 @@ import torch
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common.combine_config import HEAD_DIMS_V, CombineConfig
-from mla_suite.build.params import load, reciprocal
+from mla_suite.build.params import pack_numbers, packer, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported, cached
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
@@ -74,7 +73,7 @@ class CombineLaunch(NamedTuple):
 
 
 _POINTERS = ("partial_out", "partial_lse", "split_indptr", "cu_seqlens_q", "attn_sink", "out", "lse")
-pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+pack_pointers = packer(len(_POINTERS)).pack
 
 
 @lru_cache(maxsize=4096)
@@ -107,9 +106,9 @@ def prepare(
     rows_reciprocal, rows_shift = reciprocal(rows)
     heads_reciprocal, heads_shift = reciprocal(heads)
     grid = config.grid(batch * rows)
-    params = load("combine")
-    packed = params.pack(
-        **dict.fromkeys(_POINTERS, 0),
+    numbers = pack_numbers(
+        "combine",
+        _POINTERS,
         partial_split_stride=partial[0],
         partial_row_stride=partial[1],
         partial_lse_split_stride=partial_lse[0],
@@ -131,9 +130,7 @@ def prepare(
         heads_shift=heads_shift,
         workgroups=grid,
     )
-    if params.fields[len(_POINTERS) - 1].name != _POINTERS[-1]:
-        raise RuntimeError("combine: the parameter struct must begin with its pointers")
-    return CombineLaunch(config.instance, (grid, 1, 1), config.threads, packed[8 * len(_POINTERS) :])
+    return CombineLaunch(config.instance, (grid, 1, 1), config.threads, numbers)
 
 
 def lse_numbers(layout: LseLayout, plus_inf: bool) -> dict[str, int | float]:

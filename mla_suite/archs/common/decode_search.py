@@ -25,7 +25,7 @@ def candidates(problem: Any, arch: ArchSpec) -> Iterator[Any]:
         return
     seen = set()
     for most in TILES.values():
-        config = kernels.decode_config(problem, arch, most)
+        config = kernels.decode_config(problem, most)
         if config.instance not in seen and has_kernel(arch, config.instance):
             seen.add(config.instance)
             yield config
@@ -47,9 +47,7 @@ def cells(problem: Any, arch: ArchSpec, config: Any) -> Mapping[str, Value]:
     """The smallest tile of the table's that gives this kernel; the arch's rule splits."""
     kernels = archs.kernels(arch)
     assert isinstance(kernels, CdnaKernels)
-    use = next(
-        name for name, most in TILES.items() if kernels.decode_config(problem, arch, most).instance == config.instance
-    )
+    use = next(name for name, most in TILES.items() if kernels.decode_config(problem, most).instance == config.instance)
     return dict(use=use, num_splits=0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -12,7 +11,7 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common.combine import missing
-from mla_suite.build.params import load
+from mla_suite.build.params import pack_numbers, packer
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import Buffer, bind
 from mla_suite.ops.plan import PlanArgs, Problem
@@ -86,7 +85,7 @@ def supports(problem: Problem, config: PlanConfig) -> Supported | Unsupported:
 
 
 _POINTERS = ("seq_lens", "cu_seqlens_q", "plan")
-_pack_pointers = struct.Struct(f"<{len(_POINTERS)}Q").pack
+_pack_pointers = packer(len(_POINTERS)).pack
 
 
 class _Step(NamedTuple):
@@ -109,17 +108,17 @@ def _prepare(
     split_size: int,
 ) -> tuple[bytes, tuple[_Step, ...]]:
     """The parameters after the pointers, and the launches: equal calls share them."""
-    layout = words.layout_for(
-        batch, num_sm_parts, max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size
-    )
-    header = layout.header(num_splits=num_splits, split_size=split_size, max_seqlen_kv=max_seqlen_kv)
+    sizes = dict(max_seqlen_kv=max_seqlen_kv, num_splits=num_splits, split_size=split_size)
+    layout = words.layout_for(batch, num_sm_parts, **sizes)
+    header = layout.header(**sizes)
     splits = int(layout.work_tile_capacity) // batch if num_splits or split_size else 0
     costs = scheduler_costs(config.arch, num_q_rows)
     dealt = 0 if splits > 0 else candidates(costs, batch, num_sm_parts)
     threads = config.threads("uniform", batch)
     workgroups = min(-(-batch * splits // threads), config.arch.compute_units) if splits > 0 else 1
-    packed = load("plan").pack(
-        **dict.fromkeys(_POINTERS, 0),
+    numbers = pack_numbers(
+        "plan",
+        _POINTERS,
         work_tile_cost=costs.tile,
         partial_cost=costs.partial_rows,
         shared_cost=costs.partial,
@@ -133,7 +132,7 @@ def _prepare(
         _Step(step, config.instance(step, batch), (groups[step], 1, 1), config.threads(step, batch))
         for step in _steps(num_splits, split_size)
     )
-    return packed[8 * len(_POINTERS) :], steps
+    return numbers, steps
 
 
 def _buffers(

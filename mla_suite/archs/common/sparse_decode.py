@@ -19,13 +19,11 @@ from mla_suite.archs.common.attention import (
     combined_buffers,
     contiguous_outputs,
     copy_back,
-    pack_numbers,
-    packer,
     written_buffers,
 )
 from mla_suite.archs.common.combine import AnyCombineConfig, CombineLaunch, missing
 from mla_suite.archs.common.decode import DecodeConfig
-from mla_suite.build.params import load, reciprocal
+from mla_suite.build.params import load, pack_numbers, packer, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import Buffer, bind
 from mla_suite.launch.driver import Start

@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
 from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
@@ -29,8 +28,8 @@ class SparseConfig(CdnaSparseConfig):
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
 
-    def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
+    def decode_config(self, problem: DecodeProblem, most: int) -> CdnaConfig:
         """The instance for a problem, in tiles of at most `most` rows; it depends on the queries' shapes alone."""
         cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
         rows = tile_rows(problem.heads * problem.q_len, most)
-        return CdnaConfig(arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)
+        return CdnaConfig(self.arch, ELEMENTS[problem.q_dtype], cache, rows, problem.head_dim, problem.rope > 0)

@@ -1,12 +1,72 @@
-"""Native kernels of gfx950 (MI350X, MI355X)."""
+"""Native kernels of gfx950 (MI350X, MI355X): which instance of csrc/gfx950/decode*.hip and sparse_decode.hip runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isqrt
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.cdna import CdnaKernels
-from mla_suite.archs.cdna.decode import CdnaConfig
+from mla_suite.archs.cdna.decode import ELEMENTS, FP8_KV_FORMATS, TILE, CdnaConfig, tile_rows
 from mla_suite.archs.cdna.sparse_decode import CdnaSparseConfig
 from mla_suite.archs.common.sparse_decode import RECORDS
-from mla_suite.archs.gfx950 import decode
 from mla_suite.ops.decode import Problem as DecodeProblem
+
+WAVES = 4
+MAX_STAGES = 4
+MAX_BF16_P_ROWS = 96  # rows: 39 matrix clocks per token with bf16 probabilities, beside 44 for its bytes
+MAX_BF16_P_KEYS = 2048  # of a work tile: 52 matrix clocks each at 128 rows, and of memory, queries and results included
+OUTPUT_BYTES = 16 * 512 * 4  # rows of one wave, where those of four are combined
+
+
+@dataclass(frozen=True)
+class Gfx950Config(CdnaConfig):
+    """As CdnaConfig, with 16-byte copies, transposed LDS reads and 160 KiB of LDS behind it.
+
+    fp8_weights  the softmax weights are rounded to fp8 before they meet the values, which needs fp8 queries
+    """
+
+    fp8_weights: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_weights and self.query != "fp8":
+            self._raise("fp8 weights come with fp8 queries")
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile that the waves share."""
+        if self.cache == "fp8":
+            return 128 if self.fp8_weights else 64
+        return 32
+
+    @property
+    def lds(self) -> int:
+        """Static LDS in bytes: outputs and statistics to merge, or stages of shared keys and their page numbers."""
+        if self.rows == TILE:
+            return WAVES * OUTPUT_BYTES + (3 if self.fp8_weights else 2) * WAVES * TILE * 4
+        value = 1 if self.cache == "fp8" else 2
+        stage, pages = self.keys * self.width * value, WAVES * 512
+        if self.rotate:
+            stage += self.keys * 128 + WAVES * 2048  # with what rounding leaves, cosines and sines
+        return min(MAX_STAGES, (self.arch.lds_bytes - pages) // stage) * stage + pages
+
+    @property
+    def instance(self) -> str:
+        if self.cache == "fp8":
+            kernel, weight = ("decode_fp8_weights", "fp8") if self.fp8_weights else ("decode_fp8", "bf16")
+            return f"{kernel}_query-{self.query}_weight-{weight}_rows-{self.rows}"
+        return super().instance
+
+
+def _work_tile_keys(problem: DecodeProblem, arch: ArchSpec, rows: int) -> int:
+    """Keys of a plan's longest work tiles, about: its n splits of a sequence cost context / n + rows x n, in keys.
+
+    They are no shorter than a compute unit's share of all keys. 0 in batch-invariant mode, which sees no context.
+    """
+    row_tiles = -(-problem.heads * problem.q_len // rows)
+    share = -(-problem.batch * problem.context * row_tiles // arch.compute_units)
+    return min(problem.context, max(share, isqrt(problem.context * rows)))
 
 
 class SparseConfig(CdnaSparseConfig):
@@ -20,5 +80,16 @@ class SparseConfig(CdnaSparseConfig):
 class Kernels(CdnaKernels):
     sparse_config = SparseConfig
 
-    def decode_config(self, problem: DecodeProblem, arch: ArchSpec, most: int) -> CdnaConfig:
-        return decode.config_for(problem, arch, most)
+    def decode_config(self, problem: DecodeProblem, most: int) -> Gfx950Config:
+        """The instance for a problem, in tiles of at most `most` rows.
+
+        In batch-invariant mode it depends on the queries' shape alone. fp8 queries keep bf16 weights as long as memory
+        stays the bound: by rows, and with a plan by the keys of work tiles. Without a plan counted rows have given
+        short contexts smaller tiles, whose weights are bf16.
+        """
+        query = ELEMENTS[problem.q_dtype]
+        cache = "fp8" if problem.kv_format in FP8_KV_FORMATS.values() else problem.kv_format
+        rows = tile_rows(problem.heads * problem.q_len, most)
+        short = problem.planned and 0 < _work_tile_keys(problem, self.arch, rows) <= MAX_BF16_P_KEYS
+        fp8_weights = query == "fp8" and rows > MAX_BF16_P_ROWS and not short
+        return Gfx950Config(self.arch, query, cache, rows, problem.head_dim, problem.rope > 0, fp8_weights)

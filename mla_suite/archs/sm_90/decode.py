@@ -10,7 +10,6 @@ from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common import combine_config as combine_configs
 from mla_suite.archs.common import decode_table
-from mla_suite.archs.common.attention import pack_numbers
 from mla_suite.archs.common.combine import AnyCombineConfig, missing
 from mla_suite.archs.common.decode import (
     INPUTS,
@@ -29,7 +28,7 @@ from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
 from mla_suite.archs.sm_90.decode_config import ELEMENTS, KV_LOADS, WIDTHS, Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
-from mla_suite.build.params import reciprocal
+from mla_suite.build.params import pack_numbers, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
 from mla_suite.launch import tensor_map
 from mla_suite.ops.combine.reference import LseLayout

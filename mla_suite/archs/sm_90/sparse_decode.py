@@ -9,7 +9,6 @@ import torch
 
 from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine as combine_kernels
-from mla_suite.archs.common.attention import packer
 from mla_suite.archs.common.sparse_decode import (
     POINTERS,
     Prepared,
@@ -26,6 +25,7 @@ from mla_suite.archs.common.sparse_decode import (
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
+from mla_suite.build.params import packer
 from mla_suite.core.dispatch import Launch
 from mla_suite.launch import tensor_map
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs

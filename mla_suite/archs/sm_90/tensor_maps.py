@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from mla_suite.archs.common.attention import packer
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
+from mla_suite.build.params import packer
 from mla_suite.core.dispatch import bounded
 from mla_suite.launch import tensor_map
 
