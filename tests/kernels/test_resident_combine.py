@@ -14,21 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from merges import exact, partials
+from plan_merges import POINTERS, PlanMerge
 
-import mla_suite
 from mla_suite import archs
 from mla_suite.archs import CSRC
 from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import ResidentCombineConfig
 from mla_suite.build.params import load
-from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.ops.plan.metadata import OPEN, Plan, Word
-from mla_suite.testing import assert_close, poison
 
 HOST = Path(__file__).parent / "cuda_on_host"
 CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
-POINTERS = 7 * 8  # bytes of the addresses that begin the parameters
 INSTRUCTIONS = {
     r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
     r'asm\("lg2\.approx.*?\)\);': "y = std::log2(x);",
@@ -76,31 +72,20 @@ def program(tmp_path_factory):
     return compiled(translated(tmp_path_factory.mktemp("combine")))
 
 
-class Merge:
-    """A plan's partials and what becomes of them. `groups` are the SM parts that a decode in pairs walks at once."""
+class Merge(PlanMerge):
+    """One that decode may have begun, in pairs of the `groups` SM parts that it walks at once."""
 
-    def __init__(self, lens, heads, q_len=1, cu_seqlens_q=None, sink=False, groups=0, parts=40, **split):
-        self.tokens = torch.arange(len(lens) + 1, dtype=torch.int32) * q_len
-        if cu_seqlens_q is not None:
-            self.tokens = torch.tensor(cu_seqlens_q, dtype=torch.int32)
-        self.ragged, self.heads, self.q_len, self.batch = cu_seqlens_q is not None, heads, q_len, len(lens)
-        self.groups = groups
-        lens = torch.tensor(lens, dtype=torch.int32)
-        most = int(lens.max())
-        self.plan = mla_suite.plan(lens, num_heads=heads * q_len, num_sm_parts=parts, max_seqlen_kv=most, **split)
-        self.bounds = Plan.read(self.plan).split_indptr
-        self.partial_out, self.partial_lse = partials(max(self.bounds[-1], 1), heads * q_len)
-        self.sink = torch.randn(heads) if sink else None
-        count = int(self.tokens[-1])
-        self.out, self.lse = poison(torch.empty(count, heads, 512)), poison(torch.empty(count, heads))
-        self.merged = self.merge_in_decode()
+    def __init__(self, *given, groups=0, **options):
+        super().__init__(*given, **options)
+        self.groups, self.merged = groups, set()
+        if groups:
+            self.merge_in_decode()
 
     def merge_in_decode(self):
-        """What a decode in pairs leaves: sequences that it has merged, and partials that are part of another."""
+        """Leaves what a decode in pairs leaves: sequences that it has merged, and partials that are part of another."""
         plan = Plan.read(self.plan)
-        merged = set()
-        if not self.groups or len(plan.work_indptr) - 1 > self.groups or plan.header[Word.SPLIT_SIZE]:
-            return merged
+        if len(plan.work_indptr) - 1 > self.groups or plan.header[Word.SPLIT_SIZE]:
+            return
         for part in range(0, len(plan.work_indptr) - 2, 2):
             begin, middle, end = plan.work_indptr[part : part + 3]
             if not begin < middle < end or plan.work_tiles[middle - 1][0] != plan.work_tiles[middle][0]:
@@ -109,26 +94,18 @@ class Merge:
             for stale in (row, other):
                 self.partial_out[stale] = torch.nan
             if first_key == 0 and end_key == OPEN:
-                merged.add(sequence)
+                self.merged.add(sequence)
                 self.partial_lse[[row, other]] = torch.nan
             else:
                 self.partial_out[row] = torch.randn(self.partial_out.shape[1:])
                 self.partial_lse[other] = -torch.inf
-        return merged
 
     @property
     def split(self):
-        return [b for b in range(self.batch) if self.bounds[b + 1] > self.bounds[b] and b not in self.merged]
+        return [b for b in super().split if b not in self.merged]
 
     def run(self, program, blocks, seed=1):
-        rows = self.heads * self.q_len
-        skip = native.MAY_BE_MERGED if self.groups else 1
-        launch = native.prepare(
-            *(CONFIG, (self.batch, rows, self.heads)),
-            ((rows * 512, 512), (rows, 1), (self.heads * 512, 512)),
-            (LseLayout.contiguous(self.heads), False),
-            *(True, torch.float32, self.heads, self.groups, (skip, False)),
-        )
+        launch = self.prepared(CONFIG, self.groups, native.MAY_BE_MERGED if self.groups else 1)
         fields = load("combine")
         values = fields.unpack(bytes(POINTERS) + launch.numbers)
         params = fields.pack(**{**values, "workgroups": blocks})
@@ -145,21 +122,6 @@ class Merge:
         found = torch.from_numpy(np.fromfile(results, np.float32))
         self.out = found[: self.out.numel()].view(self.out.shape)
         self.lse = found[self.out.numel() :].view(self.lse.shape)
-
-    def check(self):
-        """Asserts that what is left of the plan's splits is merged and all else is as it was."""
-        sink = None if self.sink is None else self.sink.repeat(self.q_len)
-        expected = exact(self.partial_out, self.partial_lse, self.bounds, sink) if self.split else None
-        untouched = torch.ones(self.out.shape[0], dtype=torch.bool)
-        for b in self.split:
-            first, end = int(self.tokens[b]), int(self.tokens[b + 1])
-            untouched[first:end] = False
-            some = slice(0, (end - first) * self.heads)
-            of_sequence = [part[b : b + 1, some] for part in expected]
-            merged = self.out[first:end].reshape(1, -1, 512), self.lse[first:end].reshape(1, -1)
-            assert_close(*merged, type(expected)(*of_sequence))
-        assert self.out[untouched].view(torch.uint8).eq(0xFF).all()
-        assert self.lse[untouched].view(torch.uint8).eq(0xFF).all()
 
 
 def run_and_check(program, merge, blocks):
