@@ -1,4 +1,4 @@
-"""What a plan split, to be merged by a combine behind decode: what the tests of these kernels share."""
+"""Splits of a plan, to be merged by a combine behind decode; the tests of these kernels share them."""
 
 from __future__ import annotations
 

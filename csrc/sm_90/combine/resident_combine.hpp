@@ -1,9 +1,9 @@
 // combine behind a decode with a plan: at most one block an SM, whose warps walk the rows that the plan split and that
 // decode has not merged to the end.
 //
-// What the plan says is read before decode ends. A block that finds no row for itself leaves at once, because the next
-// kernel's blocks begin where SMs are free; the first block alone then waits for decode. Behind decode a row takes two
-// steps: its log-sum-exps are loaded together with its first partials, then come the rest of these.
+// The plan is read before decode ends. A block that finds no row for itself leaves at once, because the next kernel's
+// blocks begin where SMs are free; the first block alone then waits for decode. Behind decode a row takes two steps: its
+// log-sum-exps are loaded together with its first partials, then come the rest of these.
 #pragma once
 
 #include "common/plan_header.hpp"
