@@ -192,7 +192,7 @@ def test_shipped_tables(name):
 def built_instances(name):
     from mla_suite.build.instances import instances
 
-    kernels = ("combine", "persistent_combine", "streaming_combine")
+    kernels = ("combine", "persistent_combine", "resident_combine", "streaming_combine")
     return {item.id for item in instances(name) if item.kernel in kernels}
 
 
@@ -219,12 +219,29 @@ def test_few_workgroups_merge_what_a_plan_split():
         )
         fits = 4224 // rows
         few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, rows, fits, 2, fixed=False, planned=True)
-        assert few == config.choose(sm_90, 512, "bf16", rows, fits, 2)[0]
+        assert isinstance(few, sm_90_combine.ResidentCombineConfig)
         unplanned = config.choose(sm_90, 512, "bf16", rows, batch, 2)[0]
         assert sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=False) == unplanned
         for arch in (archs.get("gfx942"), archs.get("gfx950")):
             unplanned = config.choose(arch, 512, "bf16", rows, batch, 2)[0]
             assert kernels.config_for(arch, *facts, fixed=False) == unplanned
+
+
+def test_one_workgroup_of_a_unit_merges_what_a_plan_split():
+    """Rows that several waves would share, and a merge that may not depend on the batch, stay what they are."""
+    sm_90 = archs.get("sm_90")
+    for rows, batch in ((1, 396), (16, 32), (64, 8), (128, 33)):
+        facts = 512, torch.bfloat16, rows, batch, 2
+        point = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True)
+        assert isinstance(point, sm_90_combine.ResidentCombineConfig)
+        assert point.instance in built_instances("sm_90")
+        assert point.grid(rows * batch) == 132
+        beside = sm_90_combine.config_for(sm_90, *facts, fixed=False, planned=True, merges=True)
+        assert (beside.instance, beside.grid(rows * batch), beside.grid(7)) == (point.instance, 99, 7)
+        fixed = sm_90_combine.config_for(sm_90, *facts, fixed=True, planned=True)
+        assert fixed == config.invariant(sm_90, 512, rows * batch)
+    few = sm_90_combine.config_for(sm_90, 512, torch.bfloat16, 5, 79, 2, fixed=False, planned=True)
+    assert few == config.choose(sm_90, 512, "bf16", 5, 79, 4)[0]
 
 
 @pytest.mark.parametrize("runs", [2, 4])

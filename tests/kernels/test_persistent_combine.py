@@ -5,22 +5,16 @@ from __future__ import annotations
 import struct
 
 import pytest
-import torch
-from merges import exact, partials
 from own_kernels import assembly
+from plan_merges import POINTERS, PlanMerge
 
-import mla_suite
 from mla_suite import archs
-from mla_suite.archs.common import combine as native
 from mla_suite.archs.sm_90.combine import PersistentCombineConfig
 from mla_suite.build.params import load
 from mla_suite.emulator import Emulator, Memory
-from mla_suite.ops.combine.reference import LseLayout
-from mla_suite.ops.plan.metadata import HEADER_WORDS, Plan
-from mla_suite.testing import assert_close, poison
+from mla_suite.ops.plan.metadata import HEADER_WORDS
 
 THREADS = 4 * 64
-POINTERS = 7 * 8  # bytes of the addresses that begin the parameters
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +22,9 @@ def kernel(tmp_path_factory):
     return assembly("persistent_combine", "gfx942", tmp_path_factory.mktemp("planned"))
 
 
-class Merge:
-    """A plan's partials and what becomes of them; what decode would have written is poison."""
-
-    def __init__(self, lens, heads, q_len=1, cu_seqlens_q=None, sink=False, **split):
-        self.tokens = torch.arange(len(lens) + 1, dtype=torch.int32) * q_len
-        if cu_seqlens_q is not None:
-            self.tokens = torch.tensor(cu_seqlens_q, dtype=torch.int32)
-        self.ragged, self.heads, self.q_len, self.batch = cu_seqlens_q is not None, heads, q_len, len(lens)
-        lens = torch.tensor(lens, dtype=torch.int32)
-        most = int(lens.max())
-        self.plan = mla_suite.plan(lens, num_heads=heads * q_len, num_sm_parts=40, max_seqlen_kv=most, **split)
-        self.bounds = Plan.read(self.plan).split_indptr
-        self.partial_out, self.partial_lse = partials(max(self.bounds[-1], 1), heads * q_len)
-        self.sink = torch.randn(heads) if sink else None
-        count = int(self.tokens[-1])
-        self.out, self.lse = poison(torch.empty(count, heads, 512)), poison(torch.empty(count, heads))
-
-    @property
-    def split(self):
-        return [b for b in range(self.batch) if self.bounds[b + 1] > self.bounds[b]]
-
+class Merge(PlanMerge):
     def run(self, text, workgroups):
-        rows = self.heads * self.q_len
-        point = PersistentCombineConfig(archs.get("sm_90"), 512)
-        launch = native.prepare(
-            *(point, (self.batch, rows, self.heads)),
-            ((rows * 512, 512), (rows, 1), (self.heads * 512, 512)),
-            (LseLayout.contiguous(self.heads), False),
-            *(True, torch.float32, self.heads, 1, (True, False)),
-        )
+        launch = self.prepared(PersistentCombineConfig(archs.get("sm_90"), 512))
         fields = load("combine")
         values = fields.unpack(bytes(POINTERS) + launch.numbers)
         assert values["workgroups"] == launch.grid[0]
@@ -77,23 +44,6 @@ class Merge:
         report = machine.launch(program, (workgroups, 1, 1), THREADS, 0, params, memories)
         assert not report.findings, "\n".join(map(str, report.findings))
         return report
-
-    def check(self):
-        """Asserts that the sequences the plan split are merged and all else is as it was."""
-        rows = self.heads * self.q_len
-        sink = None if self.sink is None else self.sink.repeat(self.q_len)
-        expected = exact(self.partial_out, self.partial_lse, self.bounds, sink) if self.split else None
-        untouched = torch.ones(self.out.shape[0], dtype=torch.bool)
-        for b in self.split:
-            first, end = int(self.tokens[b]), int(self.tokens[b + 1])
-            untouched[first:end] = False
-            some = slice(0, (end - first) * self.heads)
-            of_sequence = [part[b : b + 1, some] for part in expected]
-            merged = self.out[first:end].reshape(1, -1, 512), self.lse[first:end].reshape(1, -1)
-            assert rows >= merged[1].shape[1]
-            assert_close(*merged, type(expected)(*of_sequence))
-        assert self.out[untouched].view(torch.uint8).eq(0xFF).all()
-        assert self.lse[untouched].view(torch.uint8).eq(0xFF).all()
 
 
 CASES = {

@@ -93,7 +93,8 @@ def prepare(
     shape       (batch, rows, heads), with rows = q_len x heads
     strides     those of partial_out and of partial_lse, which begin with [splits, rows], and of out: [tokens, heads]
     lse         where it lies, and whether a row without keys has +inf there instead of -inf
-    num_splits  splits of every sequence where there is no split_indptr, which says which splits a sequence owns
+    num_splits  splits of every sequence where there is no split_indptr, which says which splits a sequence owns; behind
+                a decode that merges rows itself (MAY_BE_MERGED), the SM parts that it walks at once
     skip        which sequences are left as they are: those without a split (MAY_BE_MERGED: and rows that decode has
                 marked as merged), and those with one split
     """

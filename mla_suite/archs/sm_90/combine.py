@@ -19,6 +19,36 @@ MAX_STREAMED_SPLITS = 128  # splits of a sequence: each has a lane that keeps it
 
 
 @dataclass(frozen=True)
+class ResidentCombineConfig:
+    """The one instance of csrc/sm_90/combine/resident_combine.hpp, for rows that can be read and written 16 bytes at a
+    time.
+
+    Its workgroups walk what the plan split. Each takes a compute unit, so they share no way to memory. Where decode
+    `merges` rows itself there are fewer, because those that find nothing to do are then gone before decode ends.
+    """
+
+    arch: ArchSpec = field(repr=False)
+    head_dim_v: int
+    merges: bool
+
+    vec = 4
+    waves = 16
+
+    @property
+    def instance(self) -> str:
+        return f"resident_combine_dv-{self.head_dim_v}_waves-{self.waves}"
+
+    @property
+    def threads(self) -> int:
+        return self.waves * self.arch.wavefront
+
+    def grid(self, rows: int) -> int:
+        """Workgroups for `rows` rows over the whole batch, were all of them split."""
+        units = self.arch.compute_units
+        return min(rows, max(1, units * 3 // 4) if self.merges else units)
+
+
+@dataclass(frozen=True)
 class PersistentCombineConfig:
     """The one instance of csrc/common/persistent_combine.hpp, for rows that can be read and written 16 bytes at a time.
 
@@ -79,14 +109,22 @@ class StreamingCombineConfig:
         return rows * self.slices
 
 
-def persistent(arch: ArchSpec, head_dim_v: int, rows: int, batch: int) -> PersistentCombineConfig | None:
-    """The configuration for a plan, where any other would need more workgroups than the device holds at once, most of
-    them for nothing; else None."""
+def for_plan(
+    arch: ArchSpec, head_dim_v: int, rows: int, batch: int, merges: bool
+) -> ResidentCombineConfig | PersistentCombineConfig | None:
+    """The configuration for a plan; None for other widths, and for so few rows that several waves share one.
+
+    `merges` says that decode merges some rows itself. The persistent combine serves more rows than the device has room
+    for at once: it has been measured there, the other has not (csrc/sm_90/plan/PERF.md, R13).
+    """
     if head_dim_v != 512:
         return None
     every_row = configs.rule(arch, head_dim_v, rows * batch, 2)
-    fits = every_row.grid(rows * batch) <= every_row.resident * arch.compute_units
-    return None if fits else PersistentCombineConfig(arch, head_dim_v)
+    if every_row.parts > 1:
+        return None
+    if every_row.grid(rows * batch) > every_row.resident * arch.compute_units:
+        return PersistentCombineConfig(arch, head_dim_v)
+    return ResidentCombineConfig(arch, head_dim_v, merges)
 
 
 def streaming(
@@ -116,12 +154,13 @@ def config_for(
     splits: int,
     fixed: bool,
     planned: bool,
-) -> CombineConfig | PersistentCombineConfig:
+    merges: bool = False,
+) -> CombineConfig | ResidentCombineConfig | PersistentCombineConfig:
     """The kernel that combines `splits` per sequence of `rows` rows, or those of a plan; `fixed` asks for the one that
-    does not depend on the batch."""
+    does not depend on the batch, `merges` says that a decode with a plan merges some rows itself."""
     if planned and not fixed:
-        for_plan = persistent(arch, head_dim_v, rows, batch)
-        if for_plan is not None:
-            return for_plan
+        chosen = for_plan(arch, head_dim_v, rows, batch, merges)
+        if chosen is not None:
+            return chosen
         splits *= 2  # the longest sequence of a plan has more splits than the mean, and its combine ends last
     return combine.config_for(arch, head_dim_v, out_dtype, rows, batch, splits, fixed)

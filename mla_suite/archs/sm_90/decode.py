@@ -204,6 +204,7 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
     )
     combined = None
     if slots:
+        merges = config.cluster_mode == "reduce_last"
         chosen: AnyCombineConfig = streaming or combine.config_for(
             config.arch,
             args.head_dim_v,
@@ -213,9 +214,11 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
             -(-slots // shape.batch),
             splits.size > 0,
             shape.plan_words > 0,
+            merges,
         )
-        merges = config.cluster_mode == "reduce_last"
-        combined = combine_launch(chosen, args, shape, results, wanted_lse, splits.partials, merges)
+        # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
+        partials = groups if merges else splits.partials
+        combined = combine_launch(chosen, args, shape, results, wanted_lse, partials, merges)
     prepared = Prepared(
         *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
         *(slots, shape.rows, combined),

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #define __CUDACC__ 1
@@ -28,7 +29,10 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-constexpr int BLOCK_THREADS = 384;
+#ifndef HOST_BLOCK_THREADS
+#define HOST_BLOCK_THREADS 384
+#endif
+constexpr int BLOCK_THREADS = HOST_BLOCK_THREADS;
 inline int current = 0;  // the thread that runs
 inline struct { unsigned x, y, z; } blockIdx;
 struct CurrentThread {

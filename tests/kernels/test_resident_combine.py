@@ -1,0 +1,202 @@
+"""csrc/sm_90/combine/resident_combine.hpp, executed on a CPU with warps of 32 lanes, against fp64.
+
+Partials are NaN until a block has waited for decode. What nvcc makes of the source, visibility of memory and time are
+not seen.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from plan_merges import POINTERS, PlanMerge
+
+from mla_suite import archs
+from mla_suite.archs import CSRC
+from mla_suite.archs.common import combine as native
+from mla_suite.archs.sm_90.combine import ResidentCombineConfig
+from mla_suite.build.params import load
+from mla_suite.ops.plan.metadata import OPEN, Plan, Word
+
+HOST = Path(__file__).parent / "cuda_on_host"
+CONFIG = ResidentCombineConfig(archs.get("sm_90"), 512, merges=False)
+INSTRUCTIONS = {
+    r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x);",
+    r'asm\("lg2\.approx.*?\)\);': "y = std::log2(x);",
+    r'asm\("rcp\.approx.*?\)\);': "y = 1.0f / x;",
+    r'asm\("cvt\.rn\.bf16x2.*?\)\);': "pair = float_to_bf16(low) | float_to_bf16(high) << 16;",
+    r'asm\("cvt\.rn\.f16x2.*?\)\);': "pair = float_to_fp16(low) | float_to_fp16(high) << 16;",
+    r'asm\("cvt\.f32\.f16.*?\)\);': "x = fp16_to_float(bits);",
+    r'asm volatile\("" ::"l"\(word\) : "memory"\);': "",
+}
+"""Instructions of wave.hpp -> what takes their place."""
+
+
+def translated(folder: Path) -> Path:
+    """A copy of the sources whose own instructions are C++."""
+    sources = folder / "csrc"
+    shutil.copytree(CSRC / "common", sources / "common")
+    shutil.copytree(CSRC / "sm_90" / "combine", sources / "sm_90" / "combine")
+    shutil.copy(CSRC / "sm_90" / "spin_limit.hpp", sources / "sm_90")
+    shutil.copytree(HOST / "sm_90", sources / "sm_90", dirs_exist_ok=True)
+    shutil.copytree(HOST / "combine" / "sm_90", sources / "sm_90", dirs_exist_ok=True)
+    text = (CSRC / "sm_90" / "wave.hpp").read_text()
+    for pattern, code in INSTRUCTIONS.items():
+        text, count = re.subn(pattern, lambda _, code=code: code, text, flags=re.DOTALL)
+        assert count == 1, f"{count} of {pattern}"
+    (sources / "sm_90" / "wave.hpp").write_text(text)
+    return sources
+
+
+def compiled(sources: Path) -> Path:
+    program = sources.parent / "combine"
+    names = [f"-DHOST_BLOCK_THREADS={CONFIG.threads}", "-DMLA_SUITE_KERNEL=resident_combine"]
+    names += [f"-DD_V={CONFIG.head_dim_v}", f"-DWAVES={CONFIG.waves}"]
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
+    program_source = str(HOST / "combine" / "combine.cpp")
+    command = ["g++", *options, *names, f"-I{sources}", f"-I{HOST}", program_source, "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    return compiled(translated(tmp_path_factory.mktemp("combine")))
+
+
+class Merge(PlanMerge):
+    """One that decode may have begun, in pairs of the `groups` SM parts that it walks at once."""
+
+    def __init__(self, *given, groups=0, **options):
+        super().__init__(*given, **options)
+        self.groups, self.merged = groups, set()
+        if groups:
+            self.merge_in_decode()
+
+    def merge_in_decode(self):
+        """Leaves what a decode in pairs leaves: sequences that it has merged, and partials that are part of another."""
+        plan = Plan.read(self.plan)
+        if len(plan.work_indptr) - 1 > self.groups or plan.header[Word.SPLIT_SIZE]:
+            return
+        for part in range(0, len(plan.work_indptr) - 2, 2):
+            begin, middle, end = plan.work_indptr[part : part + 3]
+            if not begin < middle < end or plan.work_tiles[middle - 1][0] != plan.work_tiles[middle][0]:
+                continue
+            (sequence, first_key, _, row), (_, _, end_key, other) = plan.work_tiles[middle - 1 : middle + 1]
+            for stale in (row, other):
+                self.partial_out[stale] = torch.nan
+            if first_key == 0 and end_key == OPEN:
+                self.merged.add(sequence)
+                self.partial_lse[[row, other]] = torch.nan
+            else:
+                self.partial_out[row] = torch.randn(self.partial_out.shape[1:])
+                self.partial_lse[other] = -torch.inf
+
+    @property
+    def split(self):
+        return [b for b in super().split if b not in self.merged]
+
+    def run(self, program, blocks, seed=1):
+        launch = self.prepared(CONFIG, self.groups, native.MAY_BE_MERGED if self.groups else 1)
+        fields = load("combine")
+        values = fields.unpack(bytes(POINTERS) + launch.numbers)
+        params = fields.pack(**{**values, "workgroups": blocks})
+        tensors = (self.partial_out, self.partial_lse, self.plan, self.tokens if self.ragged else None, self.sink)
+        arrays = [np.zeros(0, np.int32) if x is None else x.numpy().view(np.int32) for x in tensors]
+        arrays += [self.out.numpy().view(np.int32), self.lse.numpy().view(np.int32)]
+        sizes = np.array([blocks, len(params) // 4, *(x.size for x in arrays)], np.int32)
+        problem, results = program.parent / "problem", program.parent / "results"
+        problem.write_bytes(b"".join([sizes.tobytes(), params, *(x.tobytes() for x in arrays)]))
+        done = subprocess.run(
+            [str(program), str(problem), str(results), str(seed)], capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = torch.from_numpy(np.fromfile(results, np.float32))
+        self.out = found[: self.out.numel()].view(self.out.shape)
+        self.lse = found[self.out.numel() :].view(self.lse.shape)
+
+
+def run_and_check(program, merge, blocks):
+    merge.run(program, blocks)
+    merge.check()
+
+
+CASES = {
+    "few rows": dict(lens=(9000, 100, 60, 7000, 80), heads=16, sink=True),
+    "rows of more splits than lanes": dict(lens=(100, 60_000), heads=5, parts=100),
+    "long and short rows": dict(lens=(60_000, 3000, 100, 2500), heads=9, sink=True),
+    "many rows": dict(lens=(3000, 100, 2000, 80, 3100, 2500), heads=40),
+    "ragged tokens": dict(lens=(3000, 100, 2000, 3100), heads=11, q_len=3, cu_seqlens_q=(0, 3, 5, 6, 8)),
+    "no tokens": dict(lens=(3000, 2000, 900), heads=7, q_len=2, cu_seqlens_q=(0, 1, 1, 3), num_splits=2),
+    "every sequence": dict(lens=(300, 0, 70), heads=24, num_splits=3, sink=True),
+    "more sequences than threads": dict(lens=(*[50] * 580, 9000, *[50] * 30, 8000), heads=3),
+    "more sequences than are listed": dict(lens=(9000, *[50] * 2100, 7000, *[50] * 30, 8000), heads=2, parts=400),
+}
+PAIRS = {
+    "two splits of all": dict(lens=(3000,) * 4, heads=9, parts=8, groups=8),
+    "more splits": dict(lens=(9000, 100, 60, 7000, 80), heads=5, parts=24, groups=24, sink=True),
+    "an odd number of splits": dict(lens=(4096,) * 3, heads=4, parts=9, groups=12),
+    "more splits than lanes": dict(lens=(200, 90_000), heads=2, parts=120, groups=132),
+    "more sequences than are listed, in pairs": dict(
+        lens=(9000, *[50] * 2100, 7000, *[50] * 30, 8000), heads=2, parts=400, groups=400
+    ),
+    "a plan of more parts": dict(lens=(3000,) * 4, heads=3, parts=8, groups=6),
+    "forced splits": dict(lens=(3000, 2000), heads=3, parts=8, groups=8, num_splits=4),
+    "sizes of splits": dict(lens=(3000, 2000), heads=3, parts=8, groups=8, split_size=1024),
+    "forced splits whose merging is not known in advance": dict(
+        lens=(2000,) * 3, heads=1, parts=4, groups=4, num_splits=1000
+    ),
+}
+
+
+@pytest.mark.parametrize("blocks", [1, 7])
+@pytest.mark.parametrize("case", [*CASES.values(), *PAIRS.values()], ids=[*CASES, *PAIRS])
+def test_what_was_split_is_merged(program, case, blocks):
+    merge = Merge(**case)
+    assert merge.split or merge.merged
+    run_and_check(program, merge, blocks)
+
+
+def test_pairs_merge_all_of_some_and_part_of_others():
+    """The cases above have each kind."""
+    whole = {name for name, case in PAIRS.items() if Merge(**case).merged}
+    assert whole >= {"two splits of all"}
+    assert not whole & {"a plan of more parts", "sizes of splits"}
+
+
+@pytest.mark.parametrize("lens", [(512,) * 80, (0,), (64,) * 600], ids=len)
+def test_where_nothing_was_split_nothing_is_done(program, lens):
+    merge = Merge(lens, heads=4)
+    assert not merge.split
+    run_and_check(program, merge, 3)
+
+
+@pytest.mark.parametrize(
+    ("right", "broken", "case"),
+    [
+        ("    Wave::wait_for_producer();\n", "", "few rows"),
+        ("rows && !waits) return;", "rows) return;", "two splits of all"),
+        ("set_bit(s.empty, row);", "set_bit(s.empty, row - 1);", "more splits"),
+        ("parts > p.num_splits || ", "", "a plan of more parts"),
+        ("|| split_size != 0 ", "", "sizes of splits"),
+        ("if (begin >= at.splits) break;", "break;", "rows of more splits than lanes"),
+    ],
+    ids=["no wait", "no block waits", "another partial is empty", "parts", "split size", "the first splits alone"],
+)
+def test_a_broken_kernel_is_found(tmp_path, right, broken, case):
+    sources = translated(tmp_path)
+    path = sources / "sm_90" / "combine" / "resident_combine.hpp"
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, broken))
+    program = compiled(sources)
+    with pytest.raises(AssertionError):
+        run_and_check(program, Merge(**{**CASES, **PAIRS}[case]), 3)
