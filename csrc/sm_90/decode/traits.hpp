@@ -123,9 +123,11 @@ struct DecodeTraits {
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
   // Whether keys are selected one by one, and some of a stage may be absent.
   static constexpr bool SELECTED = SOURCE == KvSource::selected || SOURCE == KvSource::gathered;
-  // The step of the next Q K^T after which a P is published. It is earlier for sparse decode, where stages are needed
-  // sooner because they take longer to fill.
-  static constexpr int P_COMMIT_STEP = SELECTED ? 16 : Q_STEPS - 8;
+  // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
+  // earlier has more time to be filled.
+  static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected   ? 16
+                                       : SOURCE == KvSource::gathered ? Q_STEPS - 20
+                                                                      : Q_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
   // size where Q K^T reads it.
