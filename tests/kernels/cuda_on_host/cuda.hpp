@@ -28,7 +28,10 @@ inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-constexpr int BLOCK_THREADS = 384;
+#if !defined(HOST_BLOCK_THREADS)
+#define HOST_BLOCK_THREADS 384
+#endif
+constexpr int BLOCK_THREADS = HOST_BLOCK_THREADS;
 inline int current = 0;  // the thread that runs
 inline struct { unsigned x, y, z; } blockIdx;
 struct CurrentThread {
@@ -86,6 +89,17 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return __shfl_sync(mask, value, current % 32 ^ lanes);
 }
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int lanes) {
+  return __shfl_sync(mask, value, max(current % 32 - lanes, 0));
+}
+inline uint32_t __ballot_sync(unsigned, bool is) {
+  const uint64_t* lanes = meet_warp(is);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(lanes[lane] != 0) << lane;
+  return bits;
+}
+inline bool __any_sync(unsigned mask, bool is) { return __ballot_sync(mask, is) != 0; }
 inline void __syncthreads() {
   static int count = 0;
   static long number = 0;
