@@ -1,4 +1,4 @@
-"""decode and sparse_decode beside FlashMLA's last Hopper kernels, all columns of a row timed in one run.
+"""decode, sparse_decode and sparse prefill beside FlashMLA's last Hopper kernels, all columns of a row in one run.
 
     pip install --no-deps sgl-flash-mla==1.0.0        FlashMLA as SGLang ships it: the peer
     python benchmarks/bench_flashmla.py --save benchmarks/results/flashmla/h200.json
@@ -19,20 +19,19 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from flashmla_sparse import PREFILL, SPARSE, Case, prefill_case, sets_for, sparse_case
 
 import mla_suite
 from mla_suite.bench.clock import REST_S, Replay
 from mla_suite.integrations import flash_mla as drop_in
-from mla_suite.kv_formats import cache as caches
-from mla_suite.kv_formats import kv_format
 
-PAGE, COLD_BYTES, MIN_CALLS = 64, 160_000_000, 6
+PAGE, MIN_CALLS = 64, 6
 MAX_ERROR = 6e-3  # relative, of bf16 results against fp32
 SCALE = 576**-0.5
 
@@ -56,26 +55,6 @@ class Dense(NamedTuple):
         return random.Random(self.kv).choices(range(self.q_len, 2 * self.kv), k=self.batch)
 
 
-class Sparse(NamedTuple):
-    """A row of the sparse grid: DeepSeek V3.2's record, or V4's two pools with a sink."""
-
-    record: str
-    batch: int
-    heads: int
-    q_len: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.record} B{self.batch} H{self.heads} q{self.q_len}"
-
-    @property
-    def pools(self) -> tuple[tuple[int, int, int], ...]:
-        """(page size, tokens per request, selected) of each pool."""
-        if self.record == "v32":
-            return ((64, 32768, 2048),)
-        return ((256, 16384, 128), (64, 16384, 512 if self.heads == 64 else 1024))
-
-
 DENSE = (
     *(Dense(128, 128, 1, kv) for kv in (512, 2048, 4096, 6144)),
     *(Dense(batch, 32, 4, kv) for batch in (1, 8, 32, 128) for kv in (256, 512, 1200, 3200, 8192)),
@@ -91,23 +70,6 @@ DENSE = (
     *(Dense(batch, 128, 2, 4096) for batch in (32, 128)),
     *(Dense(128, 16, q_len, 4096) for q_len in (2, 4)),
 )
-SPARSE = tuple(
-    Sparse(record, batch, heads, q_len)
-    for record in ("v32", "dsv4")
-    for heads in (64, 128)
-    for batch in (1, 8, 32, 128)
-    for q_len in (1, 2)
-)
-
-
-class Case(NamedTuple):
-    """Calls of one row by column, over the same inputs, and what they must give."""
-
-    columns: dict[str, Callable[[Any], Any]]
-    turns: list[Any]
-    exact: Callable[[Any], tuple[list[int], torch.Tensor]]  # of a turn: sequences, and their outputs in fp32
-    bytes: int
-    flops: int
 
 
 def peer_module() -> Any:
@@ -116,10 +78,6 @@ def peer_module() -> Any:
     except ImportError as error:
         raise SystemExit(f"bench_flashmla: {error}; pip install --no-deps sgl-flash-mla==1.0.0") from error
     return flash_mla
-
-
-def sets_for(size: int) -> int:
-    return max(1, -(-COLD_BYTES // size))
 
 
 class DenseTurn(NamedTuple):
@@ -191,73 +149,6 @@ def dense_case(row: Dense, peer: Any, split_sizes: Sequence[int] = ()) -> Case:
     return Case(columns, turns, exact, size, 2 * sum(lens) * row.q_len * row.heads * (576 + 512))
 
 
-class SparseTurn(NamedTuple):
-    q: torch.Tensor
-    pools: list[torch.Tensor]
-    indices: list[torch.Tensor]
-    sink: torch.Tensor | None
-
-
-def sparse_case(row: Sparse, peer: Any) -> Case:
-    """fp8 records; each request selects from tokens of its own, every query token anew."""
-    kind = kv_format(row.record)
-    width = kind.head_dim
-    scale = width**-0.5
-    pools = []
-    for page, tokens, _ in row.pools:
-        made = caches.pack(kind, torch.randn(64, page, width, device="cuda"))
-        repeats, stride = -(-row.batch * tokens // (64 * page)), made.stride(0)
-        blocks = made.as_strided((64, stride), (stride, 1)).repeat(repeats, 1)
-        pools.append(blocks.as_strided((64 * repeats, page, made.shape[2]), (stride, made.shape[2], 1)))
-    selected = sum(topk for *_, topk in row.pools)
-    size = row.batch * row.q_len * (selected * (kind.token_bytes + 4) + row.heads * (width + 512) * 2)
-    turns = []
-    for _ in range(min(sets_for(size), 64)):
-        indices = []
-        for _, tokens, topk in row.pools:
-            chosen = torch.rand(row.batch, row.q_len, tokens, device="cuda").topk(topk, dim=-1).indices
-            first = torch.arange(row.batch, device="cuda")[:, None, None] * tokens
-            indices.append((chosen + first).int())
-        q = torch.randn(row.batch, row.q_len, row.heads, width, device="cuda").bfloat16()
-        sink = torch.randn(row.heads, device="cuda") if row.record == "dsv4" else None
-        turns.append(SparseTurn(q, pools, indices, sink))
-    formats = [row.record] * len(pools)
-    none: list[Any] = [None] * len(pools)
-    held = {}
-
-    def paged(module: Any, turn: SparseTurn, **extra: Any) -> torch.Tensor:
-        if module not in held:
-            held[module] = module.get_mla_metadata()[0]
-        if len(turn.pools) > 1:
-            extra |= {"extra_k_cache": turn.pools[1].unsqueeze(2), "extra_indices_in_kvcache": turn.indices[1]}
-        arguments = (turn.q, turn.pools[0].unsqueeze(2), None, None, 512, held[module], None, scale, False, True)
-        return module.flash_mla_with_kvcache(*arguments, turn.indices[0], attn_sink=turn.sink, **extra)[0]
-
-    def op(turn: SparseTurn) -> torch.Tensor:
-        arguments = (turn.q, turn.pools, turn.indices, none, none, turn.sink)
-        return mla_suite.sparse_decode(*arguments, kv_formats=formats, softmax_scale=scale)[0]
-
-    columns = {"op": op, "drop_in": lambda turn: paged(drop_in, turn)}
-    columns["peer"] = lambda turn: paged(peer, turn, use_legacy=True)
-
-    def exact(turn: SparseTurn) -> tuple[list[int], torch.Tensor]:
-        some = sorted({0, row.batch - 1})
-        outputs = []
-        for b in some:
-            for i in range(row.q_len):
-                rows = [
-                    caches.gather(kind, pool, own[b, i].long()) for pool, own in zip(pools, turn.indices, strict=True)
-                ]
-                keys = torch.cat(rows).float()
-                scores = turn.q[b, i].float() @ keys.T * scale
-                if turn.sink is not None:
-                    scores = torch.cat((scores, turn.sink[:, None]), -1)
-                outputs.append(scores.softmax(-1)[:, : len(keys)] @ keys[:, :512])
-        return some, torch.stack(outputs).view(len(some), row.q_len, row.heads, 512)
-
-    return Case(columns, turns, exact, size, 2 * row.batch * row.q_len * selected * row.heads * (width + 512))
-
-
 def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
     """Checks and times every column of a row."""
     some, wanted = case.exact(case.turns[0])
@@ -278,7 +169,7 @@ def measure(name: str, case: Case, sustained_s: float) -> dict[str, Any]:
 
 
 def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
-    for kind, rows in (("dense", DENSE), ("sparse", SPARSE)):
+    for kind, rows in (("dense", DENSE), ("sparse", SPARSE), ("prefill", PREFILL)):
         if kind in kinds:
             yield from ((kind, row) for row in rows if names in row.name)
 
@@ -286,7 +177,8 @@ def rows_of(kinds: Sequence[str], names: str) -> Iterator[tuple[str, Any]]:
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures the rows that the options choose, prints each, and saves all of them so far."""
     peer, began = peer_module(), time.monotonic()
-    make = {"dense": partial(dense_case, split_sizes=options.split_sizes), "sparse": sparse_case}
+    dense = partial(dense_case, split_sizes=options.split_sizes)
+    make = {"dense": dense, "sparse": sparse_case, "prefill": prefill_case}
     done: list[dict[str, Any]] = []
     for kind, row in rows_of(options.kind or list(make), options.rows):
         if time.monotonic() - began > options.seconds:
@@ -329,7 +221,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: the geometric mean of every column's share of the peer's time, and how many rows are slower."""
     lines = ["| | rows | column | of FlashMLA's time | rows above 1.01x | worst |", "|---|---:|---|---:|---:|---:|"]
-    for kind in ("dense", "sparse"):
+    for kind in ("dense", "sparse", "prefill"):
         own = [row for row in rows if row["kind"] == kind]
         for column in timed(own[0]) if own else ():
             shares = [row[column] / row["peer"] for row in own]
@@ -376,7 +268,9 @@ def split_sizes(text: str) -> tuple[int, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", action="append", choices=("dense", "sparse"), help="repeatable (default: both)")
+    parser.add_argument(
+        "--kind", action="append", choices=("dense", "sparse", "prefill"), help="repeatable (default: all)"
+    )
     parser.add_argument("--rows", default="", help="only rows whose name holds this")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no row after so long")
     parser.add_argument("--sustained", default="", metavar="PREFIX", help="rows to time after 0.7 s of load as well")

@@ -41,7 +41,7 @@ struct DecodeKernel {
     if constexpr (!Traits::CONVERTS_Q)
       if (thread_id() == 64) tma_prefetch_descriptor(params.q_map);
     // No other role touches global memory before the producer has given it something, so the producer waits for all.
-    if constexpr (Traits::SOURCE == KvSource::selected) {
+    if constexpr (Traits::SELECTED) {
       griddep_wait();
       griddep_launch_dependents();
     }

@@ -17,7 +17,7 @@ class QkSoftmax {
   using Params = typename Traits::Params;
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
-  static constexpr bool SELECTED = Traits::SOURCE == KvSource::selected;
+  static constexpr bool SELECTED = Traits::SELECTED;
 
  public:
   MLA_DEVICE QkSoftmax(const Params& params, uint32_t shared)

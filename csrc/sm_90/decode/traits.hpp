@@ -21,9 +21,10 @@ constexpr int SHARED_MEMORY_LIMIT = 232448;  // bytes per block: 227 KiB
 MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 
 // How keys reach shared memory: cp.async of 16 bytes from pages of any size; TMA from pages that are multiples of a
-// box; selected one by one, and dequantised where needed (sparse_decode/); or as e4m3 rows, by bulk copies from pages
-// of any size, which the producer converts.
-enum class KvSource { cp_async, tma, selected, fp8 };
+// box; selected one by one, and dequantised (sparse_decode/producer_dequant.hpp) or gathered as they are stored
+// (sparse_decode/producer_gather.hpp); or as e4m3 rows, by bulk copies from pages of any size, which the producer
+// converts.
+enum class KvSource { cp_async, tma, selected, gathered, fp8 };
 
 // The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
 // is exact in both, and fp16 takes a quarter of the instructions.
@@ -61,9 +62,11 @@ struct DecodePolicy {
   static constexpr KvSource SOURCE = SOURCE_;
   static constexpr int STAGES = STAGES_;
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
-  // may not exceed 512, or the increase waits forever. One thread that issues TMA needs fewer than 128 threads that
-  // copy, and those fewer than 128 that also dequantise.
+  // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
+  // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
+  // dequantise.
   static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma        ? 32
+                                            : SOURCE == KvSource::gathered ? 32
                                             : SOURCE == KvSource::cp_async ? 48
                                             : SOURCE == KvSource::selected ? 56
                                                                            : 64;
@@ -71,6 +74,7 @@ struct DecodePolicy {
   static constexpr int QK_REGISTERS = 512 - 2 * PV_REGISTERS - PRODUCER_REGISTERS;  // the rest
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
   static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
+                                          : SOURCE == KvSource::gathered ? 28
                                           : SOURCE == KvSource::cp_async ? 24
                                           : SOURCE == KvSource::selected ? 22
                                                                          : 20;
@@ -117,9 +121,13 @@ struct DecodeTraits {
   static constexpr int Q_STEPS = HEAD_DIM_QK / 16;  // steps of Q K^T, 16 deep
   static constexpr int Q_REGISTER_STEPS = Policy::Q_REGISTER_STEPS;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
-  // The step of the next Q K^T after which a P is published. It is earlier for sparse decode, where the producer is the
-  // bottleneck.
-  static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected ? 16 : Q_STEPS - 8;
+  // Whether keys are selected one by one, and some of a stage may be absent.
+  static constexpr bool SELECTED = SOURCE == KvSource::selected || SOURCE == KvSource::gathered;
+  // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
+  // earlier has more time to be filled.
+  static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected   ? 16
+                                       : SOURCE == KvSource::gathered ? Q_STEPS - 20
+                                                                      : Q_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
   // size where Q K^T reads it.

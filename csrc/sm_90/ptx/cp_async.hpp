@@ -24,7 +24,16 @@ MLA_DEVICE void cp_async_zfill(uint32_t to, uint64_t from, bool valid) {
                  : "memory");
 }
 
-// The same as a predicated instruction: lanes with `active` false neither copy nor write zeros, and no branch is made.
+// Copies 16 bytes from FROM bytes behind `from` to TO bytes behind `to`, or writes zeros. Offsets that the instruction
+// itself holds cost no additions.
+template <int TO, int FROM>
+MLA_DEVICE void cp_async_16_zfill_at(uint32_t to, uint64_t from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0 + %3], [%1 + %4], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0),
+               "n"(TO), "n"(FROM)
+               : "memory");
+}
+
+// cp_async_zfill as a predicated instruction: lanes with `active` false neither copy nor write zeros, and no branch is made.
 template <int BYTES>
 MLA_DEVICE void cp_async_zfill_if(bool active, uint32_t to, uint64_t from, bool valid) {
   if constexpr (BYTES == 16)

@@ -53,10 +53,7 @@ class ProducerDequant : ProducerBase<Traits> {
       cp_async_commit();
       cp_async_wait<0>();
       const uint32_t stages = (tile.keys() + BLOCK_N - 1) / BLOCK_N;
-      if constexpr (KvFormat::NEEDS_DEQUANT)
-        load_quantised(token, stages);
-      else
-        load_rows(token, stages);
+      load_quantised(token, stages);
     }
     publish(WorkTile{}, END_OF_WORK, scheduler.taken());
     // The peer's warps arrive here as long as a stage is not empty: until then this CTA must not end.
@@ -324,41 +321,6 @@ class ProducerDequant : ProducerBase<Traits> {
                              tokens.rows[i] + tokens.to_scales[i], present);
     }
     cp_async_commit();
-  }
-
-  // Rows of bf16 are copied straight to where they are multiplied: four keys of 128 bytes at a time, with STAGES_AHEAD
-  // stages in flight.
-  MLA_DEVICE void load_rows(int token, uint32_t stages) {
-    constexpr uint32_t STAGES_AHEAD = Traits::STAGES - 2;
-    load_q(token);
-    PipelineState<Traits::STAGES> filled = kv_;  // kv_ is the next stage to complete
-    const uint32_t piece = lane_ % 8;
-    const uint32_t slot = lane_ / 8;
-#pragma unroll 1
-    for (uint32_t stage = 0; stage < stages + STAGES_AHEAD; ++stage) {
-      if (stage < stages) {
-        if (stage % BATCH_STAGES == 0) look_up(stage / BATCH_STAGES);
-        this->wait_for_empty(filled);
-        const uint32_t to =
-            this->shared_ + filled.stage * Traits::STAGE_BYTES + (warp_ * Traits::WARP_KEYS + slot) * 128;
-#pragma unroll
-        for (int i = 0; i < Traits::WARP_KEYS / 4; ++i) {
-          const uint32_t source = stage % BATCH_STAGES * Traits::WARP_KEYS + slot + 4 * i;
-          const uint64_t found = row_of(source);
-          const bool present = found != 0;
-          const uint64_t row = found + piece * 16;
-          const uint32_t position = to + i * 512 + ((piece ^ (slot + 4 * i)) << 4);
-#pragma unroll
-          for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)
-            cp_async_zfill<16>(position + c * Traits::BLOCK_BYTES, row + c * 128, present);
-        }
-        filled.next();
-      }
-      cp_async_commit();
-      if (stage < STAGES_AHEAD) continue;
-      cp_async_wait<STAGES_AHEAD>();
-      complete(present_of(stage - STAGES_AHEAD));
-    }
   }
 
   const uint32_t lane_;

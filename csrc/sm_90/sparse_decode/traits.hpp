@@ -24,7 +24,8 @@ struct SparseDecodeProblem {
 };
 
 template <class KvFormat, class Cluster>
-using SparseDecodePolicy = DecodePolicy<KvSource::selected, Cluster, KvFormat::STAGES>;
+using SparseDecodePolicy =
+    DecodePolicy<KvFormat::NEEDS_DEQUANT ? KvSource::selected : KvSource::gathered, Cluster, KvFormat::STAGES>;
 
 // A producer warp's own memory: the lists of the query token, the state of the tile scheduler, and the addresses of the
 // tokens that were looked up.
@@ -50,7 +51,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int CLUSTER_SIZE = Base::Cluster::SHARES_KV ? 2 : 1;
   static_assert(CLUSTER_SIZE == 1 || KvFormat::NEEDS_DEQUANT, "two CTAs share the work of dequantising");
   static constexpr int PRODUCER_WARPS = Base::PRODUCER_WARPS;
-  static constexpr int FULL_ARRIVALS = PRODUCER_WARPS;
+  // One of each warp; before it, where rows are gathered, one of each lane whose copies have landed.
+  static constexpr int FULL_ARRIVALS = KvFormat::NEEDS_DEQUANT ? PRODUCER_WARPS : 128 + PRODUCER_WARPS;
   static constexpr int WARP_KEYS = BLOCK_N / PRODUCER_WARPS;   // keys of a stage for each warp (of both CTAs)
   static constexpr int OWN_KEYS = WARP_KEYS / CLUSTER_SIZE;    // that a CTA's warp brings
   static constexpr int RAW_STAGES = KvFormat::RAW_STAGES;

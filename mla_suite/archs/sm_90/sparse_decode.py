@@ -86,7 +86,7 @@ class Sm90SparseConfig:
         notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
         present = 16 * self.cluster * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
-        block = block_bytes(width, stages, REGISTER_STEPS["selected"])
+        block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
         return -(-block // 16) * 16 + selected
 
     @property

@@ -7,7 +7,7 @@ from mla_suite.archs import ArchSpec
 BLOCK_M = 64  # query rows of a CTA: 64 x 512 results in fp32 are half of an SM's registers
 BLOCK_N = 32  # keys of a stage: one copy, one Q K^T, one P V
 P_BYTES = BLOCK_M * BLOCK_N * 2 + 3 * 4 * BLOCK_M + 128  # a buffer of P, with the statistics of its rows
-REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "fp8": 20}
+REGISTER_STEPS = {"tma": 28, "cp_async": 24, "selected": 22, "gathered": 28, "fp8": 20}
 """How keys come -> 16-value steps of Q K^T whose queries lie in registers."""
 
 

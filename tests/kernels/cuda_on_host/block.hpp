@@ -67,9 +67,7 @@ class Block {
     using namespace mla::sm_90;
     const BulkCopy done = bulk_copies[number];
     bulk_copies.erase(bulk_copies.begin() + static_cast<long>(number));
-    std::memcpy(memory + done.to, done.from, done.bytes);
-    mbarrier_at(done.barrier).bytes -= done.bytes;
-    mbarrier_at(done.barrier).settle();
+    done.land();
   }
 
   static inline Block* running_ = nullptr;

@@ -90,6 +90,17 @@ template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return __shfl_sync(mask, value, current % 32 ^ lanes);
 }
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int lanes) {
+  return __shfl_sync(mask, value, max(current % 32 - lanes, 0));
+}
+inline uint32_t __ballot_sync(unsigned, bool is) {
+  const uint64_t* lanes = meet_warp(is);
+  uint32_t bits = 0;
+  for (int lane = 0; lane < 32; ++lane) bits |= static_cast<uint32_t>(lanes[lane] != 0) << lane;
+  return bits;
+}
+inline bool __any_sync(unsigned mask, bool is) { return __ballot_sync(mask, is) != 0; }
 inline void __syncthreads() {
   static int count = 0;
   static long number = 0;

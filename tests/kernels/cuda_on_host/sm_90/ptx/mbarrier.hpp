@@ -44,6 +44,7 @@ inline void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site = Wai
   SpinLimit limit("an mbarrier's phase is complete", site);
   while (mbarrier_at(barrier).phase == parity && limit.again()) yield();
 }
+inline bool mbarrier_test(uint32_t barrier, uint32_t parity) { return mbarrier_at(barrier).phase != parity; }
 inline void fence_proxy_async() {}
 
 struct NamedBarrierState {
@@ -69,6 +70,10 @@ inline bool at_named_barrier(int id, int threads, bool any) {
 template <int ID, int THREADS>
 void named_barrier_sync() {
   at_named_barrier(ID, THREADS, false);
+}
+template <int THREADS>
+void named_barrier_sync(int id) {
+  at_named_barrier(id, THREADS, false);
 }
 template <int ID, int THREADS>
 bool named_barrier_any(bool any) {

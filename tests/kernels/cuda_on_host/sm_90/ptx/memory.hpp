@@ -40,6 +40,35 @@ inline void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32
   const uint32_t words[4] = {a, b, c, d};
   std::memcpy(shared_at(to, 16), words, 16);
 }
+template <class... V>
+void ld_shared_words(uint32_t from, V&... values) {
+  const unsigned char* at = shared_at(from, (sizeof values + ...));
+  ((std::memcpy(&values, at, sizeof values), at += sizeof values), ...);
+}
+template <class... V>
+void st_shared_words(uint32_t to, V... values) {
+  unsigned char* at = shared_at(to, (sizeof values + ...));
+  ((std::memcpy(at, &values, sizeof values), at += sizeof values), ...);
+}
+
+// Matrices of 8 x 8 elements: lane r of its eight has the address of row r, and a register two elements of row lane / 4.
+inline void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  const uint32_t registers[4] = {a, b, c, d};
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    const uint64_t* words = meet_warp(registers[matrix]);
+    if (current % 32 / 8 != matrix) continue;
+    for (int i = 0; i < 4; ++i) st_shared(to + 4 * i, static_cast<uint32_t>(words[current % 8 * 4 + i]));
+  }
+  __syncwarp();
+}
+inline void ldmatrix_x4(uint32_t from, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  uint32_t* registers[4] = {&a, &b, &c, &d};
+  const uint64_t* addresses = meet_warp(from);
+  uint32_t rows[4];
+  for (int matrix = 0; matrix < 4; ++matrix) rows[matrix] = addresses[matrix * 8 + current % 32 / 4];
+  for (int matrix = 0; matrix < 4; ++matrix) *registers[matrix] = ld_shared<uint32_t>(rows[matrix] + current % 4 * 4);
+  __syncwarp();
+}
 inline void ld_shared_v2(uint32_t from, uint32_t (&to)[2]) { std::memcpy(to, shared_at(from, 8), 8); }
 
 // Row r of a matrix goes where lane r of its eight says; its element e is column r of register row e.

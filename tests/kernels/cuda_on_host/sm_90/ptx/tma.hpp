@@ -13,6 +13,12 @@ struct BulkCopy {
   const void* from;
   int bytes;
   uint32_t barrier;
+
+  void land() const {
+    std::memcpy(memory + to, from, bytes);
+    mbarrier_at(barrier).bytes -= bytes;
+    mbarrier_at(barrier).settle();
+  }
 };
 inline std::vector<BulkCopy> bulk_copies;
 

@@ -1,0 +1,20 @@
+// cp.async on a CPU: a thread's copies land together, when the block's scheduler lets them, and arrive then.
+#pragma once
+
+#include "sm_90/ptx/tma.hpp"
+
+namespace mla::sm_90 {
+
+inline std::vector<Piece> open_copies[BLOCK_THREADS];
+
+template <int TO, int FROM>
+void cp_async_16_zfill_at(uint32_t to, uint64_t from, bool valid) {
+  if (valid && from % 16 != 0) fail("no such global address", static_cast<long>(from));
+  open_copies[current].push_back({to + TO, valid ? reinterpret_cast<const void*>(from + FROM) : nullptr, 16});
+}
+inline void cp_async_mbarrier_arrive(uint32_t barrier) {
+  bulk_copies.push_back({open_copies[current], barrier, 0});
+  open_copies[current].clear();
+}
+
+}  // namespace mla::sm_90

@@ -1,0 +1,182 @@
+// Sparse decode of bf16 rows by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64. KV_FORMAT is the
+// instance's. Arguments: heads, tokens, keys of a token, splits (of every token), groups (of blocks that walk them), page, what.
+//   what  plain; lengths (of tokens, from 0 on); sink; sharp (large scores)
+// Prints the largest relative error of a token's results and of an lse; fails above their bounds.
+#include <string>
+
+#include "block.hpp"
+#include "sm_90/ptx/wgmma_ss.hpp"
+
+#include "sm_90/decode/kernel.hpp"
+#include "sm_90/sparse_decode/producer_gather.hpp"
+
+namespace {
+
+using namespace mla;
+using namespace mla::sm_90;
+using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePolicy<KV_FORMAT, ClusterNone>>;
+using Kernel = DecodeKernel<Traits, SparseTileScheduler, ProducerGather>;
+constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK, VALUES = 512, PAGES = 40;
+constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
+
+template <class T>
+T* aligned(size_t count) {
+  return static_cast<T*>(std::aligned_alloc(1024, (count * sizeof(T) + 1023) / 1024 * 1024));
+}
+
+void reciprocal(uint32_t n, uint32_t& result, uint32_t& shift) {
+  for (shift = 0; 1u << shift < n;) ++shift;
+  result = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + n - 1) / n);
+}
+
+struct Case {
+  int heads, tokens, topk, splits, groups, page;
+  std::string what;
+  std::mt19937 random{11};
+  std::normal_distribution<float> normal;
+
+  int slots = PAGES * page;
+  uint16_t* cache = aligned<uint16_t>(static_cast<size_t>(slots) * WIDTH);
+  uint16_t* q = aligned<uint16_t>(static_cast<size_t>(tokens) * heads * WIDTH);
+  std::vector<int32_t> indices, lengths;
+  std::vector<float> sink, lse, partial_out, partial_lse;
+  uint16_t* out = aligned<uint16_t>(static_cast<size_t>(tokens) * heads * VALUES);
+  QueryMap map{};
+  SparseDecodeTmaParams params{};
+
+  void fill() {
+    for (size_t i = 0; i < static_cast<size_t>(slots) * WIDTH; ++i) cache[i] = float_to_bf16(normal(random));
+    for (size_t i = 0; i < static_cast<size_t>(tokens) * heads * WIDTH; ++i) q[i] = float_to_bf16(normal(random));
+    for (int i = 0; i < tokens * topk; ++i) {
+      const int kind = random() % 8;
+      indices.push_back(kind == 0 ? -1 : kind == 1 ? slots + static_cast<int>(random() % 9) : random() % slots);
+    }
+    for (int i = 0; i < topk; ++i) indices[i] = -1;  // the first token selects nothing
+    for (int token = 0; token < tokens; ++token) lengths.push_back(random() % 3 == 0 ? 0 : random() % (topk + 1));
+    for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
+    lse.assign(tokens * heads, NAN);
+    partial_out.assign(static_cast<size_t>(tokens) * splits * heads * VALUES, NAN);
+    partial_lse.assign(static_cast<size_t>(tokens) * splits * heads, NAN);
+    const int box_rows = min(BLOCK_M, (heads + 7) / 8 * 8);
+    map = {q, static_cast<int64_t>(tokens) * heads, WIDTH, box_rows, Traits::Q_BOXES};
+    std::memcpy(params.q_map, &map, sizeof map);
+    params.attn_sink = what == "sink" ? sink.data() : nullptr;
+    params.out = out;
+    params.lse = lse.data();
+    params.partial_out = splits > 1 ? partial_out.data() : nullptr;
+    params.partial_lse = splits > 1 ? partial_lse.data() : nullptr;
+    params.out_token_stride = heads * VALUES;
+    params.out_head_stride = VALUES;
+    params.lse_token_stride = heads;
+    params.lse_head_stride = 1;
+    Pool& pool = params.pool[0];
+    pool.cache = reinterpret_cast<const uint8_t*>(cache);
+    pool.indices = indices.data();
+    pool.lengths = what == "lengths" ? lengths.data() : nullptr;
+    pool.page_bytes = static_cast<int64_t>(page) * WIDTH * 2;
+    pool.index_stride = pool.topk = topk;
+    pool.slots = slots;
+    pool.page = page;
+    reciprocal(page, pool.page_reciprocal, pool.page_shift);
+    pool.tokens_per_length = 1;
+    params.tokens = tokens;
+    params.heads = heads;
+    params.pools = 1;
+    params.num_splits = splits;
+    params.grid_stride = groups;
+    reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
+    params.empty_lse = INFINITY;
+    params.softmax_scale = what == "sharp" ? 0.7f : 0.04f;
+  }
+
+  // The results of a row and its lse by fp64.
+  double exact(int token, int head, std::vector<double>& values) {
+    std::vector<double> scores;
+    std::vector<const uint16_t*> keys;
+    const int count = what == "lengths" ? lengths[token] : topk;
+    for (int i = 0; i < count; ++i) {
+      const int slot = indices[token * topk + i];
+      if (slot < 0 || slot >= slots) continue;
+      keys.push_back(cache + static_cast<size_t>(slot) * WIDTH);
+      double score = 0.0;
+      for (int c = 0; c < WIDTH; ++c)
+        score += static_cast<double>(bf16_to_float(q[(static_cast<size_t>(token) * heads + head) * WIDTH + c])) *
+                 bf16_to_float(keys.back()[c]);
+      scores.push_back(score * params.softmax_scale);
+    }
+    const double largest = scores.empty() ? -INFINITY : *std::max_element(scores.begin(), scores.end());
+    double sum = 0.0;
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const double p = std::exp(scores[i] - largest);
+      sum += p;
+      for (int c = 0; c < VALUES; ++c) values[c] += p * bf16_to_float(keys[i][c]);
+    }
+    const double denominator = sum + (params.attn_sink && !keys.empty() ? std::exp(sink[head] - largest) : 0.0);
+    for (double& value : values) value /= keys.empty() ? 1.0 : denominator;
+    return keys.empty() ? INFINITY : largest + std::log(sum);
+  }
+
+  // The same by the kernel, partials combined.
+  double kernel_row(int token, int head, std::vector<double>& values) {
+    const size_t row = static_cast<size_t>(token) * heads + head;
+    if (splits == 1) {
+      for (int c = 0; c < VALUES; ++c) values[c] = bf16_to_float(out[row * VALUES + c]);
+      return lse[row];
+    }
+    double top = -INFINITY, sum = 0.0;
+    const size_t first = static_cast<size_t>(token) * splits * heads + head;
+    for (int split = 0; split < splits; ++split) top = max(top, static_cast<double>(partial_lse[first + split * heads]));
+    if (top == -INFINITY) return INFINITY;
+    for (int split = 0; split < splits; ++split) {
+      const double weight = std::exp(partial_lse[first + split * heads] - top);
+      sum += weight;
+      for (int c = 0; c < VALUES; ++c) values[c] += weight * partial_out[(first + split * heads) * VALUES + c];
+    }
+    const double denominator = sum + (params.attn_sink ? std::exp(sink[head] - top) : 0.0);
+    for (double& value : values) value /= denominator;
+    return top + std::log(sum);
+  }
+
+  bool compare() {
+    double worst = 0.0, worst_lse = 0.0;
+    const auto note = [](double& most, double error) {
+      if (!std::isnan(most) && !(error <= most)) most = error;
+    };
+    for (int token = 0; token < tokens; ++token)
+      for (int head = 0; head < heads; ++head) {
+        std::vector<double> wanted(VALUES, 0.0), values(VALUES, 0.0);
+        const double wanted_lse = exact(token, head, wanted), found_lse = kernel_row(token, head, values);
+        double off = 0.0, size = 0.0;
+        for (int c = 0; c < VALUES; ++c) {
+          off += (values[c] - wanted[c]) * (values[c] - wanted[c]);
+          size += wanted[c] * wanted[c];
+        }
+        note(worst, std::sqrt(size > 0.0 ? off / size : off));
+        if (found_lse != wanted_lse) note(worst_lse, std::fabs(found_lse - wanted_lse) / max(1.0, std::fabs(wanted_lse)));
+      }
+    std::printf("results off by %.1e, lse by %.1e\n", worst, worst_lse);
+    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR;
+  }
+};
+
+const SparseDecodeTmaParams* launched;
+void kernel() { Kernel::run(*launched); }
+
+}  // namespace
+
+int main(int, char** argv) {
+  const auto number = [&](int i) { return std::atoi(argv[i]); };
+  Case problem{number(1), number(2), number(3), number(4), number(5), number(6), argv[7]};
+  problem.fill();
+  launched = &problem.params;
+  Block block(number(1) + number(3));
+  for (unsigned tile = 0; tile * 64 < static_cast<unsigned>(problem.heads); ++tile)
+    for (unsigned group = 0; group < static_cast<unsigned>(problem.groups); ++group) {
+      blockIdx = {tile, group, 0};
+      if (!block.run(kernel)) {
+        std::printf("threads wait for what never comes\n");
+        return 1;
+      }
+    }
+  return problem.compare() ? 0 : 1;
+}
