@@ -19,12 +19,12 @@ from mla_suite.core import eager
 from mla_suite.integrations import WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
+from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
 from mla_suite.ops.decode import DECODE
 from mla_suite.ops.plan import sm_parts
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 _SLOT = "flash_mla_with_kvcache"  # of the eager fast path
-SPARSE_CHUNK_BYTES = 64 * 2**20  # of gathered fp32 keys while max_logits is computed
 
 
 class Config(NamedTuple):
@@ -217,53 +217,6 @@ def flash_mla_with_kvcache(
     return out, lse.transpose(1, 2)
 
 
-def flash_mla_sparse_fwd(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sparse prefill: every query token attends to its own selection of unpaged keys.
-
-    q [s_q, heads, head_dim] and kv [s_kv, 1, head_dim] of one dtype; indices [s_q, 1, topk] int32, -1 or >= s_kv
-    selects nothing; topk_length [s_q] int32; attn_sink [heads] fp32
-
-    -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
-    without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf.
-
-    The operators do not return max_logits: it is a second pass in torch over the selected keys. Call
-    `mla_suite.sparse_decode` where out and lse are all you need.
-    """
-    optional = dict(attn_sink=attn_sink, topk_length=topk_length)
-    check_kinds("flash_mla_sparse_fwd", dict(q=q, kv=kv, indices=indices), optional, dict(d_v=d_v))
-    if kv.dim() != 3 or kv.shape[1] != 1 or indices.dim() != 3 or indices.shape[1] != 1:
-        given = f"kv has shape {tuple(kv.shape)} and indices {tuple(indices.shape)}"
-        _refuse("flash_mla_sparse_fwd", given, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
-    if kv.dtype not in WIDE:
-        _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
-    chosen = indices.squeeze(1)
-    out = q.new_empty((*q.shape[:-1], max(d_v, 0)))
-    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    torch.ops.mla_suite.sparse_decode.out(
-        q,
-        [kv],  # pages of one token
-        [chosen],
-        [None],
-        [topk_length],
-        attn_sink,
-        kv_formats=[WIDE[kv.dtype]],
-        softmax_scale=sm_scale,
-        head_dim_v=d_v,
-        plus_inf_lse=True,
-        out=out,
-        lse=lse,
-    )
-    return out, _max_logits(q, kv.squeeze(1), chosen, sm_scale, topk_length), lse
-
-
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
     q, cache, block_table, lens, _, sink, _, _, _, _, plan = given
@@ -289,24 +242,6 @@ _NO_PREFILL = (
     "scaled_dot_product_attention"
 )
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
-
-
-def _max_logits(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, topk_length: torch.Tensor | None
-) -> torch.Tensor:
-    counts = (indices >= 0) & (indices < kv.shape[0])
-    if topk_length is not None:
-        counts &= torch.arange(indices.shape[1], device=q.device) < topk_length[:, None]
-    largest = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    if not counts.numel() or not kv.numel():
-        return largest
-    tokens = max(1, SPARSE_CHUNK_BYTES // (4 * indices.shape[1] * kv.shape[1]))
-    for first in range(0, q.shape[0], tokens):
-        some = slice(first, first + tokens)
-        keys = kv[torch.where(counts[some], indices[some], 0).long()].float()
-        scores = (q[some].float() @ keys.transpose(1, 2)) * scale
-        largest[some] = scores.masked_fill_(~counts[some, None, :], -torch.inf).amax(-1)
-    return largest
 
 
 def _kv_format(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> str:

@@ -20,10 +20,10 @@ from mla_suite.archs.common import combine as combine_launches
 from mla_suite.archs.common import decode as decode_launches
 from mla_suite.archs.common import sparse_decode as sparse_launches
 from mla_suite.build.params import load
-from mla_suite.core import dispatch, register
+from mla_suite.core import dispatch, eager, register
 from mla_suite.core.op import Op
-from mla_suite.integrations import aiter
-from mla_suite.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_suite.integrations import aiter, flash_mla_prefill
+from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel, launcher, tensor_map
@@ -139,6 +139,25 @@ def test_the_same_launches(launched, call):
         assert (read["empty_lse"], plain["empty_lse"]) == (float("inf"), float("-inf"))
         assert read["lse"] == lse.data_ptr()
         assert (read["lse_head_stride"], plain["lse_head_stride"]) == (q_len, 1)
+
+
+@pytest.mark.parametrize(("tokens", "kernels"), [(200, ["sparse_decode"]), (2, ["sparse_decode", "combine"])])
+@pytest.mark.parametrize("width", [512, 576])
+def test_prefill_takes_max_logits_from_the_kernel(launched, monkeypatch, width, tokens, kernels):
+    """From the second call on, with queries split or not."""
+    q, kv = torch.zeros(tokens, 64, width).bfloat16(), torch.zeros(90, 1, width).bfloat16()
+    face = partial(flash_mla_sparse_fwd, q, kv, torch.zeros(tokens, 1, 2048, **INT32), 0.1)
+    face()
+    launched.clear()
+    monkeypatch.setattr(flash_mla_prefill, "_max_logits", None)
+    for _ in range(2):
+        out, max_logits, lse = face()
+    assert [name.split("_kvformat")[0].split("_dv")[0] for name, _ in launched] == kernels * 2
+    read = load("sparse_decode_tma").unpack(launched[len(kernels)][1])
+    written = {"out": out, "max_logits": max_logits, "lse": lse}
+    assert {name: read[name] for name in written} == {name: tensor.data_ptr() for name, tensor in written.items()}
+    assert (read["empty_lse"], tuple(max_logits.shape), max_logits.dtype) == (float("inf"), (tokens, 64), torch.float32)
+    assert bool((max_logits == float("-inf")).all()), "a kernel raises what is there"
 
 
 class Operations(TorchDispatchMode):

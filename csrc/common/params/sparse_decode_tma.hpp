@@ -32,6 +32,7 @@ struct alignas(64) SparseDecodeTmaParams {
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row without keys: -inf or +inf
   float softmax_scale;           // positive
+  float* max_logits;             // [tokens, heads] of -inf, raised to the largest scaled scores; or null. bf16 rows only
 };
 
 }  // namespace mla

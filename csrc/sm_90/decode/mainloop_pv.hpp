@@ -3,6 +3,7 @@
 
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/epilogue.hpp"
+#include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/ptx/dsmem.hpp"
 
@@ -214,6 +215,7 @@ class PvMma {
     target.factor[0] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4);
     target.factor[1] = ld_shared<float>(p_stage() + Storage::P_INVERSE + quad_row() * 4 + 32);
     if (group_ == 0) epilogue_.store_lse(target, p_stage() + Storage::P_LSE);
+    if (group_ == 1) MaxLogitsOf<Traits>::store(params_, p_stage());
     release_p();
   }
 

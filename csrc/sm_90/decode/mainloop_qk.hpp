@@ -6,6 +6,7 @@
 #pragma once
 
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
+#include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
 #include "sm_90/decode/softmax.hpp"
 
@@ -17,6 +18,7 @@ class QkSoftmax {
   using Params = typename Traits::Params;
   using Cluster = typename Traits::Cluster;
   using Storage = SharedStorage<Traits>;
+  using MaxLogits = MaxLogitsOf<Traits>;
   static constexpr bool SELECTED = Traits::SELECTED;
 
  public:
@@ -190,6 +192,7 @@ class QkSoftmax {
     const int lane = warpgroup_thread() % 32;
     const int warp = warpgroup_thread() / 32;
     mask(s, first);
+    MaxLogits::add(params_, shared_, s);
     const bool p_ready = mbarrier_test(barriers_.p_empty(p_.stage), p_.parity ^ 1);
     const uint32_t stage = p_stage();
     const uint32_t row = stage + (warp * 16 + lane / 4) * 4;
@@ -243,6 +246,7 @@ class QkSoftmax {
       st_shared(row + Storage::P_LSE, lse[0]);
       st_shared(row + Storage::P_LSE + 32, lse[1]);
     }
+    MaxLogits::publish(params_, shared_, p_stage());
     write_command(FINISH);
     publish_p();
   }
@@ -293,6 +297,7 @@ class QkSoftmax {
       st_shared(p_stage() + Storage::P_INVERSE + warpgroup_thread() * 4, 0.0f);
       st_shared(p_stage() + Storage::P_LSE + warpgroup_thread() * 4, -INFINITE);
     }
+    MaxLogits::publish_none(params_, p_stage());
     named_barrier_sync<128>(QK_BARRIER);  // a PV warp waits for all four warps, but reads rows that another one wrote
     write_command(command);
     publish_p();
@@ -343,6 +348,7 @@ class QkSoftmax {
   MLA_DEVICE void one_tile() {
     row_max_[0] = row_max_[1] = LOWEST;
     row_sum_[0] = row_sum_[1] = 0.0f;
+    MaxLogits::begin_tile(params_, shared_);
     if (tile_.keys() == 0) {
       if (has_queries()) {
         skip_q_stage();

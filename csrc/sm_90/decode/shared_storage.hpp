@@ -9,7 +9,7 @@ namespace mla::sm_90 {
 // One P with everything that the QK warpgroup hands to the PV warpgroups.
 struct alignas(16) PStage {
   uint8_t p[BLOCK_M * BLOCK_N * 2];  // P, [BLOCK_N / 16][64 rows x 16 keys]
-  float factor[BLOCK_M];             // rescales O before this P, where RESCALE is set
+  float factor[BLOCK_M];             // rescales O before this P, where RESCALE is set; with FINISH see max_logits.hpp
   float inverse[BLOCK_M];            // 1 / denominator, with FINISH
   float lse[BLOCK_M];                // without the sink, with FINISH
   int32_t command[4];                // MmaCommand for each warp's 16 rows

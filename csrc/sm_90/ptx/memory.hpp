@@ -59,6 +59,16 @@ MLA_DEVICE int ld_relaxed_gpu(const int32_t* address) {
   return value;
 }
 
+// Raises a float in memory to `value`, which is not NaN, by integer atomics: floats from +0 on are ordered as signed
+// integers, negative ones in reverse as unsigned integers, and -0 becomes +0.
+MLA_DEVICE void red_max_global(float* to, float value) {
+  const int bits = __float_as_int(value + 0.0f);
+  if (bits >= 0)
+    asm volatile("red.relaxed.gpu.global.max.s32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+  else
+    asm volatile("red.relaxed.gpu.global.min.u32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
+}
+
 // Relaxed accesses for data that another running kernel loads or stores: each 32-bit word is whole by itself, and
 // nothing is ordered.
 MLA_DEVICE uint4 ld_relaxed_gpu_v4(const float* from) {

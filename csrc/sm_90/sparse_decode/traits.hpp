@@ -73,7 +73,8 @@ struct SparseDecodeTraits : DecodeTraits<Problem, Policy> {
   static constexpr int SCRATCH_SCALES = __builtin_offsetof(Scratch, to_scales);
   static constexpr int SCRATCH_BYTES = SCRATCH_SCALES + (KvFormat::SCALES_APART ? 128 : 0);
   static constexpr int RAW = SCRATCH + PRODUCER_WARPS * SCRATCH_BYTES;     // uint8[warps][RAW_BYTES]
-  static constexpr int SHARED_BYTES = RAW + PRODUCER_WARPS * RAW_BYTES;
+  static constexpr int MAX_LOGITS = RAW + PRODUCER_WARPS * RAW_BYTES;      // float[128][2]: of QK, for gathered rows
+  static constexpr int SHARED_BYTES = MAX_LOGITS + (KvFormat::NEEDS_DEQUANT ? 0 : 1024);
   static_assert(SHARED_BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 
   // The bits of a stage's keys.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
+from struct import Struct
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -221,10 +222,12 @@ def launch_of(
     prepared: Prepared,
     args: SparseDecodeArgs,
     pack_leading: Callable[..., bytes],
+    trailing: Struct | None = None,
 ) -> Launch:
     """The launch of sparse_decode.
 
     pack_leading  (address of q, *addresses of POINTERS) -> the parameters before the pools
+    trailing      packs the address of a third output into the last parameters; None where there are two outputs
     """
     config, shape, slots = prepared.config, prepared.shape, prepared.slots
     rows, tokens, negative = shape.heads, shape.tokens, args.softmax_scale < 0
@@ -248,6 +251,7 @@ def launch_of(
 
     def launch(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
         q, kv_caches, indices, indptrs, topk_lengths, attn_sink, plan = tensors
+        outputs, more = outputs[:2], outputs[2:]
         q = -q if negative else q
         if copies_q:
             q = q.clone(memory_format=torch.contiguous_format)
@@ -269,6 +273,8 @@ def launch_of(
             indptr_at = 0 if indptr is None else indptr.data_ptr()
             lengths_at = 0 if lengths is None else lengths.data_ptr()
             packed += _pack_pool(cache.data_ptr(), index.data_ptr(), indptr_at, lengths_at), numbers
+        if trailing is not None:
+            packed[-1] = packed[-1][: -trailing.size] + trailing.pack(more[0].data_ptr())
         enqueue(b"".join(packed), (q, pools, attn_sink, plan, (out, lse), scratch))
         if enqueue_combine is not None:
             indptr_at = plan_at and plan_at + 4 * HEADER_WORDS

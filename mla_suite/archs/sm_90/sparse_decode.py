@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from struct import Struct
 
 import torch
 
@@ -25,7 +26,7 @@ from mla_suite.archs.common.sparse_decode import (
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
-from mla_suite.build.params import packer
+from mla_suite.build.params import load, packer
 from mla_suite.core.dispatch import Launch
 from mla_suite.launch import tensor_map
 from mla_suite.ops.sparse_decode import Problem, SparseDecodeArgs
@@ -36,6 +37,7 @@ STAGES = {"dsv4": 4, "v32": 4, "bf16x512": 5, "bf16x576": 5}
 SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624)}
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 LOADER_WARPS = 4
+MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
 _pack_leading = packer(len(LEADING)).pack
 
@@ -86,8 +88,15 @@ class Sm90SparseConfig:
         notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
         present = 16 * self.cluster * stages  # bits of the keys that are there
         selected = present + LOADER_WARPS * (notes + slots * slot_bytes)
+        selected += MAX_LOGITS_BYTES if self.returns_max_logits else 0
         block = block_bytes(width, stages, REGISTER_STEPS["selected" if self.record in SLOTS else "gathered"])
         return -(-block // 16) * 16 + selected
+
+    @property
+    def returns_max_logits(self) -> bool:
+        """Whether `prepare` takes a third output [tokens, heads], fp32 and -inf, and raises it to the largest scaled
+        scores."""
+        return self.record not in SLOTS
 
     @property
     def rows(self) -> int:
@@ -146,7 +155,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if outputs[0].numel() == 0:
         return lambda outputs, tensors: None
     q = -args.q if args.softmax_scale < 0 else args.q  # the kernels find the largest score before they scale
-    shape = shape_of(args, q, outputs, any_lse=True)
+    shape = shape_of(args, q, outputs[:2], any_lse=True)
     if tensor_maps.pitch(shape.q.shape, shape.q.strides) is None:
         shape = shape._replace(q=shape.q.copied(), copies_q=True)
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
@@ -156,7 +165,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, work_tiles, tiles)
     lse = combine_kernels.lse_numbers(*shape.lse)
-    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, **lse)
+    numbers = numbers_of("sparse_decode_tma", LEADING, args, shape, splits, grid_stride=groups, max_logits=0, **lse)
     combined = None
     if slots:
         chosen = combine.config_for(
@@ -172,7 +181,13 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
         combined = combine_launch(chosen, args, shape, splits)
     q_map = tensor_maps.q_map(shape.q.shape, shape.q.strides, shape.q.dtype, 1)
     prepared = Prepared(config, (tiles, groups, 1), config.lds, True, numbers, shape, slots, combined)
-    return launch_of(prepared, args, partial(_pack, q_map))
+    return launch_of(prepared, args, partial(_pack, q_map), _max_logits() if len(outputs) > 2 else None)
+
+
+def _max_logits() -> Struct:
+    """Packs the address of max_logits, which only padding follows among the parameters."""
+    struct = load("sparse_decode_tma")
+    return Struct(f"<Q{struct.size - struct.offsets['max_logits'] - 8}x")
 
 
 def _pack(q_map: tensor_maps.TensorMapDesc, q_at: int, *addresses: int) -> bytes:

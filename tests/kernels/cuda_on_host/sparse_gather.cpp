@@ -1,7 +1,7 @@
 // Sparse decode of bf16 rows by the source of csrc/sm_90/sparse_decode on a CPU, compared with fp64. KV_FORMAT is the
 // instance's. Arguments: heads, tokens, keys of a token, splits (of every token), groups (of blocks that walk them), page, what.
-//   what  plain; lengths (of tokens, from 0 on); sink; sharp (large scores)
-// Prints the largest relative error of a token's results and of an lse; fails above their bounds.
+//   what  plain; lengths (of tokens, from 0 on); sink; sharp (large scores); no_max (max_logits is null)
+// Prints the largest relative error of a token's results, of an lse and of a largest score; fails above their bounds.
 #include <string>
 
 #include "block.hpp"
@@ -39,7 +39,7 @@ struct Case {
   uint16_t* cache = aligned<uint16_t>(static_cast<size_t>(slots) * WIDTH);
   uint16_t* q = aligned<uint16_t>(static_cast<size_t>(tokens) * heads * WIDTH);
   std::vector<int32_t> indices, lengths;
-  std::vector<float> sink, lse, partial_out, partial_lse;
+  std::vector<float> sink, lse, partial_out, partial_lse, max_logits;
   uint16_t* out = aligned<uint16_t>(static_cast<size_t>(tokens) * heads * VALUES);
   QueryMap map{};
   SparseDecodeTmaParams params{};
@@ -57,6 +57,7 @@ struct Case {
     lse.assign(tokens * heads, NAN);
     partial_out.assign(static_cast<size_t>(tokens) * splits * heads * VALUES, NAN);
     partial_lse.assign(static_cast<size_t>(tokens) * splits * heads, NAN);
+    max_logits.assign(tokens * heads, -INFINITY);
     const int box_rows = min(BLOCK_M, (heads + 7) / 8 * 8);
     map = {q, static_cast<int64_t>(tokens) * heads, WIDTH, box_rows, Traits::Q_BOXES};
     std::memcpy(params.q_map, &map, sizeof map);
@@ -87,10 +88,11 @@ struct Case {
     reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
     params.empty_lse = INFINITY;
     params.softmax_scale = what == "sharp" ? 0.7f : 0.04f;
+    params.max_logits = what == "no_max" ? nullptr : max_logits.data();
   }
 
-  // The results of a row and its lse by fp64.
-  double exact(int token, int head, std::vector<double>& values) {
+  // The results of a row, its lse and its largest score by fp64.
+  void exact(int token, int head, std::vector<double>& values, double& found_lse, double& largest) {
     std::vector<double> scores;
     std::vector<const uint16_t*> keys;
     const int count = what == "lengths" ? lengths[token] : topk;
@@ -104,16 +106,16 @@ struct Case {
                  bf16_to_float(keys.back()[c]);
       scores.push_back(score * params.softmax_scale);
     }
-    const double largest = scores.empty() ? -INFINITY : *std::max_element(scores.begin(), scores.end());
+    largest = scores.empty() ? -INFINITY : *std::max_element(scores.begin(), scores.end());
     double sum = 0.0;
     for (size_t i = 0; i < keys.size(); ++i) {
       const double p = std::exp(scores[i] - largest);
       sum += p;
       for (int c = 0; c < VALUES; ++c) values[c] += p * bf16_to_float(keys[i][c]);
     }
+    found_lse = keys.empty() ? INFINITY : largest + std::log(sum);
     const double denominator = sum + (params.attn_sink && !keys.empty() ? std::exp(sink[head] - largest) : 0.0);
     for (double& value : values) value /= keys.empty() ? 1.0 : denominator;
-    return keys.empty() ? INFINITY : largest + std::log(sum);
   }
 
   // The same by the kernel, partials combined.
@@ -138,24 +140,28 @@ struct Case {
   }
 
   bool compare() {
-    double worst = 0.0, worst_lse = 0.0;
+    double worst = 0.0, worst_lse = 0.0, worst_max = 0.0;
     const auto note = [](double& most, double error) {
       if (!std::isnan(most) && !(error <= most)) most = error;
     };
     for (int token = 0; token < tokens; ++token)
       for (int head = 0; head < heads; ++head) {
         std::vector<double> wanted(VALUES, 0.0), values(VALUES, 0.0);
-        const double wanted_lse = exact(token, head, wanted), found_lse = kernel_row(token, head, values);
-        double off = 0.0, size = 0.0;
+        double wanted_lse, largest, off = 0.0, size = 0.0;
+        exact(token, head, wanted, wanted_lse, largest);
+        const double found_lse = kernel_row(token, head, values);
         for (int c = 0; c < VALUES; ++c) {
           off += (values[c] - wanted[c]) * (values[c] - wanted[c]);
           size += wanted[c] * wanted[c];
         }
         note(worst, std::sqrt(size > 0.0 ? off / size : off));
         if (found_lse != wanted_lse) note(worst_lse, std::fabs(found_lse - wanted_lse) / max(1.0, std::fabs(wanted_lse)));
+        const double raised = max_logits[static_cast<size_t>(token) * heads + head];
+        if (params.max_logits == nullptr) largest = -INFINITY;
+        if (raised != largest) note(worst_max, std::fabs(raised - largest) / max(1.0, std::fabs(largest)));
       }
-    std::printf("results off by %.1e, lse by %.1e\n", worst, worst_lse);
-    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR;
+    std::printf("results off by %.1e, lse by %.1e, largest scores by %.1e\n", worst, worst_lse, worst_max);
+    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR && worst_max <= MAX_LSE_ERROR;
   }
 };
 

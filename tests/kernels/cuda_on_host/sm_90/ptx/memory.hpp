@@ -50,6 +50,7 @@ void st_shared_words(uint32_t to, V... values) {
   unsigned char* at = shared_at(to, (sizeof values + ...));
   ((std::memcpy(at, &values, sizeof values), at += sizeof values), ...);
 }
+inline void red_max_global(float* to, float value) { *to = max(*to, value); }
 
 // Matrices of 8 x 8 elements: lane r of its eight has the address of row r, and a register two elements of row lane / 4.
 inline void stmatrix_x4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -1,0 +1,81 @@
+// The largest scaled score of every row, which FlashMLA's prefill returns. The running max of the softmax is not it: that
+// is raised only now and then.
+#pragma once
+
+#include "sm_90/decode/shared_storage.hpp"
+#include "sm_90/decode/softmax.hpp"
+
+namespace mla::sm_90 {
+
+// For kernels that never return them.
+template <class Traits, bool RETURNED>
+struct MaxLogits {
+  MLA_DEVICE static void begin_tile(const typename Traits::Params&, uint32_t) {}
+  MLA_DEVICE static void add(const typename Traits::Params&, uint32_t, const float (&)[SCORES]) {}
+  MLA_DEVICE static void publish(const typename Traits::Params&, uint32_t, uint32_t) {}
+  MLA_DEVICE static void publish_none(const typename Traits::Params&, uint32_t) {}
+  MLA_DEVICE static void store(const typename Traits::Params&, uint32_t) {}
+};
+
+// For kernels that return them where the caller asks. QK collects them in shared memory, two of a thread, because it has
+// no registers left, and publishes them with the reciprocal denominators; a PV warpgroup stores them. Every tile of a
+// query token raises what lies in global memory, which is -inf before the first, so it does not matter how many tiles
+// the token has, and in which order they end. `shared` is where the block's memory begins.
+template <class Traits>
+struct MaxLogits<Traits, true> {
+  using Params = typename Traits::Params;
+  using Storage = SharedStorage<Traits>;
+
+  MLA_DEVICE static void begin_tile(const Params& params, uint32_t shared) {
+    if (params.max_logits != nullptr) write(shared, -INFINITE, -INFINITE);
+  }
+
+  // Takes the scores of a stage, after masks.
+  MLA_DEVICE static void add(const Params& params, uint32_t shared, const float (&s)[SCORES]) {
+    if (params.max_logits == nullptr) return;
+    float first, second;
+    read(shared, first, second);
+    write(shared, fmaxf(first, largest_score(s, 0)), fmaxf(second, largest_score(s, 1)));
+  }
+
+  // Writes those of a tile to the P stage that finishes it, which has no factors.
+  MLA_DEVICE static void publish(const Params& params, uint32_t shared, uint32_t p_stage) {
+    if (params.max_logits == nullptr) return;
+    float first, second;
+    read(shared, first, second);
+    first = quad_max(first) * params.softmax_scale;
+    second = quad_max(second) * params.softmax_scale;
+    if (warpgroup_thread() % 4 != 0) return;
+    st_shared(p_stage + Storage::P_FACTOR + quad_row() * 4, first);
+    st_shared(p_stage + Storage::P_FACTOR + quad_row() * 4 + 32, second);
+  }
+
+  // The same for a tile without keys.
+  MLA_DEVICE static void publish_none(const Params& params, uint32_t p_stage) {
+    if (params.max_logits != nullptr && warpgroup_thread() < BLOCK_M)
+      st_shared(p_stage + Storage::P_FACTOR + warpgroup_thread() * 4, -INFINITE);
+  }
+
+  // Raises what is stored for the rows of the tile, 16 of each warp, that the P stage finishes.
+  MLA_DEVICE static void store(const Params& params, uint32_t p_stage) {
+    const int row = warpgroup_thread() / 32 * 16 + warpgroup_thread() % 32;
+    if (params.max_logits == nullptr || warpgroup_thread() % 32 >= 16 || first_row() + row >= params.heads) return;
+    const int64_t token = ld_shared<int>(p_stage + Storage::P_SEQUENCE);
+    const float logit = ld_shared<float>(p_stage + Storage::P_FACTOR + row * 4);
+    red_max_global(params.max_logits + token * params.heads + first_row() + row, logit);
+  }
+
+ private:
+  MLA_DEVICE static uint32_t own(uint32_t shared) { return shared + Traits::MAX_LOGITS + warpgroup_thread() * 8; }
+  MLA_DEVICE static void read(uint32_t shared, float& first, float& second) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(own(shared)) : "memory");
+  }
+  MLA_DEVICE static void write(uint32_t shared, float first, float second) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(own(shared)), "f"(first), "f"(second) : "memory");
+  }
+};
+
+template <class Traits>
+using MaxLogitsOf = MaxLogits<Traits, Traits::SOURCE == KvSource::gathered>;
+
+}  // namespace mla::sm_90
