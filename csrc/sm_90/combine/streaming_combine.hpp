@@ -38,6 +38,7 @@ struct StreamingCombine {
     wait_for_own(p, at);
     float share[Merge::owned];
     const LseAccum row = Merge::merge_own_lse(p, at, share);
+    Merge::write_lse(p, at, row);  // while decode stores its partials
     float scale;
     const auto outcome = Merge::find_scale(p, row, scale, [&] { return sink; });
     for (int i = 0; i < Merge::owned; ++i) share[i] *= scale;
@@ -55,7 +56,6 @@ struct StreamingCombine {
       }
     }
     write_out(p, at, outcome, sum);
-    Merge::write_lse(p, at, row);
     Wave::wait_for_producer();  // the next kernel relies on the end of decode, too
   }
 
