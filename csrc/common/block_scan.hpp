@@ -18,6 +18,22 @@ MLA_DEVICE int from_lane(int x, int source) {
   return Wave::from_lane(x, source);
 }
 
+// Return the largest value of a wave. 64 bits are compared by halves: among the lanes with the largest high half, the
+// largest low half wins, compared as a signed number in the same order.
+template <class Wave>
+MLA_DEVICE int32_t wave_largest(int32_t x) {
+  return Wave::template max_over<Wave::lanes>(x, thread_id() % Wave::lanes);
+}
+template <class Wave>
+MLA_DEVICE int64_t wave_largest(int64_t x) {
+  const int high = static_cast<int>(x >> 32);
+  const int low = static_cast<int>(static_cast<uint32_t>(x) ^ 0x80000000u);
+  const int highest = wave_largest<Wave>(high);
+  const int lowest = static_cast<int>(0x80000000u);
+  const uint32_t best = static_cast<uint32_t>(wave_largest<Wave>(high == highest ? low : lowest));
+  return static_cast<int64_t>(static_cast<uint64_t>(highest) << 32 | (best ^ 0x80000000u));
+}
+
 // Returns the best of the values that each of `n` waves found, by the shortest chain of comparisons. `better(a, b)`
 // says whether to take a.
 template <int n, class Better>
@@ -79,9 +95,37 @@ struct BlockScan {
     return before + inclusive - value;
   }
 
+  // Returns the sum of all threads' values; `largest` becomes the largest `other`. Before the next call must come
+  // another barrier.
+  MLA_DEVICE int sum(int value, int other, int& largest) {
+    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
+    value = Wave::template sum_over<Wave::lanes>(value, lane);
+    other = wave_largest<Wave>(other);
+    if (lane == 0) {
+      sums[wave] = value;
+      maxima[wave] = other;
+    }
+    block_sync();
+    int all = static_cast<int>(sums[0]);
+    largest = maxima[0];
+    for (int w = 1; w < waves; ++w) {
+      all += static_cast<int>(sums[w]);
+      largest = maxima[w] > largest ? maxima[w] : largest;
+    }
+    return all;
+  }
+
   // Returns the largest of all threads' values.
+  MLA_DEVICE int64_t largest(int64_t value) {
+    value = wave_largest<Wave>(value);
+    if (thread_id() % Wave::lanes == 0) sums[thread_id() / Wave::lanes] = value;
+    block_sync();
+    const int64_t all = best_among(sums, [](int64_t a, int64_t b) { return a > b; });
+    block_sync();
+    return all;
+  }
   MLA_DEVICE int largest(int value) {
-    value = Wave::template max_over<Wave::lanes>(value, thread_id() % Wave::lanes);
+    value = wave_largest<Wave>(value);
     if (thread_id() % Wave::lanes == 0) maxima[thread_id() / Wave::lanes] = value;
     block_sync();
     int all = maxima[0];

@@ -12,6 +12,7 @@
 // on the bits of its log-sum-exps, and what is summed stays hidden from the optimiser until it is rounded.
 #pragma once
 
+#include "common/combined_row.hpp"
 #include "common/division.hpp"
 #include "common/logarithm.hpp"
 #include "common/lse_merge.hpp"
@@ -22,7 +23,10 @@
 namespace mla {
 
 template <class Wave, class Shape>
-struct Combine {
+struct Combine : CombinedRow<Wave> {
+  using Base = CombinedRow<Wave>;
+  using typename Base::Outcome;
+  using Base::lse_of_row, Base::outcome_of, Base::scale_of, Base::SUM, Base::ZERO, Base::NOT_A_NUMBER;
   static constexpr int columns = Shape::head_dim_v / Shape::slices;  // of a row, per workgroup
   static constexpr int vec = Shape::vec;
   static constexpr int quad = vec < 4 ? vec : 4;  // floats per load
@@ -61,6 +65,9 @@ struct Combine {
     int64_t first;     // split of the sequence
     bool wanted;       // the row is to be written
     float own[owned];  // log-sum-exps of the lane's first splits
+    const float* lse;      // where loads are early: log-sum-exp of the lane's first split,
+    const float* partial;  // this lane's columns of the part's first split,
+    const float* sink;     // and the row's sink, or null
   };
 
   MLA_DEVICE static float lse_of(const CombineParams& p, const RowAssignment& at, int split) {
@@ -68,6 +75,7 @@ struct Combine {
     return *lse_at(p, at, split);
   }
   MLA_DEVICE static const float* lse_at(const CombineParams& p, const RowAssignment& at, int split) {
+    if constexpr (early) return at.lse + (split - at.member) * p.partial_lse_split_stride;
     return p.partial_lse + ((at.first + split) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
   }
 
@@ -114,40 +122,6 @@ struct Combine {
     return all;
   }
 
-  // A row is the weighted sum of its splits, or zero, or NaN; only the first reads a partial.
-  enum Outcome { SUM, ZERO, NOT_A_NUMBER };
-
-  MLA_DEVICE static Outcome outcome_of(const LseAccum& row) {
-    if (row.largest >= ORDERED_INFINITY) return NOT_A_NUMBER;
-    return row.largest == ORDERED_MINUS_INFINITY ? ZERO : SUM;
-  }
-  MLA_DEVICE static Outcome outcome_of(const LseAccum& row, float sink) {
-    const Outcome without = outcome_of(row);
-    if (float_to_ordered_int(sink) == ORDERED_INFINITY && row.largest <= ORDERED_INFINITY) return ZERO;
-    return without == SUM && float_to_ordered_int(sink) > ORDERED_INFINITY ? NOT_A_NUMBER : without;
-  }
-
-  // The factor of every weight e^(lse - largest) of a row.
-  MLA_DEVICE static float scale_of(const LseAccum& row) { return reciprocal(row.sum); }
-  // 1 / (sum + e^(sink - largest)), scaled so that nothing overflows. For rows whose outcome is SUM.
-  MLA_DEVICE static float scale_of(const LseAccum& row, float sink) {
-    const float largest = ordered_int_to_float(row.largest);
-    const float above = __builtin_fmaxf(sink, largest);
-    const float share = exp_of<Wave>(largest - above);
-    return share * reciprocal(__builtin_fmaf(row.sum, share, exp_of<Wave>(sink - above)));
-  }
-  // One step of Newton's method; of 1 exactly 1, so that a single split passes through unchanged.
-  MLA_DEVICE static float reciprocal(float x) {
-    const float guess = Wave::reciprocal(x);
-    return __builtin_fmaf(guess, __builtin_fmaf(-x, guess, 1.0f), guess);
-  }
-
-  MLA_DEVICE static float lse_of_row(const LseAccum& row) {
-    if (row.largest >= ORDERED_INFINITY || row.largest == ORDERED_MINUS_INFINITY)
-      return ordered_int_to_float(row.largest);
-    return __builtin_fmaf(Wave::log2(row.sum), LN_2, ordered_int_to_float(row.largest));
-  }
-
   // This lane's columns of `in_flight` splits of a part.
   struct Loaded {
     Vec<float, quad> of[in_flight][chunks][vec / quad];
@@ -155,11 +129,12 @@ struct Combine {
     // Split number i from `split` on, zeros where it is not to be read.
     MLA_DEVICE void load(const CombineParams& p, const RowAssignment& at, int split, int i, bool read) {
       const int64_t in_split = at.row * p.partial_row_stride + at.first_column;
-      const float* from = p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
+      const float* from = early ? at.partial + (split - at.part + i * parts) * p.partial_split_stride
+                                : p.partial_out + ((at.first + split + i * parts) * p.partial_split_stride + in_split);
       for (int c = 0; c < chunks; ++c)
         for (int q = 0; q < vec / quad; ++q) {
           of[i][c][q] = {};
-          const float* place = from + (c * team + at.member) * vec + q * quad;
+          const float* place = from + (c * team + (early ? 0 : at.member)) * vec + q * quad;
           if (read) of[i][c][q] = *reinterpret_cast<const Vec<float, quad>*>(place);
         }
     }
@@ -289,19 +264,38 @@ struct Combine {
     at.token += first_token;
     at.wanted = at.wanted && !(p.skip_single != 0 && at.splits == 1) && !(p.skip_none != 0 && at.splits == 0);
     if (!at.wanted) at.splits = 0;
+    if constexpr (early) resolve_addresses(p, at);
+  }
+
+  MLA_DEVICE static void resolve_addresses(const CombineParams& p, RowAssignment& at) {
+    at.lse = p.partial_lse + ((at.first + at.member) * p.partial_lse_split_stride + at.row * p.partial_lse_row_stride);
+    at.partial = p.partial_out + ((at.first + at.part) * p.partial_split_stride + at.row * p.partial_row_stride +
+                                  at.first_column + at.member * vec);
+    at.sink = p.attn_sink == nullptr ? nullptr : sink_at(p, at);
   }
 
   MLA_DEVICE static void read_own(const CombineParams& p, RowAssignment& at) {
     for (int i = 0; i < owned; ++i) at.own[i] = lse_of(p, at, own_split(at, i));
   }
 
+  // Brings the parameters that are needed behind the wait to the constant cache.
+  MLA_DEVICE static void materialize_params(const CombineParams& p) {
+    Wave::materialize(p.partial_out, p.partial_row_stride);
+    if constexpr (early) Wave::materialize(p.lse_batch_stride);
+  }
+
   MLA_DEVICE static void run(const CombineParams& p) {
     RowAssignment at;
     const uint32_t sequence = team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
-    Wave::materialize(p.partial_out, p.partial_row_stride);
+    materialize_params(p);
+    const bool known = early && p.split_indptr == nullptr && p.cu_seqlens_q == nullptr;
+    if (known) {
+      resolve_splits(p, sequence, at);
+      Wave::materialize(at.lse, at.partial, at.sink);
+    }
     Wave::release_consumer();   // while decode runs: the next kernel waits for this launch, and so for decode
     Wave::wait_for_producer();  // everything above is computed while decode runs
-    resolve_splits(p, sequence, at);
+    if (!known) resolve_splits(p, sequence, at);
     read_own(p, at);
     if (parts > 1 || at.wanted) merge(p, at);  // several parts share barriers, wanted or not
   }
@@ -309,7 +303,11 @@ struct Combine {
   // One row, from its log-sum-exps to its outputs.
   MLA_DEVICE static void merge(const CombineParams& p, const RowAssignment& at) {
     Loaded first;
-    if constexpr (early) load_early(p, at, first);
+    float sink = 0.0f;
+    if constexpr (early) {
+      load_early(p, at, first);
+      if (at.sink != nullptr) sink = *at.sink;
+    }
     float share[owned];
     LseAccum row = merge_own_lse(p, at, share);
     if constexpr (parts > 1 && !early) {
@@ -319,8 +317,9 @@ struct Combine {
       row = merge_parts_lse(of_parts + at.index / parts * parts, at);
       share[0] = exp_of<Wave>(at.own[0] - row.base());
     }
+    if constexpr (!early) write_lse(p, at, row);
     float scale;
-    const Outcome outcome = write_lse(p, at, row, scale);
+    const Outcome outcome = find_scale(p, row, scale, [&] { return early ? sink : *sink_at(p, at); });
     float sum[chunks][vec] = {};
     if (outcome == SUM) {
       if constexpr (early)
@@ -329,12 +328,17 @@ struct Combine {
         accumulate_part(p, at, share[0], row.base(), scale, sum);
     }
     write_out(p, at, outcome, sum);
+    if constexpr (early) write_lse(p, at, row);  // now no sum waits for it
   }
 
-  // Writes the row's log-sum-exp; returns the row's outcome, and its scale.
-  MLA_DEVICE static Outcome write_lse(const CombineParams& p, const RowAssignment& at, const LseAccum& row,
-                                      float& scale) {
-    if (at.wanted && at.part == 0 && at.first_column == 0 && at.member == 0) {
+  // Returns where the logit of the row's sink lies, if rows have sinks.
+  MLA_DEVICE static const float* sink_at(const CombineParams& p, const RowAssignment& at) {
+    return p.attn_sink + static_cast<uint32_t>(at.row) % static_cast<uint32_t>(p.sink_heads);
+  }
+
+  // Writes the row's log-sum-exp; where every part knows it the last one does, which has the least to store.
+  MLA_DEVICE static void write_lse(const CombineParams& p, const RowAssignment& at, const LseAccum& row) {
+    if (at.wanted && at.part == (early ? parts - 1 : 0) && at.first_column == 0 && at.member == 0) {
       const int64_t head = at.head * p.lse_head_stride;
       if constexpr (Wave::lse_anywhere)
         p.lse[lse_of_token(p, at.token) + head] =
@@ -342,10 +346,15 @@ struct Combine {
       else
         p.lse[at.token * p.lse_token_stride + head] = lse_of_row(row);
     }
+  }
+
+  // Returns the row's outcome, and its scale; `read_sink` reads the row's sink where rows have sinks.
+  template <class ReadSink>
+  MLA_DEVICE static Outcome find_scale(const CombineParams& p, const LseAccum& row, float& scale, ReadSink read_sink) {
     Outcome outcome = outcome_of(row);
     scale = scale_of(row);
     if (p.attn_sink != nullptr) {
-      const float sink = p.attn_sink[static_cast<uint32_t>(at.row) % static_cast<uint32_t>(p.sink_heads)];
+      const float sink = read_sink();
       outcome = outcome_of(row, sink);
       scale = scale_of(row, sink);
     }

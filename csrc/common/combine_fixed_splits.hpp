@@ -39,8 +39,9 @@ struct FixedSplitsCombine : Combine<Wave, Shape> {
     LseAccum row{Wave::template max_over<team>(float_to_ordered_int(lse), at.lane), 0.0f};
     const float share = exp_of<Wave>(lse - row.base());
     row.sum = Wave::template sum_over<team>(share, at.lane);
+    Base::write_lse(p, at, row);
     float scale;
-    const typename Base::Outcome outcome = Base::write_lse(p, at, row, scale);
+    const typename Base::Outcome outcome = Base::find_scale(p, row, scale, [&] { return *Base::sink_at(p, at); });
     float sum[Base::chunks][Base::vec] = {};
     if (outcome == Base::SUM) accumulate(p, at, share * scale, sum);
     Base::write_out(p, at, outcome, sum);

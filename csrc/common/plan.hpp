@@ -45,7 +45,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   // Both kernels ask for the same shared memory. An SM does not change its split of shared memory and L1 while a block
   // is resident, so the second kernel could not begin beside the first otherwise.
   struct Memory : Shared {
-    union {
+    union alignas(DEALS ? Dealing::alignment : alignof(int64_t)) {
       Entries entries;  // of a plan in order
       typename Dealing::Dealt dealt;
     };
@@ -66,10 +66,11 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     Wave::wait_for_producer();
     Wave::release_consumer();
     if (thread_id() < p.batch) Wave::prefetch_line(p.seq_lens + thread_id());  // while the divisor is made
-    const Divisor used(block_id_x() + 1);
+    const bool deals = DEALS && block_id_x() >= p.num_sm_parts;
+    const Divisor used(deals ? Dealing::share_divisor(p) : block_id_x() + 1);
     Base::prefix_sum(p, s, p.partial_cost > 0, [&](int64_t keys) { return round_up(keys) + p.work_tile_cost; });
     if constexpr (DEALS)
-      if (block_id_x() >= p.num_sm_parts) return find_price_of_dealing(p, s, block_id_x() - p.num_sm_parts);
+      if (deals) return find_price_of_dealing(p, s, used, block_id_x() - p.num_sm_parts);
     if (Base::fits_32_bits(p, s.costs))
       find_price<int32_t>(p, s.costs, used);
     else
@@ -85,8 +86,8 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     block_sync();
     if (wave > 0) return;
     const bool exists = lane < waves;
-    const int64_t whole = wave_largest(exists ? prices[lane].whole : 0);
-    int64_t split = wave_largest(exists ? prices[lane].split : 0);
+    const int64_t whole = wave_largest<Wave>(exists ? prices[lane].whole : 0);
+    int64_t split = wave_largest<Wave>(exists ? prices[lane].split : 0);
     int partials = 0;
     for (int w = 0; w < waves; ++w) partials += prices[w].partials;
     split += merge_cost(p, costs, used.number(), partials);
@@ -94,18 +95,10 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     if (lane == 0) found_prices(p)[number] = lower(ranked(whole, number), ranked(split, p.num_sm_parts + number));
   }
 
-  MLA_DEVICE static void find_price_of_dealing(const PlanParams& p, Memory& s, int number) {
-    MLA_SHARED int64_t slowest[waves];
-    const int lane = thread_id() % Wave::lanes, wave = thread_id() / Wave::lanes;
-    const typename Dealing::Sizes sizes = Dealing::deal(p, s, s.dealt, number);
-    const int64_t own = wave_largest(sizes.possible ? Dealing::slowest(p, s.dealt, sizes) : 0);
-    if (lane == 0) slowest[wave] = own;
-    block_sync();
-    if (wave > 0) return;
-    const int64_t cost =
-        wave_largest(lane < waves ? slowest[lane] : 0) + static_cast<int64_t>(p.shared_cost) * sizes.partial_rows;
-    if (lane == 0)
-      found_prices(p)[p.num_sm_parts + number] = sizes.possible ? ranked(cost, 2 * p.num_sm_parts + number) : MOST;
+  MLA_DEVICE static void find_price_of_dealing(const PlanParams& p, Memory& s, const Divisor& shares, int number) {
+    const int64_t cost = Dealing::price(p, s, s.dealt, Divisor(Dealing::chunk_of(p, s.costs, shares, number)));
+    if (thread_id() == 0)
+      found_prices(p)[p.num_sm_parts + number] = cost < 0 ? MOST : ranked(cost, 2 * p.num_sm_parts + number);
   }
 
   // Returns the price of this wave's SM parts. Each lane has a split point, the next lane the next one; the
@@ -131,7 +124,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
       const bool leads = begins && splits_sequence(point.sequence, point.key, next.sequence);
       partials += Wave::count(begins) + Wave::count(leads);
     }
-    return {wave_largest(whole), wave_largest(split), partials};
+    return {wave_largest<Wave>(whole), wave_largest<Wave>(split), partials};
   }
 
   // Returns the cost of the SM part between two split points.
@@ -175,20 +168,6 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     return reinterpret_cast<int64_t*>(p.plan + p.work_tiles);
   }
 
-  // Return the largest value of a wave. 64 bits are compared by halves: among the lanes with the largest high half, the
-  // largest low half wins, compared as a signed number in the same order.
-  MLA_DEVICE static int32_t wave_largest(int32_t x) {
-    return Wave::template max_over<Wave::lanes>(x, thread_id() % Wave::lanes);
-  }
-  MLA_DEVICE static int64_t wave_largest(int64_t x) {
-    const int high = static_cast<int>(x >> 32);
-    const int low = static_cast<int>(static_cast<uint32_t>(x) ^ 0x80000000u);
-    const int highest = wave_largest(high);
-    const int lowest = static_cast<int>(0x80000000u);
-    const uint32_t best = static_cast<uint32_t>(wave_largest(high == highest ? low : lowest));
-    return static_cast<int64_t>(static_cast<uint64_t>(highest) << 32 | (best ^ 0x80000000u));
-  }
-
   // Reads the prices that one lane of each wave compares. Their addresses are computed before the prices are known.
   class PriceReader {
    public:
@@ -222,7 +201,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
 #pragma unroll 1
     for (int first = PriceReader::prices; first < prices_of(p); first += PriceReader::prices)
       lowest = lower(lowest, PriceReader(p, first).lowest());
-    lowest = ~wave_largest(~lowest);
+    lowest = ~wave_largest<Wave>(~lowest);
     return static_cast<int>(lowest) & ((1 << INDEX_BITS) - 1);
   }
 
@@ -238,11 +217,12 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     write_frame(p, thread_id(), threads);
     const bool fits_32_bits = Base::fits_32_bits(p, s.costs);
     const PriceReader prices(p, 0);
+    const typename Dealing::Chunks chunks(DEALS && p.dealt > 0, p, s.costs);
     Wave::wait_for_producer();
     Wave::release_consumer();
     const int best = cheapest(p, prices);
     if constexpr (DEALS)
-      if (best >= 2 * p.num_sm_parts) return Dealing::write(p, s, s.dealt, best - 2 * p.num_sm_parts);
+      if (best >= 2 * p.num_sm_parts) return Dealing::write(p, s, s.dealt, chunks, best - 2 * p.num_sm_parts);
     const bool splits = best >= p.num_sm_parts;
     const int number = splits ? best - p.num_sm_parts : best;
     const Divisor used(number + 1, s.inverse[number]);

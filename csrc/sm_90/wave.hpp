@@ -47,6 +47,10 @@ struct Wave {
     return __reduce_max_sync(members<team>(lane), x);
   }
   template <int team>
+  MLA_DEVICE static int sum_over(int x, int lane) {
+    return __reduce_add_sync(members<team>(lane), x);
+  }
+  template <int team>
   MLA_DEVICE static float sum_over(float x, int lane) {
     for (int apart = 1; apart < team; apart *= 2) x += __shfl_xor_sync(members<team>(lane), x, apart);
     return x;

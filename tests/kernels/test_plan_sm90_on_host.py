@@ -97,32 +97,32 @@ def test_sequences_without_a_query_token(program):
 FAULTS = {
     "no barrier after prices": (
         "plan.hpp",
-        "if (lane == 0) slowest[wave] = own;\n    block_sync();",
-        "if (lane == 0) slowest[wave] = own;",
+        "if (lane == 0) prices[wave] = own;\n    block_sync();",
+        "if (lane == 0) prices[wave] = own;",
         "nobody has written|no barrier",
     ),
-    "no barrier between turns": (
+    "no barrier before turns": (
         "plan_dealing.hpp",
-        "        d.turn[sequence] = turn;\n      }\n      block_sync();",
-        "        d.turn[sequence] = turn;\n      }",
-        "no barrier",
+        "d.longest_first[place] = left;\n    block_sync();",
+        "d.longest_first[place] = left;",
+        "nobody has written|no barrier",
     ),
-    "no barrier before places are read": (
+    "no barrier before bins' work tiles are read": (
         "plan_dealing.hpp",
-        "begin += all;\n    }\n    block_sync();",
-        "begin += all;\n    }",
-        "no barrier",
+        "d.first_tile[own] = own * whole + more;\n    block_sync();",
+        "d.first_tile[own] = own * whole + more;",
+        "nobody has written|no barrier",
     ),
     "a barrier of some threads": (
         "plan_dealing.hpp",
-        "d.load[bin] = 0;\n    block_sync();",
-        "d.load[bin] = 0;\n    if (thread_id() < bins) block_sync();",
-        "another barrier|missing from",
+        "keys[own] = key;\n      block_sync();",
+        "keys[own] = key;\n      if (own < count) block_sync();",
+        "another barrier|missing from|nobody has written",
     ),
     "an exchange of one lane": (
         "plan.hpp",
-        "if (wave > 0) return;\n    const int64_t cost",
-        "if (thread_id() > 0) return;\n    const int64_t cost",
+        "if (wave > 0) return;\n    const bool exists",
+        "if (thread_id() > 0) return;\n    const bool exists",
         "missing from",
     ),
     "the next lane but one": (
@@ -143,11 +143,23 @@ FAULTS = {
         "i <= p.work_tile_capacity",
         "an address of nothing",
     ),
-    "a sequence too many": (
+    "a group too few": (
         "plan_dealing.hpp",
-        "rank<8, true>(d.left, p.batch, b)",
-        "rank<8, true>(d.left, p.batch + 1, b)",
-        "nobody has written shared",
+        "from < count && own < most",
+        "from + group < count && own < most",
+        "nobody has written|words differ|two threads|no barrier",
+    ),
+    "a thread without a bin before one with": (
+        "plan_dealing.hpp",
+        "bin.blocks += d.longest_first[first];",
+        "",
+        "nobody has written|words differ|two threads|no barrier",
+    ),
+    "a chunk that is given up too early": (
+        "plan_dealing.hpp",
+        "of_bins * p.num_sm_parts >",
+        "2 * of_bins * p.num_sm_parts >",
+        "words differ",
     ),
     "a part too few": (
         "plan_dealing.hpp",
@@ -163,18 +175,18 @@ FAULTS = {
     ),
     "no wait for prices": (
         "plan.hpp",
-        "const PriceReader prices(p, 0);\n    Wave::wait_for_producer();",
-        "const PriceReader prices(p, 0);",
+        "p.dealt > 0, p, s.costs);\n    Wave::wait_for_producer();",
+        "p.dealt > 0, p, s.costs);",
         "before griddep_wait",
     ),
     "equal bins at one place": (
         "plan_dealing.hpp",
-        "values[i] < value + earlier",
-        "values[i] < value",
+        "from + group <= own ? first + group :",
+        "from + group <= own ? first :",
         "nobody has written|words differ|two threads|no barrier",
     ),
 }
-IN_DEFAULT = ("no barrier between turns", "an exchange of one lane", "the next lane but one", "a part too few")
+IN_DEFAULT = ("no barrier before turns", "an exchange of one lane", "the next lane but one", "a part too few")
 
 
 @pytest.mark.parametrize(

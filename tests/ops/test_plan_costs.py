@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
+import torch
 from plan_checks import check, make
 
 from mla_suite import archs as arch
-from mla_suite.archs.sm_90 import costs, tile
-from mla_suite.ops.plan import reference
-from mla_suite.ops.plan.scheduler import TILE_COST, scheduler_costs
+from mla_suite.archs.common.plan import PlanConfig
+from mla_suite.archs.sm_90 import PLAN_WAVES, costs, tile
+from mla_suite.ops.plan import dealing, reference
+from mla_suite.ops.plan.scheduler import TILE_COST, SchedulerCosts, balanced_splits, round_up, scheduler_costs
 
 SM_90 = arch.get("sm_90")
 
@@ -50,3 +54,36 @@ def test_splits_on_sm_90(on_sm_90, batch, length, rows, num_sm_parts, low, high)
         make([length] * batch, rows=rows, num_sm_parts=num_sm_parts), batch, num_sm_parts, most=batch + num_sm_parts
     )
     assert all(low <= len(splits) <= high for splits in read.splits())
+
+
+def test_a_thread_for_each_sequence_that_is_dealt():
+    """csrc/common/plan_dealing.hpp relies on it."""
+    config = PlanConfig(SM_90, PLAN_WAVES)
+    for step in ("search", "balanced"):
+        assert all(config.threads(step, batch) >= batch for batch in range(1, costs.MAX_DEALT + 1))
+
+
+def test_a_plan_in_order_costs_no_more_than_its_bound():
+    """The bound by which csrc/common/plan_dealing.hpp gives up candidates, also for other costs of a tile."""
+    draw = random.Random(0)
+    for _ in range(200):
+        figures = SchedulerCosts(draw.choice((128, 1, 7, 64, 100, 500)), 0, draw.choice((0, 1, 6)))
+        longest = draw.choice((1, 64, 130, 300, 1000, 5000, 10**6))
+        lens = torch.tensor([draw.randint(0, longest) for _ in range(draw.choice((1, 2, 3, 40, 200)))])
+        parts = draw.choice((16, 17, 66, 132, 200))
+        total = int((round_up(lens) + figures.tile).sum())
+        beyond = 2 * (figures.tile + round_up(figures.tile // 2) + 33)
+        partials = parts - 1 + min(len(lens), parts - 1)
+        _, cost = balanced_splits(lens, figures, parts)
+        assert cost <= -(-total // parts) + beyond + figures.partial * partials
+
+
+@pytest.mark.parametrize("num_sm_parts", [16, 33, 66, 132])
+def test_equal_sequences_that_are_not_split_are_never_dealt(num_sm_parts):
+    """csrc/common/plan_dealing.hpp does not price what it deals of these."""
+    figures = scheduler_costs(SM_90, 128)
+    for batch in range(num_sm_parts, 257, 7):
+        lens = torch.full((batch,), 100 * batch)
+        (split_indptr, *_), cost = dealing.deal(lens, figures, num_sm_parts)
+        if split_indptr[-1] == 0:
+            assert cost >= balanced_splits(lens, figures, num_sm_parts)[1]

@@ -47,6 +47,10 @@ struct Wave {
     return reduce<team>(x, lane, [](int a, int b) { return a > b ? a : b; });
   }
   template <int team>
+  MLA_DEVICE static int sum_over(int x, int lane) {
+    return reduce<team>(x, lane, [](int a, int b) { return a + b; });
+  }
+  template <int team>
   MLA_DEVICE static float sum_over(float x, int lane) {
     return reduce<team>(x, lane, [](float a, float b) { return a + b; });
   }

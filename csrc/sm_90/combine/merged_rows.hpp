@@ -25,7 +25,7 @@ struct MergedRows {
     typename Merge::RowAssignment at;
     const uint32_t sequence =
         Merge::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
-    Wave::materialize(p.partial_out, p.partial_row_stride);
+    Merge::materialize_params(p);
     Wave::release_consumer();  // while decode runs: the next kernel waits for this launch, and so for decode
     Wave::wait_for_producer();
     Merge::resolve_splits(p, sequence, at);

@@ -213,8 +213,9 @@ class ResidentCombine {
     loaded.load(p, at, 0, left);
     float share[Merge::owned];
     const LseAccum row = Merge::merge_own_lse(p, at, share);
+    Merge::write_lse(p, at, row);
     float scale, sum[chunks][4] = {};
-    const auto outcome = Merge::write_lse(p, at, row, scale);
+    const auto outcome = Merge::find_scale(p, row, scale, [&] { return *Merge::sink_at(p, at); });
     float weights = outcome == Merge::SUM ? share[0] * scale : 0.0f;
 #pragma unroll 1
     for (int begin = 0; outcome == Merge::SUM;) {

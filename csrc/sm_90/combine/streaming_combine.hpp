@@ -32,11 +32,15 @@ struct StreamingCombine {
     const uint32_t sequence =
         Merge::team_of(p, static_cast<uint32_t>(block_id_x()), static_cast<uint32_t>(p.batch), at);
     Merge::resolve_splits(p, sequence, at);
+    Merge::materialize_params(p);
+    // decode lets this kernel start after its own wait, so the sinks are there.
+    const float sink = at.sink == nullptr ? 0.0f : *at.sink;
     wait_for_own(p, at);
     float share[Merge::owned];
     const LseAccum row = Merge::merge_own_lse(p, at, share);
+    Merge::write_lse(p, at, row);  // while decode stores its partials
     float scale;
-    const auto outcome = Merge::write_lse(p, at, row, scale);
+    const auto outcome = Merge::find_scale(p, row, scale, [&] { return sink; });
     for (int i = 0; i < Merge::owned; ++i) share[i] *= scale;
     float sum[chunks][4] = {};
     if (outcome == Merge::SUM) {

@@ -11,7 +11,7 @@
 
 namespace host {
 
-enum class At { nothing, shuffle, ballot, largest, barrier, end };
+enum class At { nothing, shuffle, ballot, largest, sum, barrier, end };
 
 struct Fiber {
   jmp_buf context;
@@ -165,6 +165,12 @@ int host_largest(unsigned mask, int value) {
   int largest = given[0];
   for (int lane = 1; lane < 32; ++lane) largest = given[lane] > largest ? given[lane] : largest;
   return largest;
+}
+int host_sum(unsigned mask, int value) {
+  const int* given = host::Block::meet(host::At::sum, mask, value, __builtin_return_address(0));
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += given[lane];
+  return sum;
 }
 
 }  // extern "C"

@@ -37,6 +37,7 @@ inline __attribute__((always_inline)) void __syncthreads() { host_block_barrier(
 extern "C" int host_shuffle(unsigned mask, int value, int source);
 extern "C" unsigned host_ballot(unsigned mask, bool condition);
 extern "C" int host_largest(unsigned mask, int value);
+extern "C" int host_sum(unsigned mask, int value);
 inline __attribute__((always_inline)) int __shfl_sync(unsigned mask, int value, int source) {
   return host_shuffle(mask, value, source);
 }
@@ -49,6 +50,7 @@ inline __attribute__((always_inline)) int __any_sync(unsigned mask, bool conditi
 inline __attribute__((always_inline)) int __reduce_max_sync(unsigned mask, int value) {
   return host_largest(mask, value);
 }
+inline __attribute__((always_inline)) int __reduce_add_sync(unsigned mask, int value) { return host_sum(mask, value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 // Words of Wave that plan does not use: a program that does is not linked.
