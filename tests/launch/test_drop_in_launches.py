@@ -20,7 +20,7 @@ from mla_suite.archs.common import combine as combine_launches
 from mla_suite.archs.common import decode as decode_launches
 from mla_suite.archs.common import sparse_decode as sparse_launches
 from mla_suite.build.params import load
-from mla_suite.core import dispatch, eager, register
+from mla_suite.core import dispatch, register
 from mla_suite.core.op import Op
 from mla_suite.integrations import aiter, flash_mla_prefill
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
