@@ -12,9 +12,28 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import decode_on_host
 import pytest
-from decode_on_host import DECODE, translated
+
+from mla_suite.archs import CSRC
+
+HOST = Path(__file__).parent / "cuda_on_host"
+DECODE = "sm_90/decode"
+INSTRUCTIONS = {
+    "producer.hpp": {
+        r'asm volatile\("st\.shared\.v4.*?"memory"\);': "st_shared_v4(to, tile.sequence, tile.length, tile.first_key,"
+        " tile.end_key);",
+        r'asm volatile\("st\.shared\.v2.*?"memory"\);': "st_shared(to + 16, tile.partial_row);"
+        " st_shared(to + 20, info);",
+    },
+    "softmax.hpp": {r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x); if (y < 0x1p-126f) y = 0.0f;"},
+    "convert_fp8.hpp": {
+        r'asm\("cvt\.rn\.f16x2\.e4m3x2.*?\)\)\);': "const uint32_t two = stored >> HALF * 16;"
+        " pair = float_to_fp16(e4m3_to_float(two)) | float_to_fp16(e4m3_to_float(two >> 8)) << 16;",
+        r'asm\("\{.*?"r"\(pair\)\);': "low = high = 0;",
+    },
+    "cluster/none.hpp": {r'asm volatile\("st\.shared\.v4.*?"memory"\);': "st_shared_v4(to, 0, 0, 0, 0);"},
+}
+"""Headers with instructions of their own -> these, and what takes their place."""
 
 INSTANCES = [("bf16", 16), ("fp8", 16), ("fp16", 32), ("bf16", 32)]
 PROBLEMS = {
@@ -31,13 +50,35 @@ PROBLEMS = {
 }
 
 
+def translated(folder: Path) -> Path:
+    """A copy of the sources whose own instructions are C++."""
+    sources = folder / "csrc"
+    shutil.copytree(CSRC / "common", sources / "common")
+    shutil.copytree(CSRC / DECODE, sources / DECODE)
+    shutil.copytree(CSRC / "sm_90" / "ptx", sources / "sm_90" / "ptx")
+    shutil.copy(CSRC / "sm_90" / "spin_limit.hpp", sources / "sm_90")
+    shutil.copytree(HOST / "sm_90", sources / "sm_90", dirs_exist_ok=True)
+    for name, changes in INSTRUCTIONS.items():
+        path = sources / DECODE / name
+        text = path.read_text()
+        for pattern, code in changes.items():
+            text, count = re.subn(pattern, lambda _, code=code: code, text, flags=re.DOTALL)
+            assert count == 1, f"{name}: {count} of {pattern}"
+        path.write_text(text)
+    return sources
+
+
 def compiled(sources: Path, dtype: str, rows: int, max_tries: int | None = None) -> Path:
     """The program of an instance; with `max_tries`, as a debug build's waits are."""
     program = sources.parent / f"swap_ab_{dtype}_{rows}"
     constants = [f"-DDTYPE={dtype}", f"-DQ_ROWS={rows}"]
     if max_tries is not None:
         constants.append(f"-DMLA_MAX_TRIES={max_tries}")
-    return decode_on_host.compiled(program, "swap_ab.cpp", sources, constants)
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
+    command = ["g++", *options, f"-I{sources}", f"-I{HOST}", *constants, str(HOST / "swap_ab.cpp"), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
 
 
 def ran(program: Path, problem: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-// e4m3 values (OCP) to fp16, which is multiplied; every value, NaN too, is exact.
+// e4m3 values (OCP) to the 16-bit type that is multiplied; every value, NaN too, is exact in both.
 #pragma once
 
 #include "sm_90/ptx/memory.hpp"
@@ -14,19 +14,33 @@ MLA_DEVICE uint32_t e4m3_to_fp16(uint32_t stored) {
   return pair;
 }
 
+// The same as bf16: fp32 holds both exactly, and the upper halves of these are the result.
+MLA_DEVICE uint32_t fp16_to_bf16(uint32_t pair) {
+  uint32_t low, high;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+      : "=r"(low), "=r"(high)
+      : "r"(pair));
+  return __byte_perm(low, high, 0x7632);
+}
+
 // 16 stored values, in order.
+template <class Element>
 MLA_DEVICE void convert_e4m3(const uint32_t (&stored)[4], uint32_t (&values)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     values[2 * i] = e4m3_to_fp16<0>(stored[i]);
     values[2 * i + 1] = e4m3_to_fp16<1>(stored[i]);
+    if constexpr (Element::is_bf16) {
+      values[2 * i] = fp16_to_bf16(values[2 * i]);
+      values[2 * i + 1] = fp16_to_bf16(values[2 * i + 1]);
+    }
   }
 }
 
 // One lane's part of a key: 16 values of each block of 64 columns, 64 bytes apart in `from` and BLOCK_BYTES in `to`.
 // `wait_to_store` is called when the first reads are on their way, since each waits for the shared memory that wgmma
 // uses. More blocks ahead take registers that stores need while they wait for it, too.
-template <int BLOCKS, int BLOCK_BYTES, class Wait>
+template <class Element, int BLOCKS, int BLOCK_BYTES, class Wait>
 MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_store) {
   constexpr int AHEAD = 2;  // blocks that are read before they are needed
   uint32_t stored[AHEAD + 1][4];
@@ -37,7 +51,7 @@ MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_stor
   for (int c = 0; c < BLOCKS; ++c) {
     if (c + AHEAD < BLOCKS) ld_shared_v4(from + (c + AHEAD) * 64, stored[(c + AHEAD) % (AHEAD + 1)]);
     uint32_t values[8];
-    convert_e4m3(stored[c % (AHEAD + 1)], values);
+    convert_e4m3<Element>(stored[c % (AHEAD + 1)], values);
     st_shared_v4(to + c * BLOCK_BYTES, values[0], values[1], values[2], values[3]);
     st_shared_v4((to ^ 16) + c * BLOCK_BYTES, values[4], values[5], values[6], values[7]);
   }
@@ -45,7 +59,7 @@ MLA_DEVICE void convert_row(uint32_t from, uint32_t to, const Wait& wait_to_stor
 
 // 16 values of each of BOXES boxes of 32 columns of a query row, 32 bytes apart in `from` and `box` in `to`; zeros
 // where `from` is null.
-template <int BOXES>
+template <class Element, int BOXES>
 MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
   constexpr int BATCH = 3;  // boxes whose loads are in flight at the same time
 #pragma unroll 1
@@ -60,7 +74,7 @@ MLA_DEVICE void convert_q_row(const char* from, uint32_t to, uint32_t box) {
     for (int i = 0; i < BATCH; ++i) {
       if (first + i >= BOXES) continue;
       uint32_t values[8];
-      convert_e4m3(stored[i], values);
+      convert_e4m3<Element>(stored[i], values);
       const uint32_t at = to + (first + i) * box;
       st_shared_v4(at, values[0], values[1], values[2], values[3]);
       st_shared_v4(at ^ 16, values[4], values[5], values[6], values[7]);

@@ -8,7 +8,6 @@
 #include "sm_90/decode/cluster/pair_lse_merge.hpp"
 #include "sm_90/decode/max_logits.hpp"
 #include "sm_90/decode/named_barriers.hpp"
-#include "sm_90/decode/query_operands.hpp"
 #include "sm_90/decode/softmax.hpp"
 
 namespace mla::sm_90 {
@@ -89,14 +88,13 @@ class QkSoftmax {
   // they came, the others from registers.
   MLA_DEVICE void load_q() {
     const int lane = warpgroup_thread() % 32;
-    const int row = warpgroup_thread() / 32 * 16 + lane % 16;
+    const int warp = warpgroup_thread() / 32;
+    const int row = warp * 16 + lane % 16;
     const uint32_t piece = lane / 16 ^ (row / 2 & 3);  // where the swizzle puts the lane's 16 bytes of an even step
     const int box = Traits::q_box_bytes(params_);
     constexpr int HALF = Traits::Q_STEPS / 2;
-    float power[2];
     find_key_limits();
     named_barrier_sync<128>(QK_BARRIER);  // the other warps' wgmma of the last tile read Q, too
-    if constexpr (Traits::SCALES_Q) find_powers(box, power);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
@@ -104,39 +102,17 @@ class QkSoftmax {
 #pragma unroll
       for (int k = half * HALF; k < half * HALF + HALF; ++k) {
         const uint32_t from = stage + k % HALF / 2 * box;
-        const int in_registers = k - Traits::Q_SHARED_STEPS;
-        // Two steps make a box, which is copied in two pieces however many rows it has.
-        if (in_registers >= 0) {
-          load_query_step(&q_[4 * in_registers], from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
-          if constexpr (Traits::SCALES_Q) Bf16Queries::convert_step(&q_[4 * in_registers], power);
-        } else if constexpr (Traits::SCALES_Q) {
-          Bf16Queries::convert(shared_ + Storage::Q + k / 2 * 4096, from, k % 2, power[k % 2]);
-        } else {
-          copy_queries(shared_ + Storage::Q + (k * 2048 + warpgroup_thread() * 16),
-                       from + k % 2 * 2048 + warpgroup_thread() * 16);
-        }
+        // Two steps make a box. It is copied in two pieces of 2 KiB, however many of its rows there are.
+        if (k < Traits::Q_SHARED_STEPS)
+          copy_q(k * 2048 + warpgroup_thread() * 16, from + k % 2 * 2048 + warpgroup_thread() * 16);
+        else
+          load_q_step(k - Traits::Q_SHARED_STEPS, from + row * 64 + (piece ^ k % HALF % 2 * 2) * 16);
       }
       release_q_stage();
     }
     fence_proxy_async();
     named_barrier_sync<128>(QK_BARRIER);
   }
-
-  // The powers of two of this thread's rows, and what scores are then multiplied by.
-  MLA_DEVICE void find_powers(int box, float (&power)[2]) {
-    uint32_t stages[2];
-    auto kv = kv_;
-    for (uint32_t& stage : stages) {
-      mbarrier_wait(barriers_.kv_full(kv.stage), kv.parity);
-      stage = shared_ + Storage::KV + kv.stage * Traits::STAGE_BYTES;
-      kv.next();
-    }
-    Bf16Queries::find_powers<Traits::Q_BOXES>(stages, box, power);
-    for (int half = 0; half < 2; ++half) row_scale_[half] = fmaxf(scale_ * inverse_power(power[half]), MIN_SCALE);
-  }
-
-  // The scale of a score of this thread's first or second row.
-  MLA_DEVICE float scale_of(int half) const { return Traits::SCALES_Q ? row_scale_[half] : scale_; }
 
   // How many keys this thread's rows see.
   MLA_DEVICE void find_key_limits() {
@@ -150,6 +126,20 @@ class QkSoftmax {
       if (!row.valid) row_max_[half] = INFINITE;
     }
     if constexpr (!SELECTED) common_limit_ = QueryRow(heads, queries, 0).key_limit(params_, queries, tile_);
+  }
+
+  // Copies 16 bytes of queries from a stage to where Q K^T reads them, at `at`.
+  MLA_DEVICE void copy_q(uint32_t at, uint32_t from) {
+    uint32_t a, b, c, d;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from));
+    st_shared_v4(shared_ + Storage::Q + at, a, b, c, d);
+  }
+
+  MLA_DEVICE void load_q_step(int k, uint32_t from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(q_[4 * k]), "=r"(q_[4 * k + 1]), "=r"(q_[4 * k + 2]), "=r"(q_[4 * k + 3])
+                 : "r"(from)
+                 : "memory");
   }
 
   // Releases a Q stage. kv_empty expects the arrivals of the PV warpgroups, which never read Q: these 128 threads
@@ -210,13 +200,13 @@ class QkSoftmax {
     if constexpr (LAST_BLOCK && Cluster::MERGES_LAST) command |= merges() ? MERGE : 0;
     uint32_t p[SCORES / 2];
     float sum[2];
-    exponentiate<Element>(s, scale_of(0), scale_of(1), row_max_, p, sum);
+    exponentiate<Element>(s, scale_, row_max_, p, sum);
     const bool outgrown = sum[0] > RESCALE_THRESHOLD || sum[1] > RESCALE_THRESHOLD;
     if (__builtin_expect(__any_sync(~0u, outgrown), 0)) {
       command |= RESCALE;
       float factor[2];
       raise_row_max(s, factor);
-      exponentiate<Element>(s, scale_of(0), scale_of(1), row_max_, p, sum);
+      exponentiate<Element>(s, scale_, row_max_, p, sum);
       mbarrier_wait(barriers_.p_empty(p_.stage), p_.parity ^ 1);
       if (lane % 4 == 0) {
         st_shared(row + Storage::P_FACTOR, factor[0]);
@@ -273,7 +263,7 @@ class QkSoftmax {
   MLA_DEVICE void raise_row_max(const float (&s)[SCORES], float (&factor)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_of(half));
+      const float raised = fmaxf(row_max_[half], quad_max(largest_score(s, half)) * scale_);
       factor[half] = exp2_approx(row_max_[half] - raised);
       row_max_[half] = raised;
       row_sum_[half] *= factor[half];
@@ -334,8 +324,10 @@ class QkSoftmax {
 
   // The scale of the values. It is loaded anew for every tile, because there is no register to keep it in.
   MLA_DEVICE float value_scale() const {
-    if constexpr (Traits::HAS_DESCALE) return descale(params_.kv_descale);
-    return 1.0f;
+    if constexpr (Traits::HAS_DESCALE)
+      return descale(params_.kv_descale);
+    else
+      return 1.0f;
   }
   MLA_DEVICE static float descale(const float* value) { return value == nullptr ? 1.0f : ld_global(value); }
 
@@ -387,7 +379,7 @@ class QkSoftmax {
   const Params& params_;
   Mbarriers<Traits> barriers_;
   uint32_t shared_;
-  float scale_;               // the scores' own
+  float scale_;
   uint32_t p_to_;             // where this lane's row of P goes in a P stage
   bool stage_ready_ = false;  // the next KV stage was seen to be full
   PipelineState<Traits::STAGES> kv_;
@@ -398,7 +390,6 @@ class QkSoftmax {
   int key_limit_[2];  // one past the last key that this thread's rows see; like the next, unused in sparse decode
   int common_limit_;  // one past the last key that every row of the sequence sees
   uint32_t present_;  // used only in sparse decode: a bit for each key of the stage whose scores come next
-  float row_scale_[2];  // used only where queries are scaled: the scale of this thread's rows
   float row_max_[2];  // the running max of this thread's rows, in units of log2
   float row_sum_[2];
   uint32_t q_[Traits::Q_REGISTER_STEPS * 4];

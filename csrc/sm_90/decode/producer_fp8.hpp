@@ -2,7 +2,7 @@
 // ring; each of the four warps converts 8 of a stage's 32 keys into the KV stage, in the swizzle that wgmma reads. The
 // warps take turns at issuing the copies of a stage, because that takes 600 clocks, a third of the time of a stage.
 //
-// e4m3 is exact in fp16, so the scale of the cache belongs to the scores and to the results (mainloop_qk).
+// e4m3 is exact in bf16 and in fp16, so the scale of the cache belongs to the scores and to the results (mainloop_qk).
 // The first warp also loads queries, unless they are e4m3 too and all warps convert them, and publishes work tiles; the
 // last one prefetches first.
 #pragma once
@@ -17,7 +17,7 @@ class ProducerFp8 : ProducerBase<Traits> {
   using Base = ProducerBase<Traits>;
   using typename Base::KvState, typename Base::Params, typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
-  static_assert(!Traits::Element::is_bf16, "e4m3 is converted to fp16");
+  using Element = typename Traits::Element;
   enum Warp : int { PREFETCH_WARP = 3 };
   static constexpr int ROW_BYTES = Traits::HEAD_DIM_QK;
 
@@ -122,8 +122,8 @@ class ProducerFp8 : ProducerBase<Traits> {
     const uint32_t raw = converted_ % Traits::RAW_STAGES;
     const uint32_t to = to_ + kv.stage * Traits::STAGE_BYTES;
     mbarrier_wait(barriers_.raw_full(raw), converted_ / Traits::RAW_STAGES % 2);
-    convert_row<Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from_ + raw * Traits::RAW_STAGE_BYTES, to,
-                                                            [&] { this->wait_for_empty(kv); });
+    convert_row<Element, Traits::COLUMN_BLOCKS, Traits::BLOCK_BYTES>(from_ + raw * Traits::RAW_STAGE_BYTES, to,
+                                                                     [&] { this->wait_for_empty(kv); });
     mbarrier_arrive(barriers_.raw_empty(raw));
     if (count < BLOCK_N) clear_absent(count, to);
     mbarrier_arrive(barriers_.kv_full(kv.stage));
@@ -154,7 +154,7 @@ class ProducerFp8 : ProducerBase<Traits> {
     for (int half = 0; half < 2; ++half) {
       const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + at;
       this->wait_for_empty(kv);
-      if (row * 64 < box) convert_q_row<Traits::Q_BOXES>(present ? from : nullptr, to, box);
+      if (row * 64 < box) convert_q_row<Element, Traits::Q_BOXES>(present ? from : nullptr, to, box);
       from += Traits::Q_BOXES * 32;
       mbarrier_arrive(barriers_.kv_full(kv.stage));
       kv.next();

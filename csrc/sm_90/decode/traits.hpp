@@ -26,8 +26,8 @@ MLA_DEVICE int first_row() { return blockIdx.x * BLOCK_M; }
 // converts.
 enum class KvSource { cp_async, tma, selected, gathered, fp8 };
 
-// The types by that of the queries. Element is what the tensor cores multiply, unless bf16 queries of e4m3 keys are
-// scaled to fp16 (DecodeTraits); keys of any type are converted to it.
+// The types by that of the queries. Element is what the tensor cores multiply, keys of any type converted to it; e4m3
+// is exact in both, and fp16 takes a quarter of the instructions.
 template <class Query>
 struct QueryTypes {
   using Element = Query;
@@ -85,20 +85,11 @@ template <KvSource SOURCE, class Cluster, int HEAD_DIM_QK>
 using DecodePolicyOf =
     DecodePolicy<SOURCE, Cluster, SOURCE == KvSource::fp8 && HEAD_DIM_QK == 576 ? 4 : Cluster::STAGES>;
 
-// The type of the products: fp16 in place of bf16 where queries are scaled for it.
-template <bool SCALES_Q, class Element>
-struct MultipliedAs {
-  using Type = Element;
-};
-template <class Element>
-struct MultipliedAs<true, Element> {
-  using Type = fp16;
-};
-
 template <class Problem_, class Policy_>
 struct DecodeTraits {
   using Problem = Problem_;
   using Policy = Policy_;
+  using Element = typename Problem::Element;
   using OutElement = typename Problem::OutElement;
   using Params = typename Problem::Params;
   using Cluster = typename Policy::Cluster;
@@ -106,9 +97,6 @@ struct DecodeTraits {
   static constexpr KvSource SOURCE = Policy::SOURCE;
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
-  // Whether bf16 queries become fp16 (query_operands.hpp), to which e4m3 keys are converted in fewer instructions.
-  static constexpr bool SCALES_Q = SOURCE == KvSource::fp8 && Problem::Element::is_bf16;
-  using Element = typename MultipliedAs<SCALES_Q, typename Problem::Element>::Type;
   static constexpr bool HAS_DESCALE = SOURCE == KvSource::fp8;  // scores and results take q_descale and kv_descale
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one

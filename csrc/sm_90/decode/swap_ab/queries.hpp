@@ -6,7 +6,6 @@
 #pragma once
 
 #include "sm_90/decode/convert_fp8.hpp"
-#include "sm_90/decode/query_operands.hpp"
 #include "sm_90/decode/swap_ab/shared_storage.hpp"
 #include "sm_90/ptx/memory.hpp"
 
@@ -32,7 +31,8 @@ struct QueryPiece<fp8> {
   }
 };
 
-// A row of bf16 is scaled by a power of two.
+// bf16 has more exponents than fp16, so a row is scaled by a power of two. Values 2^-29 of the row's largest and more
+// are exact; smaller ones are off by 2^-40 of the largest.
 template <>
 struct QueryPiece<bf16> {
   uint32_t words[4];
@@ -46,9 +46,18 @@ struct QueryPiece<bf16> {
     return top;
   }
   MLA_DEVICE uint32_t fp16_pair(int i, float factor) const {
-    return bf16_to_fp16(words[i], factor);
+    return pack_pair<fp16>(low(words[i]) * factor, high(words[i]) * factor);
   }
 };
+
+// The power of two that brings `largest` to 2^14 and more, below 2^15, within what fp32 can hold; 1 where it is not
+// finite.
+MLA_DEVICE float power_to_fp16(float largest) {
+  const int exponent = static_cast<int>(bit_cast<uint32_t>(largest) >> 23);  // biased; 255 of infinity and NaN
+  if (exponent == 255 || largest == 0.0f) return 1.0f;
+  const int wanted = min(max(127 + 14 - exponent, -112), 112);
+  return bit_cast<float>(static_cast<uint32_t>(wanted + 127) << 23);
+}
 
 // Takes a tile's queries from their stages: eight lanes a row, four rows a warp at a time. `scale` is the scores' own;
 // each row's goes to `rows` with a running max that no key has raised.
