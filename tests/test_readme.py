@@ -64,6 +64,7 @@ def test_the_headline_names_what_it_was_measured_on() -> None:
         assert fact in below
     kinds = [row["kind"] for row in SAVED["rows"]]
     assert f"{kinds.count('dense')} dense\nand {kinds.count('sparse')} sparse rows" in below
+    assert f"and {kinds.count('prefill')} of sparse prefill" in below
 
 
 def test_the_slow_rows_without_a_plan_are_those_of_uneven_lengths() -> None:
