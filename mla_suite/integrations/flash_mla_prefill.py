@@ -80,10 +80,12 @@ def _remember(
     given: tuple[Any, ...], settings: tuple[Any, ...], options: dict[str, Any], outputs: tuple[torch.Tensor, ...]
 ) -> PreparedCall | None:
     """Have `eager.recall` find calls like this one, where their kernel returns max_logits; what it finds now."""
+    arch = dispatch.arch_of(outputs[0])
+    if arch is None:
+        return None
     args = SparseDecodeArgs(*_tensors(given), **options)
     SPARSE_DECODE.check(args)
     first, problem = outputs[0], SPARSE_DECODE.describe(args)
-    arch = dispatch.arch_of(first)
     choice = dispatch.choose(SPARSE_DECODE.name, SPARSE_DECODE.backends, problem, arch, first.device.type)
     if not getattr(choice.supported.config, "returns_max_logits", False):
         return None

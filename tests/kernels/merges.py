@@ -6,12 +6,21 @@ import itertools
 
 import torch
 
+from mla_suite.archs.common.combine_config import CombineConfig
 from mla_suite.testing import Exact, ulp
 
 INF, NAN = torch.inf, torch.nan
 SPLITS = (1, 2, 3, 4, 7, 16, 33, 64, 66, 132, 160, 161, 512)
 HEADS = (1, 8, 12, 16, 24, 32, 40, 96, 128)
 TOKENS = (1, 2, 3, 8, 128)
+
+
+def a_row_by_eight_waves(arch):
+    return CombineConfig(arch, 512, rows=1, vec=4, waves=8, slices=1)
+
+
+def four_rows(arch):
+    return CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
 
 
 def partials(splits, rows, head_dim_v=512, spread=3.0, device=None):

@@ -15,9 +15,11 @@ from merges import (
     NAN,
     SPLITS,
     TOKENS,
+    a_row_by_eight_waves,
     assert_rounded,
     cover,
     exact,
+    four_rows,
     hard_to_round,
     partials,
     special,
@@ -38,13 +40,8 @@ from mla_suite.ops.combine.reference import LseLayout
 from mla_suite.testing import assert_close, poison
 
 NATIVE = BackendCalls(COMBINE, "native")
-
 ARCHS = ("gfx942", "gfx950")
-
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
 MAX_WORK = 70_000  # splits x rows of a case: half a second
 
 
@@ -60,14 +57,6 @@ def arch(request):
         pytest.skip(f"{missing[0]} is not built for {request.param}; run `python -m mla_suite build`")
     with mla_suite.emulate(request.param) as record:
         yield record
-
-
-def a_row_by_eight_waves(arch):
-    return CombineConfig(arch, 512, rows=1, vec=4, waves=8, slices=1)
-
-
-def four_rows(arch):
-    return CombineConfig(arch, 512, rows=4, vec=4, waves=4, slices=1)
 
 
 def combine(partial_out, partial_lse, split_indptr=None, attn_sink=None, **arguments):

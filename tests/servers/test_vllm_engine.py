@@ -29,6 +29,7 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from mla_suite.integrations import vllm as integration
 from mla_suite.models.config import LATENT
+from mla_suite.ops.plan.metadata import Plan, Word
 
 LENGTHS = [5, 40, 17, 33]
 LATE = [7, 3]  # of prompts that arrive while others decode
@@ -295,11 +296,12 @@ def test_speculation_and_batch_invariance(checkpoint, expected, calls, monkeypat
         nonlocal compared
         out, lse = forward(self, q, kv_c_and_k_pe_cache, attn_metadata, layer)
         decode = attn_metadata.decode
-        assert decode.plan is None
+        assert Plan.read(decode.plan).header[Word.SPLIT_SIZE] == integration.INVARIANT_SPLIT
         for b, tokens in each_sequence(attn_metadata):
             starts = attn_metadata.query_start_loc[b : b + 2]
             own = replace(
                 decode,
+                plan=None,  # it makes its own
                 block_table=decode.block_table[b : b + 1],
                 seq_lens=decode.seq_lens[b : b + 1],
                 cu_seqlens_q=None if decode.cu_seqlens_q is None else starts - starts[0],

@@ -10,13 +10,6 @@
 #undef __shared__
 #define __shared__ static
 #define __launch_bounds__(...)
-inline unsigned __ballot_sync(unsigned, bool condition) {
-  const uint64_t* lanes = meet_warp(condition);
-  unsigned bits = 0;
-  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(lanes[i]) << i;
-  return bits;
-}
-inline int __any_sync(unsigned mask, bool condition) { return __ballot_sync(mask, condition) != 0; }
 inline int __reduce_max_sync(unsigned, int value) {
   const uint64_t* lanes = meet_warp(static_cast<uint32_t>(value));
   int largest = value;
