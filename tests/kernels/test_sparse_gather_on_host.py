@@ -68,7 +68,8 @@ def translated(folder: Path) -> Path:
             path.write_text(INSTRUCTION.sub(as_call, path.read_text()))
     for headers in (HOST / "sm_90", HOST / "gather" / "sm_90"):
         shutil.copytree(headers, sources / "sm_90", dirs_exist_ok=True)
-    for name in ("cuda.hpp", "block.hpp", "sparse_gather.cpp"):  # beside them, because block.hpp includes tma.hpp
+    # beside them, because block.hpp includes tma.hpp
+    for name in ("cuda.hpp", "arguments.hpp", "block.hpp", "sparse_gather.cpp"):
         shutil.copy(HOST / name, sources)
     return sources
 

@@ -4,6 +4,7 @@
 // Prints the largest relative error of a token's results, of an lse and of a largest score; fails above their bounds.
 #include <string>
 
+#include "arguments.hpp"
 #include "block.hpp"
 #include "sm_90/ptx/wgmma_ss.hpp"
 
@@ -18,16 +19,6 @@ using Traits = SparseDecodeTraits<SparseDecodeProblem<KV_FORMAT>, SparseDecodePo
 using Kernel = DecodeKernel<Traits, SparseTileScheduler, ProducerGather>;
 constexpr int WIDTH = KV_FORMAT::HEAD_DIM_QK, VALUES = 512, PAGES = 40;
 constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
-
-template <class T>
-T* aligned(size_t count) {
-  return static_cast<T*>(std::aligned_alloc(1024, (count * sizeof(T) + 1023) / 1024 * 1024));
-}
-
-void reciprocal(uint32_t n, uint32_t& result, uint32_t& shift) {
-  for (shift = 0; 1u << shift < n;) ++shift;
-  result = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + n - 1) / n);
-}
 
 struct Case {
   int heads, tokens, topk, splits, groups, page;

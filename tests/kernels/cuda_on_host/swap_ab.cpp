@@ -6,6 +6,7 @@
 #include <string>
 #include <type_traits>
 
+#include "arguments.hpp"
 #include "block.hpp"
 #include "sm_90/decode/swap_ab/kernel.hpp"
 
@@ -17,16 +18,6 @@ using Traits = SwapAbTraits<DTYPE, Q_ROWS>;
 constexpr bool IS_FP8 = std::is_same_v<DTYPE, fp8>, IS_BF16 = std::is_same_v<DTYPE, bf16>;
 constexpr int WIDTH = 576, VALUES = 512;
 constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
-
-template <class T>
-T* aligned(size_t count) {
-  return static_cast<T*>(std::aligned_alloc(1024, (count * sizeof(T) + 1023) / 1024 * 1024));
-}
-
-void reciprocal(uint32_t n, uint32_t& result, uint32_t& shift) {
-  for (shift = 0; 1u << shift < n;) ++shift;
-  result = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + n - 1) / n);
-}
 
 struct Case {
   int heads, q_len, page, splits, groups;
