@@ -1,4 +1,4 @@
-// What the programs that run a decode kernel on a CPU need to make its arguments.
+// The parts that programs running a decode kernel on a CPU share: how they make its arguments.
 #pragma once
 
 #include <cstdint>
