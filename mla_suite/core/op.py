@@ -51,7 +51,7 @@ class Sample:
 class Op:
     """One operator.
 
-    name      as in `torch.ops.mla_suite.<name>`
+    name      as in `torch.ops.mla_suite.<name>`; of an overload that `register_overload` adds, `<name>.<overload>`
     results   as a schema says them: `(Tensor out, Tensor lse)`
     Args      frozen dataclass of the arguments, with annotations as text, from which the schema is made; a field is
               keyword-only where the schema's argument is

@@ -40,12 +40,7 @@ def register(op: Op) -> Op:
     """Define the operator in `torch.library` with its implementations, fake and Autograd kernel."""
     if op.name in _registry:
         raise ValueError(f"operator {op.name} is already registered")
-    _define(op.name + op.schema)
-    _implement(op.name, _functional(op), _fake(op))
-    if op.mutates:
-        _fall_through(op.name)
-    else:
-        _refuse_gradients(op)
+    _define_functional(op)
     ways: list[eager.Called] = [op]
     packet = getattr(torch.ops.mla_suite, op.name)
     torch_ops.skip_dispatcher(packet.default, op)
@@ -59,6 +54,23 @@ def register(op: Op) -> Op:
     torch_ops.skip_dispatcher(packet, *ways)
     _registry[op.name] = op
     return op
+
+
+def register_overload(op: Op) -> Op:
+    """Define one more functional overload of a registered operator: `sparse_decode.max_logits`, as op.name says."""
+    _define_functional(op)
+    operator, overload = op.name.split(".")
+    torch_ops.skip_dispatcher(getattr(getattr(torch.ops.mla_suite, operator), overload), op)
+    return op
+
+
+def _define_functional(op: Op) -> None:
+    _define(op.name + op.schema)
+    _implement(op.name, _functional(op), _fake(op))
+    if op.mutates:
+        _fall_through(op.name)
+    else:
+        _refuse_gradients(op)
 
 
 class _OutOverload(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import starmap
 from typing import NamedTuple, TypeAlias
 
@@ -11,12 +11,13 @@ import torch
 
 from mla_suite.core import checks, dispatch, eager
 from mla_suite.core.op import Op, Output
-from mla_suite.core.register import register
+from mla_suite.core.register import register, register_overload
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.plan import check_plan, check_splits, check_words
 from mla_suite.ops.plan.metadata import splits_of
 from mla_suite.ops.sparse_decode import reference, samples
+from mla_suite.ops.sparse_decode.max_logits import with_max_logits
 
 Q_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -25,7 +26,7 @@ _Optional: TypeAlias = Sequence[torch.Tensor | None] | None
 
 @dataclass(frozen=True)
 class SparseDecodeArgs:
-    """The arguments of `sparse_decode`, documented there, in the schema's order; the last is that of its `.out`."""
+    """The arguments of `sparse_decode`, documented there, in the schema's order; the last is for its overloads."""
 
     q: torch.Tensor
     kv_caches: Sequence[torch.Tensor]
@@ -225,3 +226,25 @@ SPARSE_DECODE = register(
         strided=("lse",),
     )
 )
+
+
+def _check_max_logits(args: SparseDecodeArgs) -> tuple[Output, ...]:
+    out, lse = check(args)
+    if any(indptr is not None for indptr in args.indptrs or ()):
+        possible = "it takes dense indices, -1 where a query token selects less: pass None"
+        checks.fail("sparse_decode.max_logits", "indptrs", "are given", possible)
+    return out, lse, lse
+
+
+SPARSE_DECODE_MAX_LOGITS = register_overload(
+    replace(
+        SPARSE_DECODE,
+        name="sparse_decode.max_logits",
+        results="(Tensor out, Tensor lse, Tensor max_logits)",
+        check=_check_max_logits,
+        backends=tuple(map(with_max_logits, SPARSE_DECODE.backends)),
+        outputs=(),
+        out_only=(),
+    )
+)
+"""Returns the largest scaled score of every row too, without the sink, and has the options of `sparse_decode.out`."""

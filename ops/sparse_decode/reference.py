@@ -41,8 +41,12 @@ def selected(
     flat = index.flatten(0, -2)
     if lengths is None:
         return list(flat)
-    per_token = lengths.reshape(*lengths.shape, *[1] * (len(dims) - lengths.dim())).expand(dims)
-    return [row[:length] for row, length in zip(flat, per_token.flatten().tolist(), strict=True)]
+    return [row[:length] for row, length in zip(flat, per_token(lengths, dims).tolist(), strict=True)]
+
+
+def per_token(lengths: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """The length of each query token `[tokens]`, where those of a sequence may share one."""
+    return lengths.reshape(*lengths.shape, *[1] * (len(dims) - lengths.dim())).expand(dims).flatten()
 
 
 def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

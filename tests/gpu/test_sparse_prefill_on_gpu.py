@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from mla_suite.integrations import flash_mla_prefill
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd
 from mla_suite.launch import current_arch
+from mla_suite.ops.sparse_decode import SparseDecodeArgs, max_logits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use")
 KEYS = 3000
@@ -67,7 +67,7 @@ def test_against_fp64(monkeypatch, width, heads, tokens, topk, scale):
     q, kv, indices, sink, lengths = problem(tokens, heads, width, topk)
     right = exact(q, kv, indices, scale, sink, lengths)
     arguments = q, kv, indices, scale, 512, sink, lengths
-    monkeypatch.setattr(flash_mla_prefill, "_max_logits", None)
+    monkeypatch.setattr(max_logits, "largest_scores", None)
     first = flash_mla_sparse_fwd(*arguments)
     assert_right(first, right)
     for _ in range(2):
@@ -82,11 +82,25 @@ def test_largest_scores_of_zero_and_below(monkeypatch):
     kv = torch.zeros(KEYS, 1, 576, device="cuda").bfloat16()
     kv[:, 0, 0] = torch.linspace(1.0, 3.0, KEYS, device="cuda").bfloat16()
     indices = torch.randint(1000, KEYS, (140, 1, 96), device="cuda").int()
-    wanted = flash_mla_prefill._max_logits(q, kv[:, 0], indices[:, 0], 0.5, None)
-    monkeypatch.setattr(flash_mla_prefill, "_max_logits", None)
+    record = SparseDecodeArgs(
+        *(q, [kv], [indices[:, 0]], [None], [None]), kv_formats=["bf16"], softmax_scale=0.5, plus_inf_lse=True
+    )
+    wanted = q.new_empty(q.shape[:2], dtype=torch.float32)
+    max_logits.largest_scores(None, (wanted,), record)
+    monkeypatch.setattr(max_logits, "largest_scores", None)
     found = flash_mla_sparse_fwd(q, kv, indices, 0.5)[1]
     assert bool((found[:, ::2] < 0).all())
     assert torch.equal(found, wanted)
+
+
+def test_compiled(monkeypatch):
+    """Inductor's code calls the operator, which takes max_logits from the kernel."""
+    q, kv, indices, sink, lengths = problem(140, 128, 576, 200)
+    monkeypatch.setattr(max_logits, "largest_scores", None)
+    compiled = torch.compile(flash_mla_sparse_fwd, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        got = [tensor.clone() for tensor in compiled(q, kv, indices, 0.04, 512, sink, lengths)]
+        assert_right(got, exact(q, kv, indices, 0.04, sink, lengths))
 
 
 def test_captured_and_replayed_with_other_inputs():

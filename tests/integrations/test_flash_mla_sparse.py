@@ -117,9 +117,7 @@ def test_dense_over_records():
 
 @pytest.mark.parametrize("width", [576, 512])
 def test_sparse_prefill(width, monkeypatch):
-    monkeypatch.setattr(
-        "mla_suite.integrations.flash_mla_prefill.SPARSE_CHUNK_BYTES", 40 * width * 4 * 3
-    )  # 3 tokens a chunk
+    monkeypatch.setattr("mla_suite.ops.sparse_decode.max_logits.CHUNK_BYTES", 40 * width * 4 * 3)  # 3 tokens a chunk
     q, kv = torch.randn(8, 64, width).bfloat16(), torch.randn(90, 1, width).bfloat16()
     indices = selection(1, 8, 40, 90).view(8, 1, 40)
     indices[5] = -1

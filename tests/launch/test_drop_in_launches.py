@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -22,12 +23,13 @@ from mla_suite.archs.common import sparse_decode as sparse_launches
 from mla_suite.build.params import load
 from mla_suite.core import dispatch, register
 from mla_suite.core.op import Op
-from mla_suite.integrations import aiter, flash_mla_prefill
+from mla_suite.integrations import aiter
 from mla_suite.integrations.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
 from mla_suite.launch import has_kernel, launcher, tensor_map
 from mla_suite.launch.cuda import CudaDriver
+from mla_suite.ops.sparse_decode import max_logits as max_logits_by_torch
 
 INT32 = {"dtype": torch.int32}
 MEMORY_ALONE = ("aten::empty", "aten::view", "aten::transpose", "aten::squeeze", "aten::new_empty", "aten::detach")
@@ -143,13 +145,25 @@ def test_the_same_launches(launched, call):
 
 @pytest.mark.parametrize(("tokens", "kernels"), [(200, ["sparse_decode"]), (2, ["sparse_decode", "combine"])])
 @pytest.mark.parametrize("width", [512, 576])
-def test_prefill_takes_max_logits_from_the_kernel(launched, monkeypatch, width, tokens, kernels):
-    """From the first call on, with queries split or not."""
+@pytest.mark.parametrize("way", ["eager", "compiled", "observed"])
+def test_prefill_takes_max_logits_from_the_kernel(launched, monkeypatch, way, width, tokens, kernels):
+    """From the first call on, with queries split or not; torch makes no second pass over the keys."""
     q, kv = torch.zeros(tokens, 64, width).bfloat16(), torch.zeros(90, 1, width).bfloat16()
-    face = partial(flash_mla_sparse_fwd, q, kv, torch.zeros(tokens, 1, 2048, **INT32), 0.1)
-    monkeypatch.setattr(flash_mla_prefill, "_max_logits", None)
-    for _ in range(2):
-        out, max_logits, lse = face()
+    indices, call, graphs = torch.zeros(tokens, 1, 2048, **INT32), flash_mla_sparse_fwd, []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    if way == "compiled":
+        call = torch.compile(flash_mla_sparse_fwd, fullgraph=True, backend=keep)
+    monkeypatch.setattr(max_logits_by_torch, "largest_scores", None)
+    with Operations() if way == "observed" else nullcontext():
+        for _ in range(2):
+            out, max_logits, lse = call(q, kv, indices, 0.1)
+    if way == "compiled":
+        (targets,) = graphs
+        assert [name for name in targets if "getitem" not in name] == ["squeeze", "mla_suite.sparse_decode.max_logits"]
     assert [name.split("_kvformat")[0].split("_dv")[0] for name, _ in launched] == kernels * 2
     read = load("sparse_decode_tma").unpack(launched[len(kernels)][1])
     written = {"out": out, "max_logits": max_logits, "lse": lse}
