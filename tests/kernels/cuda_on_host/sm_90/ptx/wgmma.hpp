@@ -1,4 +1,4 @@
-// The types and descriptors of wgmma on a CPU; the instructions are in wgmma_rs.hpp.
+// The types and descriptors of wgmma on a CPU; the products are in wgmma_products.hpp.
 #pragma once
 
 #include "common/device.hpp"

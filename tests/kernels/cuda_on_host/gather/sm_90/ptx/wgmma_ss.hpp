@@ -1,100 +1,21 @@
-// wgmma of 64 rows on a CPU, the first operand in registers or shared memory. A product reads its operands only when a wait
-// ends it, so that whatever is written too early is found.
+// wgmma of gathered rows on a CPU: bf16, the first operand in registers or shared memory.
 #pragma once
 
-#include <deque>
-
-#include "sm_90/ptx/memory.hpp"
-#include "sm_90/ptx/wgmma.hpp"
+#include "sm_90/ptx/wgmma_products.hpp"
 
 namespace mla::sm_90 {
 
-// An operand in shared memory. `across` is its row or column, `k` the depth.
-struct Operand {
-  uint64_t descriptor;
-  bool contiguous_across;  // as V is; else along k
-
-  float at(int across, int k) const {
-    const uint32_t start = (descriptor & 0x3FFF) << 4, leading = (descriptor >> 16 & 0x3FFF) << 4,
-                   stride = (descriptor >> 32 & 0x3FFF) << 4;
-    uint32_t place;
-    if (contiguous_across) {
-      place = start + across / 64 * leading + k / 8 * stride + k % 8 * 128 + across % 64 * 2;
-      place ^= (place >> 7 & 7) << 4;
-    } else if (static_cast<Swizzle>(descriptor >> 62) == Swizzle::none) {
-      place = start + across / 8 * stride + k / 8 * leading + across % 8 * 16 + k % 8 * 2;
-    } else {
-      const bool wide = static_cast<Swizzle>(descriptor >> 62) == Swizzle::bytes128;
-      place = start + across / 8 * stride + across % 8 * (wide ? 128 : 64) + k * 2;
-      place ^= (place >> 7 & (wide ? 7 : 3)) << 4;
-    }
-    uint16_t bits;
-    std::memcpy(&bits, shared_at(place, 2), 2);
-    return bf16_to_float(bits);
-  }
-};
-
-struct Product {
-  float* acc;
-  const uint32_t* registers;  // of the first operand, or null
-  Operand a, b;
-  bool add;
-  int columns;
-};
-struct Products {
-  std::vector<Product> open;
-  std::deque<std::vector<Product>> groups;
-};
-inline Products products[BLOCK_THREADS];
-
 template <class T>
 void qk_mma(float (&acc)[16], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32, bf16_to_float});
 }
 template <class T>
 void qk_mma(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, a, {}, {b, false}, add, 32});
+  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, bf16_to_float});
 }
 template <class T>
 void pv_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 128});
-}
-
-// This lane's part of a product.
-inline void execute(const Product& product, int group, int index) {
-  const int quad = current / 4 * 4, row = current % 128 / 32 * 16 + current % 32 / 4;
-  float rows[2][16];
-  for (int k = 0; k < 16; ++k)
-    for (int half = 0; half < 2; ++half) {
-      if (product.registers == nullptr) {
-        rows[half][k] = product.a.at(row + 8 * half, k);
-      } else {
-        const uint32_t* a = products[quad + k % 8 / 2].groups[group][index].registers;
-        rows[half][k] = bf16_to_float(static_cast<uint16_t>(a[k / 8 * 2 + half] >> 16 * (k % 2)));
-      }
-    }
-  for (int i = 0; i < product.columns / 2; ++i) {
-    const int column = i / 4 * 8 + current % 4 * 2 + i % 2;
-    float sum = product.add ? product.acc[i] : 0.0f;
-    for (int k = 0; k < 16; ++k) sum += rows[i / 2 % 2][k] * product.b.at(column, k);
-    product.acc[i] = sum;
-  }
-}
-
-inline void commit_products() {
-  products[current].groups.push_back(products[current].open);
-  products[current].open.clear();
-}
-
-inline void wait_for_products(int pending) {
-  meet_warpgroup(0);
-  auto& groups = products[current].groups;
-  const int ended = max(0, static_cast<int>(groups.size()) - pending);
-  for (int group = 0; group < ended; ++group)
-    for (size_t i = 0; i < groups[group].size(); ++i) execute(groups[group][i], group, static_cast<int>(i));
-  meet_warpgroup(0);
-  groups.erase(groups.begin(), groups.begin() + ended);
-  meet_warpgroup(0);
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 128, bf16_to_float});
 }
 
 }  // namespace mla::sm_90
