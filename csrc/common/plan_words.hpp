@@ -10,35 +10,30 @@ namespace mla {
 struct PlanWords {
   // Writes work tile number `slot`: keys first..end - 1 of a sequence, whose result goes to partial row `row`, or -1.
   MLA_DEVICE static void write_work_tile(const PlanParams& p, int64_t slot, int sequence, int first, int end, int row) {
-    Vec<int32_t, 4> tile;
-    tile[0] = sequence;
-    tile[1] = first;
-    tile[2] = end;
-    tile[3] = row;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + p.work_tiles + slot * PlanHeader::work_tile_words) = tile;
+    write_words(p.plan + p.work_tiles + slot * PlanHeader::work_tile_words, sequence, first, end, row);
   }
 
   // Writes what follows from sizes alone: the header but for its last four words, and the zeros between the parts.
   // Shared among `threads_in_all` threads.
   MLA_DEVICE static void write_frame(const PlanParams& p, int thread, int threads_in_all) {
     if (thread == 0) {
-      write_header(p, 0, p.magic, p.version, p.batch, p.num_sm_parts);
-      write_header(p, 4, p.work_tile_capacity, p.split_indptr, p.work_indptr, p.counters);
-      write_header(p, 8, p.work_tiles, p.work_tile_words, p.num_splits, p.split_size);
+      write_words(p.plan, p.magic, p.version, p.batch, p.num_sm_parts);
+      write_words(p.plan + 4, p.work_tile_capacity, p.split_indptr, p.work_indptr, p.counters);
+      write_words(p.plan + 8, p.work_tiles, p.work_tile_words, p.num_splits, p.split_size);
     }
 #pragma unroll 1
     for (int i = p.counters + thread; i < p.work_tiles; i += threads_in_all) p.plan[i] = 0;
   }
   MLA_DEVICE static void write_counts(const PlanParams& p, int used, int partial_rows) {
-    write_header(p, 12, p.counters_per_sequence, used, partial_rows, p.max_seqlen_kv);
+    write_words(p.plan + 12, p.counters_per_sequence, used, partial_rows, p.max_seqlen_kv);
   }
-  MLA_DEVICE static void write_header(const PlanParams& p, int at, int a, int b, int c, int d) {
+  MLA_DEVICE static void write_words(int32_t* at, int a, int b, int c, int d) {
     Vec<int32_t, 4> words;
     words[0] = a;
     words[1] = b;
     words[2] = c;
     words[3] = d;
-    *reinterpret_cast<Vec<int32_t, 4>*>(p.plan + at) = words;
+    *reinterpret_cast<Vec<int32_t, 4>*>(at) = words;
   }
 };
 
