@@ -21,8 +21,8 @@
 
 namespace mla {
 
-// With DEALS plans may also deal sequences out of order.
-template <class Wave, int waves, bool DEALS = false>
+// With DEALS plans may also deal sequences out of order; UNIFORM_APART is APART of UniformPlan.
+template <class Wave, int waves, bool DEALS = false, bool UNIFORM_APART = false>
 struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
   using Base = PlanPrefixSum<Wave, waves>;
   using Base::divide, Base::larger, Base::max_sm_parts, Base::open, Base::round_up, Base::threads;
@@ -323,7 +323,7 @@ struct Plan : PlanPrefixSum<Wave, waves>, PlanWords {
     Wave::materialize(p.plan, static_cast<int64_t>(p.batch));
   }
 
-  MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves>::write(p); }
+  MLA_DEVICE static void uniform(const PlanParams& p) { UniformPlan<Wave, waves, UNIFORM_APART>::write(p); }
 };
 
 }  // namespace mla

@@ -3,7 +3,7 @@
 #include "common/plan.hpp"
 
 namespace {
-using Kernel = mla::Plan<cdna::Wave<true>, WAVES>;
+using Kernel = mla::Plan<cdna::Wave<true>, WAVES, false, true>;
 }
 
 MLA_KERNEL(Kernel::threads, Kernel::min_waves) void MLA_SUITE_KERNEL(mla::PlanParams p) { Kernel::STEP(p); }
