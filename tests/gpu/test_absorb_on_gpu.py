@@ -1,6 +1,6 @@
 """Products with a matrix per head on a GPU, at sizes of DeepSeek V3 and its shares, against fp64.
 
-The same kernels run in Triton's interpreter, in fp16, in tests/triton/test_absorb.py.
+The same kernels run in Triton's interpreter, in fp16, in tests/triton/test_absorb_interpreted.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Both down-projections with their norms on a GPU, at the sizes of DeepSeek V3, against fp64.
 
-The kernel behind the product runs in Triton's interpreter, in fp16, in tests/triton/test_qkv_down_proj.py.
+The kernel behind the product runs in Triton's interpreter, in fp16, in tests/triton/test_qkv_down_proj_interpreted.py.
 """
 
 from __future__ import annotations
