@@ -9,26 +9,13 @@ from mla_suite.build.report import Loop, Resources
 
 _KERNEL: dict[str, Callable[[Resources], float]] = {
     "registers": lambda r: r.registers,
-    "vgprs": lambda r: r.vgprs,
-    "agprs": lambda r: r.agprs,
     "sgprs": lambda r: r.sgprs,
-    "code_bytes": lambda r: r.code_bytes,
-}
-_LOOP: dict[str, Callable[[Loop], float]] = {
-    "loop_instructions": lambda loop: loop.instructions,
-    "loop_matrix": lambda loop: loop.matrix,
-    "loop_lds_reads": lambda loop: loop.lds_reads,
-    "loop_lds_writes": lambda loop: loop.lds_writes,
-    "loop_valu": lambda loop: loop.count("valu", "v_trans", "v_accvgpr"),
-    "loop_barriers": lambda loop: loop.count("s_barrier"),
-    "loop_waits": lambda loop: loop.count("s_waitcnt"),
-    "loop_nops": lambda loop: loop.count("s_nop"),
 }
 _PER_TOKEN: dict[str, Callable[[Loop], float]] = {
     "matrix_per_token": lambda loop: loop.matrix,
     "lds_reads_per_token": lambda loop: loop.lds_reads,
 }
-RULES = ("spills", "scratch", "lds", *_KERNEL, *_LOOP, *_PER_TOKEN, "min_load_bytes", "min_occupancy")
+RULES = ("spills", "scratch", "lds", *_KERNEL, *_PER_TOKEN, "min_load_bytes", "min_occupancy")
 """Every budget key. Those named min_ are least values, the others greatest; spills and scratch are always 0."""
 
 
@@ -68,7 +55,7 @@ def broken(instance: Instance, resources: Resources) -> list[str]:
 
 
 _UNMEASURED = {
-    **dict.fromkeys([*_LOOP, "min_load_bytes"], "no main loop was found in the text"),
+    "min_load_bytes": "no main loop was found in the text",
     **dict.fromkeys(_PER_TOKEN, "there is no main loop or no tokens_per_iteration"),
 }
 
@@ -86,8 +73,4 @@ def _measure(rule: str, instance: Instance, resources: Resources) -> float | Non
         return _KERNEL[rule](resources)
     if resources.loop is None or (rule in _PER_TOKEN and not instance.tokens):
         return None
-    if rule == "min_load_bytes":
-        return resources.loop.widest_load
-    if rule in _PER_TOKEN:
-        return _PER_TOKEN[rule](resources.loop) / instance.tokens
-    return _LOOP[rule](resources.loop)
+    return resources.loop.widest_load if rule == "min_load_bytes" else _PER_TOKEN[rule](resources.loop) / instance.tokens

@@ -29,11 +29,11 @@ _SDK = Path("/opt/rocm")
 # -mcode-object-version=5: ROCm 6 and 7 both load it; the compiler's default is 6.
 # -fuse-cuid=none, -fdebug-compilation-dir: the same bytes from any directory.
 # -mno-amdgpu-ieee with -fno-honor-nans: without them every fmax costs a canonicalising v_max per operand. With them the
-#   compiler assumes that no operand is NaN; a kernel with a contract about NaN declares `honor_nans = true`.
+#   compiler assumes that no operand is NaN.
 _HIP_FLAGS = [
     *("-x", "hip", "--cuda-device-only", "-nogpulib", "-nogpuinc", "-nostdinc", "-std=c++17", "-O3"),
     *("-mcode-object-version=5", "-fuse-cuid=none", "-gline-tables-only", "-fdebug-compilation-dir=."),
-    *("-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=return-type"),
+    *("-fno-exceptions", "-fno-rtti", "-Wall", "-Werror=return-type", "-fno-honor-nans", "-mno-amdgpu-ieee"),
 ]
 
 
@@ -45,11 +45,9 @@ class AmdCompiler:
     lld: tuple[str, ...]
     version: str
 
-    def to_assembly(self, arch: str, honor_nans: bool = False) -> list[str]:
+    def to_assembly(self, arch: str) -> list[str]:
         """Command that compiles HIP to assembly; source, output, include and -D flags follow it."""
-        # The backend refuses -mno-amdgpu-ieee unless NaNs may be ignored.
-        nans = [] if honor_nans else ["-fno-honor-nans", "-mno-amdgpu-ieee"]
-        return [*self.clang, *_HIP_FLAGS, *nans, f"--offload-arch={arch}"]
+        return [*self.clang, *_HIP_FLAGS, f"--offload-arch={arch}"]
 
     def to_relocatable(self, arch: str) -> list[str]:
         """Command that assembles; `text -o relocatable` follows it."""

@@ -15,18 +15,7 @@ from mla_suite.archs import CSRC, ArchSpec
 
 Constants = Mapping[str, "int | str"]
 
-_KERNEL_KEYS = {
-    "source",
-    "params",
-    "axes",
-    "instances",
-    "tuned",
-    "budget",
-    "budgets",
-    "tokens_per_iteration",
-    "dynamic_lds",
-    "honor_nans",
-}
+_KERNEL_KEYS = {"source", "params", "axes", "instances", "tuned", "budget", "tokens_per_iteration", "dynamic_lds"}
 _CONSTANT = re.compile(r"[A-Za-z0-9_]+")
 
 
@@ -36,8 +25,7 @@ class Instance:
 
     `id` is unique within its arch; `symbol` is the C name of its entry; `tokens` is the number of KV tokens that one
     turn of the main loop handles, 0 where the notion does not apply; `dynamic_lds` is the most dynamic LDS, in bytes,
-    that it is launched with; `budget` maps a rule's name to the allowed number; `honor_nans` keeps the compiler from
-    assuming that no operand is NaN.
+    that it is launched with; `budget` maps a rule's name to the allowed number.
     """
 
     arch: ArchSpec
@@ -50,7 +38,6 @@ class Instance:
     budget: Mapping[str, float]
     tokens: int
     dynamic_lds: int
-    honor_nans: bool
 
 
 def instance_id(kernel: str, constants: Constants) -> str:
@@ -100,10 +87,9 @@ def _instance(arch: str, kernel: str, table: Mapping[str, Any], constants: Const
         source=f"{arch}/{table['source']}",
         params=table.get("params", kernel),
         constants=constants,
-        budget=_budget(where, table, constants),
-        tokens=_number(where, table.get("tokens_per_iteration", 0), constants),
-        dynamic_lds=_number(where, table.get("dynamic_lds", 0), constants),
-        honor_nans=bool(table.get("honor_nans", False)),
+        budget=table.get("budget", {}),
+        tokens=_number(where, table, "tokens_per_iteration"),
+        dynamic_lds=_number(where, table, "dynamic_lds"),
     )
 
 
@@ -147,21 +133,8 @@ def _points(where: str, table: Mapping[str, Any]) -> list[dict[str, int | str]]:
     return points
 
 
-def _budget(where: str, table: Mapping[str, Any], constants: Constants) -> dict[str, float]:
-    """The kernel's budget, overridden in order by each `budgets` entry whose `when` matches the constants."""
-    budget = dict(table.get("budget", {}))
-    for entry in table.get("budgets", []):
-        when = entry.get("when", {})
-        if set(when) - set(constants):
-            raise ValueError(f"{where}: a budget's `when` names {sorted(set(when) - set(constants))}, no constant")
-        if all(constants[key] == value for key, value in when.items()):
-            budget.update({key: value for key, value in entry.items() if key != "when"})
-    return budget
-
-
-def _number(where: str, value: int | str, constants: Constants) -> int:
-    """`value` itself, or the constant it names."""
-    number = constants.get(value) if isinstance(value, str) else value
+def _number(where: str, table: Mapping[str, Any], key: str) -> int:
+    number = table.get(key, 0)
     if not isinstance(number, int):
-        raise ValueError(f"{where}: {value!r} is neither a number nor the name of an integer constant")
+        raise ValueError(f"{where}: {key} = {number!r} is no integer")
     return number

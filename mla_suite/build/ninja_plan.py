@@ -61,7 +61,7 @@ def write_plan(
         if item.arch.vendor == "amd":
             assert amd is not None
             compile_command = [
-                *amd.to_assembly(item.arch.name, item.honor_nans),
+                *amd.to_assembly(item.arch.name),
                 # The text names its sources relative to csrc: the same bytes from any directory.
                 f"-ffile-prefix-map={csrc}=csrc",
                 f"-ffile-prefix-map={folder}=generated",

@@ -35,10 +35,6 @@ class Loop:
     def lds_reads(self) -> int:
         return self.count("ds_read", "ds_load")
 
-    @property
-    def lds_writes(self) -> int:
-        return self.count("ds_write", "ds_store")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:

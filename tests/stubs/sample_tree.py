@@ -40,7 +40,7 @@ DECLARED = """
 [kernels.scale]
 source = "scale.hip"
 axes = { THREADS = [64, 256] }
-budget = { registers = 64, lds = 1024, loop_barriers = 2 }
+budget = { registers = 64, lds = 1024 }
 """
 IDS = ("scale_threads-64", "scale_threads-256")
 
@@ -52,7 +52,7 @@ def make(root: Path) -> Path:
         folder.mkdir(parents=True)
         text = (CSRC / arch / "arch.toml").read_text().split("[kernels.")[0]
         amd = arch.startswith("gfx")
-        declared = DECLARED if amd else DECLARED.replace(".hip", ".cu").replace(", loop_barriers = 2", "")
+        declared = DECLARED if amd else DECLARED.replace(".hip", ".cu")
         (folder / "arch.toml").write_text(text + declared)
         (folder / ("scale.hip" if amd else "scale.cu")).write_text(KERNEL)
     (root / "common" / "params").mkdir(parents=True)
