@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -21,30 +19,26 @@ CSRC = Path(__file__).parent.parent / "csrc"
 
 _NAMES = {"amd": r"gfx[0-9a-f]{3,4}", "nvidia": r"sm_[0-9]{2,3}"}
 _WAVEFRONTS = {"amd": (64, 32), "nvidia": (32,)}
-_OPTIONAL = ("published_clock_mhz", "l2_bytes")
 _NVIDIA_SIMD_REGISTERS = 16384  # per SM quarter, 32-bit; a thread may name 255 of them
 
 
 @dataclass(frozen=True, repr=False)
 class ArchSpec:
-    """One architecture, or one device of it: `on_device` puts what the device says in place of the record's figures.
+    """One architecture, or one device of it.
 
     Every "per clock" figure is per compute unit (AMD CU, NVIDIA SM); `lds` is shared memory on NVIDIA; a register is
     32 bits per lane. `lds_bytes_per_clock` is the rate a kernel's budget must hold at, `lds_peak_bytes_per_clock` the
-    one reported for the chip. `l2_bytes` is 0 where no device was asked. Construction raises ValueError, in one
-    sentence, when the numbers contradict each other.
+    one reported for the chip. Construction raises ValueError, in one sentence, when the numbers contradict each other.
     """
 
     name: str
     vendor: str
-    title: str
     wavefront: int
     compute_units: int
     simds: int
     max_waves_per_simd: int
     max_threads: int
     clock_mhz: int
-    sustained_clock_mhz: int
     memory_bytes_per_s: int
     lds_bytes: int
     lds_granule: int
@@ -53,10 +47,6 @@ class ArchSpec:
     registers: int
     register_granule: int
     fp8: str
-    matrix_flop_per_clock: Mapping[str, int]
-    published_tflops: Mapping[str, float]
-    published_clock_mhz: int = 0
-    l2_bytes: int = 0
 
     def __post_init__(self) -> None:
         def need(holds: bool, sentence: str) -> None:
@@ -72,13 +62,9 @@ class ArchSpec:
         need(self.wavefront in possible, f"wavefront {self.wavefront}; {self.vendor} has {possible}")
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "int" and field.name not in _OPTIONAL:
+            if field.type == "int":
                 need(type(value) is int and value > 0, f"{field.name} = {value!r} must be a positive integer")
         need(self.fp8 in ("fnuz", "ocp"), f"fp8 {self.fp8!r} is neither fnuz nor ocp")
-        need(
-            self.sustained_clock_mhz <= self.clock_mhz,
-            f"sustained clock {self.sustained_clock_mhz} MHz above the highest, {self.clock_mhz} MHz",
-        )
         need(
             self.lds_bytes_per_clock <= self.lds_peak_bytes_per_clock,
             f"LDS budget rate {self.lds_bytes_per_clock} B/clk above its peak {self.lds_peak_bytes_per_clock}",
@@ -87,12 +73,6 @@ class ArchSpec:
             self.lds_bytes % self.lds_granule == 0,
             f"{self.lds_bytes} bytes of LDS are not whole granules of {self.lds_granule}",
         )
-        matrix = self.matrix_flop_per_clock
-        need(set(matrix) >= {"bf16", "fp16", "fp8"}, f"matrix rates for {sorted(matrix)}; needed: bf16, fp16, fp8")
-        need(matrix["fp16"] == matrix["bf16"], "fp16 and bf16 matrix rates differ")
-        need(matrix["fp8"] == 2 * matrix["bf16"], "the fp8 matrix rate is not twice that of bf16")
-        object.__setattr__(self, "matrix_flop_per_clock", MappingProxyType(dict(matrix)))
-        object.__setattr__(self, "published_tflops", MappingProxyType(dict(self.published_tflops)))
 
     def __hash__(self) -> int:
         return hash((self.name, self.compute_units))
@@ -100,20 +80,9 @@ class ArchSpec:
     def __repr__(self) -> str:
         return f"arch({self.name})"  # a configuration prints its arch
 
-    def check_published(self) -> None:
-        """ValueError where compute units, clock and matrix rates do not give the peaks that the vendor publishes."""
-        clock = self.published_clock_mhz or self.clock_mhz
-        for dtype, published in self.published_tflops.items():
-            if dtype not in self.matrix_flop_per_clock:
-                raise ValueError(f"arch {self.name}: a published peak for {dtype}, which has no matrix rate")
-            peak = self.compute_units * clock * self.matrix_flop_per_clock[dtype] / 1e6
-            if abs(peak / published - 1) >= 0.01:
-                given = f"{dtype}: {peak:.1f} TFLOP/s from units x clock x rate, but {published} published"
-                raise ValueError(f"arch {self.name}: {given}")
-
-    def on_device(self, compute_units: int, l2_bytes: int = 0) -> ArchSpec:
-        """The record with the figures of one device: parts of a family differ in their compute units and L2."""
-        return replace(self, compute_units=compute_units, l2_bytes=l2_bytes)
+    def on_device(self, compute_units: int) -> ArchSpec:
+        """The record of one device: parts of a family differ in their compute units."""
+        return replace(self, compute_units=compute_units)
 
     @property
     def emulable(self) -> bool:
@@ -133,7 +102,7 @@ class ArchSpec:
     @property
     def memory_bytes_per_clock(self) -> float:
         """Device memory bytes per clock and compute unit at the highest clock."""
-        return self.memory_bytes_per_s / (self.compute_units * self.clock_mhz * 1e6)
+        return self.memory_bytes_per_s / (self.clock_mhz * 1e6) / self.compute_units
 
     def waves_per_simd(self, registers: int, lds: int, threads: int) -> int:
         """Resident waves per SIMD for a kernel with these registers per lane, LDS bytes and threads per workgroup.
@@ -175,15 +144,11 @@ def get(name: str, csrc: Path = CSRC) -> ArchSpec:
     """The record of one arch, e.g. `get("gfx950")`. ValueError when unknown or inconsistent."""
     table = read_arch_file(name, csrc).get("arch", {})
     known = {field.name for field in fields(ArchSpec)}
-    known -= {"l2_bytes"}  # asked of the device
-    required = known - {"published_clock_mhz"}
-    if set(table) - known or required - set(table):
+    if set(table) != known:
         raise ValueError(
             f"{csrc / name / 'arch.toml'}: [arch] has unknown keys {sorted(set(table) - known)} "
-            f"and lacks {sorted(required - set(table))}"
+            f"and lacks {sorted(known - set(table))}"
         )
     if table["name"] != name:
         raise ValueError(f"{csrc / name / 'arch.toml'}: [arch] is named {table['name']!r}, its folder {name!r}")
-    spec = ArchSpec(**table)
-    spec.check_published()
-    return spec
+    return ArchSpec(**table)

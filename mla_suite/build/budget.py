@@ -71,6 +71,7 @@ def _measure(rule: str, instance: Instance, resources: Resources) -> float | Non
         return occupancy(instance, resources)
     if rule in _KERNEL:
         return _KERNEL[rule](resources)
-    if resources.loop is None or (rule in _PER_TOKEN and not instance.tokens):
+    loop = resources.loop
+    if loop is None or (rule in _PER_TOKEN and not instance.tokens):
         return None
-    return resources.loop.widest_load if rule == "min_load_bytes" else _PER_TOKEN[rule](resources.loop) / instance.tokens
+    return loop.widest_load if rule == "min_load_bytes" else _PER_TOKEN[rule](loop) / instance.tokens

@@ -38,15 +38,14 @@ _FIELD = re.compile(r"^\s*(const\s+)?(\w+)\s*(\*)?\s*(\w+)\s*(?:\[(\d+)\])?\s*;\
 
 @dataclass(frozen=True)
 class Field:
-    """One member: C type as written, byte offset and size, its comment (a pointer's shape), and its name in C++, which
-    differs for an element of an array: map[2], pool[0].cache.
+    """One member: C type as written, byte offset and size, and its name in C++, which differs for an element of an
+    array: map[2], pool[0].cache.
     """
 
     name: str
     ctype: str
     offset: int
     size: int
-    comment: str
     member: str
 
     @property
@@ -143,7 +142,7 @@ def parse(text: str, header: str, included: Mapping[str, ParamStruct] | None = N
             members, stride, alignment = nested.fields, nested.size, nested.alignment
         else:
             ctype, stride = _type(where, base, bool(const), bool(star), structs_by_name)
-            members, alignment = (Field("", ctype, 0, stride, comment or "", ""),), stride
+            members, alignment = (Field("", ctype, 0, stride, ""),), stride
         end = -(-end // alignment) * alignment
         for element in range(int(length or 1)):
             suffix, index = ("", "") if length is None else (f"_{element}", f"[{element}]")

@@ -179,9 +179,8 @@ class Report:
 
     def bound(self, arch: ArchSpec) -> Bound:
         """The least clocks that one compute unit of `arch`, with its share of memory, needs for all this work."""
-        memory_bytes_per_clock = arch.memory_bytes_per_s / (arch.clock_mhz * 1e6) / arch.compute_units
         return Bound(
-            memory=self.memory_bytes() / memory_bytes_per_clock,
+            memory=self.memory_bytes() / arch.memory_bytes_per_clock,
             matrix=self.matrix_clocks() / arch.simds,
             valu=self.valu_clocks() / arch.simds,
             lds_128=float(self.lds_clocks()),

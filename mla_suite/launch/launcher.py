@@ -74,14 +74,11 @@ def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
 
 @cache
 def _gpu_arch(index: int) -> ArchSpec | None:
-    """The record with the compute units and the L2 size of the GPU with this index."""
+    """The record with the compute units of the GPU with this index."""
     record = archs.specs()[0].get(_gpu_name(index))
     if record is None:
         return None
-    properties = torch.cuda.get_device_properties(index)
-    return record.on_device(
-        getattr(properties, "multi_processor_count", record.compute_units), getattr(properties, "L2_cache_size", 0)
-    )
+    return record.on_device(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 @cache  # asking torch takes 2 us of every call

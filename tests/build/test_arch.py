@@ -11,19 +11,13 @@ from mla_suite import archs as arch
 def test_the_numbers_that_decide_the_kernels():
     records = {name: arch.get(name) for name in arch.names()}
     assert set(records) == {"gfx942", "gfx950", "sm_90"}
-    table = {n: (r.compute_units, r.lds_bytes, r.matrix_flop_per_clock["bf16"], r.fp8) for n, r in records.items()}
-    assert table == {
-        "gfx942": (304, 64 << 10, 2048, "fnuz"),
-        "gfx950": (256, 160 << 10, 4096, "ocp"),
-        "sm_90": (132, 227 << 10, 4096, "ocp"),
+    assert {name: (record.compute_units, record.lds_bytes, record.fp8) for name, record in records.items()} == {
+        "gfx942": (304, 64 << 10, "fnuz"),
+        "gfx950": (256, 160 << 10, "ocp"),
+        "sm_90": (132, 227 << 10, "ocp"),
     }
     assert records["gfx942"].memory_bytes_per_clock == pytest.approx(8.3, abs=0.05)
     assert records["gfx950"].memory_bytes_per_clock == pytest.approx(13.0, abs=0.05)
-    # 128 rows of bf16: 2 x 128 x (576 + 512) FLOP for 1152 bytes, at the ridge on gfx942, below it on gfx950.
-    intensity = 2 * 128 * (576 + 512) / 1152
-    ridge = {n: r.matrix_flop_per_clock["bf16"] / r.memory_bytes_per_clock for n, r in records.items()}
-    assert ridge["gfx942"] == pytest.approx(intensity, rel=0.03)
-    assert ridge["gfx950"] > 1.25 * intensity
 
 
 @pytest.mark.parametrize(
@@ -35,9 +29,6 @@ def test_the_numbers_that_decide_the_kernels():
         ("gfx942", {"lds_bytes": 65_000}, "not whole granules"),
         ("gfx942", {"lds_bytes_per_clock": 256}, "above its peak"),
         ("gfx950", {"simds": 0}, "simds = 0 must be a positive integer"),
-        ("gfx950", {"matrix_flop_per_clock": {"bf16": 4096, "fp16": 4096, "fp8": 4096}}, "not twice that of bf16"),
-        ("gfx950", {"matrix_flop_per_clock": {"bf16": 4096}}, "needed: bf16, fp16, fp8"),
-        ("sm_90", {"sustained_clock_mhz": 2000}, "above the highest"),
     ],
 )
 def test_a_record_that_contradicts_itself_is_refused(name, changes, sentence):
