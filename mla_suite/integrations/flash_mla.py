@@ -5,7 +5,7 @@
 Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there).
 Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
 over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters are
-those of sgl-flash-mla 1.0.0, the wheel that still has FlashMLA's kernels for Hopper.
+those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0.
 """
 
 from __future__ import annotations

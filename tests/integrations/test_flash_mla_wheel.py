@@ -1,4 +1,4 @@
-"""Calls as sgl-flash-mla 1.0.0 takes them, the wheel with FlashMLA's kernels for Hopper, on our FlashMLA interface."""
+"""Calls as SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0, takes them, on our FlashMLA interface."""
 
 import math
 
