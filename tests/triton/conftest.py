@@ -1,4 +1,4 @@
-"""Triton reads TRITON_INTERPRET when imported, so test_interpreter.py gives the files it concerns a process of their own."""
+"""Triton reads TRITON_INTERPRET when imported; test_interpreter.py gives files that need it a process of their own."""
 
 import os
 
