@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from mla_suite.archs import CSRC
 from mla_suite.build.compilers import zig
@@ -61,7 +62,9 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
         temporary = folder / f".emulator.{os.getpid()}.so"
         command = library_command(temporary, sources)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            with TemporaryDirectory() as spare:
+                environment = os.environ if _has_cache() else os.environ | {"ZIG_GLOBAL_CACHE_DIR": spare}
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         except OSError as error:
             raise BuildError(f"the compiler {command[0]} cannot be run: {error}") from error
         if done.returncode:
@@ -70,6 +73,21 @@ def build_library(folder: Path, sources: Path = SOURCES) -> Path:
         os.replace(temporary, library)
         stamp.write_text(_stamp(wanted, library))
     return library
+
+
+def _has_cache() -> bool:
+    """Whether zig can write the cache that it keeps below the home directory. It does not compile without one."""
+    if "ZIG_GLOBAL_CACHE_DIR" in os.environ:
+        return True
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME", ""), ".cache")
+    cache = Path(home) / "zig"
+    if not cache.is_absolute():
+        return False
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(cache, os.W_OK | os.X_OK)
 
 
 def _stamp(wanted: str, library: Path) -> str:

@@ -197,11 +197,15 @@ def load(kernel: str, csrc: Path = CSRC) -> ParamStruct:
 
 
 def pack_numbers(kernel: str, leading: tuple[str, ...], **numbers: int | float) -> bytes:
-    """The parameters of a kernel after the `leading` ones, which hold addresses."""
+    """The parameters of a kernel after the `leading` ones, which hold addresses. ValueError for one that is too large
+    for its type, as numbers of splits may be."""
     params = load(kernel)
     if tuple(field.name for field in params.fields[: len(leading)]) != leading:
         raise RuntimeError(f"{kernel}: the parameter struct must begin with what holds addresses, in the order packed")
-    return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
+    try:
+        return params.pack(**dict.fromkeys(leading, 0), **numbers)[8 * len(leading) :]
+    except struct.error as error:
+        raise ValueError(f"{kernel}: a size of this call exceeds 32 bits ({error}); ask for fewer splits") from None
 
 
 def packer(count: int) -> struct.Struct:

@@ -21,6 +21,7 @@ import torch
 INDEX = (torch.int32,)
 FLOAT32 = (torch.float32,)
 HALF = (torch.bfloat16, torch.float16)
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def asked(name: str, value: str, effect: str) -> bool:
@@ -104,6 +105,12 @@ def shape(op: str, argument: str, value: torch.Tensor, expected: Sequence[int | 
     """Refuse a tensor whose sizes differ from `expected`; `names` spells the shape in words, as in `[batch, heads]`."""
     if value.dim() != len(expected) or any(given != want for given, want in zip(value.shape, expected, strict=True)):
         fail(op, argument, f"has shape {tuple(value.shape)}", f"it takes {names} = {tuple(expected)}")
+
+
+def scale(op: str, softmax_scale: float) -> None:
+    """Refuse a scale that is no finite number of 32 bits. A number that a trace does not know passes."""
+    if isinstance(softmax_scale, float) and not abs(softmax_scale) <= LARGEST_FLOAT32:
+        fail(op, "softmax_scale", f"is {softmax_scale}", f"it takes a finite number, at most {LARGEST_FLOAT32:.3g}")
 
 
 def certain(condition: bool | torch.SymBool) -> bool:

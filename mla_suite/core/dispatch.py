@@ -81,7 +81,13 @@ def backends(op: str, reference: Callable[[Any, tuple[torch.Tensor, ...], Any], 
 def reference_backend(run: Callable[[Any, tuple[torch.Tensor, ...], Any], None]) -> Backend:
     """The definition of an operator in fp32 as a backend: run(None, outputs, Args)."""
     reason = Supported(None, "fp32 reference (supports every input)")
-    return Backend("reference", lambda problem, arch: reason, partial(_prepare_run, run))
+
+    def in_fp32(config: Any, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
+        # autocast would round the operands of its products to 16 bits
+        with torch.autocast(first_tensor(_tensors(args)).device.type, enabled=False):
+            run(config, outputs, args)
+
+    return Backend("reference", lambda problem, arch: reason, partial(_prepare_run, in_fp32))
 
 
 def _prepare_run(

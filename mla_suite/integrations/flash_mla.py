@@ -4,7 +4,8 @@
 
 Conventions are FlashMLA's: lse is [batch, heads, q_len], and +inf where a query token sees no key (out is 0 there).
 Beyond what FlashMLA takes: any number of heads, any page size in dense calls, attn_sink in dense calls, dense calls
-over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32.
+over records of 656 or 584 bytes, bf16 and fp16 caches in sparse calls, and queries of fp32. The last parameters are
+those of SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 import mla_suite
 from mla_suite.core import eager
-from mla_suite.integrations import WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert
+from mla_suite.integrations import FP8, WIDE, absent, check_kinds, flash_mla_kv_heads, metadata_convert
 from mla_suite.integrations import refuse as _refuse
 from mla_suite.integrations.direct_call import DirectCall
 from mla_suite.integrations.flash_mla_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
@@ -25,6 +26,8 @@ from mla_suite.ops.plan import sm_parts
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 _SLOT = "flash_mla_with_kvcache"  # of the eager fast path
+FORMAT_NAMES = {"V32": "v32", "V4": "dsv4"}
+"""FlashMLA's names of the records that are read here -> kv_formats."""
 
 
 class Config(NamedTuple):
@@ -40,20 +43,22 @@ class Config(NamedTuple):
     topk: int | None
     extra_page: int | None
     extra_topk: int | None
+    enable_batch_invariant: bool
 
 
 @dataclass
 class FlashMLASchedMeta:
     """Filled by the first call that it is passed to.
 
-    tile_scheduler_metadata is a plan of ours. Lengths may change between calls: the plan then shares the work out less
-    evenly, and the result stays right.
+    tile_scheduler_metadata is a plan of ours, or, before the first call that finds them, what
+    `get_mla_decoding_metadata` returned and the caller assigned. Lengths may change between calls: the plan then shares
+    the work out less evenly, and the result stays right.
     """
 
     have_initialized: bool = False
     config: Config | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
-    num_splits: None = None
+    num_splits: torch.Tensor | None = None
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | torch.Tensor, torch.Tensor | None]:
@@ -66,6 +71,20 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta | tor
     operations per call, so prefer the holder.
     """
     return _older(*args, **kwargs) if args or kwargs else (FlashMLASchedMeta(), None)
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: torch.Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The older pair of `get_mla_metadata`, to be assigned to tile_scheduler_metadata and num_splits of a
+    FlashMLASchedMeta before a step's first call. use_legacy is not read."""
+    return _older(seqlens_k, num_q_tokens_per_head_k, h_k, h_q, is_fp8_kvcache, topk)
 
 
 def _older(
@@ -110,13 +129,18 @@ def flash_mla_with_kvcache(
     num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    is_fp8_kvcache: bool = False,
+    is_fp8_kvcache: bool | None = None,
     indices: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_k_cache: torch.Tensor | None = None,
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    use_legacy: bool = False,
+    kv_format: str | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode over a paged cache, dense with block_table and cache_seqlens or sparse with indices.
 
@@ -124,16 +148,22 @@ def flash_mla_with_kvcache(
     k_cache          [pages, page, 1, head_dim] in q's dtype, or uint8 / float8 records: 656 bytes per token (V3.2, the
                      kv_format v32) or 584 (V4, dsv4), recognised by the last dimension. Rows of q's dtype may have
                      several KV heads, [pages, page, kv_heads, head_dim], in dense calls: heads / kv_heads query heads
-                     that follow each other share one
+                     that follow each other share one. Dense calls take rows of float8 as well
     block_table      [batch, width] int32; cache_seqlens [batch] int32
     tile_scheduler_metadata, num_splits   what get_mla_metadata returned
     softmax_scale    1 / sqrt(head_dim) if None
+    is_fp8_kvcache   None: as k_cache's dtype says
     indices          [batch, q_len, topk] int32, page id x page + offset; -1 or out of range selects nothing
     attn_sink        [heads] fp32, adds exp(sink) to the denominator of `out`
     extra_k_cache, extra_indices_in_kvcache   a second pool under the same softmax
     topk_length, extra_topk_length   [batch] int32: how many of the indices count
+    enable_batch_invariant   sparse calls do not split keys, so a sequence's bits do not depend on its batch
+    use_legacy       not read: it chooses between FlashMLA's own kernels
+    kv_format        V32 or V4, where given what the records must be
+    descale_q, descale_k   [1] fp32, multiply float8 queries and rows
 
-    -> out [batch, q_len, heads, head_dim_v], lse [batch, heads, q_len] fp32, natural log, without the sink.
+    -> out [batch, q_len, heads, head_dim_v] in q's dtype, bf16 for float8 queries; lse [batch, heads, q_len] fp32,
+    natural log, without the sink.
 
     ValueError or TypeError, in one sentence, for what is not supported; nothing is written then.
     """
@@ -143,9 +173,9 @@ def flash_mla_with_kvcache(
     else:
         given = (
             *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-            *(topk_length, extra_topk_length, holder.tile_scheduler_metadata),
+            *(topk_length, extra_topk_length, descale_q, descale_k, holder.tile_scheduler_metadata),
         )
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, holder.config
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, holder.config
         known = eager.recall(_SLOT, given, settings)
     if known is not None:
         outputs = known.allocate()
@@ -167,10 +197,18 @@ def flash_mla_with_kvcache(
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both")
         problem = flash_mla_kv_heads.split(name, q, k_cache, block_table, cache_seqlens)
         results = flash_mla_with_kvcache(
-            *(*problem, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache)
+            *(*problem, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal, is_fp8_kvcache),
+            enable_batch_invariant=enable_batch_invariant,
+            kv_format=kv_format,
+            descale_q=descale_q,
+            descale_k=descale_k,
         )
         return flash_mla_kv_heads.join(*results, k_cache.shape[2])
-    kv_format = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache)
+    dense_rows = q.shape[-1] if indices is None else None
+    stored = _kv_format(name, "k_cache", k_cache, is_fp8_kvcache, dense_rows)
+    if kv_format is not None and FORMAT_NAMES.get(kv_format) != stored:
+        possible = "it takes V32 for records of 656 bytes, V4 for those of 584 bytes, or None"
+        _refuse(name, f"kv_format is {kv_format!r} and k_cache holds {stored}", possible)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     config = Config(
         batch=q.shape[0],
@@ -178,10 +216,11 @@ def flash_mla_with_kvcache(
         heads=q.shape[2],
         page=k_cache.shape[1],
         causal=causal,
-        is_fp8_kvcache=is_fp8_kvcache,
+        is_fp8_kvcache=k_cache.dtype.itemsize == 1,
         topk=None if indices is None else indices.shape[-1],
         extra_page=None if extra_k_cache is None else extra_k_cache.shape[1],
         extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+        enable_batch_invariant=enable_batch_invariant,
     )
     if holder is not None:
         _check_config(name, holder, config)
@@ -190,42 +229,48 @@ def flash_mla_with_kvcache(
     if indices is not None:
         if causal:
             _refuse(name, "causal is True with indices", "the indices say what is visible: pass causal=False")
-        kv_formats = [kv_format]
+        if descale_q is not None or descale_k is not None:
+            _refuse(name, "a descale is given with indices", "they go with dense calls over float8 rows: pass None")
+        kv_formats = [stored]
         if extra_k_cache is not None:
-            kv_formats.append(_kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache))
+            kv_formats.append(_kv_format(name, "extra_k_cache", extra_k_cache, is_fp8_kvcache, None))
         elif extra_topk_length is not None:
             _refuse(name, "extra_topk_length is given without an extra pool", "pass extra_k_cache and its indices")
-        call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, 0, 0, True))
+        splits = 1 if enable_batch_invariant else 0
+        call = DirectCall(SPARSE_DECODE, _sparse_tensors, (kv_formats, scale, head_dim_v, splits, 0, True))
     else:
         if extra_k_cache is not None or topk_length is not None or extra_topk_length is not None:
             _refuse(name, "a sparse argument is given without indices", "pass indices, or only the dense arguments")
         if block_table is None or cache_seqlens is None:
             _refuse(name, "block_table or cache_seqlens is missing", "dense attention needs both, sparse needs indices")
+        if enable_batch_invariant:
+            possible = "pass indices, or call mla_suite.decode with split_size"
+            _refuse(name, "enable_batch_invariant is True in a dense call", possible)
         plan = _plan_of(name, tile_scheduler_metadata, num_splits, cache_seqlens, q.shape[1] * q.shape[2])
-        options = scale, q.shape[1], 0, head_dim_v, causal, kv_format, 0, 0, 1, 0, 1, True
+        options = scale, q.shape[1], 0, head_dim_v, causal, stored, 0, 0, 1, 0, 1, True
         call = DirectCall(DECODE, _dense_tensors, options)
     given = (
         *(q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache),
-        *(topk_length, extra_topk_length, plan),
+        *(topk_length, extra_topk_length, descale_q, descale_k, plan),
     )
     out, lse = call.run(given, head_dim_v)
     if holder is not None:
         holder.have_initialized, holder.config = True, config
         holder.tile_scheduler_metadata = plan
-        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, config
+        settings = head_dim_v, softmax_scale, causal, is_fp8_kvcache, enable_batch_invariant, kv_format, config
         call.remember(_SLOT, given, settings, (out, lse))
     return out, lse.transpose(1, 2)
 
 
 def _dense_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of decode from those of `flash_mla_with_kvcache`."""
-    q, cache, block_table, lens, _, sink, _, _, _, _, plan = given
-    return q, _rows(cache), lens, block_table, None, None, None, None, None, sink, None, plan, None
+    q, cache, block_table, lens, _, sink, _, _, _, _, descale_q, descale_k, plan = given
+    return q, _rows(cache), lens, block_table, None, None, None, descale_q, descale_k, sink, None, plan, None
 
 
 def _sparse_tensors(given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of sparse_decode from those of `flash_mla_with_kvcache`."""
-    q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, _ = given
+    q, cache, _, _, indices, sink, extra, extra_indices, length, extra_length, *_ = given
     if extra is None:
         return q, [_rows(cache)], [indices], [None], [length], sink, None
     return q, [_rows(cache), _rows(extra)], [indices, extra_indices], [None, None], [length, extra_length], sink, None
@@ -244,21 +289,26 @@ _NO_PREFILL = (
 __getattr__ = absent(__name__, dict.fromkeys(_PREFILL, _NO_PREFILL))
 
 
-def _kv_format(name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool) -> str:
-    """The kv_format of a cache [pages, page, 1, width]."""
+def _kv_format(
+    name: str, argument: str, cache: torch.Tensor, is_fp8_kvcache: bool | None, dense_rows: int | None
+) -> str:
+    """The kv_format of a cache [pages, page, 1, width]; rows of `dense_rows` values may be float8."""
     if cache.dim() != 4 or cache.shape[2] != 1:
         _refuse(name, f"{argument} has shape {tuple(cache.shape)}", "it takes [pages, page, 1, width]")
     width = cache.shape[-1]
     records = {656: "v32", 584: "dsv4_fnuz" if cache.dtype == torch.float8_e4m3fnuz else "dsv4"}
     kv_format = records.get(width) if cache.dtype.itemsize == 1 else WIDE.get(cache.dtype)
+    if width == dense_rows:
+        kv_format = FP8.get(cache.dtype, kv_format)
     if kv_format is None:
         _refuse(
             name,
             f"{argument} is {cache.dtype} of width {width}",
-            "it takes bfloat16, float16 or float32 rows, or 1-byte records of 656 (V3.2) or 584 (V4) bytes",
+            "it takes bfloat16, float16 or float32 rows, 1-byte records of 656 (V3.2) or 584 (V4) bytes, or in dense "
+            "calls float8 rows",
             TypeError,
         )
-    if is_fp8_kvcache != (cache.dtype.itemsize == 1):
+    if is_fp8_kvcache is not None and is_fp8_kvcache != (cache.dtype.itemsize == 1):
         _refuse(name, f"is_fp8_kvcache is {is_fp8_kvcache} and {argument} is {cache.dtype}", "the two must agree")
     return kv_format
 
@@ -284,9 +334,12 @@ def _plan_of(
     if isinstance(metadata, FlashMLASchedMeta):
         if num_splits is not None:
             _refuse(name, "num_splits is given with a FlashMLASchedMeta", "pass None: the holder has the splits")
-        if metadata.tile_scheduler_metadata is not None:
-            return metadata.tile_scheduler_metadata
-        return mla_suite.plan(cache_seqlens, num_heads=rows)
+        holder, assigned = metadata, metadata.tile_scheduler_metadata
+        if assigned is None:
+            return mla_suite.plan(cache_seqlens, num_heads=rows)
+        if assigned.dim() == 1:  # a plan
+            return assigned
+        metadata, num_splits = assigned, holder.num_splits
     if not isinstance(metadata, torch.Tensor):
         given = f"tile_scheduler_metadata is a {type(metadata).__name__}"
         _refuse(name, given, "it takes the first of the two that get_mla_metadata returned", TypeError)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 
+import mla_suite
 from mla_suite.integrations import WIDE, check_kinds
 from mla_suite.integrations import refuse as _refuse
+
+LOG2_E = math.log2(math.e)
 
 
 def flash_mla_sparse_fwd(
@@ -16,14 +22,17 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Sparse prefill: every query token attends to its own selection of unpaged keys.
 
     q [s_q, heads, head_dim] and kv [s_kv, 1, head_dim] of one dtype; indices [s_q, 1, topk] int32, -1 or >= s_kv
     selects nothing; topk_length [s_q] int32; attn_sink [heads] fp32
 
     -> out [s_q, heads, d_v], max_logits [s_q, heads] fp32, lse [s_q, heads] fp32: both natural, of scaled scores,
-    without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf.
+    without the sink. A query token without keys gives out 0, max_logits -inf, lse +inf. With return_log2_lse=True both
+    have base 2, with False None stands for each. use_legacy is not read: it chooses between FlashMLA's own kernels.
 
     On an H100 or H200 with bf16 rows of 576 or 512 values the kernel stores max_logits, in eager and compiled calls; it
     ignores scores that are NaN. Elsewhere torch computes it, which takes many times as long as the rest.
@@ -35,11 +44,10 @@ def flash_mla_sparse_fwd(
         _refuse("flash_mla_sparse_fwd", shapes, "they take [s_kv, 1, head_dim] and [s_q, 1, topk]")
     if kv.dtype not in WIDE:
         _refuse("flash_mla_sparse_fwd", f"kv is {kv.dtype}", "it takes bfloat16, float16 or float32", TypeError)
-    out, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(
-        *(q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None),  # pages of one token
-        kv_formats=[WIDE[kv.dtype]],
-        softmax_scale=sm_scale,
-        head_dim_v=d_v,
-        plus_inf_lse=True,
-    )
-    return out, max_logits, lse
+    tensors = q, [kv], [indices.squeeze(1)], [None], [topk_length], attn_sink, None  # pages of one token
+    options: dict[str, Any] = dict(kv_formats=[WIDE[kv.dtype]], softmax_scale=sm_scale, head_dim_v=d_v)
+    if return_log2_lse is False:
+        out, _ = mla_suite.sparse_decode(*tensors, **options)
+        return out, None, None
+    out, lse, max_logits = torch.ops.mla_suite.sparse_decode.max_logits(*tensors, **options, plus_inf_lse=True)
+    return (out, max_logits * LOG2_E, lse * LOG2_E) if return_log2_lse else (out, max_logits, lse)

@@ -14,6 +14,7 @@ from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format as declared
 from mla_suite.ops.decode import reference, samples, validate_data
 from mla_suite.ops.plan import check_splits, check_words
+from mla_suite.ops.plan.metadata import OPEN
 
 Q_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 MAX_CP_PERIOD = 2**30  # keys; the kernels divide by it in 31 bits
@@ -116,7 +117,8 @@ def decode(
     cu_seqlens_q  [batch + 1] int32: sequence b has query tokens cu_seqlens_q[b]..cu_seqlens_q[b + 1], at most
                   max_seqlen_q
     q_descale, kv_descale   [] or [1] fp32, multiply to dequantise fp8 queries and caches: finite, 0 or more. Others are
-                  refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless
+                  refused on the CPU and in debug mode, like other wrong values; else results are NaN or meaningless.
+                  Native kernels round 16-bit queries over 16-bit caches after they multiply them by q_descale
     attn_sink     [heads] fp32 logits: adds exp(sink) to the denominator of `out`, never to `lse`
     rope_cos_sin  [max_len, 64] fp32 = cos | sin: the cache holds un-rotated k_pe (the last 64 values of a row,
                   paired i with i + 32), and row j is rotated to position j as it is read; q is rotated already
@@ -203,9 +205,10 @@ def check(args: DecodeArgs) -> tuple[Output, ...]:
             checks.fail("decode", "rope_cos_sin", given, "its rows must lie side by side: call .contiguous()")
     if args.plan is not None:
         check_words("decode", args.plan, batch, args.q)
-    if args.max_seqlen_kv < 0:
-        possible = "it takes the longest length, or 0 when unknown"
+    if args.max_seqlen_kv < 0 or args.max_seqlen_kv > OPEN:
+        possible = f"it takes the longest length, at most {OPEN}, or 0 when unknown"
         checks.fail("decode", "max_seqlen_kv", f"is {args.max_seqlen_kv}", possible)
+    checks.scale("decode", args.softmax_scale)
     check_splits("decode", args.num_splits, args.split_size)
     _check_ranks(args, batch)
     dtype = torch.bfloat16 if args.q.dtype in Q_FP8 else args.q.dtype

@@ -138,6 +138,7 @@ def check(args: SparseDecodeArgs) -> tuple[Output, ...]:
         check_words("sparse_decode", args.plan, _tokens(args.q), args.q)
     if args.head_dim_v < 1 or args.head_dim_v > head_dim:
         checks.fail("sparse_decode", "head_dim_v", f"is {args.head_dim_v}", f"V is a part of a row: 1..{head_dim}")
+    checks.scale("sparse_decode", args.softmax_scale)
     check_splits("sparse_decode", args.num_splits, args.split_size)
     return Output((*args.q.shape[:-1], args.head_dim_v), args.q.dtype), Output(tuple(args.q.shape[:-1]), torch.float32)
 

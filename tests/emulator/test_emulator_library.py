@@ -36,6 +36,15 @@ def test_built_once_and_again_when_a_source_changes(tmp_path, sources):
     assert ctypes.CDLL(str(copy)).answer() == 42
 
 
+@pytest.mark.parametrize("home", ["/dev/null", "", None])
+def test_no_home_to_write_to(tmp_path, sources, monkeypatch, home):
+    for name in ("XDG_CACHE_HOME", "ZIG_GLOBAL_CACHE_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    assert emulator_library.build_library(tmp_path / "out", sources).is_file()
+
+
 def test_same_sources_same_bytes(tmp_path, sources):
     one = emulator_library.build_library(tmp_path / "one", sources).read_bytes()
     assert one == emulator_library.build_library(tmp_path / "two", sources).read_bytes()

@@ -137,10 +137,18 @@ def test_splits_agree(splits):
 
 
 @pytest.mark.parametrize("heads", [16, 40])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fnuz])
-def test_descales(heads, dtype):
-    args, kwargs = decode_sample((100, 7), heads=heads, kv_format="fp8_fnuz", dtype=dtype, num_splits=1).make(CPU)
-    args = [*args[:7], torch.tensor([0.75]), torch.tensor(1.5), *args[9:]]
+@pytest.mark.parametrize(
+    ("dtype", "kv_format", "descales"),
+    [
+        (torch.bfloat16, "fp8_fnuz", (0.75, 1.5)),
+        (torch.float8_e4m3fnuz, "fp8_fnuz", (0.75, 1.5)),
+        (torch.bfloat16, "bf16", (0.25,)),  # a power of two, since bf16 queries are multiplied and rounded
+        (torch.float16, "fp16", (0.25,)),
+    ],
+)
+def test_descales(heads, dtype, kv_format, descales):
+    args, kwargs = decode_sample((100, 7), heads=heads, kv_format=kv_format, dtype=dtype, num_splits=1).make(CPU)
+    args = [*args[:7], *map(torch.tensor, descales), *args[7 + len(descales) :]]
     out, lse = decode(args, kwargs)
     assert_within_bound(out, lse, exact_decode(*args, **kwargs))
 

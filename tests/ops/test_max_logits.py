@@ -117,3 +117,11 @@ def test_the_second_call_passes_by_the_dispatcher(monkeypatch):
     first = CALL(*tensors, **options)
     monkeypatch.setattr(torch._ops.OpOverload, "__call__", None)
     assert all(torch.equal(a, b) for a, b in zip(first, CALL(*tensors, **options), strict=True))
+
+
+@pytest.mark.parametrize("dims", [(0, 1, 8), (2, 0, 8), (2, 1, 0), (0, 0, 0)], ids=str)
+def test_nothing_to_compute(dims):
+    rows, picks = torch.randn(9, 1, 576).bfloat16(), torch.zeros(*dims[:2], 4, dtype=torch.int32)
+    tensors = torch.randn(*dims, 576).bfloat16(), [rows], [picks], [None], [None], None
+    out, lse, found = CALL(*tensors, kv_formats=["bf16"], softmax_scale=0.3)
+    assert (out.shape, lse.shape, found.shape) == ((*dims, 512), dims, dims)

@@ -103,6 +103,7 @@ BAD = {
     "sink dtype": (lambda: arguments(attn_sink=torch.zeros(8).half()), "attn_sink is float16; it takes float32"),
     "plan dtype": (lambda: arguments(plan=torch.zeros(9)), "plan is float32; it takes int32"),
     "head_dim_v": (lambda: arguments(head_dim_v=513), r"head_dim_v is 513; V is a part of a row: 1\.\.512"),
+    "scale": (lambda: arguments(softmax_scale=torch.inf), "softmax_scale is inf; it takes a finite number"),
     "num_splits": (lambda: arguments(num_splits=-1), "num_splits is -1; it takes 1"),
     "both splits": (lambda: arguments(num_splits=2, split_size=16), "num_splits is 2 with split_size=16"),
     "plan words": (lambda: arguments(plan=ints(4)), r"plan has 4 words; one for 2 sequences has at least \d+"),

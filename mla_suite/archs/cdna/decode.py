@@ -127,7 +127,8 @@ class CdnaConfig:
         out, lse = outputs
         if args.seq_lens.shape[0] == 0 or out.numel() == 0:
             return lambda outputs, tensors: None
-        adjust = query_adjustment(args.softmax_scale < 0, False)
+        takes_descale = args.kv_format in FP8_KV_FORMATS.values()  # the kernels of other caches do not
+        adjust = query_adjustment(args.softmax_scale < 0, args.q_descale is not None and not takes_descale)
         q = args.q if adjust is None else adjust(args.q, args.q_descale)
         shape = shape_of(args, q, out)
         splits = _splits(self, args, shape)

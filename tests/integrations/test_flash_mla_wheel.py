@@ -1,0 +1,136 @@
+"""Calls as SGLang's wheel of FlashMLA, sgl-flash-mla 1.0.0, takes them, on our FlashMLA interface."""
+
+import math
+
+import pytest
+import torch
+from flash_mla_calls import check, dense_expected, paged
+
+import mla_suite
+from mla_suite import kv_formats
+from mla_suite.integrations.flash_mla import (
+    FlashMLASchedMeta,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_decoding_metadata,
+    get_mla_metadata,
+)
+from mla_suite.kv_formats import cache as caches
+from mla_suite.launch import has_kernel
+
+LENGTHS = [130, 0, 700]
+
+
+def records(kv_format, pages):
+    """Packed records in pages of 64 tokens, [pages, 64, 1, bytes]."""
+    kind = kv_formats.kv_format(kv_format)
+    return caches.pack(kind, torch.randn(pages, 64, kind.head_dim)).unsqueeze(2)
+
+
+def test_a_dense_call_with_metadata_made_before_it():
+    cache, block_table, cache_seqlens = paged(LENGTHS, 64)
+    holder = FlashMLASchedMeta()
+    made = get_mla_decoding_metadata(cache_seqlens, 2 * 16, 1, use_legacy=True)
+    holder.tile_scheduler_metadata, holder.num_splits = made
+    for _ in range(3):
+        q = torch.randn(3, 2, 16, 576).bfloat16()
+        out, lse = flash_mla_with_kvcache(
+            q, cache, block_table, cache_seqlens, 512, holder, causal=True, use_legacy=True
+        )
+        check(out, lse, dense_expected(q, cache.squeeze(2), block_table, LENGTHS, 576**-0.5, True))
+
+
+@pytest.mark.parametrize("q_dtype", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_dense_rows_of_float8(q_dtype):
+    cache, block_table, cache_seqlens = paged(LENGTHS, 64, dtype=torch.float8_e4m3fn)
+    descale_q, descale_k = torch.tensor([0.5]), torch.tensor([0.75])
+    for _ in range(3):
+        q = torch.randn(3, 1, 16, 576).to(q_dtype)
+        holder, _ = get_mla_metadata()
+        out, lse = flash_mla_with_kvcache(
+            *(q, cache, block_table, cache_seqlens, 512, holder),
+            is_fp8_kvcache=True,
+            use_legacy=True,
+            descale_q=descale_q,
+            descale_k=descale_k,
+        )
+        values = cache.squeeze(2).float() * 0.75
+        check(out, lse, dense_expected(q.float() * 0.5, values, block_table, LENGTHS, 576**-0.5, False))
+
+
+def test_a_descale_counts_in_every_call():
+    """The third call is one that the fast path recognises, but for the descales' values."""
+    cache, block_table, cache_seqlens = paged(LENGTHS, 64, dtype=torch.float8_e4m3fn)
+    q, holder = torch.randn(3, 1, 16, 576).to(torch.float8_e4m3fn), get_mla_metadata()[0]
+    for descale in (1.0, 1.0, 0.25):
+        given = torch.tensor([descale])
+        out, lse = flash_mla_with_kvcache(
+            q, cache, block_table, cache_seqlens, 512, holder, descale_q=given, descale_k=given
+        )
+        rows = cache.squeeze(2).float() * descale
+        check(out, lse, dense_expected(q.float() * descale, rows, block_table, LENGTHS, 576**-0.5, False))
+    plain, lse = flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder)
+    check(plain, lse, dense_expected(q.float(), cache.squeeze(2).float(), block_table, LENGTHS, 576**-0.5, False))
+
+
+@pytest.mark.parametrize(("kv_format", "named", "head_dim"), [("v32", "V32", 576), ("dsv4", "V4", 512)])
+def test_records_are_known_without_is_fp8_kvcache(kv_format, named, head_dim):
+    k_cache, q = records(kv_format, 4), torch.randn(2, 1, 16, head_dim).bfloat16()
+    indices = torch.randint(-1, 256, (2, 1, 40), dtype=torch.int32)
+
+    def attended(**options):
+        return flash_mla_with_kvcache(
+            q, k_cache, None, None, 512, get_mla_metadata()[0], indices=indices, use_legacy=True, **options
+        )
+
+    said = attended(is_fp8_kvcache=True)
+    for options in ({}, {"kv_format": named}):
+        assert all(map(torch.equal, attended(**options), said))
+    with pytest.raises(ValueError, match=rf"kv_format is 'V41' and k_cache holds {kv_format}; it takes V32 for"):
+        attended(kv_format="V41")
+    with pytest.raises(ValueError, match="is_fp8_kvcache is False and k_cache is torch.uint8"):
+        attended(is_fp8_kvcache=False)
+    with pytest.raises(ValueError, match="a descale is given with indices"):
+        attended(descale_q=torch.ones(1))
+
+
+def test_batch_invariant_sparse_calls():
+    if not has_kernel("gfx942", "sparse_decode_kvformat-v32_rows-16"):
+        pytest.skip("the kernels of gfx942 are not built; run `python -m mla_suite build --arch gfx942`")
+    k_cache, q = records("v32", 40), torch.randn(3, 1, 16, 576).bfloat16()
+    indices = torch.randint(40 * 64, (3, 1, 1024), dtype=torch.int32)
+
+    def attended(which, invariant):
+        return flash_mla_with_kvcache(
+            *(q[which], k_cache, None, None, 512, get_mla_metadata()[0]),
+            indices=indices[which],
+            enable_batch_invariant=invariant,
+        )
+
+    with mla_suite.emulate("gfx942"):
+        together, alone = attended(slice(None), True), attended(slice(1, 2), True)
+        split, _ = attended(slice(1, 2), False)
+    assert torch.equal(together[0][1:2], alone[0])
+    assert torch.equal(together[1][1:2], alone[1])
+    assert not torch.equal(split, alone[0])  # several splits, whose sums differ in their last bits
+
+
+def test_a_batch_invariant_dense_call_is_refused():
+    cache, block_table, cache_seqlens = paged([90, 5], 64)
+    q, holder = torch.randn(2, 1, 16, 576).bfloat16(), get_mla_metadata()[0]
+    with pytest.raises(ValueError, match="in a dense call; pass indices, or call mla_suite.decode with split_size"):
+        flash_mla_with_kvcache(q, cache, block_table, cache_seqlens, 512, holder, enable_batch_invariant=True)
+
+
+def test_statistics_of_sparse_prefill():
+    q, kv = torch.randn(5, 64, 576).bfloat16(), torch.randn(90, 1, 576).bfloat16()
+    indices = torch.randint(-1, 90, (5, 1, 40), dtype=torch.int32)
+    indices[3] = -1
+    out, max_logits, lse = flash_mla_sparse_fwd(q, kv, indices, 0.04, use_legacy=True)
+    of_two, max_of_two, lse_of_two = flash_mla_sparse_fwd(q, kv, indices, 0.04, return_log2_lse=True)
+    torch.testing.assert_close(max_of_two, max_logits / math.log(2))
+    torch.testing.assert_close(lse_of_two, lse / math.log(2))
+    without = flash_mla_sparse_fwd(q, kv, indices, 0.04, return_log2_lse=False)
+    assert without[1:] == (None, None)
+    assert torch.equal(out, of_two)
+    assert torch.equal(out, without[0])
