@@ -205,18 +205,19 @@ def test_combine(arch):
 LONG_ONES = [5000, 3, 0, 900, 7000], 64, {}
 MANY = [17 * i % 700 for i in range(600)], 100, {}
 IN_THREE = [17 * i % 700 for i in range(300)], 100, {"num_splits": 3}
+BY_SIZE = [17 * i % 700 for i in range(300)], 100, {"split_size": 256}
 
 
 def test_plan(arch):
     """Every barrier, over problems that together take every path.
 
     In two places a barrier follows another with nothing between that it is needed for: behind the largest length, where
-    the line has its own, and between the two prefix sums of a uniform plan.
+    the line has its own, and between the two prefix sums of a plan with split_size.
     """
     if not has_kernel(arch, "plan_step-search_waves-4"):
         pytest.skip(f"plan is not built for {arch}; run `python -m mla_suite build`")
     outcomes: dict[tuple[str, int], set[str]] = {}
-    for lengths, num_sm_parts, options in (LONG_ONES, MANY, IN_THREE):
+    for lengths, num_sm_parts, options in (LONG_ONES, MANY, IN_THREE, BY_SIZE):
         lens = torch.tensor(lengths, dtype=torch.int32)
         with mla_suite.emulate(arch), first_launch(2) as found:
             mla_suite.plan(lens, num_heads=16, num_sm_parts=num_sm_parts, max_seqlen_kv=8192, **options)
