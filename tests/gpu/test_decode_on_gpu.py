@@ -8,6 +8,7 @@ import pytest
 import torch
 from decode_calls import (
     CACHE,
+    COS_SIN,
     FP8,
     HALF,
     LENS,
@@ -91,6 +92,22 @@ SHAPES = {
     "e4m3 queries": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4, **FP8),
     "e4m3 queries, 8 splits": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True, **FP8),
     "e4m3 queries, planned, ragged": dict(lens=(*[60, 0, 500] * 40, 3000), q_len=3, planned=True, varlen=True, **FP8),
+    "un-rotated": dict(lens=(0, 1, 31, 32, 33, 64, 65, 500), heads=64, q_len=2, rotate=True),
+    "un-rotated, one sequence": dict(lens=(3000,), heads=16, rotate=True),
+    "un-rotated, four tokens": dict(lens=(700, 1, 2, 1063), heads=32, q_len=4, rotate=True),
+    "un-rotated, pages of 1": dict(lens=(70, 1, 333), page=1, q_len=3, rotate=True),
+    "un-rotated, pages of 16, ragged": dict(lens=(700, 100, 1063), page=16, ragged_pages=True, rotate=True),
+    "un-rotated, two splits": dict(lens=(700, 100, 1, 64, 0), heads=128, num_splits=2, sink=True, rotate=True),
+    "un-rotated, 8 splits": dict(lens=(3000, 33, 0), heads=100, num_splits=8, sink=True, rotate=True),
+    "un-rotated, ragged queries": dict(lens=(700, 100, 1063, 0), q_len=4, varlen=True, sink=True, rotate=True),
+    "un-rotated, planned": dict(lens=(700, 100, 2063, 500), heads=128, planned=True, rotate=True),
+    "un-rotated, planned, pages of 16": dict(lens=(700, 100, 2063), heads=40, planned=True, page=16, rotate=True),
+    "un-rotated, planned, ragged": dict(
+        lens=(*[60, 0, 500, 31] * 40, 3000), q_len=3, planned=True, varlen=True, rotate=True
+    ),
+    "un-rotated, by size": dict(lens=(700, 100, 0), split_size=48, heads=24, rotate=True),
+    "un-rotated, fp16": dict(lens=(700, 90), heads=24, rotate=True, **HALF),
+    "un-rotated, fp16, gathered": dict(lens=(700, 90), heads=16, page=24, num_splits=2, rotate=True, **HALF),
     "more tiles than SMs": dict(lens=(40,), heads=128, q_len=70, num_splits=1),
     "more sequences than SMs": dict(lens=tuple(40 + i for i in range(140)), heads=65),
 }
@@ -124,6 +141,8 @@ def test_random_problems():
             rope=draw.choice((64, 64, 0)),
             **draw.choice(({}, {}, HALF, FP8, {"kv_format": "fp8"}, {**HALF, "kv_format": "fp8"})),
         )
+        rotatable = options["rope"] == 64 and options.get("kv_format", "bf16") != "fp8"
+        options["rotate"] = rotatable and draw.random() < 0.3
         try:
             check(decode_sample(lens, heads=heads, q_len=q_len, seed=number, **split, **options))
         except AssertionError as error:
@@ -175,10 +194,33 @@ def test_strided_tensors():
     assert_right(padded, lse, exact_decode(*on_cpu(args), **kwargs))
 
 
+@pytest.mark.parametrize("page", [64, 16])
+@pytest.mark.parametrize("types", [{}, HALF], ids=["bf16", "fp16"])
+def test_an_unrotated_cache_gives_what_a_rotated_one_does(types, page):
+    """Up to the rounding of rotated keys to 16 bits, which the second cache has and the first has not."""
+    require_kernels("sm_90")
+    args, kwargs = decode_sample((700, 33, 1), heads=40, q_len=2, page=page, rotate=True, **types).make(
+        torch.device("cuda")
+    )
+    out, lse = decode(args, kwargs)
+    keys, cos_sin = args[CACHE].float(), args[COS_SIN]
+    for b, length in enumerate(args[LENS].tolist()):
+        positions = torch.arange(length, device="cuda")
+        at = args[TABLE][b].long()[positions // page], positions % page
+        low, high = keys[at][:, 512:].chunk(2, dim=1)
+        cos, sin = cos_sin[:length].chunk(2, dim=1)
+        keys[(*at, slice(512, None))] = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=1)
+    rotated = [*args[:COS_SIN], None, *args[COS_SIN + 1 :]]
+    rotated[CACHE] = keys.to(args[CACHE].dtype)
+    expected, expected_lse = decode(rotated, kwargs)
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=5e-3)
+
+
 def test_what_it_cannot_take_is_refused_in_a_sentence():
     require_kernels("sm_90")
     for options, sentence in (
-        (dict(rotate=True), "rope_cos_sin; it takes keys that were rotated before they were cached"),
+        (dict(rotate=True, kv_format="fp8"), "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16"),
         (dict(kv_format="fp16"), "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
     ):
         args, kwargs = decode_sample((70,), heads=16, **options).make(torch.device("cuda"))

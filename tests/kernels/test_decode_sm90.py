@@ -29,13 +29,20 @@ SOURCES = (*(("tma", mode) for mode in ("none", "reduce_o", "reduce_last", "exch
 POINTS = [(*point, *source) for *point, source in itertools.product(("bf16", "fp16"), (576, 512), SOURCES)]
 POINTS += [(dtype, 576, "fp8", mode) for dtype in ("bf16", "fp16", "fp8") for mode in ("none", "reduce_o")]
 POINTS += [(dtype, 512, "fp8", "none") for dtype in ("bf16", "fp16", "fp8")]
+ROTATED = [
+    (dtype, 576, "tma_rotated", mode) for dtype in ("bf16", "fp16") for mode in ("none", "reduce_o", "reduce_last")
+]
+ROTATED += [(dtype, 576, "cp_async_rotated", "none") for dtype in ("bf16", "fp16")]
+POINTS += ROTATED
 SWAP_AB = [(dtype, 576, "swap_ab", "none", rows) for dtype in ("bf16", "fp16", "fp8") for rows in (16, 32)]
 HALF = {"kv_format": "fp16", "dtype": torch.float16}
 FP8 = {"kv_format": "fp8", "dtype": torch.float8_e4m3fn}
 
 
 def test_every_point_is_declared():
-    declared = {item.id: item for item in instances("sm_90") if item.kernel in ("decode", "swap_ab_decode")}
+    declared = {
+        item.id: item for item in instances("sm_90") if item.kernel in ("decode", "decode_rotated", "swap_ab_decode")
+    }
     points = POINTS + SWAP_AB
     assert set(declared) == {Sm90Config(H200, *point).instance for point in points}
     for point in points:
@@ -51,7 +58,13 @@ def test_every_point_is_declared():
         ({"width": 320}, "width is one of 576, 512"),
         ({"dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "dtype": "fp32"}, "dtype is one of bf16, fp16, fp8"),
-        ({"kv_load": "hope"}, "kv_load is one of tma, cp_async, fp8, swap_ab"),
+        ({"kv_load": "hope"}, "kv_load is one of tma, cp_async, fp8, swap_ab, tma_rotated, cp_async_rotated"),
+        ({"kv_load": "tma_rotated", "width": 512}, "width is one of 576"),
+        (
+            {"kv_load": "tma_rotated", "cluster_mode": "exchange_p"},
+            "cluster_mode is one of none, reduce_o, reduce_last",
+        ),
+        ({"kv_load": "cp_async_rotated", "dtype": "fp8"}, "dtype is one of bf16, fp16"),
         ({"kv_load": "fp8", "cluster_mode": "exchange_p"}, "cluster_mode is one of none, reduce_o"),
         ({"kv_load": "fp8", "width": 512, "cluster_mode": "reduce_o"}, "cluster_mode is one of none"),
         ({"kv_load": "swap_ab", "width": 512}, "width is one of 576"),
@@ -78,8 +91,9 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     clusters["exchange_p"] = "ClusterExchangeP"
     for point in POINTS:
         config = Sm90Config(H200, *point)
-        policy = f"DecodePolicyOf<KvSource::{config.kv_load}, {clusters[config.cluster_mode]}, {config.width}>"
-        traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}>, {policy}>"
+        source, rotates = config.kv_load.removesuffix("_rotated"), str(config.load.rotates).lower()
+        policy = f"DecodePolicyOf<KvSource::{source}, {clusters[config.cluster_mode]}, {config.width}, {rotates}>"
+        traits = f"DecodeTraits<DecodeProblem<{config.dtype}, {config.width}, {rotates}>, {policy}>"
         lines += [
             f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
             f'static_assert(BLOCK_N == {BLOCK_N} && BLOCK_M == {BLOCK_M}, "tile of {config.instance}");',
@@ -128,6 +142,8 @@ def answer_of(monkeypatch, built=True, **options):
         ({**FP8, "page": 1, "q_len": 2}, "swap_ab_decode_dtype-fp8_qrows-32"),
         ({**FP8, "page": 1, "q_len": 4}, "decode_dtype-fp8_dqk-576_kvsource-fp8_clustermode-none"),
         ({**HALF, "kv_format": "fp8", "rope": 0}, "decode_dtype-fp16_dqk-512_kvsource-fp8_clustermode-none"),
+        ({"rotate": True}, "decode_rotated_dtype-bf16_dqk-576_kvsource-tma_clustermode-none_rotate-1"),
+        ({"rotate": True, "page": 1, **HALF}, "decode_rotated_dtype-fp16_dqk-576_kvsource-cp_async_clustermode-none_"),
     ],
 )
 def test_which_kernel(monkeypatch, options, instance):
@@ -145,7 +161,10 @@ def test_which_kernel(monkeypatch, options, instance):
         ({"dtype": torch.float8_e4m3fn}, "kv_format bf16 with torch.float8_e4m3fn queries; it takes fp8"),
         ({"kv_format": "fp16"}, "kv_format fp16 with torch.bfloat16 queries; it takes bf16 or fp8"),
         ({"latent": 256}, "rows of 320 values with head_dim_v 256; it takes 576 or 512 with 512"),
-        ({"rotate": True}, "rope_cos_sin; it takes keys that were rotated before they were cached"),
+        (
+            {"rotate": True, "kv_format": "fp8"},
+            "rope_cos_sin of 64 values with fp8 rows of 576; it rotates 64 of bf16 or fp16 rows of 576",
+        ),
         ({"built": False}, "is not built for sm_90; run `python -m mla_suite build`"),
     ],
 )
@@ -222,6 +241,7 @@ def test_every_word_of_a_launch(monkeypatch):
         "cp_period_reciprocal": 2**31,
         "cp_period_shift": 0,
         "cp_offset": 0,
+        "rope_cos_sin": 0,
     }
     scale = fields.pop("softmax_scale")
     assert fields == expected
@@ -297,3 +317,30 @@ def test_an_e4m3_cache_without_a_cluster(monkeypatch):
     assert instance == "swap_ab_decode_dtype-bf16_qrows-16"
     assert (grid, block, shared) == ((1, 6, 1), 384, 231344)
     assert (fields["q"], fields["kv_cache"]) == (args[0].data_ptr(), args[1].data_ptr())
+
+
+@pytest.mark.parametrize(("page", "mapped"), [(64, True), (24, False)])
+def test_an_unrotated_cache(monkeypatch, page, mapped):
+    """Two splits reduce O in a cluster, if boxes bring the keys; nothing streams. The cosines are where they were."""
+    asked = []
+    sample = decode_sample((700, 90), heads=128, page=page, num_splits=2, rotate=True)
+    (instance, grid, block, shared, fields, *_), args, _ = launched(monkeypatch, sample, asked=asked)
+    mode, source = ("reduce_o", "tma") if mapped else ("none", "cp_async")
+    assert instance == f"decode_rotated_dtype-bf16_dqk-576_kvsource-{source}_clustermode-{mode}_rotate-1"
+    assert (grid, block, shared) == ((2, 4, 1), 512, 228832 if mapped else 227392)
+    assert (fields["rope_cos_sin"], fields["streaming"]) == (args[10].data_ptr(), 0)
+    assert (fields["kv_cache"], fields["batch"], fields["rows"]) == (args[1].data_ptr(), 2, 128)
+    assert (fields["kv_map_0"] != 0) == mapped
+    boxes = [box for *_, box in asked if len(box) == 4]
+    assert boxes == ([(64, 32, 1, 1)] if mapped else [])
+
+
+def test_cosines_off_alignment_are_copied(monkeypatch):
+    args, kwargs = decode_sample((70,), num_splits=1, rotate=True).make(CPU)
+    flat = torch.zeros(args[10].numel() + 1)
+    args = [*args[:10], flat[1:].view(args[10].shape).copy_(args[10]), *args[11:]]
+    (*_, fields, _, buffers), _, _ = launched(monkeypatch, None, given=(args, kwargs))
+    copy = buffers["rope_cos_sin"].tensor
+    assert fields["rope_cos_sin"] == copy.data_ptr() != args[10].data_ptr()
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, args[10])

@@ -17,7 +17,7 @@ import pytest
 from mla_suite.archs import CSRC
 
 HOST = Path(__file__).parent / "cuda_on_host"
-FOLDERS = ("common", "sm_90/decode", "sm_90/sparse_decode", "sm_90/ptx")
+FOLDERS = ("common", "sm_90/combine", "sm_90/decode", "sm_90/sparse_decode", "sm_90/ptx")
 INSTRUCTION = re.compile(r'asm(?: volatile)?\(\s*((?:"[^"]*"\s*)+)(.*?)\);', re.S)
 CALLS = {"ld.shared": "ld_shared_words", "st.shared": "st_shared_words", "ldmatrix": "ldmatrix_x4"}
 

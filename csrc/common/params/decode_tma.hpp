@@ -61,6 +61,7 @@ struct alignas(64) DecodeTmaParams {
   uint32_t lse_tokens_shift;
   float empty_lse;               // of a row that sees no key: -inf or +inf
   float softmax_scale;           // positive
+  const float* rope_cos_sin;     // [max_len, 64], or null: keys are cached un-rotated; row j rotates the key at position j
 };
 
 }  // namespace mla

@@ -1,5 +1,5 @@
 // Decode on sm_90: the entry. DTYPE (of the queries), D_QK, KV_SOURCE and CLUSTER_MODE are the instance's constants
-// (arch.toml). sm_90/README.md describes the roles.
+// (arch.toml), and ROTATE where rope parts are cached un-rotated. sm_90/README.md describes the roles.
 #include "sm_90/decode/cluster/exchange_p.hpp"
 #include "sm_90/decode/cluster/none.hpp"
 #include "sm_90/decode/cluster/reduce_last.hpp"
@@ -8,6 +8,10 @@
 #include "sm_90/decode/producer_cp_async.hpp"
 #include "sm_90/decode/producer_fp8.hpp"
 #include "sm_90/decode/producer_tma.hpp"
+
+#ifndef ROTATE
+#define ROTATE 0
+#endif
 
 namespace mla::sm_90 {
 
@@ -34,8 +38,8 @@ struct ProducerOf<KvSource::fp8, Traits, Scheduler> {
 template <class Traits, class Scheduler>
 using Producer = typename ProducerOf<KvSource::KV_SOURCE, Traits, Scheduler>::Type;
 
-using Policy = DecodePolicyOf<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK>;
-using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK>, Policy>;
+using Policy = DecodePolicyOf<KvSource::KV_SOURCE, cluster_mode::CLUSTER_MODE, D_QK, ROTATE>;
+using Traits = DecodeTraits<DecodeProblem<DTYPE, D_QK, ROTATE>, Policy>;
 using Kernel = DecodeKernel<Traits, TileSchedulerOf<Traits::Cluster::MERGES_LAST>, Producer>;
 
 }  // namespace mla::sm_90

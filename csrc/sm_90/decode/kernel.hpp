@@ -79,6 +79,9 @@ struct DecodeKernel {
         mbarrier_init(barriers.raw_full(stage), 1);     // the warp whose turn it is to copy
         mbarrier_init(barriers.raw_empty(stage), 128);  // the producer
       }
+    if constexpr (Traits::ROTATES)
+      for (int stage = 0; stage < Traits::STAGES; ++stage)
+        mbarrier_init(barriers.rope_full(stage), Traits::ROPE_FULL_ARRIVALS);  // the producer's threads that bring keys
     if constexpr (Traits::STREAMABLE) mbarrier_init(Cluster::sentinel_fill(barriers), 32);  // the warp of SentinelFill
     Cluster::init_mbarriers(barriers);
     mbarrier_init_fence();

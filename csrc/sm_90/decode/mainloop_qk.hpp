@@ -156,11 +156,16 @@ class QkSoftmax {
     release_q_stage();
   }
 
+  // The step of Q that step k of Q K^T takes. The residuals of the rope parts lie behind them, as one more column block.
+  MLA_DEVICE static constexpr int q_step(int k) {
+    return k < Traits::Q_STEPS ? k : k - (Traits::QK_STEPS - Traits::Q_STEPS);
+  }
+
   // S = Q K^T for the ring's next stage; `between(k)` is called after step k was issued.
   template <class Between>
   MLA_DEVICE void multiply(float (&s)[SCORES], const Between& between) {
     if (!stage_ready_) mbarrier_wait(barriers_.kv_full(kv_.stage), kv_.parity);
-    if constexpr (Traits::SOURCE != KvSource::tma) fence_proxy_async();
+    if constexpr (Traits::SOURCE != KvSource::tma || Traits::ROTATES) fence_proxy_async();
     if constexpr (SELECTED) present_ = Traits::present(shared_, kv_.stage);
     const uint32_t stage = warp_uniform(shared_ + Storage::KV + kv_.stage * Traits::STAGE_BYTES);
     const uint64_t keys = make_descriptor(stage, 0, Traits::GROUP_BYTES, Swizzle::bytes128);
@@ -170,12 +175,12 @@ class QkSoftmax {
     const uint64_t q = make_descriptor(warp_uniform(q_address), 0, 512, Swizzle::bytes64);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < Traits::Q_STEPS; ++k) {
+    for (int k = 0; k < Traits::QK_STEPS; ++k) {
       const uint64_t key = advance_descriptor(keys, k / 4 * Traits::BLOCK_BYTES + k % 4 * 32);
       if (k < Traits::Q_SHARED_STEPS)
         qk_mma<Element>(s, advance_descriptor(q, k / 2 * Traits::Q_BOX_BYTES + k % 2 * 32), key, k > 0);
       else
-        qk_mma<Element>(s, &q_[4 * (k - Traits::Q_SHARED_STEPS)], key, true);
+        qk_mma<Element>(s, &q_[4 * (q_step(k) - Traits::Q_SHARED_STEPS)], key, true);
       between(k);
     }
     wgmma_commit();

@@ -132,9 +132,22 @@ class ProducerBase {
         load_q_half(row, half, kv);
       else if (Traits::SOURCE != KvSource::tma)
         mbarrier_arrive(barriers_.kv_full(kv.stage));
+      if constexpr (Traits::ROTATES)
+        if (lane == 0 || Traits::SOURCE != KvSource::tma) mbarrier_arrive(barriers_.rope_full(kv.stage));
       kv.next();
     }
     __syncwarp();
+  }
+
+  // Starts to copy the rows of rope_cos_sin at the positions of an empty stage's keys, from `first` on, by one thread,
+  // which has yet to arrive on rope_full. The table may end where the tile does, so no row behind the tile is read.
+  MLA_DEVICE void load_cos_sin(int first, int end, const KvState& kv) const {
+    const uint32_t full = barriers_.rope_full(kv.stage);
+    const int bytes = min(end - first, BLOCK_N) * Traits::COS_SIN_BYTES;
+    const char* from = reinterpret_cast<const char*>(params_.rope_cos_sin);
+    mbarrier_expect_more(full, bytes);
+    bulk_load(shared_ + kv.stage * Traits::STAGE_BYTES + Traits::COS_SIN_AT,
+              from + static_cast<int64_t>(first) * Traits::COS_SIN_BYTES, bytes, full, EVICT_NORMAL);
   }
 
   const Params& params_;

@@ -1,8 +1,10 @@
 // The producer for pages of any size: all 128 threads copy keys in pieces of 16 bytes by cp.async. Its first warp also
-// loads queries and publishes work tiles, its last one prefetches first.
+// loads queries and publishes work tiles, its last one prefetches first. Of un-rotated keys two warps copy, and two
+// rotate.
 #pragma once
 
 #include "sm_90/decode/producer.hpp"
+#include "sm_90/decode/rotate_rope.hpp"
 #include "sm_90/ptx/cp_async.hpp"
 
 namespace mla::sm_90 {
@@ -10,9 +12,10 @@ namespace mla::sm_90 {
 template <class Traits, class Scheduler>
 class ProducerCpAsync : ProducerBase<Traits> {
   using Base = ProducerBase<Traits>;
-  using typename Base::KvState, typename Base::Params, typename Base::TileState;
+  using typename Base::KvState, typename Base::Params, typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
   enum Warp : int { PREFETCH_WARP = 3 };
+  static constexpr int KEYS_APART = Traits::COPIERS / 8;  // a thread's keys; eight threads copy 128 bytes of a key
 
  public:
   MLA_DEVICE ProducerCpAsync(const Params& params, uint32_t shared) : Base(params, shared) {}
@@ -21,7 +24,10 @@ class ProducerCpAsync : ProducerBase<Traits> {
     const int warp = warp_uniform(warpgroup_thread() / 32);
     if (warp == PREFETCH_WARP) this->prefetch();
     Scheduler scheduler = this->template start_scheduler<Scheduler>();
-    copy_keys(scheduler);
+    if (Traits::ROTATES && warp * 32 >= Traits::COPIERS)
+      RopeRotator<Traits>(shared_ - Storage::KV).all_tiles(scheduler, false);
+    else
+      copy_keys(scheduler);
   }
 
  private:
@@ -49,12 +55,12 @@ class ProducerCpAsync : ProducerBase<Traits> {
   // its writes over all banks.
   MLA_DEVICE void copy_stage(const int32_t* pages, int first, int end, const KvState& kv) {
     const int piece = warpgroup_thread() % 8;
-    const int slot = warpgroup_thread() / 8;  // this thread's keys are slot, slot + 16, ...
+    const int slot = warpgroup_thread() / 8;  // this thread's first key
     const char* cache = static_cast<const char*>(params_.kv_cache);
-    const char* from[BLOCK_N / 16];
+    const char* from[BLOCK_N / KEYS_APART];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; ++i) {
-      const int key = first + slot + 16 * i;
+    for (int i = 0; i < BLOCK_N / KEYS_APART; ++i) {
+      const int key = first + slot + KEYS_APART * i;
       from[i] = nullptr;
       if (key < end) {
         const int in_table = this->page_of(key);
@@ -65,15 +71,28 @@ class ProducerCpAsync : ProducerBase<Traits> {
     }
     const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
     this->wait_for_empty(kv);
-#pragma unroll
-    for (int i = 0; i < BLOCK_N / 16; ++i) {
-      const bool valid = from[i] != nullptr;
-      const char* row = valid ? from[i] : cache;  // nothing is read when not valid
-#pragma unroll
-      for (int c = 0; c < Traits::COLUMN_BLOCKS; ++c)  // 16 keys of 128 bytes lie between this thread's keys
-        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * 16 * 128, row + c * 128, valid);
+    if constexpr (Traits::ROTATES) {
+      if (warpgroup_thread() == 0) this->load_cos_sin(first, end, kv);
+      copy_blocks<Traits::COLUMN_BLOCKS - 1, Traits::COLUMN_BLOCKS>(from, to);
+      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));
+      copy_blocks<0, Traits::COLUMN_BLOCKS - 1>(from, to);
+    } else {
+      copy_blocks<0, Traits::COLUMN_BLOCKS>(from, to);
     }
     cp_async_mbarrier_arrive(barriers_.kv_full(kv.stage));
+  }
+
+  // This thread's pieces of some column blocks.
+  template <int BEGIN, int END>
+  MLA_DEVICE void copy_blocks(const char* const (&from)[BLOCK_N / KEYS_APART], uint32_t to) const {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / KEYS_APART; ++i) {
+      const bool valid = from[i] != nullptr;
+      const char* row = valid ? from[i] : static_cast<const char*>(params_.kv_cache);  // nothing is read when not valid
+#pragma unroll
+      for (int c = BEGIN; c < END; ++c)
+        cp_async_16_l2_256(to + c * Traits::BLOCK_BYTES + i * KEYS_APART * 128, row + c * 128, valid);
+    }
   }
 };
 

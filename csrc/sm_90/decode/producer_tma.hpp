@@ -1,10 +1,11 @@
 // The producer for pages that are multiples of 32 keys. Its four warps issue TMA loads of keys and of queries, publish
 // work tiles, and prefetch, so that none waits for another. Keys are loaded ahead of their use by up to the ring's
-// stages.
+// stages. Un-rotated keys are rotated by the warps that publish and prefetch, which have little else to do.
 #pragma once
 
 #include "sm_90/decode/plan_pair.hpp"
 #include "sm_90/decode/producer.hpp"
+#include "sm_90/decode/rotate_rope.hpp"
 #include "sm_90/decode/sentinel_fill.hpp"
 
 namespace mla::sm_90 {
@@ -15,6 +16,7 @@ class ProducerTma : ProducerBase<Traits> {
   using typename Base::Cluster, typename Base::KvState, typename Base::Params, typename Base::Stage,
       typename Base::Storage, typename Base::TileState;
   using Base::params_, Base::barriers_, Base::shared_;
+  using Rotator = RopeRotator<Traits>;
   enum Warp : int { KV_WARP = 0, Q_WARP = 1, TILE_WARP = 2, PREFETCH_WARP = 3 };
 
  public:
@@ -22,12 +24,17 @@ class ProducerTma : ProducerBase<Traits> {
 
   MLA_DEVICE void run() {
     const int warp = warp_uniform(warpgroup_thread() / 32);
-    if (warp == PREFETCH_WARP) return prefetch();
+    if (warp == PREFETCH_WARP) {
+      prefetch();
+      if constexpr (!Traits::ROTATES) return;
+    }
     Scheduler scheduler = this->template start_scheduler<Scheduler>();
     if (warp == Q_WARP)
       Cluster::EXCHANGES_P ? load_queries_and_peer_keys(scheduler) : load_queries(scheduler);
     else if (warp == TILE_WARP)
       publish_tiles(scheduler);
+    else if (Traits::ROTATES && warp == PREFETCH_WARP)
+      Rotator(shared_ - Storage::KV).all_tiles(scheduler, true);
     else
       load_keys(scheduler);
     if constexpr (Cluster::EXCHANGES_P)
@@ -55,7 +62,10 @@ class ProducerTma : ProducerBase<Traits> {
         kv.next();
       }
       for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N) {
-        load_boxes<Traits::STAGE_BYTES>(pages, first, 0, this->kv_stage(kv));
+        if constexpr (Traits::ROTATES)
+          load_unrotated(pages, first, tile.end_key, kv);
+        else
+          load_boxes<Traits::KEY_BYTES>(pages, first, 0, this->kv_stage(kv));
         kv.next();
         if (first == tile.first_key) after_first_keys(scheduler);
       }
@@ -122,9 +132,11 @@ class ProducerTma : ProducerBase<Traits> {
   MLA_DEVICE void publish_tiles(Scheduler& scheduler) {
     if constexpr (Cluster::MERGES_LAST) return publish_tiles_of_pair(scheduler);
     TileState tiles;
+    Rotator rotator(shared_ - Storage::KV);
     scheduler.resolve_bounds();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
       this->publish(scheduler.tile(), info, tiles, TILE_WARP * 32);
+      rotator.tile(scheduler.tile(), info == Q_LOADED);
       scheduler.next();
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, TILE_WARP * 32);
@@ -133,6 +145,7 @@ class ProducerTma : ProducerBase<Traits> {
   // ClusterReduceLast: the tile that the cluster merges is named, with where its results go.
   MLA_DEVICE void publish_tiles_of_pair(Scheduler& scheduler) {
     TileState tiles;
+    Rotator rotator(shared_ - Storage::KV);
     const PlanPair pair(params_, blockIdx.y);
     scheduler.resolve_bounds();
     for (int info = Q_LOADED; scheduler.more(); info = 0) {
@@ -142,15 +155,27 @@ class ProducerTma : ProducerBase<Traits> {
         info |= MERGED_WITH_PEER;
       }
       this->publish(tile, info, tiles, TILE_WARP * 32);
+      rotator.tile(tile, (info & Q_LOADED) != 0);
       scheduler.next();
     }
     this->publish(scheduler.tile(), END_OF_WORK, tiles, TILE_WARP * 32);
     pair.tell_combine(params_, blockIdx.y);
   }
 
-  // Loads a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin at
-  // multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless. Where partials are
-  // written, L2 should keep those: they are read next, the keys not before the next step.
+  // Loads a stage of un-rotated keys: first what is rotated while the rest is on its way.
+  MLA_DEVICE void load_unrotated(const int32_t* pages, int first, int end, const KvState& kv) {
+    constexpr int ROPE_BLOCK = Traits::COLUMN_BLOCKS - 1;
+    const Stage stage = this->kv_stage(kv);
+    this->wait_for_tma_stage(stage);
+    if (warpgroup_thread() % 32 == 0) this->load_cos_sin(first, end, kv);
+    const Stage rope{stage.at + Traits::ROPE_AT, barriers_.rope_full(kv.stage), stage.empty, stage.parity};
+    load_boxes<Traits::BLOCK_BYTES>(pages, first, ROPE_BLOCK, rope);
+    load_boxes<Traits::ROPE_AT>(pages, first, 0, stage);
+  }
+
+  // Loads BYTES of a stage, whose keys are rows of one page: [column blocks from `block` on][BLOCK_N][64]. Splits begin
+  // at multiples of BLOCK_N. Keys past the tile's end come along; the QK warpgroup makes them harmless. Where partials
+  // are written, L2 should keep those: they are read next, the keys not before the next step.
   template <int BYTES>
   MLA_DEVICE void load_boxes(const int32_t* pages, int first, int block, const Stage& to) {
     const uint64_t hint = params_.partial_out != nullptr ? EVICT_FIRST : EVICT_NORMAL;

@@ -92,8 +92,9 @@ struct SharedStorage {
   static constexpr int CLUSTER_END =
       CLUSTER_PART + (__is_empty(ClusterStorage) ? 0 : static_cast<int>(sizeof(ClusterStorage)));
   static constexpr int RAW = (CLUSTER_END + 127) / 128 * 128;  // RawStorage, in whole turns of the banks
-  static constexpr int BYTES =
-      Traits::SOURCE == KvSource::fp8 ? RAW + static_cast<int>(sizeof(RawStorage<Traits>)) : CLUSTER_END;
+  static constexpr int ROPE_FULL = CLUSTER_END;                // with ROTATES, an mbarrier for each stage
+  static constexpr int BYTES = Traits::SOURCE == KvSource::fp8 ? RAW + static_cast<int>(sizeof(RawStorage<Traits>))
+                                                               : CLUSTER_END + (Traits::ROTATES ? 8 * Traits::STAGES : 0);
   static_assert(CLUSTER_PART % alignof(ClusterStorage) == 0, "what a cluster has begins where the block's part ends");
   static_assert(BYTES <= SHARED_MEMORY_LIMIT, "a block has 227 KiB");
 };
@@ -130,6 +131,9 @@ struct Mbarriers : PipelineMbarriers<DecodeStorage<Traits>, SharedStorage<Traits
   MLA_DEVICE uint32_t raw_empty(int stage) const {
     return in_raw(__builtin_offsetof(RawStorage<Traits>, empty), stage);
   }
+
+  // The rope parts of a stage's keys have arrived, un-rotated, and the rows of rope_cos_sin with them.
+  MLA_DEVICE uint32_t rope_full(int stage) const { return this->at(Storage::ROPE_FULL, stage); }
 
   // An address within what only this kind of cluster has.
   MLA_DEVICE uint32_t in_cluster(int offset) const { return this->at(Storage::CLUSTER_PART + offset, 0); }

@@ -41,14 +41,17 @@ struct QueryTypes<fp8> {
   static constexpr bool CONVERTS_Q = true;
 };
 
-// The problem that a block computes. A row is (query token, head); its sequence has `rows` of them.
-template <class Query, int HEAD_DIM_QK_>
+// The problem that a block computes. A row is (query token, head); its sequence has `rows` of them. With ROTATES the
+// cached rope part is un-rotated, and it is rotated by its position as it is loaded (rotate_rope.hpp).
+template <class Query, int HEAD_DIM_QK_, bool ROTATES_ = false>
 struct DecodeProblem {
   using Element = typename QueryTypes<Query>::Element;
   using OutElement = typename QueryTypes<Query>::OutElement;
   static constexpr bool CONVERTS_Q = QueryTypes<Query>::CONVERTS_Q;
   using Params = DecodeTmaParams;
   static constexpr int HEAD_DIM_QK = HEAD_DIM_QK_;
+  static constexpr bool ROTATES = ROTATES_;
+  static_assert(!ROTATES || HEAD_DIM_QK == 576, "only a row of 576 values has a rope part of its own");
 
   MLA_DEVICE static int rows(const Params& params) { return params.rows; }
   // Whether combine runs beside this kernel and reads the block's one partial word by word (combine/sentinel.hpp).
@@ -56,7 +59,7 @@ struct DecodeProblem {
 };
 
 // How it is computed: where keys come from, what a cluster of two CTAs shares, and how resources are divided.
-template <KvSource SOURCE_, class Cluster_, int STAGES_ = Cluster_::STAGES>
+template <KvSource SOURCE_, class Cluster_, int STAGES_ = Cluster_::STAGES, bool ROTATES = false>
 struct DecodePolicy {
   using Cluster = Cluster_;
   static constexpr KvSource SOURCE = SOURCE_;
@@ -64,8 +67,9 @@ struct DecodePolicy {
   // Registers per thread (setmaxnreg). A block is launched with 128 for each thread; the sum over the four warpgroups
   // may not exceed 512, or the increase waits forever. One thread that issues TMA, or threads that copy from addresses
   // that others looked up, need fewer than 128 threads that find addresses, and those fewer than 128 that also
-  // dequantise.
-  static constexpr int PRODUCER_REGISTERS = SOURCE == KvSource::tma        ? 32
+  // dequantise. Threads that rotate what TMA or others bring are in between.
+  static constexpr int PRODUCER_REGISTERS = ROTATES                        ? 40
+                                            : SOURCE == KvSource::tma      ? 32
                                             : SOURCE == KvSource::gathered ? 32
                                             : SOURCE == KvSource::cp_async ? 48
                                             : SOURCE == KvSource::selected ? 56
@@ -73,17 +77,20 @@ struct DecodePolicy {
   static constexpr int PV_REGISTERS = 160;  // 128 of O, and what addresses and the epilogue need
   static constexpr int QK_REGISTERS = 512 - 2 * PV_REGISTERS - PRODUCER_REGISTERS;  // the rest
   // Steps of Q K^T whose Q operand lies in registers. They keep shared-memory reads below the time of the products.
-  static constexpr int Q_REGISTER_STEPS = SOURCE == KvSource::tma        ? 28
+  static constexpr int Q_REGISTER_STEPS = ROTATES                        ? 26
+                                          : SOURCE == KvSource::tma      ? 28
                                           : SOURCE == KvSource::gathered ? 28
                                           : SOURCE == KvSource::cp_async ? 24
                                           : SOURCE == KvSource::selected ? 22
                                                                          : 20;
 };
 
-// The policy of dense decode. Beside what is copied of e4m3 rows there is room for four stages of 576 values.
-template <KvSource SOURCE, class Cluster, int HEAD_DIM_QK>
+// The policy of dense decode. There is room for four stages of 576 values beside what is copied of e4m3 rows, and for
+// four of un-rotated rows, which hold what rotates them, too.
+template <KvSource SOURCE, class Cluster, int HEAD_DIM_QK, bool ROTATES = false>
 using DecodePolicyOf =
-    DecodePolicy<SOURCE, Cluster, SOURCE == KvSource::fp8 && HEAD_DIM_QK == 576 ? 4 : Cluster::STAGES>;
+    DecodePolicy<SOURCE, Cluster, ROTATES || (SOURCE == KvSource::fp8 && HEAD_DIM_QK == 576) ? 4 : Cluster::STAGES,
+                 ROTATES>;
 
 template <class Problem_, class Policy_>
 struct DecodeTraits {
@@ -98,21 +105,34 @@ struct DecodeTraits {
   static constexpr int STAGES = Policy::STAGES;
   static constexpr bool CONVERTS_Q = Problem::CONVERTS_Q;
   static constexpr bool HAS_DESCALE = SOURCE == KvSource::fp8;  // scores and results take q_descale and kv_descale
+  static constexpr bool ROTATES = Problem::ROTATES;
+  static_assert(!ROTATES || SOURCE == KvSource::tma || SOURCE == KvSource::cp_async, "keys of 16 bits are rotated");
 
   // A KV stage in swizzled blocks of 64 columns: [COLUMN_BLOCKS][BLOCK_N][128 B]; or, where eight keys must lie in one
   // piece, [BLOCK_N / 8][COLUMN_BLOCKS][8][128 B].
   static constexpr int COLUMN_BLOCKS = HEAD_DIM_QK / 64;
-  static constexpr int STAGE_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
+  static constexpr int KEY_BYTES = COLUMN_BLOCKS * BLOCK_N * 128;
+  // With ROTATES two blocks follow the keys: what rounding left of their rope parts, as one more column block, and the
+  // rows of rope_cos_sin at their positions, [BLOCK_N][COS_SIN_BYTES].
+  static constexpr int ROPE_AT = KEY_BYTES - BLOCK_N * 128;  // the last column block
+  static constexpr int RESIDUAL_AT = KEY_BYTES;
+  static constexpr int COS_SIN_AT = RESIDUAL_AT + BLOCK_N * 128;
+  static constexpr int COS_SIN_BYTES = 64 * 4;  // 32 cosines, then 32 sines
+  static constexpr int STAGE_BYTES = ROTATES ? COS_SIN_AT + BLOCK_N * COS_SIN_BYTES : KEY_BYTES;
   static constexpr int BLOCK_BYTES = Cluster::SHARES_KV ? 1024 : BLOCK_N * 128;  // from a column block to the next
   static constexpr int GROUP_BYTES = Cluster::SHARES_KV ? COLUMN_BLOCKS * 1024 : 1024;  // from 8 keys to the next 8
   // Ring of the peer's keys: only the columns of the output that this CTA has.
   static constexpr int PEER_STAGES = Cluster::PEER_STAGES;
   static constexpr int PEER_STAGE_BYTES = WARPGROUP_COLUMNS / 64 * BLOCK_BYTES;
   // Column blocks that one TMA load brings.
-  static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P ? 1 : COLUMN_BLOCKS;
+  static constexpr int BOX_BLOCKS = Cluster::EXCHANGES_P || ROTATES ? 1 : COLUMN_BLOCKS;
   // A plan's split points are rounded down to multiples of this number of keys.
   static constexpr int SPLIT_ALIGNMENT = SOURCE == KvSource::tma || SOURCE == KvSource::fp8 ? BLOCK_N : 1;
-  static constexpr int FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 : 128;  // one thread issues TMA, or all copy
+  // With ROTATES 64 threads of the producer rotate what the others bring: one issues TMA, or COPIERS copy.
+  static constexpr int ROTATORS = ROTATES ? 64 : 0;
+  static constexpr int COPIERS = 128 - ROTATORS;
+  static constexpr int FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 + ROTATORS : 128;
+  static constexpr int ROPE_FULL_ARRIVALS = SOURCE == KvSource::tma ? 1 : COPIERS;
 
   // Output columns of this block, and those of them that one PV warpgroup stores.
   static constexpr int BLOCK_COLUMNS = Cluster::EXCHANGES_P ? HEAD_DIM_V / 2 : HEAD_DIM_V;
@@ -121,19 +141,22 @@ struct DecodeTraits {
   static constexpr int Q_STEPS = HEAD_DIM_QK / 16;  // steps of Q K^T, 16 deep
   static constexpr int Q_REGISTER_STEPS = Policy::Q_REGISTER_STEPS;
   static constexpr int Q_SHARED_STEPS = Q_STEPS - Q_REGISTER_STEPS;
+  static_assert(Q_SHARED_STEPS % 2 == 0, "a box of queries is two steps deep");
+  // With ROTATES the steps of the rope part's queries are taken again, with the residuals of the keys.
+  static constexpr int QK_STEPS = Q_STEPS + (ROTATES ? 4 : 0);
   // Whether keys are selected one by one, and some of a stage may be absent.
   static constexpr bool SELECTED = SOURCE == KvSource::selected || SOURCE == KvSource::gathered;
   // The step of the next Q K^T after which a P is published. It is earlier for selected keys: a stage that is released
   // earlier has more time to be filled.
   static constexpr int P_COMMIT_STEP = SOURCE == KvSource::selected   ? 16
                                        : SOURCE == KvSource::gathered ? Q_STEPS - 20
-                                                                      : Q_STEPS - 8;
+                                                                      : QK_STEPS - 8;
   // A tile's queries come through two stages of the KV ring, half of every row in each, in the 64-byte swizzle:
   // [Q_BOXES][rows][64 B], with the rows that `q_box_bytes` says. Q_BOX_BYTES is the most that a box can have, and its
   // size where Q K^T reads it.
   static constexpr int Q_BOXES = HEAD_DIM_QK / 64;
   static constexpr int Q_BOX_BYTES = BLOCK_M * 64;
-  static_assert(Q_BOXES * Q_BOX_BYTES == STAGE_BYTES, "half of the queries fill a stage");
+  static_assert(Q_BOXES * Q_BOX_BYTES == KEY_BYTES, "half of the queries take as much as a stage's keys");
   static_assert(Q_BOX_BYTES % 512 == 0 && STAGE_BYTES % 512 == 0, "the 64-byte swizzle repeats every 512 bytes");
   static_assert(BLOCK_BYTES % 1024 == 0, "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(BLOCK_N % 16 == 0, "P V is 16 keys deep");
@@ -147,8 +170,9 @@ struct DecodeTraits {
   static constexpr int RAW_STAGES = 2;
   static constexpr int RAW_STAGE_BYTES = BLOCK_N * HEAD_DIM_QK;
 
-  // Whether combine can run beside this kernel; ClusterReduceO leaves the producer no idle warp to fill partials.
-  static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O;
+  // Whether combine can run beside this kernel; ClusterReduceO and ROTATES leave the producer no idle warp to fill
+  // partials.
+  static constexpr bool STREAMABLE = SOURCE == KvSource::tma && !Cluster::REDUCES_O && !ROTATES;
 
   MLA_DEVICE static bool combine_streams(const Params& params) { return Problem::combine_streams(params); }
   // The host makes boxes of no more rows than there are, in whole periods of the swizzle.

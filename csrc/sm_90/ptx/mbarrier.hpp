@@ -24,6 +24,11 @@ MLA_DEVICE void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Adds `bytes` to the transactions that the current phase waits for, on behalf of a thread that has yet to arrive.
+MLA_DEVICE void mbarrier_expect_more(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
 // Whether the phase with this parity is complete. The thread may be suspended until it is, for a microsecond at most.
 MLA_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;

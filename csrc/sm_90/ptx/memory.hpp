@@ -110,6 +110,9 @@ MLA_DEVICE void ld_shared_v4(uint32_t from, uint32_t (&to)[4]) {
                : "r"(from)
                : "memory");
 }
+MLA_DEVICE void st_shared_v2(uint32_t to, const uint32_t (&values)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(values[0]), "r"(values[1]) : "memory");
+}
 MLA_DEVICE void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }

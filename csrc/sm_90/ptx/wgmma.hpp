@@ -131,4 +131,17 @@ MLA_DEVICE uint32_t pack_pair(float low, float high) {
   return packed;
 }
 
+// The two elements of a register, the first in the low half.
+template <class T>
+MLA_DEVICE void unpack_pair(uint32_t packed, float (&values)[2]) {
+  if constexpr (T::is_bf16) {
+    values[0] = bit_cast<float>(packed << 16);
+    values[1] = bit_cast<float>(packed & 0xFFFF0000u);
+  } else {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.f32.f16 %0, low;\ncvt.f32.f16 %1, high;\n}\n"
+        : "=f"(values[0]), "=f"(values[1])
+        : "r"(packed));
+  }
+}
+
 }  // namespace mla::sm_90

@@ -18,6 +18,7 @@ struct SparseDecodeProblem {
   using Params = SparseDecodeTmaParams;
   static constexpr int HEAD_DIM_QK = KvFormat::HEAD_DIM_QK;
   static constexpr bool CONVERTS_Q = false;
+  static constexpr bool ROTATES = false;
 
   MLA_DEVICE static int rows(const Params& params) { return params.heads; }
   MLA_DEVICE static bool combine_streams(const Params&) { return false; }

@@ -87,7 +87,8 @@ def pairing_pays(batch: int, rows: int, groups: int, bound: int) -> bool:
 class Estimate:
     """Times of decode, in microseconds, where sequences have at most `stages` x 32 keys.
 
-    kv_load  'tma', 'cp_async' or 'fp8': clusters are for 'tma' and, those that reduce O, for 'fp8'; streaming for 'tma'
+    kv_load  'tma', 'cp_async', 'fp8' or 'tma_rotated': clusters are for all but 'cp_async', those that exchange P and
+             streaming for 'tma' alone
     """
 
     __slots__ = ("arch", "batch", "clusters", "max_groups", "read", "resident", "rows", "stages", "tall", "tiles",

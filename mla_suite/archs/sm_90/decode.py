@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from mla_suite.archs.common.decode import (
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import Estimate, best_splits, pairing_pays
-from mla_suite.archs.sm_90.decode_config import ELEMENTS, KV_LOADS, WIDTHS, Sm90Config
+from mla_suite.archs.sm_90.decode_config import ELEMENTS, KV_LOADS, ROPE, WIDTHS, Sm90Config
 from mla_suite.archs.sm_90.tile import BLOCK_N, groups_of
 from mla_suite.build.params import pack_numbers, reciprocal
 from mla_suite.core.dispatch import Launch, Supported, Unsupported
@@ -48,6 +49,8 @@ def config_for(problem: Problem, arch: ArchSpec) -> Sm90Config:
                 return Sm90Config(arch, element, width, "swap_ab", q_rows=q_rows)
         return Sm90Config(arch, element, problem.head_dim, "fp8")
     kv_load = "tma" if problem.page % BLOCK_N == 0 else "cp_async"
+    if problem.rope:
+        kv_load += "_rotated"
     return Sm90Config(arch, ELEMENTS[problem.q_dtype], problem.head_dim, kv_load)
 
 
@@ -74,8 +77,9 @@ def _unsupported(problem: Problem) -> str | None:
         return f"kv_format {problem.kv_format} with {problem.q_dtype} queries; it takes {known}"
     if problem.head_dim not in WIDTHS or problem.head_dim_v != 512:
         return f"rows of {problem.head_dim} values with head_dim_v {problem.head_dim_v}; it takes 576 or 512 with 512"
-    if problem.rope:
-        return "rope_cos_sin; it takes keys that were rotated before they were cached"
+    if problem.rope and (problem.rope != ROPE or problem.head_dim != 576 or problem.kv_format == "fp8"):
+        given = f"rope_cos_sin of {problem.rope} values with {problem.kv_format} rows of {problem.head_dim}"
+        return f"{given}; it rotates {ROPE} of bf16 or fp16 rows of 576"
     if problem.alignment < tensor_map.ALIGNMENT:
         return f"kv_cache is aligned to {problem.alignment} bytes; its address and block stride must be multiples of 16"
     rows = problem.heads * problem.q_len
@@ -176,7 +180,7 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
     queries = shape.q.copied() if copies_q else shape.q
     results = shape.out.copied() if temporary else shape.out
     kv_map = None
-    if config.kv_load == "tma":
+    if config.load.by_box:
         kv_map = tensor_maps.kv_map(args.kv_cache.shape, args.kv_cache.stride(), q.dtype, config.box_blocks)
     q_map = None
     if queries.dtype.itemsize > 1:
@@ -200,6 +204,7 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
         splits_shift=splits_shift,
         grid_stride=groups,
         streaming=int(streaming is not None),
+        rope_cos_sin=0,
         **numbers_of(args, shape, results, splits),
     )
     combined = None
@@ -219,8 +224,25 @@ def prepare(config: Sm90Config, outputs: tuple[torch.Tensor, ...], args: DecodeA
         # A plan says itself how many partials a sequence has; which of them decode merges depends on `groups`.
         partials = groups if merges else splits.partials
         combined = combine_launch(chosen, args, shape, results, wanted_lse, partials, merges)
+    pack = tensor_maps.decode_packer(kv_map, q_map)
+    if config.load.rotates:
+        numbers, pack = b"", tensor_maps.with_cos_sin(pack, numbers)
     prepared = Prepared(
         *(config, (tiles, groups, 1), config.lds, True, numbers, copies_q, temporary, False),
         *(slots, shape.rows, combined),
     )
-    return launch_of(prepared, args, adjust, tensor_maps.decode_packer(kv_map, q_map))
+    launch = launch_of(prepared, args, adjust, pack)
+    return _with_aligned_cos_sin(launch) if config.load.rotates else launch
+
+
+def _with_aligned_cos_sin(launch: Launch) -> Launch:
+    """The launch with a copy of rope_cos_sin where that is not aligned to 16 bytes, as bulk copies ask."""
+    at = tensor_maps.COS_SIN
+
+    def aligned(outputs: tuple[torch.Tensor, ...], tensors: tuple[Any, ...]) -> None:
+        cos_sin = tensors[at]
+        if cos_sin.data_ptr() % tensor_map.ALIGNMENT:
+            tensors = (*tensors[:at], cos_sin.clone(), *tensors[at + 1 :])
+        launch(outputs, tensors)
+
+    return aligned

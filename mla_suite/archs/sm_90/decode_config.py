@@ -22,6 +22,8 @@ EXCHANGE_BYTES = 2 * BLOCK_N * 512 + 2 * P_BYTES + 5 * 4 * BLOCK_M + 8 * (2 + 2 
 ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 CLUSTER_MODES = ("none", "reduce_o", "reduce_last", "exchange_p")
 WIDTHS = (576, 512)
+ROPE = 64
+ROTATED_KEY_BYTES = 2 * ROPE + 4 * ROPE  # beside an un-rotated key: what rounding its rope part leaves, and its angles
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class KvLoad:
     cluster_modes  width of a cached row -> its cluster modes
     stages         (width, most query rows of a CTA) -> stages of its ring of keys; with 'exchange_p' EXCHANGE_STAGES
     costs_as       width -> the kv_load whose times the cost model has (`Estimate`)
+    by_box         the copy engine brings keys, 32 of one page at a time
+    rotates        keys are un-rotated in the cache: 'rotated' in REGISTER_STEPS, and ROTATED_KEY_BYTES
     instance       its name, from the members of Sm90Config
     threads        of a CTA: four warpgroups of which one loads keys, one computes P and two hold the result; or three
                    of which one loads keys and two compute P and the result
@@ -43,14 +47,18 @@ class KvLoad:
     costs_as: Mapping[int, str]
     instance: str = "decode_dtype-{dtype}_dqk-{width}_kvsource-{kv_load}_clustermode-{cluster_mode}"
     threads: int = 512
+    by_box: bool = False
+    rotates: bool = False
 
 
+_ROTATED = "decode_rotated_dtype-{{dtype}}_dqk-{{width}}_kvsource-{}_clustermode-{{cluster_mode}}_rotate-1"
 KV_LOADS = {
     "tma": KvLoad(
         dtypes=("bf16", "fp16"),
         cluster_modes=dict.fromkeys(WIDTHS, CLUSTER_MODES),
         stages={(576, BLOCK_M): 5, (512, BLOCK_M): 5},
         costs_as={576: "tma", 512: "tma"},
+        by_box=True,
     ),
     "cp_async": KvLoad(
         dtypes=("bf16", "fp16"),
@@ -72,6 +80,23 @@ KV_LOADS = {
         instance="swap_ab_decode_dtype-{dtype}_qrows-{q_rows}",
         threads=384,
     ),
+    "tma_rotated": KvLoad(  # the warp that a streaming combine needs rotates, and a peer's keys find no room
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none", "reduce_o", "reduce_last")},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "tma_rotated"},
+        instance=_ROTATED.format("tma"),
+        by_box=True,
+        rotates=True,
+    ),
+    "cp_async_rotated": KvLoad(
+        dtypes=("bf16", "fp16"),
+        cluster_modes={576: ("none",)},
+        stages={(576, BLOCK_M): 4},
+        costs_as={576: "cp_async"},
+        instance=_ROTATED.format("cp_async"),
+        rotates=True,
+    ),
 }
 """The ways in which keys come, by the values of `kv_load`.
 
@@ -79,6 +104,7 @@ tma       the copy engine brings 32 keys of one page at a time
 cp_async  threads bring keys of any pages
 fp8       keys of any pages are e4m3, which threads convert
 swap_ab   the same, converted where they are multiplied, as the first operand (csrc/sm_90/decode/swap_ab), for few rows
+tma_rotated, cp_async_rotated  as 'tma' and 'cp_async' bring them, then their rope parts are rotated in shared memory
 """
 
 
@@ -139,6 +165,9 @@ class Sm90Config:
         """Dynamic shared memory in bytes, as csrc/sm_90/decode/shared_storage.hpp lays it out."""
         if self.kv_load == "swap_ab":
             return swap_ab_bytes(self.width, self.stages, self.q_rows)
+        if self.load.rotates:
+            rotated = block_bytes(self.width, self.stages, REGISTER_STEPS["rotated"], ROTATED_KEY_BYTES)
+            return rotated + (0 if self.cluster_mode == "none" else REDUCE_BYTES) + 8 * self.stages
         alone = block_bytes(self.width, self.stages, REGISTER_STEPS[self.kv_load])
         reduced = dict.fromkeys(("reduce_o", "reduce_last"), REDUCE_BYTES)
         beside = {"none": SENTINEL_BYTES, "exchange_p": EXCHANGE_BYTES, **reduced}[self.cluster_mode]
@@ -171,7 +200,7 @@ class Sm90Config:
     @property
     def box_blocks(self) -> int:
         """Blocks of 64 values of 32 keys that the copy engine brings at a time."""
-        return 1 if self.cluster_mode == "exchange_p" else self.width // 64
+        return 1 if self.cluster_mode == "exchange_p" or self.load.rotates else self.width // 64
 
     def tiles(self, rows: int) -> int:
         """CTAs that share the keys of one work tile."""

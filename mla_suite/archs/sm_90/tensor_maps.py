@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from mla_suite.archs.common.decode import POINTERS
 from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N
-from mla_suite.build.params import packer
+from mla_suite.build.params import load, packer
 from mla_suite.core.dispatch import bounded
 from mla_suite.launch import tensor_map
 
@@ -22,7 +23,8 @@ _POINTERS = (
 )
 LEADING = (*_MAPS, *_POINTERS)
 """The parameters that are made anew for every call: they hold addresses."""
-_pack_leading = packer(len(LEADING)).pack
+_pack_leading, _pack_address = packer(len(LEADING)).pack, packer(1).pack
+COS_SIN = POINTERS.index("rope_cos_sin")
 _NO_MAP = (0,) * tensor_map.WORDS
 
 
@@ -60,6 +62,20 @@ def decode_packer(keys: TensorMapDesc | None, queries: TensorMapDesc | None) -> 
         return _pack_leading(*kv_words, *q_words, *inputs, cp_tot_seq_lens, *outputs)
 
     return pack_leading
+
+
+def with_cos_sin(pack_leading: Callable[..., bytes], numbers: bytes) -> Callable[..., bytes]:
+    """(*addresses in decode's order) -> all parameters: rope_cos_sin is an address among the numbers behind LEADING.
+
+    There it lies behind all that other instances read, whose machine code names offsets.
+    """
+    at = load("decode_tma").offsets["rope_cos_sin"] - 8 * len(LEADING)
+    before, after = numbers[:at], numbers[at + 8 :]
+
+    def pack(*addresses: int) -> bytes:
+        return pack_leading(*addresses) + before + _pack_address(addresses[COS_SIN]) + after
+
+    return pack
 
 
 def _cached_map(maps: dict[int, tuple[int, ...]], address: int, contents: TensorMapDesc) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ inline uint32_t __ballot_sync(unsigned, bool is) {
   return bits;
 }
 inline bool __any_sync(unsigned mask, bool is) { return __ballot_sync(mask, is) != 0; }
+inline void __threadfence() {}
 inline void __syncthreads() {
   static int count = 0;
   static long number = 0;

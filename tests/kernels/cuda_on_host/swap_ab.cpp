@@ -1,13 +1,11 @@
 // Decode of an e4m3 cache by the source of csrc/sm_90/decode/swap_ab on a CPU, compared with fp64. DTYPE and Q_ROWS are the
 // instance's. Arguments: heads, q_len, page, splits (of every sequence), groups (SM parts that walk them), what, and lengths.
-//   what  plain; all_keys (not causal); sharp (large scores); sink; wide (bf16 rows from 2^-60 to 2^60); ragged (of query
-//         tokens); planned (two SM parts of a plan for each group)
+//   what  as in dense_case.hpp; wide (bf16 rows from 2^-60 to 2^60)
 // Prints the largest relative error of a row of results and the largest of an lse; fails above their bounds.
-#include <string>
 #include <type_traits>
 
-#include "arguments.hpp"
 #include "block.hpp"
+#include "dense_case.hpp"
 #include "sm_90/decode/swap_ab/kernel.hpp"
 
 namespace {
@@ -16,48 +14,40 @@ using namespace mla;
 using namespace mla::sm_90;
 using Traits = SwapAbTraits<DTYPE, Q_ROWS>;
 constexpr bool IS_FP8 = std::is_same_v<DTYPE, fp8>, IS_BF16 = std::is_same_v<DTYPE, bf16>;
-constexpr int WIDTH = 576, VALUES = 512;
-constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
 
-struct Case {
-  int heads, q_len, page, splits, groups;
-  std::string what;
-  std::vector<int> lens;
-  std::mt19937 random{7};
-  std::normal_distribution<float> normal;
-
-  int rows = heads * q_len, batch = static_cast<int>(lens.size()), width = 1;
-  std::vector<int> table, counts, first_tokens{0};
-  uint8_t* cache;
-  uint8_t* q;
-  std::vector<float> q_values, sink;
-  std::vector<uint16_t> out;
-  std::vector<float> lse, partial_out, partial_lse;
-  std::vector<int32_t> plan;
+struct Case : DenseCase {
+  uint8_t* cache = nullptr;
+  uint8_t* q = nullptr;
   float kv_descale = 0.7f, q_descale = 1.3f;
-  DecodeTmaParams params{};
+
+  void fill() {
+    fill_cache();
+    fill_queries();
+    fill_params(q, cache);
+    params.q_descale = IS_FP8 ? &q_descale : nullptr;
+    params.kv_descale = &kv_descale;
+    bf16_results = IS_BF16 || IS_FP8;
+    score_scale = static_cast<double>(kv_descale) * (IS_FP8 ? q_descale : 1.0f);
+    value_scale = kv_descale;
+  }
 
   void fill_cache() {
-    for (int length : lens) width = max(width, (length + page - 1) / page);
-    table.resize(batch * width);
-    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
-    std::shuffle(table.begin(), table.end(), random);
-    const size_t bytes = table.size() * page * WIDTH;
+    const size_t bytes = fill_table() * page * WIDTH;
     cache = aligned<uint8_t>(bytes);
     // Any finite e4m3 below 8: most of them small, as values are.
     for (size_t i = 0; i < bytes; ++i) cache[i] = random() % 0x50 | (random() & 1) << 7;
-    for (int sequence = 0; sequence < batch; ++sequence)
-      for (int k = lens[sequence]; k < width * page; ++k) std::memset(key(sequence, k), 0x7F, WIDTH);  // NaN
-  }
-  uint8_t* key(int sequence, int k) {
-    return cache + (static_cast<size_t>(table[sequence * width + k / page]) * page + k % page) * WIDTH;
+    for (int sequence = 0; sequence < batch; ++sequence) {
+      std::vector<double>& own = keys.emplace_back();
+      for (int k = 0; k < width * page; ++k) {
+        uint8_t* key = cache + slot(sequence, k) * WIDTH;
+        if (k >= lens[sequence]) std::memset(key, 0x7F, WIDTH);  // NaN
+        for (int c = 0; c < WIDTH; ++c) own.push_back(e4m3_to_float(key[c]));
+      }
+    }
   }
 
   void fill_queries() {
-    for (int length : lens) {
-      counts.push_back(what == "ragged" ? min(length, static_cast<int>(random() % (q_len + 1))) : q_len);
-      first_tokens.push_back(first_tokens.back() + counts.back());
-    }
+    fill_counts();
     const size_t count = static_cast<size_t>(batch) * rows * WIDTH;
     q = aligned<uint8_t>(count * 2);
     for (size_t i = 0; i < count; ++i) {
@@ -74,147 +64,6 @@ struct Case {
       q_values.push_back(value);
     }
   }
-
-  // Every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups.
-  void make_plan() {
-    const int parts = groups * 2, tiles = batch * splits;
-    const int at = PlanHeader::work_tiles_at(batch, parts);
-    plan.assign(at + PlanHeader::work_tile_words * tiles, 0);
-    plan[PlanHeader::num_sm_parts] = parts;
-    plan[PlanHeader::work_tiles] = at;
-    for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_indptr_at(batch) + part] = tiles * part / parts;
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int sequence = tile / splits, number = tile % splits;
-      int32_t* words = &plan[at + PlanHeader::work_tile_words * tile];
-      words[0] = sequence;
-      words[1] = lens[sequence] * number / splits;
-      words[2] = number + 1 == splits ? 0x7FFFFFFF : lens[sequence] * (number + 1) / splits;
-      words[3] = splits > 1 ? tile : -1;
-    }
-  }
-
-  void fill_params() {
-    out.assign(static_cast<size_t>(batch) * rows * VALUES, 0x7FFF);
-    lse.assign(batch * rows, NAN);
-    partial_out.assign(static_cast<size_t>(batch) * splits * rows * VALUES, NAN);
-    partial_lse.assign(static_cast<size_t>(batch) * splits * rows, NAN);
-    for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
-    params.q = q;
-    params.kv_cache = cache;
-    params.seq_lens = lens.data();
-    params.page_ids = table.data();
-    params.cu_seqlens_q = what == "ragged" ? first_tokens.data() : nullptr;
-    params.q_descale = IS_FP8 ? &q_descale : nullptr;
-    params.kv_descale = &kv_descale;
-    params.attn_sink = what == "sink" ? sink.data() : nullptr;
-    if (what == "planned") {
-      make_plan();
-      params.plan = plan.data();
-      params.plan_words = static_cast<int>(plan.size());
-    }
-    params.out = out.data();
-    params.lse = lse.data();
-    params.partial_out = splits > 1 ? partial_out.data() : nullptr;
-    params.partial_lse = splits > 1 ? partial_lse.data() : nullptr;
-    params.q_row_stride = WIDTH;
-    params.kv_page_stride = page * WIDTH;
-    params.page_ids_stride = params.page_ids_width = width;
-    params.out_token_stride = heads * VALUES;
-    params.out_head_stride = VALUES;
-    params.lse_token_stride = heads;
-    params.lse_head_stride = 1;
-    params.batch = batch;
-    params.heads = heads;
-    params.heads_reciprocal = heads > 1 ? 0xFFFFFFFFu / heads + 1 : 0;
-    params.q_len = q_len;
-    params.rows = rows;
-    params.page = page;
-    reciprocal(page, params.page_reciprocal, params.page_shift);
-    params.num_splits = splits;
-    reciprocal(splits, params.splits_reciprocal, params.splits_shift);
-    params.grid_stride = groups;
-    params.causal = what != "all_keys";
-    reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
-    params.empty_lse = -INFINITY;
-    params.softmax_scale = what == "sharp" ? 0.5f : 0.02f;
-  }
-
-  // A row's results by fp64, not divided by anything, with the sum and the largest score.
-  struct Exact {
-    std::vector<double> values = std::vector<double>(VALUES, 0.0);
-    double sum = 0.0, top = -INFINITY;
-  };
-  Exact exact(int sequence, int row, size_t query) {
-    const int later = counts[sequence] - 1 - row / heads;
-    const int keys = max(0, params.causal ? lens[sequence] - later : lens[sequence]);
-    const double scale = static_cast<double>(params.softmax_scale) * kv_descale * (IS_FP8 ? q_descale : 1.0f);
-    Exact result;
-    std::vector<double> scores(keys, 0.0);
-    for (int k = 0; k < keys; ++k) {
-      for (int c = 0; c < WIDTH; ++c)
-        scores[k] += static_cast<double>(q_values[query * WIDTH + c]) * e4m3_to_float(key(sequence, k)[c]) * scale;
-      result.top = max(result.top, scores[k]);
-    }
-    for (int k = 0; k < keys; ++k) {
-      const double p = std::exp(scores[k] - result.top);
-      result.sum += p;
-      for (int c = 0; c < VALUES; ++c) result.values[c] += p * e4m3_to_float(key(sequence, k)[c]) * kv_descale;
-    }
-    return result;
-  }
-
-  // A row's results and lse from the kernel, its partials combined.
-  double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) {
-    if (splits == 1) {
-      for (int c = 0; c < VALUES; ++c) {
-        const uint16_t bits = out[query * VALUES + c];
-        values[c] = IS_BF16 || IS_FP8 ? bf16_to_float(bits) : fp16_to_float(bits);
-      }
-      return lse[query];
-    }
-    double top = -INFINITY, sum = 0.0;
-    const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
-    for (int split = 0; split < splits; ++split) {
-      const float of_split = partial_lse[first + split * rows];
-      if (std::isnan(of_split)) return NAN;
-      top = max(top, static_cast<double>(of_split));
-    }
-    if (top == -INFINITY) return top;
-    for (int split = 0; split < splits; ++split) {
-      const double weight = std::exp(partial_lse[first + split * rows] - top);
-      sum += weight;
-      for (int c = 0; c < VALUES; ++c) values[c] += weight * partial_out[(first + split * rows) * VALUES + c];
-    }
-    const double denominator = sum + (params.attn_sink ? std::exp(sink[row % heads] - top) : 0.0);
-    for (double& value : values) value /= denominator;
-    return top + std::log(sum);
-  }
-
-  bool compare() {
-    double worst = 0.0, worst_lse = 0.0;
-    const auto note = [](double& most, double error) {
-      if (!std::isnan(most) && !(error <= most)) most = error;
-    };
-    for (int sequence = 0; sequence < batch; ++sequence)
-      for (int row = 0; row < counts[sequence] * heads; ++row) {
-        const size_t query = static_cast<size_t>(first_tokens[sequence]) * heads + row;
-        const Exact wanted = exact(sequence, row, query);
-        std::vector<double> values(VALUES, 0.0);
-        const double found_lse = kernel_row(sequence, row, query, values);
-        const double wanted_lse = wanted.sum != 0.0 ? wanted.top + std::log(wanted.sum) : -INFINITY;
-        const double more = params.attn_sink && wanted.sum != 0.0 ? std::exp(sink[row % heads] - wanted.top) : 0.0;
-        double off = 0.0, size = 0.0;
-        for (int c = 0; c < VALUES; ++c) {
-          const double value = wanted.sum != 0.0 ? wanted.values[c] / (wanted.sum + more) : 0.0;
-          off += (values[c] - value) * (values[c] - value);
-          size += value * value;
-        }
-        note(worst, std::sqrt(size > 0.0 ? off / size : off));
-        if (found_lse != wanted_lse) note(worst_lse, std::fabs(found_lse - wanted_lse) / max(1.0, std::fabs(wanted_lse)));
-      }
-    std::printf("results off by %.1e, lse by %.1e\n", worst, worst_lse);
-    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR;
-  }
 };
 
 const DecodeTmaParams* launched;
@@ -223,22 +72,8 @@ void kernel() { SwapAbKernel<Traits>::run(*launched); }
 }  // namespace
 
 int main(int argc, char** argv) {
-  const auto number = [&](int i) { return std::atoi(argv[i]); };
-  std::vector<int> lens;
-  for (int i = 7; i < argc; ++i) lens.push_back(number(i));
-  Case problem{number(1), number(2), number(3), number(4), number(5), argv[6], lens};
-  problem.fill_cache();
-  problem.fill_queries();
-  problem.fill_params();
+  Case problem = case_of<Case>(argc, argv);
+  problem.fill();
   launched = &problem.params;
-  Block block(number(1));
-  for (unsigned tile = 0; tile * 64 < static_cast<unsigned>(problem.rows); ++tile)
-    for (unsigned group = 0; group < static_cast<unsigned>(problem.groups); ++group) {
-      blockIdx = {tile, group, 0};
-      if (!block.run(kernel)) {
-        std::printf("threads wait for what never comes\n");
-        return 1;
-      }
-    }
-  return problem.compare() ? 0 : 1;
+  return problem.run(kernel);
 }

@@ -40,6 +40,11 @@ inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
   mbarrier_at(barrier).bytes += bytes;
   mbarrier_arrive(barrier);
 }
+inline void mbarrier_expect_more(uint32_t barrier, int bytes) {
+  Mbarrier& at = mbarrier_at(barrier);
+  if (at.pending == 0) fail("bytes of a complete phase at", barrier);
+  at.bytes += bytes;
+}
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity, WaitSite site = WaitSite::here()) {
   SpinLimit limit("an mbarrier's phase is complete", site);
   while (mbarrier_at(barrier).phase == parity && limit.again()) yield();
@@ -74,6 +79,15 @@ void named_barrier_sync() {
 template <int THREADS>
 void named_barrier_sync(int id) {
   at_named_barrier(id, THREADS, false);
+}
+template <int ID, int THREADS>
+void named_barrier_arrive() {
+  NamedBarrierState& barrier = named_barriers[ID];
+  if (++barrier.count == THREADS) {
+    barrier.count = 0;
+    ++barrier.number;
+    ++events;
+  }
 }
 template <int ID, int THREADS>
 bool named_barrier_any(bool any) {

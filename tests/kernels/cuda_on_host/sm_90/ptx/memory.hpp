@@ -71,6 +71,7 @@ inline void ldmatrix_x4(uint32_t from, uint32_t& a, uint32_t& b, uint32_t& c, ui
   __syncwarp();
 }
 inline void ld_shared_v2(uint32_t from, uint32_t (&to)[2]) { std::memcpy(to, shared_at(from, 8), 8); }
+inline void st_shared_v2(uint32_t to, const uint32_t (&values)[2]) { std::memcpy(shared_at(to, 8), values, 8); }
 
 // Row r of a matrix goes where lane r of its eight says; its element e is column r of register row e.
 inline void stmatrix_trans_x4(uint32_t to, const uint32_t (&matrices)[4]) {

@@ -37,4 +37,12 @@ uint32_t pack_pair(float low, float high) {
                     : static_cast<uint32_t>(float_to_fp16(high)) << 16 | float_to_fp16(low);
 }
 
+template <class T>
+void unpack_pair(uint32_t packed, float (&values)[2]) {
+  for (int i = 0; i < 2; ++i) {
+    const uint16_t bits = static_cast<uint16_t>(packed >> 16 * i);
+    values[i] = T::is_bf16 ? bf16_to_float(bits) : fp16_to_float(bits);
+  }
+}
+
 }  // namespace mla::sm_90

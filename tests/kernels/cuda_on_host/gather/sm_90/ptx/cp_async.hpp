@@ -12,6 +12,9 @@ void cp_async_16_zfill_at(uint32_t to, uint64_t from, bool valid) {
   if (valid && from % 16 != 0) fail("no such global address", static_cast<long>(from));
   open_copies[current].push_back({to + TO, valid ? reinterpret_cast<const void*>(from + FROM) : nullptr, 16});
 }
+inline void cp_async_16_l2_256(uint32_t to, const void* from, bool valid) {
+  cp_async_16_zfill_at<0, 0>(to, reinterpret_cast<uint64_t>(from), valid);
+}
 inline void cp_async_mbarrier_arrive(uint32_t barrier) {
   bulk_copies.push_back({open_copies[current], barrier, 0});
   open_copies[current].clear();

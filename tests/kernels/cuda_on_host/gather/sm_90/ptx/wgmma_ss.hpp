@@ -1,4 +1,4 @@
-// wgmma of gathered rows on a CPU: bf16, the first operand in registers or shared memory.
+// wgmma of 16-bit rows on a CPU, the first operand in registers or shared memory.
 #pragma once
 
 #include "sm_90/ptx/wgmma_products.hpp"
@@ -6,16 +6,19 @@
 namespace mla::sm_90 {
 
 template <class T>
+constexpr auto TO_FLOAT = T::is_bf16 ? bf16_to_float : fp16_to_float;
+
+template <class T>
 void qk_mma(float (&acc)[16], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32, bf16_to_float});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, 32, TO_FLOAT<T>});
 }
 template <class T>
 void qk_mma(float (&acc)[16], const uint32_t* a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, bf16_to_float});
+  products[current].open.push_back({acc, a, {}, {b, false}, add, 32, TO_FLOAT<T>});
 }
 template <class T>
 void pv_mma(float (&acc)[64], uint64_t a, uint64_t b, bool add) {
-  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 128, bf16_to_float});
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, true}, add, 128, TO_FLOAT<T>});
 }
 
 }  // namespace mla::sm_90

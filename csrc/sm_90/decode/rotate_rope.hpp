@@ -1,0 +1,125 @@
+// Un-rotated keys: two of the producer's warps rotate the rope part of every stage in shared memory, between its arrival
+// and Q K^T. Value i of the 64 is rotated with value i + 32 by the angle of the key's position.
+//
+// A rotated value is rounded to Element. That alone would shift a score by up to 2^-9 of its rope part, which lse would
+// show; so what rounding left is stored, too, and Q K^T adds its products.
+#pragma once
+
+#include "sm_90/decode/pipeline.hpp"
+#include "sm_90/decode/shared_storage.hpp"
+#include "sm_90/decode/work_tile.hpp"
+#include "sm_90/ptx/mbarrier.hpp"
+
+namespace mla::sm_90 {
+
+// Four values of the first half of the rope part, and their partners of the second.
+template <class Element>
+struct RopeQuad {
+  uint32_t low[2], high[2];
+  uint32_t cos[4], sin[4];
+
+  MLA_DEVICE static float as_float(uint32_t bits) { return bit_cast<float>(bits); }
+
+  // Two values and their partners become rotated ones, and what rounding them left.
+  MLA_DEVICE void rotate(int i, uint32_t (&low_residual)[2], uint32_t (&high_residual)[2]) {
+    float a[2], b[2], x[2], y[2], rounded[2];
+    unpack_pair<Element>(low[i], a);
+    unpack_pair<Element>(high[i], b);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float c = as_float(cos[2 * i + e]), s = as_float(sin[2 * i + e]);
+      x[e] = a[e] * c - b[e] * s;
+      y[e] = b[e] * c + a[e] * s;
+    }
+    low[i] = pack_pair<Element>(x[0], x[1]);
+    unpack_pair<Element>(low[i], rounded);
+    low_residual[i] = pack_pair<Element>(x[0] - rounded[0], x[1] - rounded[1]);
+    high[i] = pack_pair<Element>(y[0], y[1]);
+    unpack_pair<Element>(high[i], rounded);
+    high_residual[i] = pack_pair<Element>(y[0] - rounded[0], y[1] - rounded[1]);
+  }
+};
+
+// The work of one of the two warps, on the stages of all tiles in their order. Without ROTATES there is none.
+template <class Traits, bool ROTATES = Traits::ROTATES>
+class RopeRotator {
+ public:
+  MLA_DEVICE explicit RopeRotator(uint32_t) {}
+  MLA_DEVICE void tile(const WorkTile&, bool) {}
+  template <class Scheduler>
+  MLA_DEVICE void all_tiles(Scheduler&, bool) {}
+};
+
+template <class Traits>
+class RopeRotator<Traits, true> {
+  using Element = typename Traits::Element;
+  static constexpr int TURNS = BLOCK_N / 8;  // in each the two warps rotate eight keys
+  static_assert(Traits::ROTATORS == 64 && Traits::BLOCK_BYTES == BLOCK_N * 128 &&
+                Traits::RESIDUAL_AT == Traits::ROPE_AT + Traits::BLOCK_BYTES);
+
+ public:
+  MLA_DEVICE explicit RopeRotator(uint32_t shared) : barriers_(shared), shared_(shared) {}
+
+  // All tiles of the list. `queries`: those of the first tile are loaded even if it has no keys.
+  template <class Scheduler>
+  MLA_DEVICE void all_tiles(Scheduler& scheduler, bool queries) {
+    scheduler.resolve_bounds();
+    for (; scheduler.more(); queries = false) {
+      tile(scheduler.tile(), queries);
+      scheduler.next();
+    }
+  }
+
+  // The stages of a tile: two of queries, which are only passed on, and those of its keys.
+  MLA_DEVICE void tile(const WorkTile& tile, bool queries) {
+    if (queries || tile.keys() != 0) {
+      pass_on([](int) {});
+      pass_on([](int) {});
+    }
+    for (int first = tile.first_key; first < tile.end_key; first += BLOCK_N)
+      pass_on([&](int stage) { rotate(stage); });
+  }
+
+ private:
+  template <class Work>
+  MLA_DEVICE void pass_on(const Work& work) {
+    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);
+    work(kv_.stage);
+    mbarrier_arrive(barriers_.kv_full(kv_.stage));
+    kv_.next();
+  }
+
+  // Eight lanes have a key, each four values and their partners. Lanes 0..15 have keys four apart, as have the others:
+  // there the swizzle puts the two halves of a rope part the other way round, so that 16 lanes use all banks.
+  // Keys past the tile's end may be rotated by whatever lay where no row was copied to; their scores are masked.
+  MLA_DEVICE void rotate(int number) const {
+    const uint32_t thread = warpgroup_thread() % 64, lane = thread % 32;
+    const uint32_t key = thread / 32 * 2 + lane / 16 + lane / 8 % 2 * 4, place = lane % 8;
+    const uint32_t stage = shared_ + SharedStorage<Traits>::KV + number * Traits::STAGE_BYTES;
+    const uint32_t rope = stage + Traits::ROPE_AT + key * 128 + (place / 2 ^ key) * 16 + place % 2 * 8;
+    const uint32_t angles = stage + Traits::COS_SIN_AT + key * Traits::COS_SIN_BYTES + place * 16;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const uint32_t low = rope + turn * 8 * 128, high = low ^ 64;
+      const uint32_t cos = angles + turn * 8 * Traits::COS_SIN_BYTES;
+      RopeQuad<Element> quad;
+      ld_shared_v2(low, quad.low);
+      ld_shared_v2(high, quad.high);
+      ld_shared_v4(cos, quad.cos);
+      ld_shared_v4(cos + Traits::COS_SIN_BYTES / 2, quad.sin);
+      uint32_t low_residual[2], high_residual[2];
+      quad.rotate(0, low_residual, high_residual);
+      quad.rotate(1, low_residual, high_residual);
+      st_shared_v2(low, quad.low);
+      st_shared_v2(high, quad.high);
+      st_shared_v2(low + Traits::BLOCK_BYTES, low_residual);
+      st_shared_v2(high + Traits::BLOCK_BYTES, high_residual);
+    }
+  }
+
+  Mbarriers<Traits> barriers_;
+  uint32_t shared_;
+  PipelineState<Traits::STAGES> kv_;
+};
+
+}  // namespace mla::sm_90

@@ -1,0 +1,218 @@
+// A problem of dense decode for programs that run a kernel on a CPU, in all that does not depend on how keys are stored:
+// pages, a plan, the launch parameters, the results by fp64, and how the kernel's are compared with them.
+//   what  plain; all_keys (not causal); sharp (large scores); sink; ragged (of query tokens); planned (two SM parts of a
+//         plan for each group). A program may know others.
+#pragma once
+
+#include <string>
+
+#include "arguments.hpp"
+#include "common/params/decode_tma.hpp"
+#include "common/plan_header.hpp"
+
+constexpr int WIDTH = 576, VALUES = 512;
+constexpr double MAX_ERROR = 5e-3, MAX_LSE_ERROR = 1e-5;
+
+struct DenseCase {
+  int heads, q_len, page, splits, groups;  // splits of every sequence; groups of SM parts that walk them
+  std::string what;
+  std::vector<int> lens;
+  std::mt19937 random{7};
+  std::normal_distribution<float> normal;
+
+  int rows = heads * q_len, batch = static_cast<int>(lens.size()), width = 1;
+  std::vector<int> table, counts, first_tokens{0};
+  std::vector<std::vector<double>> keys;  // of a sequence, [length][WIDTH], as the definition has them
+  std::vector<float> q_values, sink;
+  bool bf16_results = true;
+  double score_scale = 1.0, value_scale = 1.0;
+  std::vector<uint16_t> out;
+  std::vector<float> lse, partial_out, partial_lse;
+  std::vector<int32_t> plan;
+  mla::DecodeTmaParams params{};
+
+  // Pages in any order; the number of all of them.
+  size_t fill_table() {
+    for (int length : lens) width = max(width, (length + page - 1) / page);
+    table.resize(batch * width);
+    for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int>(i);
+    std::shuffle(table.begin(), table.end(), random);
+    return table.size();
+  }
+  // The number of a key among all of the cache.
+  size_t slot(int sequence, int k) const {
+    return static_cast<size_t>(table[sequence * width + k / page]) * page + k % page;
+  }
+
+  void fill_counts() {
+    for (int length : lens) {
+      counts.push_back(what == "ragged" ? min(length, static_cast<int>(random() % (q_len + 1))) : q_len);
+      first_tokens.push_back(first_tokens.back() + counts.back());
+    }
+  }
+
+  // Every sequence in `splits` tiles, shared out to twice as many SM parts as there are groups.
+  void make_plan() {
+    using mla::PlanHeader;
+    const int parts = groups * 2, tiles = batch * splits;
+    const int at = PlanHeader::work_tiles_at(batch, parts);
+    plan.assign(at + PlanHeader::work_tile_words * tiles, 0);
+    plan[PlanHeader::num_sm_parts] = parts;
+    plan[PlanHeader::work_tiles] = at;
+    for (int part = 0; part <= parts; ++part) plan[PlanHeader::work_indptr_at(batch) + part] = tiles * part / parts;
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int sequence = tile / splits, number = tile % splits;
+      int32_t* words = &plan[at + PlanHeader::work_tile_words * tile];
+      words[0] = sequence;
+      words[1] = lens[sequence] * number / splits;
+      words[2] = number + 1 == splits ? 0x7FFFFFFF : lens[sequence] * (number + 1) / splits;
+      words[3] = splits > 1 ? tile : -1;
+    }
+  }
+
+  void fill_params(const void* q, const void* cache) {
+    out.assign(static_cast<size_t>(batch) * rows * VALUES, 0x7FFF);
+    lse.assign(batch * rows, NAN);
+    partial_out.assign(static_cast<size_t>(batch) * splits * rows * VALUES, NAN);
+    partial_lse.assign(static_cast<size_t>(batch) * splits * rows, NAN);
+    for (int head = 0; head < heads; ++head) sink.push_back(3 * normal(random));
+    params.q = q;
+    params.kv_cache = cache;
+    params.seq_lens = lens.data();
+    params.page_ids = table.data();
+    params.cu_seqlens_q = what == "ragged" ? first_tokens.data() : nullptr;
+    params.attn_sink = what == "sink" ? sink.data() : nullptr;
+    if (what == "planned") {
+      make_plan();
+      params.plan = plan.data();
+      params.plan_words = static_cast<int>(plan.size());
+    }
+    params.out = out.data();
+    params.lse = lse.data();
+    params.partial_out = splits > 1 ? partial_out.data() : nullptr;
+    params.partial_lse = splits > 1 ? partial_lse.data() : nullptr;
+    params.q_row_stride = WIDTH;
+    params.kv_page_stride = page * WIDTH;
+    params.page_ids_stride = params.page_ids_width = width;
+    params.out_token_stride = heads * VALUES;
+    params.out_head_stride = VALUES;
+    params.lse_token_stride = heads;
+    params.lse_head_stride = 1;
+    params.batch = batch;
+    params.heads = heads;
+    params.heads_reciprocal = heads > 1 ? 0xFFFFFFFFu / heads + 1 : 0;
+    params.q_len = q_len;
+    params.rows = rows;
+    params.page = page;
+    reciprocal(page, params.page_reciprocal, params.page_shift);
+    params.num_splits = splits;
+    reciprocal(splits, params.splits_reciprocal, params.splits_shift);
+    params.grid_stride = groups;
+    params.causal = what != "all_keys";
+    reciprocal(1, params.lse_tokens_reciprocal, params.lse_tokens_shift);
+    params.empty_lse = -INFINITY;
+    params.softmax_scale = what == "sharp" ? 0.5f : 0.02f;
+  }
+
+  // A row's results by fp64, not divided by anything, with the sum and the largest score.
+  struct Exact {
+    std::vector<double> values = std::vector<double>(VALUES, 0.0);
+    double sum = 0.0, top = -INFINITY;
+  };
+  Exact exact(int sequence, int row, size_t query) const {
+    const int later = counts[sequence] - 1 - row / heads;
+    const int seen = max(0, params.causal ? lens[sequence] - later : lens[sequence]);
+    const double scale = params.softmax_scale * score_scale;
+    Exact result;
+    std::vector<double> scores(seen, 0.0);
+    for (int k = 0; k < seen; ++k) {
+      const double* key = &keys[sequence][static_cast<size_t>(k) * WIDTH];
+      for (int c = 0; c < WIDTH; ++c) scores[k] += q_values[query * WIDTH + c] * key[c] * scale;
+      result.top = max(result.top, scores[k]);
+    }
+    for (int k = 0; k < seen; ++k) {
+      const double* key = &keys[sequence][static_cast<size_t>(k) * WIDTH];
+      const double p = std::exp(scores[k] - result.top);
+      result.sum += p;
+      for (int c = 0; c < VALUES; ++c) result.values[c] += p * key[c] * value_scale;
+    }
+    return result;
+  }
+
+  // A row's results and lse from the kernel, its partials combined.
+  double kernel_row(int sequence, int row, size_t query, std::vector<double>& values) const {
+    if (splits == 1) {
+      for (int c = 0; c < VALUES; ++c) {
+        const uint16_t bits = out[query * VALUES + c];
+        values[c] = bf16_results ? bf16_to_float(bits) : fp16_to_float(bits);
+      }
+      return lse[query];
+    }
+    double top = -INFINITY, sum = 0.0;
+    const size_t first = static_cast<size_t>(sequence) * splits * rows + row;
+    for (int split = 0; split < splits; ++split) {
+      const float of_split = partial_lse[first + split * rows];
+      if (std::isnan(of_split)) return NAN;
+      top = max(top, static_cast<double>(of_split));
+    }
+    if (top == -INFINITY) return top;
+    for (int split = 0; split < splits; ++split) {
+      const double weight = std::exp(partial_lse[first + split * rows] - top);
+      sum += weight;
+      for (int c = 0; c < VALUES; ++c) values[c] += weight * partial_out[(first + split * rows) * VALUES + c];
+    }
+    const double denominator = sum + (params.attn_sink ? std::exp(sink[row % heads] - top) : 0.0);
+    for (double& value : values) value /= denominator;
+    return top + std::log(sum);
+  }
+
+  // Prints the largest relative error of a row of results and the largest of an lse; false above their bounds.
+  bool compare() const {
+    double worst = 0.0, worst_lse = 0.0;
+    const auto note = [](double& most, double error) {
+      if (!std::isnan(most) && !(error <= most)) most = error;
+    };
+    for (int sequence = 0; sequence < batch; ++sequence)
+      for (int row = 0; row < counts[sequence] * heads; ++row) {
+        const size_t query = static_cast<size_t>(first_tokens[sequence]) * heads + row;
+        const Exact wanted = exact(sequence, row, query);
+        std::vector<double> values(VALUES, 0.0);
+        const double found_lse = kernel_row(sequence, row, query, values);
+        const double wanted_lse = wanted.sum != 0.0 ? wanted.top + std::log(wanted.sum) : -INFINITY;
+        const double more = params.attn_sink && wanted.sum != 0.0 ? std::exp(sink[row % heads] - wanted.top) : 0.0;
+        double off = 0.0, size = 0.0;
+        for (int c = 0; c < VALUES; ++c) {
+          const double value = wanted.sum != 0.0 ? wanted.values[c] / (wanted.sum + more) : 0.0;
+          off += (values[c] - value) * (values[c] - value);
+          size += value * value;
+        }
+        note(worst, std::sqrt(size > 0.0 ? off / size : off));
+        if (found_lse != wanted_lse) note(worst_lse, std::fabs(found_lse - wanted_lse) / max(1.0, std::fabs(wanted_lse)));
+      }
+    std::printf("results off by %.1e, lse by %.1e\n", worst, worst_lse);
+    return worst <= MAX_ERROR && worst_lse <= MAX_LSE_ERROR;
+  }
+
+  // Runs the kernel's blocks one after the other; the program's exit status.
+  int run(void (*kernel)()) {
+    Block block(heads);
+    for (unsigned tile = 0; tile * 64 < static_cast<unsigned>(rows); ++tile)
+      for (unsigned group = 0; group < static_cast<unsigned>(groups); ++group) {
+        blockIdx = {tile, group, 0};
+        if (!block.run(kernel)) {
+          std::printf("threads wait for what never comes\n");
+          return 1;
+        }
+      }
+    return compare() ? 0 : 1;
+  }
+};
+
+// The program's arguments: heads, q_len, page, splits, groups, what, and lengths.
+template <class Case>
+Case case_of(int argc, char** argv) {
+  const auto number = [&](int i) { return std::atoi(argv[i]); };
+  std::vector<int> lens;
+  for (int i = 7; i < argc; ++i) lens.push_back(number(i));
+  return Case{{number(1), number(2), number(3), number(4), number(5), argv[6], lens}};
+}

@@ -1,0 +1,99 @@
+"""The source of decode over un-rotated caches on sm_90, executed on a CPU and compared with fp64.
+
+The definition rotates keys in fp64, so an lse within 1e-5 needs what rounding a rotated key left. Sources are
+translated as those of sparse decode are; test_swap_ab_on_host.py says what such a run shows and what not.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_sparse_gather_on_host import HOST, ran, translated
+
+INSTANCES = [("bf16", "tma"), ("fp16", "tma"), ("bf16", "cp_async"), ("fp16", "cp_async")]
+PROBLEMS = {
+    "tma": [
+        "16 1 64 1 1 plain 128 300 1 0 33 64",
+        "64 1 32 3 2 sink 70 1 0 330",
+        "8 2 96 3 4 sharp 500 100",
+        "8 2 32 1 3 ragged 100 30 200",
+        "16 1 64 3 2 planned 100 330 200",
+        "100 1 64 2 1 all_keys 300 65",
+    ],
+    "cp_async": [
+        "16 1 1 1 1 plain 128 300 1 0 33 64",
+        "64 1 7 3 2 sink 70 1 0 330",
+        "8 2 16 3 4 sharp 500 100",
+        "8 2 48 1 3 ragged 100 30 200",
+        "16 1 16 3 2 planned 100 330 200",
+    ],
+}
+
+
+def compiled(sources: Path, dtype: str, source: str) -> Path:
+    program = sources.parent / f"rotated_{dtype}_{source}"
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-DHOST_BLOCK_THREADS=512"]
+    options += ["-include", str(sources / "cuda.hpp"), f"-I{sources}", f"-DDTYPE={dtype}", f"-DKV_SOURCE={source}"]
+    command = ["g++", *options, str(sources / "rotated.cpp"), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return program
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("g++ is not installed")
+    found = translated(tmp_path_factory.mktemp("rotated"))
+    for name in ("rotated.cpp", "dense_case.hpp"):
+        shutil.copy(HOST / name, found)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "source"), INSTANCES)
+def test_results_are_those_of_fp64(sources, dtype, source):
+    program = compiled(sources, dtype, source)
+    for problem in PROBLEMS[source]:
+        done = ran(program, problem)
+        assert done.returncode == 0, f"{problem}: {done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize(
+    ("source", "header", "right", "broken"),
+    [
+        ("tma", "rotate_rope.hpp", "x[e] = a[e] * c - b[e] * s;", "x[e] = a[e] * c + b[e] * s;"),
+        ("tma", "rotate_rope.hpp", "      st_shared_v2(low + Traits::BLOCK_BYTES, low_residual);\n", ""),
+        ("tma", "rotate_rope.hpp", "+ lane / 8 % 2 * 4", "+ lane / 8 % 2 * 3"),
+        ("tma", "rotate_rope.hpp", "    mbarrier_wait(barriers_.rope_full(kv_.stage), kv_.parity);\n", ""),
+        ("tma", "producer.hpp", "min(end - first, BLOCK_N) * Traits", "BLOCK_N * Traits"),
+        ("tma", "producer.hpp", "    mbarrier_wait(stage.empty, stage.parity ^ 1);\n", ""),
+        ("tma", "traits.hpp", "? 1 + ROTATORS : 128", "? 1 : 128"),
+        ("tma", "mainloop_qk.hpp", "k < Traits::Q_STEPS ? k : k -", "k < Traits::Q_STEPS ? k : k - 1 -"),
+        ("cp_async", "producer_cp_async.hpp", "      cp_async_mbarrier_arrive(barriers_.rope_full(kv.stage));\n", ""),
+        ("cp_async", "producer.hpp", "static_cast<int64_t>(first) * Traits", "0 * Traits"),
+    ],
+    ids=[
+        "turned the other way",
+        "residuals lost",
+        "keys taken twice",
+        "rotated before they arrive",
+        "the table read past the tile",
+        "a stage overwritten",
+        "a stage published early",
+        "residuals of other values",
+        "nobody says that keys arrived",
+        "other positions",
+    ],
+)
+def test_a_fault_is_found(sources, tmp_path, source, header, right, broken):
+    own = tmp_path / "csrc"
+    shutil.copytree(sources, own)
+    path = own / "sm_90" / "decode" / header
+    text = path.read_text()
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, broken))
+    found = ran(compiled(own, "bf16", source), "16 1 64 1 1 plain 300 33 90")
+    assert found.returncode != 0, found.stdout
