@@ -27,8 +27,9 @@ INSTRUCTIONS = {
     },
     "softmax.hpp": {r'asm\("ex2\.approx.*?\)\);': "y = std::exp2(x); if (y < 0x1p-126f) y = 0.0f;"},
     "convert_fp8.hpp": {
-        r'asm\("cvt\.rn\.f16x2\.e4m3x2.*?\)\)\);': "const uint32_t two = stored >> HALF * 16;"
-        " pair = float_to_fp16(e4m3_to_float(two)) | float_to_fp16(e4m3_to_float(two >> 8)) << 16;",
+        r'asm\("\{[^{]*\{low, high\}, %2;(?:(?!asm).)*?"r"\(stored\)\);': "const auto of_two = [](uint32_t two) {"
+        " return float_to_fp16(e4m3_to_float(two)) | float_to_fp16(e4m3_to_float(two >> 8)) << 16; };"
+        " first = of_two(stored); last = of_two(stored >> 16);",
         r'asm\("\{.*?"r"\(pair\)\);': "low = high = 0;",
     },
     "cluster/none.hpp": {r'asm volatile\("st\.shared\.v4.*?"memory"\);': "st_shared_v4(to, 0, 0, 0, 0);"},

@@ -6,12 +6,13 @@
 
 namespace mla::sm_90 {
 
-// Two stored values, the lower half of a register or the upper, as fp16: one instruction.
-template <int HALF>
-MLA_DEVICE uint32_t e4m3_to_fp16(uint32_t stored) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(stored >> HALF * 16)));
-  return pair;
+// The four stored values of a register as fp16, the first two and the last two: an instruction for each two. Halves of the
+// register that are named need no shift.
+MLA_DEVICE void e4m3_to_fp16(uint32_t stored, uint32_t& first, uint32_t& last) {
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n}\n"
+      : "=r"(first), "=r"(last)
+      : "r"(stored));
 }
 
 // The same as bf16: fp32 holds both exactly, and the upper halves of these are the result.
@@ -28,8 +29,7 @@ template <class Element>
 MLA_DEVICE void convert_e4m3(const uint32_t (&stored)[4], uint32_t (&values)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    values[2 * i] = e4m3_to_fp16<0>(stored[i]);
-    values[2 * i + 1] = e4m3_to_fp16<1>(stored[i]);
+    e4m3_to_fp16(stored[i], values[2 * i], values[2 * i + 1]);
     if constexpr (Element::is_bf16) {
       values[2 * i] = fp16_to_bf16(values[2 * i]);
       values[2 * i + 1] = fp16_to_bf16(values[2 * i + 1]);

@@ -206,10 +206,9 @@ class SwapAbMainloop {
       if (group >= 2) wgmma_wait<1>();
 #pragma unroll
       for (int k = 0; k < GROUP_STEPS; ++k) {
-        keys[group % 2][k][0] = e4m3_to_fp16<0>(stored[c % 2][0][begin + k]);
-        keys[group % 2][k][1] = e4m3_to_fp16<0>(stored[c % 2][1][begin + k]);
-        keys[group % 2][k][2] = e4m3_to_fp16<1>(stored[c % 2][0][begin + k]);
-        keys[group % 2][k][3] = e4m3_to_fp16<1>(stored[c % 2][1][begin + k]);
+        uint32_t(&step)[4] = keys[group % 2][k];
+        e4m3_to_fp16(stored[c % 2][0][begin + k], step[0], step[2]);
+        e4m3_to_fp16(stored[c % 2][1][begin + k], step[1], step[3]);
       }
       wgmma_fence();
 #pragma unroll
@@ -328,8 +327,7 @@ class SwapAbMainloop {
             // Two neighbouring columns of both keys, of each column first the one key, then the other.
             const uint32_t pairs =
                 __byte_perm(stored[k][half][0][i / 2], stored[k][half][1][i / 2], i % 2 == 0 ? 0x5140 : 0x7362);
-            values[k][i][half * 2] = e4m3_to_fp16<0>(pairs);
-            values[k][i][half * 2 + 1] = e4m3_to_fp16<1>(pairs);
+            e4m3_to_fp16(pairs, values[k][i][half * 2], values[k][i][half * 2 + 1]);
           }
         wgmma_fence();
 #pragma unroll

@@ -27,7 +27,9 @@ struct QueryPiece<fp8> {
   MLA_DEVICE void load(uint32_t from) { ld_shared_v2(from, words); }
   MLA_DEVICE float largest() const { return 0.0f; }
   MLA_DEVICE uint32_t fp16_pair(int i, float) const {
-    return i % 2 == 0 ? e4m3_to_fp16<0>(words[i / 2]) : e4m3_to_fp16<1>(words[i / 2]);
+    uint32_t pairs[2];
+    e4m3_to_fp16(words[i / 2], pairs[0], pairs[1]);
+    return pairs[i % 2];
   }
 };
 
