@@ -1,7 +1,9 @@
 """Every test starts from a seed of its own, printed when it fails; MLA_SUITE_TEST_SEED adds to it for another draw."""
 
 import os
+import platform
 import zlib
+from importlib import metadata
 
 import pytest
 import torch
@@ -11,6 +13,12 @@ from mla_suite.build import BuildError, compilers
 # These tests need a process whose HIP runtime is AMD's own; `tox -e hip` starts it and sets the variable.
 collect_ignore = [] if os.environ.get("MLA_SUITE_HIP_ARCH") else ["hip"]
 BASE = int(os.environ.get("MLA_SUITE_TEST_SEED", "0"))
+
+
+def pytest_report_header() -> str:
+    """Names the version of every installed package, so that a log says what it tested."""
+    found = {f"{each.metadata['Name']}=={each.version}" for each in metadata.distributions()}
+    return " ".join([f"python=={platform.python_version()}", *sorted(found, key=str.lower)])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
