@@ -87,7 +87,10 @@ struct QuantChunk {
   }
 
   MLA_DEVICE void to_bf16(uint32_t (&values)[8]) const {
-    dequant(stored, KvFormat::ARBITRARY_SCALE ? bit_cast<float>(scale) : e8m0_scale(scale), values);
+    if constexpr (KvFormat::ARBITRARY_SCALE)
+      dequant_fp32_scale(stored, bit_cast<float>(scale), values);
+    else
+      dequant_e8m0_scale(stored, scale, values);
   }
 };
 
