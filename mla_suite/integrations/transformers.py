@@ -7,7 +7,7 @@
 
 Only attention changes: parameters stay the model's own, under their names. Prefill is un-absorbed, every step of one
 token is absorbed decode over the latent cache. Padding (attention_mask 0) is never cached, so ragged batches cost their
-real tokens. What a mask hides must be hidden when the token arrives; tokens already cached stay visible.
+real tokens; a mask that later shows or hides other tokens than it did when they came is refused.
 
 Layers that are DeepSeek V2's or V3's own are replaced whole (`transformers_layer`), all others keep their projections,
 norms and rope and call our attention (`transformers_attention`). Models with an indexer, as DeepSeek V3.2 and GLM-5,
@@ -26,14 +26,16 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from mla_suite.integrations import refuse
 from mla_suite.integrations.transformers_attention import POSSIBLE, attend, check, check_indexers, keep_latents
-from mla_suite.integrations.transformers_cache import (
+from mla_suite.integrations.transformers_cache import LatentCache, find_store, store_of
+from mla_suite.integrations.transformers_interface import check_interface, check_projections
+from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
+from mla_suite.integrations.transformers_store import (
     ATTENTION_NAME,
     Call,
-    LatentCache,
+    at_columns,
     kv_format_of,
     latent_attentions,
 )
-from mla_suite.integrations.transformers_layer import LatentAttention, config_of, replaceable
 from mla_suite.models import prefill
 
 __all__ = ["ATTENTION_NAME", "LatentCache", "Patch", "config_of", "patch", "unpatch"]
@@ -51,6 +53,8 @@ class Patch:
         self._layer_types = _layer_types(self._base.config)
         self._indexed = self._layer_types is not None and "indexed_attention" in self._layer_types
         replaced = [replaceable(attention) for _, _, attention in self._attentions]
+        whole_layers = [each for whole, (*_, each) in zip(replaced, self._attentions, strict=True) if whole]
+        self._cache_name = check_interface(self._base, whole_layers)
         replacements = [
             LatentAttention(attention, config_of(cast(Any, attention).config)) if whole else attention
             for whole, (_, _, attention) in zip(replaced, self._attentions, strict=True)
@@ -61,7 +65,11 @@ class Patch:
             else:
                 cast(Any, replacement).expand_kv = keep_latents
         self._base.config._attn_implementation = ATTENTION_NAME
-        self._hook = self._base.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._layers = [getattr(parent, name) for parent, name, _ in self._attentions]
+        self._hooks = (
+            self._base.register_forward_pre_hook(self._before, with_kwargs=True),
+            self._base.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        )
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -75,7 +83,8 @@ class Patch:
             setattr(parent, name, attention)
             vars(attention).pop("expand_kv", None)
         self._base.config._attn_implementation = self._implementation
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Runs before the decoder: one step of the cache for all layers."""
@@ -85,6 +94,10 @@ class Patch:
             raise ValueError(
                 "patch: output_attentions=True; attention weights are never stored: unpatch the model to see them"
             )
+        dropout = getattr(base.config, "attention_dropout", None)
+        if base.training and dropout:
+            refuse("patch", f"attention_dropout {dropout} in training", "call model.eval() first")
+        check_projections(self._layers)
         given, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
         if (given is None) == (embeddings is None):
             return (), kwargs  # the model refuses both, and neither
@@ -93,62 +106,72 @@ class Patch:
         masks = kwargs.get("attention_mask")
         if isinstance(masks, dict):
             masks = masks["indexed_attention" if self._indexed else "full_attention"]
-        valid = _valid(masks, batch, q_len)
-        use_cache = kwargs.get("use_cache")
-        cache = self._cache(
-            kwargs.get("past_key_values"), cast(Any, base.config).use_cache if use_cache is None else use_cache, batch
-        )
-        step, prefix = None, False
-        if cache is not None:
-            if kwargs.get("position_ids") is None:
-                positions = torch.arange(q_len, device=cache.seen.device) + cache.seen
-                kwargs["position_ids"] = positions[None]
-            prefix = q_len > 1 and cache.has_prefix
-            step = cache.begin(batch, q_len, valid)
-        call = Call(cache, step, valid, prefix)
-        kwargs = {**kwargs, "past_key_values": cache}
+        _check_mask(masks, batch)
+        kwargs = {**kwargs, self._cache_name: self._cache(kwargs, batch)}
+        call = self._begin(kwargs, batch, q_len, masks)
         if self._indexed:
-            if cache is None:
-                visible = prefill.visible(0, q_len, q_len, cast(Any, base).device, valid).expand(batch, 1, -1, -1)
+            if call.store is None:
+                device, valid = cast(Any, base).device, call.valid
+                visible = prefill.visible(0, q_len, q_len, device, valid).expand(batch, 1, -1, -1)
             else:
-                visible = cache.visible()
+                visible = call.store.visible()
             return (), {**kwargs, "attention_mask": {"indexed_attention": visible}, "mla_suite_call": call}
         if self._layer_types is None:
             return (), {**kwargs, "attention_mask": None, "mla_suite_call": call}
         # The kernels of linear layers take no keyword that they do not know, so the call goes where the mask goes.
-        linear = None if q_len == 1 else valid
+        # They get the columns that transformers gives them, which are the mask's last, however wide it is.
+        linear = None if q_len == 1 or masks is None else masks[:, -q_len:]
         return (), {**kwargs, "attention_mask": {"full_attention": call, "linear_attention": linear}}
 
-    def _cache(self, given: Cache | None, use_cache: bool, batch: int) -> LatentCache | None:
-        if isinstance(given, LatentCache):
-            return given
-        if given is None and not use_cache:
+    def _after(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Runs after the decoder, after an error too, in which case there is no output."""
+        cache = kwargs.get(self._cache_name)
+        store = find_store(cache)
+        if store is not None and output is None:
+            store.roll_back()
+        elif store is not None:
+            store.commit()
+
+    def _begin(self, kwargs: dict[str, Any], batch: int, q_len: int, mask: torch.Tensor | None) -> Call:
+        """The call that this forward's attention layers get; sets position_ids where the caller left them out."""
+        cache = kwargs[self._cache_name]
+        if cache is None:
+            _refuse_packed(kwargs.get("position_ids"), mask)
+            valid = None if mask is None else at_columns(mask, torch.arange(q_len, device=mask.device))
+            return Call(None, None, valid, False)
+        store = store_of(cache, self.model, batch)
+        call = store.begin(batch, q_len, mask)
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = (torch.arange(q_len, device=store.seen.device) + store.seen)[None]
+        return call
+
+    def _cache(self, kwargs: dict[str, Any], batch: int) -> Cache | None:
+        """The cache of this forward: the caller's, a new one if it uses one, or None."""
+        # With both names given transformers takes the newer one, even if it is None.
+        old = kwargs.pop("past_key_values", None)
+        given = kwargs.get(self._cache_name, old)
+        use_cache = kwargs.get("use_cache")
+        if given is None and not (self._base.config.use_cache if use_cache is None else use_cache):
             return None
-        if torch.compiler.is_compiling():
-            raise TypeError("patch: a compiled step needs past_key_values=LatentCache(model, batch, max_len)")
-        if given is None:
-            return LatentCache(self.model, batch)
-        # generate() makes an empty DynamicCache; its holder may pass it again, so it keeps its latent cache.
-        kept = vars(given)
-        if type(given) is DynamicCache and "latent_cache" not in kept and given.get_seq_length() == 0:
-            kept["latent_cache"] = LatentCache(self.model, batch)
-        if "latent_cache" not in kept:
-            raise TypeError(
-                f"patch: past_key_values is a {type(given).__name__} with keys and values of its own; pass "
-                "LatentCache(model, batch, max_len), or nothing"
-            )
-        return cast(LatentCache, kept["latent_cache"])
+        if given is None and torch.compiler.is_compiling():
+            raise TypeError("patch: a compiled step needs a LatentCache(model, batch, max_len) as its cache")
+        return DynamicCache() if given is None else given
 
 
-def _valid(attention_mask: torch.Tensor | None, batch: int, q_len: int) -> torch.Tensor | None:
-    if attention_mask is None:
-        return None
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < q_len:
+def _check_mask(mask: torch.Tensor | None, batch: int) -> None:
+    if mask is not None and (mask.dim() != 2 or mask.shape[0] != batch or not mask.shape[1]):
         raise ValueError(
-            f"patch: attention_mask has shape {tuple(attention_mask.shape)} for {batch} sequences of {q_len} new "
-            "tokens; give [batch, tokens] with 0 for padding"
+            f"patch: attention_mask has shape {tuple(mask.shape)} for {batch} sequences; give [batch, tokens], where "
+            "column j is token j of the cache and 0 is padding"
         )
-    return attention_mask[:, -q_len:].bool()
+
+
+def _refuse_packed(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+    """ValueError for several sequences in one row, which transformers finds by positions that begin again."""
+    if position_ids is None or mask is not None or torch.compiler.is_compiling():
+        return
+    if bool((position_ids.diff(dim=-1) != 1).any()):
+        refuse("patch", "position_ids of packed sequences", "give each sequence a row of its own, with attention_mask")
 
 
 def _decoder(model: nn.Module, attentions: list[nn.Module]) -> Any:

@@ -1,8 +1,8 @@
 """Our attention under the latent attention layers of any transformers model, which keep all else of their own.
 
-Every such layer of transformers 5.23 does three things in one order: it gives its normed latents and its rotated k_pe
+Every such layer of transformers does three things in one order: it gives its normed latents and its rotated k_pe
 to the cache, expands what the cache returns with its method `expand_kv`, and calls the attention function that
-`config._attn_implementation` names. `LatentCache.update` returns the new tokens alone, `keep_latents` takes the place
+`config._attn_implementation` names. `LatentLayer.update` returns the new tokens alone, `keep_latents` takes the place
 of `expand_kv`, and so `attend` is called with latents: no class of a model, no norm, scale, gate or rope is named here.
 
 Latents narrower than our cache's rows are padded with zeros, which change no score and no value.
@@ -21,18 +21,27 @@ from torch.nn import functional
 
 import mla_suite
 from mla_suite.integrations import WIDE, refuse
-from mla_suite.integrations.transformers_cache import Call
+from mla_suite.integrations.transformers_store import Call
 from mla_suite.models import prefill
 from mla_suite.models.absorb import absorbed, head_values
 from mla_suite.models.cache import slots
 from mla_suite.models.config import LATENT, ROPE
 
 POSSIBLE = "leave this model as it is"
+# Tensors that models hand to every attention function and that change nothing here.
+UNUSED = ("position_ids", "cache_position", "labels", "token_type_ids", "mm_token_type_ids")
 # Indexers whose selection reaches the attention function, and what else is missing for the models of the others.
-INDEXERS = ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer")
+INDEXERS = (
+    "AXK2Indexer",
+    "DeepseekV32Indexer",
+    "GlmMoeDsaIndexer",
+    "HYV4Indexer",
+    "MistralLarge4TextIndexer",
+)
 MISSING = {
     "DeepseekV4Indexer": "keys compressed from several tokens beside a sliding window, which LatentCache does not hold",
     "Dots3NoteTextIndexer": "keys in some layers and a sliding window in others, which decode does not have",
+    "HYV4VLIndexer": "keys at positions that the model carries from call to call outside of its cache",
     "Glm5NextTextIndexer": "pools of keys with an indexer that reads the cache of transformers itself",
 }
 
@@ -53,7 +62,7 @@ def check(attention: nn.Module) -> None:
     if type(layer.kv_b_proj) is not nn.Linear or layer.kv_b_proj.bias is not None:
         refuse("patch", f"kv_b_proj of {name} is {layer.kv_b_proj}", "absorption needs a plain Linear", TypeError)
     if not hasattr(layer, "expand_kv"):
-        refuse("patch", f"{name} has no expand_kv", "transformers 5.23 or newer is needed", TypeError)
+        refuse("patch", f"{name} has no expand_kv", "transformers 5.20 or newer is needed", TypeError)
     if layer.kv_lora_rank > LATENT or layer.qk_rope_head_dim > ROPE:
         given = f"kv_lora_rank {layer.kv_lora_rank} and qk_rope_head_dim {layer.qk_rope_head_dim}"
         refuse("patch", given, f"a cached token is {LATENT} + {ROPE} elements at most: {POSSIBLE}")
@@ -77,7 +86,7 @@ def attend(
     mla_suite_call: Call | None = None,
     indices: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function as transformers calls it, for the new tokens' latents.
 
@@ -92,7 +101,11 @@ def attend(
         raise TypeError(
             f"patch: attention of a {type(module).__name__} was called outside its model; call patch(model)"
         )
-    layer, scale = cast(Any, module), cast(float, scaling)
+    unknown = [name for name, value in others.items() if isinstance(value, torch.Tensor) and name not in UNUSED]
+    if unknown or scaling is None:
+        given = f"attention of a {type(module).__name__} is called with {', '.join(unknown) or 'no scaling'}"
+        refuse("patch", given, f"nobody here knows what it means: {POSSIBLE}", TypeError)
+    layer, scale = cast(Any, module), scaling
     q, kv_c, k_pe = query.transpose(1, 2), key.squeeze(1), value.squeeze(1)
     k_pe = k_pe.to(kv_c.dtype)  # under autocast norms return fp32
     q_len = q.shape[1]
@@ -100,23 +113,23 @@ def attend(
     if indices is not None and (s_aux is not None or indices.shape[-1] < attention_mask.shape[-1]):
         # Where fewer keys are visible than an indexer is to select, it selects hidden ones as well.
         chosen = torch.where(attention_mask[:, 0].gather(-1, indices.long()), indices, -1)
-    if call.cache is None or call.step is None:
+    if call.store is None or call.step is None:
         if chosen is not None:
             pool = torch.cat((_widened(kv_c, LATENT), _widened(k_pe, ROPE)), dim=-1)  # a page for each sequence
             table = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)[:, None]
             return _attend_selected(layer, q, chosen, pool, WIDE[pool.dtype], table, scale, s_aux), None
         k, v = _expanded(layer, key, value)
         return prefill.causal_attention(q, k, v, softmax_scale=scale, valid=call.valid), None
-    kv_cache = call.cache.kv_cache(layer.layer_idx)
+    kv_cache = call.store.kv_cache(layer.layer_idx)
     mla_suite.append_kv(
         _widened(kv_c, LATENT).reshape(-1, LATENT),
         _widened(k_pe, ROPE).reshape(-1, ROPE),
         kv_cache,
         call.step.slot_mapping,
-        kv_format=call.cache.paged.kv_format,
+        kv_format=call.store.kv_format,
     )
     if chosen is not None:
-        kv_format, table = call.cache.paged.kv_format, call.step.block_table
+        kv_format, table = call.store.kv_format, call.step.block_table
         return _attend_selected(layer, q, chosen, kv_cache, kv_format, table, scale, s_aux), None
     if q_len == 1:
         return _attend_cached(layer, q, call, kv_cache, call.step.seq_lens, scale, causal=True)[0], None
@@ -134,7 +147,7 @@ def _attend_cached(
     layer: Any, q: torch.Tensor, call: Call, kv_cache: torch.Tensor, seq_lens: torch.Tensor, scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values [batch, q_len, heads, v_head_dim] and lse [batch, q_len, heads] of the first seq_lens tokens cached."""
-    assert call.cache is not None
+    assert call.store is not None
     assert call.step is not None
     q, w_uv = _absorbed(layer, q)
     out, lse = mla_suite.decode(
@@ -145,7 +158,7 @@ def _attend_cached(
         softmax_scale=scale,
         max_seqlen_q=q.shape[1],
         causal=causal,
-        kv_format=call.cache.paged.kv_format,
+        kv_format=call.store.kv_format,
     )
     return head_values(out[..., : layer.kv_lora_rank], w_uv), lse
 

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
 
 from mla_suite.integrations import WIDE
-from mla_suite.integrations.transformers_cache import Call, kv_format_of
+from mla_suite.integrations.transformers_store import Call, kv_format_of
 from mla_suite.models.config import LATENT, ROPE, MLAConfig, Yarn
 from mla_suite.models.mla import MLA
 
@@ -93,19 +92,19 @@ class LatentAttention(MLA):
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        *,
         mla_suite_call: Call | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         if mla_suite_call is None:
             raise TypeError("patch: a patched attention was called outside its model; call the model that was patched")
-        cache, step, valid, prefix = mla_suite_call
+        store, step, valid, prefix = mla_suite_call
         batch, q_len = hidden_states.shape[:2]
         cos_sin = _cos_sin(position_embeddings, batch)
-        if cache is None or step is None:
+        if store is None or step is None:
             positions = torch.arange(batch * q_len, device=hidden_states.device)
             return self.prefill(hidden_states, cos_sin, positions=positions, valid=valid), None
-        kv_cache = cache.kv_cache(self.layer_idx)
+        kv_cache = store.kv_cache(self.layer_idx)
         if q_len == 1:
             return self.decode(hidden_states, kv_cache, step, cos_sin), None
         return self.prefill(hidden_states, cos_sin, kv_cache, step, valid=valid, prefix=prefix), None

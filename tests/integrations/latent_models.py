@@ -14,8 +14,8 @@ import torch
 import transformers
 
 from mla_suite.integrations.transformers import patch, unpatch
-from mla_suite.integrations.transformers_cache import latent_attentions
 from mla_suite.integrations.transformers_layer import LatentAttention
+from mla_suite.integrations.transformers_store import latent_attentions
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers_models.md"
 VOCAB = 96
@@ -91,8 +91,10 @@ PATCHED = {
     "minicpm3": ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "scale_emb": 1}),
     "mistral4": ("Mistral4ForCausalLM", {"kv_lora_rank": 256, "rope_parameters": MISTRAL4_ROPE}),
     "mistral_large4": ("MistralLarge4ForConditionalGeneration", INDEXED | MISTRAL_LARGE4),
+    "sarvam_mla": ("DeepseekV3ForCausalLM", {}),  # a config of its own, and this class
     "youtu": ("YoutuForCausalLM", {}),
 }
+PATCHED = {folder: made for folder, made in PATCHED.items() if hasattr(transformers, made[0])}  # this release has
 SELECTING = [folder for folder, (_, fields) in PATCHED.items() if "index_topk" in fields]
 COMPILED_ALWAYS = ("mistral4",)  # its compiled step is tested with every run, those of other folders by `full`
 LOOPING_EXPERTS = ("longcat_flash",)  # their own loop over the chosen experts cannot be compiled, patched or not
@@ -101,7 +103,9 @@ REFUSED = {
     "deepseek_v4": ("DeepseekV4ForCausalLM", {"num_hidden_layers": 4}),
     "dots3_note": ("Dots3NoteForCausalLM", {"num_hidden_layers": 4}),
     "glm5_next": ("Glm5NextForConditionalGeneration", {"num_hidden_layers": 4}),
+    "hy_v4_vl": ("HYV4VLForConditionalGeneration", {"num_hidden_layers": 4}),
 }
+REFUSED = {folder: made for folder, made in REFUSED.items() if hasattr(transformers, made[0])}
 NOT_LATENT = {"deepseek_ocr2": "its text layers are Llama's, and kv_lora_rank is taken out of its config"}
 
 
@@ -170,6 +174,11 @@ def make_refused(folder: str):
         return model_class(model_class.config_class(**fields))
 
 
+def release() -> str:
+    """The release of transformers that is installed, as the page names it."""
+    return "transformers " + ".".join(transformers.__version__.split(".")[:2])
+
+
 def table() -> str:
     """docs/transformers_models.md, from what `patch` does with each model."""
     rows = []
@@ -194,13 +203,12 @@ def table() -> str:
                 rows.append(f"| {folder} | `{name}` | no | {said} | | |")
         else:
             rows.append(f"| {folder} | | no | {NOT_LATENT[folder]} | | |")
-    version = ".".join(transformers.__version__.split(".")[:2])
-    return INTRODUCTION.replace("{version}", version) + "\n".join(rows) + "\n"
+    return INTRODUCTION.replace("{release}", release()) + "\n".join(rows) + "\n"
 
 
 INTRODUCTION = """# Models of transformers
 
-The table lists every model of transformers {version} whose code speaks of multi-head latent attention, and what
+The table lists every model of {release} whose code speaks of multi-head latent attention, and what
 `mla_suite.integrations.transformers.patch` does with it. Tiny random models of each patched row give the unpatched
 model's tokens in fp32 (`tests/integrations/test_transformers_models.py`).
 `python tests/integrations/latent_models.py --write` makes this page.

@@ -1,5 +1,7 @@
 """The latent cache under transformers: what does not fit is refused, what generate() takes back is forgotten."""
 
+import copy
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -7,9 +9,12 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is missing: pip install mla_suite[hf]")
 
+import latent_models
 from deepseek_models import VOCAB, left_padded, make_model
+from transformers import DynamicCache
 
-from mla_suite.integrations.transformers import LatentCache, patch
+from mla_suite.integrations import transformers_interface
+from mla_suite.integrations.transformers import LatentCache, patch, unpatch
 
 
 def test_a_full_cache_is_refused_before_anything_is_written():
@@ -20,16 +25,16 @@ def test_a_full_cache_is_refused_before_anything_is_written():
     with torch.no_grad(), pytest.raises(RuntimeError, match="11 tokens per sequence for a cache of max_len 8"):
         model(input_ids=ids, past_key_values=cache)
     assert cache.seq_lens.tolist() == [0, 0, 0]
-    assert not any(layer.any() for layer in cache.paged.layers)
+    assert not any(layer.any() for layer in cache.store.latents.values())
 
 
 def test_a_full_cache_is_refused_without_asking_a_gpu():
     cache = LatentCache(make_model("v3"), 1, 8, page_size=4)
-    cache.seen = SimpleNamespace(is_cuda=True)  # it has no value to read
-    cache._make_room(5)
-    cache._make_room(3)
+    cache.store.seen = SimpleNamespace(is_cuda=True)  # it has no value to read
+    cache.store._make_room(8)
+    cache.store._columns = 8
     with pytest.raises(RuntimeError, match="9 tokens per sequence for a cache of max_len 8"):
-        cache._make_room(1)
+        cache.store._make_room(1)
 
 
 def test_crop_forgets_the_newest_tokens():
@@ -68,3 +73,185 @@ def test_a_cache_without_room_is_refused(sizes):
     batch, max_len, page_size = sizes
     with pytest.raises(ValueError, match="LatentCache: batch .* each is 1 or more"):
         LatentCache(make_model("v3"), batch, max_len, page_size=page_size)
+
+
+def prompt():
+    torch.manual_seed(3)
+    return torch.randint(3, VOCAB, (2, 9))
+
+
+def both(call):
+    """Returns the results of a call for a model and for the same model, patched."""
+    model = make_model("v3")
+    with torch.no_grad():
+        expected = call(model)
+        with patch(model):
+            return expected, call(model)
+
+
+def logits_close(got, expected):
+    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_the_callers_own_cache_answers_and_its_prefix_is_used_again():
+    def reuse(model):
+        cache = DynamicCache(config=model.config)
+        model(prompt(), past_key_values=cache)
+        longer = torch.cat((prompt(), prompt()[:, :4]), 1)
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        copied = copy.deepcopy(cache)
+        tokens = model.generate(longer, past_key_values=cache, **options)
+        assert torch.equal(model.generate(longer, past_key_values=copied, **options), tokens)
+        return tokens, cache.get_seq_length()
+
+    (tokens, length), (ours, our_length) = both(reuse)
+    assert torch.equal(ours, tokens)
+    assert our_length == length == 18
+
+
+@pytest.mark.parametrize("width", [9, 10, 12, 18, 32, 5])
+def test_column_j_of_a_mask_of_any_width_is_token_j(width):
+    def call(model):
+        mask = (torch.arange(width) < 9).long().expand(2, -1)
+        cache = DynamicCache(config=model.config)
+        logits = model(prompt(), attention_mask=mask, past_key_values=cache).logits
+        return logits[:, : min(width, 9)], cache.get_seq_length()
+
+    (logits, length), (ours, our_length) = both(call)
+    logits_close(ours, logits)
+    assert our_length == length
+
+
+def test_sequences_are_repeated_chosen_and_reordered():
+    def call(model):
+        cache = DynamicCache(config=model.config)
+        mask = torch.ones(2, 9, dtype=torch.long)
+        mask[1, :3] = 0
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(prompt(), attention_mask=mask, position_ids=positions, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        cache.reorder_cache(torch.tensor([5, 0, 1, 4, 2, 3]))
+        cache.batch_select_indices(torch.tensor([0, 1, 3]))
+        mask = torch.cat((mask[[1, 0, 1]], torch.ones(3, 2, dtype=torch.long)), 1)
+        positions = (mask.cumsum(1) - 1)[:, 9:]
+        return model(prompt()[[0, 0, 1], :2], attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+
+    expected, got = both(call)
+    logits_close(got, expected)
+
+
+def test_a_beam_search_finds_the_models_own_sequences():
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected, got = both(lambda model: model.generate(prompt(), **options))
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
+def test_an_error_in_a_forward_leaves_the_cache_as_it_was(folder):
+    model = latent_models.make(folder)
+    with torch.no_grad(), patch(model):
+        ids = latent_models.left_padded()[0]
+        expected = model(ids).logits
+        cache = LatentCache(model, 2, 16)
+        model(ids[:, :4], past_key_values=cache)
+        last = model.model.layers[-1].mlp
+        with pytest.raises(ZeroDivisionError):
+            with_error(last, lambda: model(ids[:, :3], past_key_values=cache))
+        assert int(cache.get_seq_length()) == 4
+        logits_close(model(ids[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+
+
+def with_error(module, call):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    hook = module.register_forward_hook(fail)
+    try:
+        call()
+    finally:
+        hook.remove()
+
+
+def test_a_mask_that_changes_is_refused():
+    model = make_model("v3")
+    with torch.no_grad(), patch(model):
+        cache, mask = DynamicCache(config=model.config), torch.ones(2, 9, dtype=torch.long)
+        mask[1, 2] = 0
+        model(prompt(), attention_mask=mask, past_key_values=cache)
+        shown, hidden = torch.ones(2, 10, dtype=torch.long), torch.cat((mask, mask[:, :1]), 1)
+        hidden[0, 4] = 0
+        for wrong, sentence in (
+            (shown, "1 for column 2 of sequence 1, whose token was hidden"),
+            (hidden, "0 for column 4 of sequence 0, whose token was cached"),
+            (None, "attention_mask is None for a cache in which it has hidden tokens"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                model(prompt()[:, :1], attention_mask=wrong, past_key_values=cache)
+        assert cache.get_seq_length() == 9
+
+
+def test_packed_sequences_and_dropout_are_refused():
+    model = make_model("v3", attention_dropout=0.1)
+    with patch(model):
+        with pytest.raises(ValueError, match="position_ids of packed sequences"):
+            model(prompt(), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), use_cache=False)
+        with pytest.raises(ValueError, match=r"attention_dropout 0\.1 in training"):
+            model.train()(prompt())
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_adapter_or_a_hook_on_kv_b_proj_is_refused_whenever_it_is_added(compiled):
+    model = make_model("v3")
+    with torch.no_grad(), patch(model):
+        step = torch.compile(model, backend="eager") if compiled else model
+        cache = LatentCache(model, 2, 32)
+        model(prompt(), past_key_values=cache)
+        attention = model.model.layers[1].self_attn
+        hook = attention.kv_b_proj.register_forward_hook(lambda module, args, output: 2 * output)
+        with pytest.raises(TypeError, match="kv_b_proj of layer 1 has a hook or a forward of its own"):
+            step(prompt()[:, :1], past_key_values=cache)
+        hook.remove()
+        torch.compiler.reset()  # compiled code never sees hooks that are added or removed later
+        step(prompt()[:, :1], past_key_values=cache)
+        attention.kv_b_proj = torch.nn.Sequential(attention.kv_b_proj)
+        with pytest.raises(TypeError, match="kv_b_proj of layer 1 is Sequential"):
+            step(prompt()[:, :1], past_key_values=cache)
+
+
+def test_an_interface_that_differs_is_refused_and_a_newer_number_is_not(monkeypatch):
+    model = make_model("v3")
+    base = type(model.model)
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, kv_store=None, inputs_embeds=None):
+        raise AssertionError
+
+    with monkeypatch.context() as changed:
+        changed.setattr(base, "forward", forward)
+        with pytest.raises(
+            TypeError, match="DeepseekV3Model of transformers .* takes its cache as none of cache, past_"
+        ):
+            patch(model)
+
+    def layer_forward(self, hidden_states, rope, attention_mask, cache=None, **kwargs):
+        raise AssertionError
+
+    with monkeypatch.context() as changed:
+        changed.setattr(type(model.model.layers[0].self_attn), "forward", layer_forward)
+        with pytest.raises(TypeError, match="DeepseekV3Attention of transformers .* takes no position_embeddings"):
+            patch(model)
+    assert "mla_suite_patch" not in vars(model)
+    expected = model(prompt()).logits
+    monkeypatch.setattr(transformers_interface.transformers, "__version__", "9.1.0")
+    with pytest.warns(UserWarning, match=r"transformers 9\.1\.0 is newer than .* its interface is the same"):
+        patch(model)
+    unpatch(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch(model)
+    logits_close(model(prompt()).logits, expected)
+
+
+def test_an_attention_argument_that_nobody_knows_is_refused():
+    model = latent_models.make("mistral4")
+    with patch(model), pytest.raises(TypeError, match="is called with picked; nobody here knows what it means"):
+        model(prompt(), picked=torch.zeros(2))

@@ -117,24 +117,24 @@ def test_finished_sequences_may_be_masked_while_others_go_on():
     patch(model)
     cache = LatentCache(model, 2, PROMPT, page_size=4)
     model(input_ids=ids[:, :6], past_key_values=cache)
-    before = {layer_idx: keys[1, :6].clone() for layer_idx, keys in cache.index_keys.items()}
+    before = {layer_idx: keys[1, :6].clone() for layer_idx, keys in cache.store.index_keys.items()}
     for i in range(6, PROMPT):
         mask = torch.ones(2, i + 1, dtype=torch.int64)
         mask[1, 6:] = 0
         got = model(input_ids=ids[:, i : i + 1], attention_mask=mask, past_key_values=cache).logits
         close(got[0, 0], expected[0, i])
     assert cache.seq_lens.tolist() == [PROMPT, 6]
-    assert all(torch.equal(cache.index_keys[layer_idx][1, :6], keys) for layer_idx, keys in before.items())
+    assert all(torch.equal(cache.store.index_keys[layer_idx][1, :6], keys) for layer_idx, keys in before.items())
 
 
 def test_layers_that_share_a_selection_keep_no_keys_of_an_indexer():
     model = make("glm_moe_dsa")
     cache = LatentCache(model, 2, 16)
-    assert {layer_idx: tuple(keys.shape) for layer_idx, keys in cache.index_keys.items()} == {
+    assert {layer_idx: tuple(keys.shape) for layer_idx, keys in cache.store.index_keys.items()} == {
         0: (2, 65, INDEXED["index_head_dim"]),
         2: (2, 65, INDEXED["index_head_dim"]),
     }
-    assert len(cache.paged.layers) == 3
+    assert len(cache.store.latents) == 3
 
 
 @torch.no_grad()
@@ -156,7 +156,7 @@ def test_one_graph_serves_all_lengths_up_to_the_caches_end():
         out = compiled(input_ids=expected[:, i : i + 1], position_ids=lens + i, past_key_values=cache)
         assert torch.equal(out.logits[:, -1].argmax(-1), expected[:, i + 1])
     assert counters["stats"]["unique_graphs"] == 1
-    before = cache.paged.layers[0].clone()
+    before = cache.store.latents[0].clone()
     with pytest.raises(ValueError, match="slot_mapping holds slot"):
         compiled(input_ids=ids[:, :1], past_key_values=cache)
-    assert torch.equal(cache.paged.layers[0], before)
+    assert torch.equal(cache.store.latents[0], before)

@@ -36,7 +36,7 @@ def test_tokens_are_the_unpatched_models(folder, decodes):
     with patch(model):
         cache = LatentCache(model, 2, PROMPT + STEPS, page_size=4)
         tokens, logits = greedy(model, cache)
-        layers = len(cache.paged.layers)
+        layers = len(cache.store.latents)
     assert torch.equal(tokens, expected)
     assert tokens.unique().numel() > 2, "a model that repeats itself would show nothing"
     # The prompt of a model that selects keys is longer than index_topk, so it goes through sparse_decode as well.
@@ -56,7 +56,7 @@ def test_a_prompt_in_parts_attends_to_its_cached_prefix(folder, decodes):
     cache = LatentCache(model, 1, PROMPT, page_size=4)
     parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split([4, 3, 2], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
-    assert len(decodes) == 2 * len(cache.paged.layers)
+    assert len(decodes) == 2 * len(cache.store.latents)
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -144,10 +144,18 @@ def test_unpatch_gives_every_layer_its_own_methods_back():
     assert not model.model._forward_pre_hooks
 
 
+of_the_page = pytest.mark.skipif(
+    latent_models.release() not in latent_models.PAGE.read_text(),
+    reason="the page is of another release of transformers",
+)
+
+
+@of_the_page
 def test_no_latent_model_of_transformers_is_forgotten():
     assert set(PATCHED) | set(REFUSED) | set(NOT_LATENT) == latent_models.folders()
 
 
+@of_the_page
 def test_the_page_of_models_is_what_patch_does():
     written = latent_models.PAGE.read_text()
     assert written == latent_models.table(), "run `python tests/integrations/latent_models.py --write`"
