@@ -1,7 +1,6 @@
 """Checks of arguments that every operator uses, and debug mode, in which operators also check values inside tensors.
 
-The checks read metadata only, so they also work on fake tensors and symbolic sizes; `share_memory` alone reads
-addresses.
+The checks read metadata only, so they also work on fake tensors and symbolic sizes.
 
 Every message is one sentence: `<op>: <argument> <what was given>; <what is possible>`.
 """
@@ -139,20 +138,6 @@ def overlaps_itself(value: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
-
-
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common. False where one has gaps, since the other may lie in these."""
-    if not (one.numel() and other.numel() and without_gaps(one) and without_gaps(other)):
-        return False
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
-
-
-def without_gaps(value: torch.Tensor) -> bool:
-    """Whether a tensor that does not overlap itself fills the memory from its first element to its last."""
-    reach = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-    return reach + 1 == value.numel()
 
 
 def written_whole(op: str, argument: str, value: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils._device import DeviceContext
 
 from mla_suite.archs import ArchSpec
-from mla_suite.core import checks, dispatch
+from mla_suite.core import checks, dispatch, overlap
 from mla_suite.core.op import Op
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
@@ -37,6 +37,7 @@ _function_mode = torch._C._get_function_stack_at
 _profiling = torch._C._autograd._profiler_enabled
 _included = torch._C._dispatch_tls_local_include_set
 _emulated = dispatch.emulated.get
+_data_ptr = torch.Tensor.data_ptr
 _debugging = checks.debugging
 bump_versions: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version
 """Tells autograd that tensors were written, so that a backward that saved them raises."""
@@ -90,6 +91,9 @@ class _Guarded(NamedTuple):
     present: Callable[[tuple[Any, ...]], tuple[torch.Tensor, ...]]  # picks the tensors that are not None
     same: Callable[..., bool]
     on_gpu: bool
+    written: list[int]  # positions among the present tensors of those that the call writes
+    sizes: list[int]  # bytes that the present tensors reach over, where any is written
+    apart: list[list[int]]  # the addresses of the last call, whose tensors were found not to overlap
     emulated: ArchSpec | None  # the arch that CPU tensors stand for; a GPU's follows from its device
 
 
@@ -134,11 +138,19 @@ def call(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...], otherwi
                 given = last.present(values)
                 if last.same(*given) and (last.on_gpu or last.emulated is _emulated()):
                     prepared = last.prepared
+                    if last.written:
+                        addresses = [*map(_data_ptr, given)]
+                        if addresses != last.apart[0]:
+                            if overlap.first_overlap(addresses, last.sizes, last.written):
+                                overlap.refuse(op.name, op.arguments, tensors, op.mutated)
+                            last.apart[0] = addresses
                     for tensor in given:
                         if tensor.data_ptr() & 15:
                             prepared = None
         if prepared is None:
             prepared = _look_up(op, tensors, options)
+            if prepared is not None and op.mutated:
+                overlap.refuse(op.name, op.arguments, tensors, op.mutated)
         if prepared is not None:
             outputs = prepared.allocate()
             if tensors[0].is_cpu:
@@ -205,10 +217,16 @@ def find(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Prepa
     return last.prepared if last.on_gpu or last.emulated is _emulated() else None
 
 
-def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedCall) -> None:
+def keep(
+    slot: str,
+    tensors: tuple[Any, ...],
+    options: tuple[Any, ...],
+    prepared: PreparedCall,
+    mutated: tuple[int, ...] = (),
+) -> None:
     """Recognise the next call like this one, unless an address is no multiple of 16 or an option may change.
 
-    No tensor may require a gradient that is enabled.
+    No tensor may require a gradient that is enabled. `mutated` are the positions of the tensors that the call writes.
     """
     if not fixed(options):
         return
@@ -217,6 +235,7 @@ def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
         _last[slot] = guarded
         return
     lists = any(value.__class__ is list for value in tensors)
+    written = [tensors[position] for position in mutated]
     if lists:
         tensors, options = _flat(tensors, options)
     positions = [position for position, tensor in enumerate(tensors) if tensor is not None]
@@ -232,6 +251,9 @@ def keep(slot: str, tensors: tuple[Any, ...], options: tuple[Any, ...], prepared
         itemgetter(slice(len(positions))) if leading else itemgetter(*positions),
         _Guards(*given, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         given[0].is_cuda,
+        [at for at, tensor in enumerate(given) if any(tensor is each for each in written)],
+        [overlap.reach(tensor) for tensor in given] if written else [],
+        [[]],
         _emulated(),
     )
 
@@ -297,7 +319,7 @@ def _look_up(op: Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> 
         return None
     if prepared is None or prepared.kinds != tuple(map(type, converted)):
         return None
-    keep(op.name, tensors, options, prepared)
+    keep(op.name, tensors, options, prepared, op.mutated)
     return prepared
 
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from mla_suite.core import allocation, checks, dispatch, eager, torch_ops
+from mla_suite.core import allocation, checks, dispatch, eager, overlap, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
 
@@ -100,9 +99,7 @@ class _OutOverload(NamedTuple):
         )
 
     def validate_values(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        args, outputs = tensors[: self.mutated[0]], tensors[self.mutated[0] :]
-        self.op.validate_values(args, options)
-        _refuse_shared_memory(self.op, args, outputs)
+        self.op.validate_values(tensors[: self.mutated[0]], options)
 
 
 def _define(schema: str) -> None:
@@ -128,6 +125,8 @@ def _functional(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         args += positional[len(args) :]
         options = eager.hashable(tuple(map(kwargs.get, names, defaults)))
+        if op.mutated:
+            overlap.refuse(op.name, op.arguments, args, op.mutated)
         key = eager.metadata(op.name, args, options)
         prepared = eager.prepared_call(key)
         if prepared is None:
@@ -206,6 +205,7 @@ def _out(overload: _OutOverload) -> Callable[..., None]:
         prepared = eager.prepared_call(key)
         if prepared is None:
             check(*args, **kwargs)
+        overlap.refuse(name, overload.arguments, tensors, overload.mutated)
         _validate(overload, tensors, options)
         if prepared is None:
             _refuse_misaligned(op, outputs)
@@ -264,19 +264,6 @@ def _refuse_misaligned(op: Op, outputs: tuple[torch.Tensor, ...]) -> None:
 def _validate(op: eager.Called, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> None:
     if tensors[0].is_cpu or checks.debugging():
         op.validate_values(tensors, options)
-
-
-def _refuse_shared_memory(op: Op, args: tuple[Any, ...], outputs: tuple[torch.Tensor, ...]) -> None:
-    """ValueError where an output lies in memory of an argument, or of another output."""
-    needed = [(name, leaf) for name, value in zip(op.arguments, args, strict=False) for leaf in tree_leaves(value)]
-    for name, output in zip(op.outputs, outputs, strict=False):
-        for other, value in needed:
-            if isinstance(value, torch.Tensor) and checks.share_memory(output, value):
-                raise ValueError(
-                    f"{op.name}.out: {name} shares memory with {other}, which the call still needs when it writes "
-                    f"{name}; give {name} memory of its own"
-                )
-        needed.append((name, output))
 
 
 def _fall_through(name: str) -> None:

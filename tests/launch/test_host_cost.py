@@ -119,7 +119,7 @@ def hip(stub_folder, monkeypatch, request):
         ("gfx942", "decode", 1, 10),
         ("gfx942", "decode in splits", 2, 10),
         ("gfx942", "decode by plan", 2, 10),
-        ("gfx942", "decode.out by plan", 2, 10),
+        ("gfx942", "decode.out by plan", 2, 11),  # addresses that the last call did not have are compared
         ("gfx950", "sparse_decode v32", 1, 10),
         ("gfx950", "sparse_decode v32 in splits", 2, 10),
         ("gfx950", "sparse_decode dsv4 with sink", 2, 10),

@@ -1,0 +1,125 @@
+"""Outputs in memory of inputs, through views with gaps too: refused, or right."""
+
+import contextlib
+import random
+import re
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import mla_suite
+from mla_suite.core import register
+
+CPU = torch.device("cpu")
+BACKENDS = ["reference", "gfx942", "gfx950"]
+WRITING = [op for op in register.registry().values() if op.outputs or op.mutates]
+
+
+def on(backend):
+    return contextlib.nullcontext() if backend == "reference" else mla_suite.emulate(backend)
+
+
+def place(draw, memory, like, at):
+    """A view like a tensor in `memory` from byte `at` on, its rows further apart by a random number of elements."""
+    gap = draw.choice([0, 0, 8, 64]) if like.dim() > 1 else 0
+    strides, step = [], 1
+    for number, extent in enumerate(reversed(like.shape)):
+        strides.append(step)
+        step = step * extent + (gap if number == 0 else 0)
+    strides = strides[::-1]
+    return memory[at:].view(like.dtype).as_strided(like.shape, strides)
+
+
+def call_of(op, args, kwargs, outputs):
+    packet = getattr(torch.ops.mla_suite, op.name)
+    if op.mutates:
+        packet(*args, **kwargs)
+        return [args[position] for position in op.mutated]
+    packet.out(*args, **kwargs, **dict(zip(op.outputs, outputs, strict=True)))
+    return outputs
+
+
+def shared_problem(op, draw):
+    """A call's arguments with one written tensor and one that is read in the same memory, and what it must give."""
+    sample = draw.choice(op.samples())
+    args, kwargs = sample.make(CPU)
+    args = list(args)
+    outputs = [torch.empty(o.shape, dtype=o.dtype) for o in op.specify(*args, **kwargs)] if op.outputs else []
+    clean = [tensor.clone() for tensor in call_of(op, pytree.tree_map(copied, args), kwargs, outputs)]
+    if op.mutates:
+        written = args[op.mutated[0]]
+    else:
+        number = draw.randrange(len(outputs))
+        written = outputs[number]
+    choices = [p for p, value in enumerate(args) if isinstance(value, torch.Tensor) and p not in op.mutated]
+    position = draw.choice(choices)
+    read = args[position]
+    memory = torch.zeros(4 * (written.nbytes + read.nbytes) + 65536, dtype=torch.uint8)
+    step = 16 * draw.randrange(max(1, (read.nbytes + written.nbytes) // 16))
+    first = place(draw, memory, read, 0 if draw.random() < 0.5 else step)
+    second = place(draw, memory, written, step if first.data_ptr() == memory.data_ptr() else 0)
+    second.copy_(written)
+    first.copy_(read)
+    args[position] = first
+    if op.mutates:
+        before = written.clone()
+        args[op.mutated[0]] = second
+        second.copy_(before)
+        first.copy_(read)
+    else:
+        outputs[number] = second
+    return args, kwargs, outputs, clean
+
+
+def copied(value):
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def check(op, backend, seed):
+    draw = random.Random(seed)
+    with on(backend):
+        args, kwargs, outputs, clean = shared_problem(op, draw)
+        try:
+            found = call_of(op, args, kwargs, outputs)
+        except ValueError as error:
+            if not re.search("shares memory with|has strides", str(error)):
+                raise
+            return False
+        for got, expected in zip(found, clean, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=f"seed {seed}")
+        return True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
+def test_an_output_in_an_inputs_memory_is_refused_or_harmless(op, backend, seeded):
+    results = {check(op, backend, seeded + number) for number in range(40 if backend == "reference" else 4)}
+    assert False in results or backend != "reference"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("op", WRITING, ids=lambda op: op.name)
+def test_500_outputs_in_inputs_memory(op, backend, seeded):
+    for number in range(500):
+        check(op, backend, seeded + number)
+
+
+def test_a_call_like_an_earlier_one_is_checked_as_well():
+    """The eager fast path knows the metadata, and looks at addresses all the same."""
+    torch.manual_seed(0)
+    cache = torch.randn(4, 16, 576).bfloat16()
+    lens, table = torch.tensor([30, 20]).int(), torch.tensor([[2, 0], [1, 3]]).int()
+    memory = torch.randn(5, 1, 4, 576).bfloat16()
+    lse = torch.empty(2, 1, 4)
+
+    def decode(q, out):
+        torch.ops.mla_suite.decode.out(q, cache, lens, table, softmax_scale=0.05, out=out, lse=lse)
+        return out
+
+    right = decode(memory[0:2].clone(), memory[3:5][..., :512]).clone()
+    for _ in range(3):
+        assert torch.equal(decode(memory[0:2], memory[3:5][..., :512]), right)
+        with pytest.raises(ValueError, match="out shares memory with q, which the call still needs"):
+            decode(memory[0:2], memory[1:3][..., :512])
