@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import mla_suite
 from mla_suite.cli import COMMANDS, INTERRUPTED
+from mla_suite.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result: int = module.run(own.parse_args(arguments[1:]))
         sys.stdout.flush()
-    except ValueError as error:
+    except UsageError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader has enough, as `head` has

@@ -344,3 +344,14 @@ def test_emulate_names_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sparse_decode" in capsys.readouterr().out
     assert main(["emulate", "combine", "nothing"]) == 1
     assert "combine has no sample 'nothing'; it has" in capsys.readouterr().err
+
+
+def test_a_bug_in_a_command_keeps_its_traceback(monkeypatch):
+    """Only a UsageError becomes one line: a ValueError of any depth would hide where it was raised."""
+
+    def run(_):
+        raise ValueError("not enough values to unpack")
+
+    monkeypatch.setattr("mla_suite.cli.formats.run", run)
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        main(["formats"])

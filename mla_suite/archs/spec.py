@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mla_suite.errors import UsageError
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -126,7 +128,7 @@ def read_arch_file(name: str, csrc: Path = CSRC) -> dict[str, Any]:
     path = csrc / name / "arch.toml"
     if not re.fullmatch(r"\w+", name) or not path.is_file():
         known = ", ".join(names(csrc)) or f"none under {csrc}"
-        raise ValueError(f"unknown arch {name!r}: known are {known}")
+        raise UsageError(f"unknown arch {name!r}: known are {known}")
     with path.open("rb") as file:
         try:
             return tomllib.load(file)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from mla_suite.errors import UsageError
+
 FEWEST_ROUNDS = 4
 QUIET = 0.025
 """H200 cards differ by this much in memory-bound work, and the same card from one hour to the next by less."""
@@ -56,7 +58,7 @@ def judge(old: Sequence[float], new: Sequence[float], drift: float = 0.0) -> Ver
     """
     for name, rounds in (("old", old), ("new", new)):
         if len(rounds) < FEWEST_ROUNDS:
-            raise ValueError(f"the {name} run has {len(rounds)} rounds; a spread needs at least {FEWEST_ROUNDS}")
+            raise UsageError(f"the {name} run has {len(rounds)} rounds; a spread needs at least {FEWEST_ROUNDS}")
     before = median(old)
     change = median(new) / before - 1
     allowed = (spread(old) + spread(new)) / before + QUIET + drift

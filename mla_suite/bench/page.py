@@ -10,6 +10,7 @@ from pathlib import Path
 from mla_suite.bench import plots, record, saving, table
 from mla_suite.bench.record import Comparison, Report
 from mla_suite.bench.table import Table
+from mla_suite.errors import UsageError
 
 STYLE = """
 :root { color-scheme: light; }
@@ -49,7 +50,7 @@ code { font-size: .85em; background: #f1f3f5; padding: .1rem .3rem; border-radiu
 def need_matplotlib() -> None:
     """ValueError, in a sentence, where the plots cannot be drawn."""
     if find_spec("matplotlib") is None:
-        raise ValueError("--html draws with matplotlib, which is not installed: pip install 'mla_suite[bench]'")
+        raise UsageError("--html draws with matplotlib, which is not installed: pip install 'mla_suite[bench]'")
 
 
 def write(path: Path, report: Report, comparisons: Sequence[Comparison] = (), old: Report | None = None) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from mla_suite.bench import floors, noise, saving
 from mla_suite.bench.floors import Floors
 from mla_suite.bench.noise import Verdict
+from mla_suite.errors import UsageError
 
 FORMAT = 1
 ENVIRONMENT = ("arch", "device", "compute_units", "date")
@@ -127,10 +128,10 @@ def load(path: Path) -> Report:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as the JSON of an earlier run: {error}") from error
+        raise UsageError(f"{path} cannot be read as the JSON of an earlier run: {error}") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         given = found.get("format") if isinstance(found, dict) else type(found).__name__
-        raise ValueError(f"{path} is not a run in format {FORMAT} (it says {given!r}); save one with bench --save")
+        raise UsageError(f"{path} is not a run in format {FORMAT} (it says {given!r}); save one with bench --save")
     known = {entry.name for entry in fields(Result)}
     try:
         for name in ENVIRONMENT:
@@ -141,7 +142,7 @@ def load(path: Path) -> Report:
         for result in report.results:
             _check(result)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} lacks a part of a run, or one is of another kind: {error!r}") from error
+        raise UsageError(f"{path} lacks a part of a run, or one is of another kind: {error!r}") from error
     return report
 
 
@@ -183,7 +184,7 @@ def need_same_machine(old: Report, environment: Mapping[str, Any]) -> None:
     for name in ("arch", "device"):
         before, now = old.environment[name], environment[name]
         if before != now:
-            raise ValueError(
+            raise UsageError(
                 f"the old run was on {name} {before!r}, this one on {now!r}: times of two machines are not compared; "
                 "compare each with its floors"
             )

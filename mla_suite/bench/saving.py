@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from mla_suite.build import locations
+from mla_suite.errors import UsageError
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -23,7 +24,7 @@ def write_whole(path: Path, text: str) -> None:
         else:
             locations.write_atomically(target, text.encode())
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def section(text: str, name: str) -> str | None:
@@ -37,12 +38,12 @@ def write_section(path: Path, name: str, made: str) -> None:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} cannot be read: it is no text in UTF-8") from error
+        raise UsageError(f"{path} cannot be read: it is no text in UTF-8") from error
     written, replaced = _pattern(name).subn(lambda found: f"{found[1]}{made}\n{found[3]}", text)
     if not replaced:
-        raise ValueError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")
+        raise UsageError(f"{path} has no <!-- {name}:begin --> and <!-- {name}:end --> lines to write between")
     write_whole(path, written)
 
 

@@ -21,6 +21,7 @@ from mla_suite.core import register
 from mla_suite.core.dispatch import Supported
 from mla_suite.core.op import Op
 from mla_suite.core.tuning import SearchSpace
+from mla_suite.errors import UsageError
 
 BRIEF = Effort(rounds=1, passes=1, rest_s=0.05)
 THOROUGH = Effort(rounds=2, passes=4)
@@ -98,10 +99,10 @@ def search(
     problem = op.problem(*call.args, **call.kwargs)
     backend = next((b for b in op.backends if b.name == backend_name), None)
     if backend is None:
-        raise ValueError(f"{case.op} has no backend {backend_name!r}; it has {', '.join(b.name for b in op.backends)}")
+        raise UsageError(f"{case.op} has no backend {backend_name!r}; it has {', '.join(b.name for b in op.backends)}")
     answer = backend.supports(problem, arch)
     if not isinstance(answer, Supported):
-        raise ValueError(f"{case.id}: {backend_name} does not take it: {answer.reason}")
+        raise UsageError(f"{case.id}: {backend_name} does not take it: {answer.reason}")
     right = inputs.expected(case, call)
     turns = inputs.rotation(call, case.sample.bytes, clock.cold_bytes(device), clock.MAX_CALLS)
 
@@ -175,7 +176,7 @@ def cells(outcome: Outcome, space: SearchSpace, arch: ArchSpec, environment: Map
     ValueError when that cannot be given.
     """
     if not environment["commit"]:
-        raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
+        raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")
     rounds, baseline, chosen = outcome.best_rounds, outcome.baseline, None
     if outcome.left_to and outcome.baseline is not None:
         rounds, chosen = outcome.baseline_rounds, space.leaves(outcome.baseline[0])

@@ -15,6 +15,7 @@ import torch
 
 from mla_suite.core import register
 from mla_suite.core.op import Sample
+from mla_suite.errors import UsageError
 from mla_suite.ops.combine.samples import sample as combine_sample
 from mla_suite.ops.decode.samples import decode_sample
 from mla_suite.ops.sparse_decode.samples import PoolShape
@@ -45,7 +46,7 @@ class Case:
     def at(self, lens: Sequence[int]) -> Sample:
         """The same problem for other sequences, of these lengths (which sparse cases ignore)."""
         if self.of is None:
-            raise ValueError(f"{self.id} is not made from lengths")
+            raise UsageError(f"{self.id} is not made from lengths")
         return self.of(lens)
 
     @property
@@ -241,7 +242,7 @@ def matching(cases: Mapping[str, Case], parts: Sequence[str] | None) -> list[Cas
     """The cases whose shape contains one of `parts`, or all of them. ValueError, with what there is, for no case."""
     wanted = [case for case in cases.values() if not parts or any(part in case.shape for part in parts)]
     if not wanted:
-        raise ValueError(f"no shape contains {' or '.join(parts or ())}; they are {', '.join(cases)}")
+        raise UsageError(f"no shape contains {' or '.join(parts or ())}; they are {', '.join(cases)}")
     return wanted
 
 
@@ -251,12 +252,12 @@ def named(name: str, op: str | None = None, **grid: Any) -> list[Case]:
     grid  other batches, contexts, heads, q_len or pages, for a set that is a grid
     """
     if name not in SETS:
-        raise ValueError(f"no set of shapes {name!r}; there are {', '.join(SETS)}")
+        raise UsageError(f"no set of shapes {name!r}; there are {', '.join(SETS)}")
     if grid and not SETS[name].grid:
         grids = " and ".join(entry for entry in SETS if SETS[entry].grid)
-        raise ValueError(f"set {name!r} has fixed shapes, of which --shapes picks; other sizes are for {grids}")
+        raise UsageError(f"set {name!r} has fixed shapes, of which --shapes picks; other sizes are for {grids}")
     cases = [case for case in SETS[name].cases(**grid) if op in (None, case.op)]
     if not cases:
         ops = sorted({case.op for case in SETS[name].cases()})
-        raise ValueError(f"set {name!r} has no case of {op!r}; it has {', '.join(ops)}")
+        raise UsageError(f"set {name!r} has no case of {op!r}; it has {', '.join(ops)}")
     return cases

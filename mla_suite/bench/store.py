@@ -10,6 +10,7 @@ from pathlib import Path
 from mla_suite.bench import saving
 from mla_suite.core import dispatch, tuning
 from mla_suite.core.tuning import Format
+from mla_suite.errors import UsageError
 
 
 def path_for(form: Format, table: str, *, user: bool) -> Path:
@@ -42,7 +43,7 @@ def write(form: Format, table: str, path: Path, rows: Sequence[Mapping[str, obje
     text = merged(form, table, path, rows)
     wrong = tuning.lint(form, table, path, text.encode())
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise UsageError("; ".join(wrong))
     saving.write_whole(path, text)
     tuning.clear_cache()
     dispatch.clear_caches()

@@ -9,6 +9,8 @@ Modules are imported only when their command is asked for, so `build` works wher
 
 from __future__ import annotations
 
+import sys
+import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,11 +64,29 @@ def sizes(text: str) -> tuple[int, ...]:
 
 @contextmanager
 def bar(first: str, total: int, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """Yields rich's `Progress.update` of one task, which begins with a description and a number of steps."""
+    """Yields rich's `Progress.update` of one task, which begins with a description and a number of steps.
+
+    Where the output is no terminal, each new description is a line of its own, with the seconds since the first.
+    """
     from rich.console import Console
 
-    with _progress("{task.description:60}", Console(stderr=True, quiet=quiet)) as shown:
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield _lines(first, quiet=quiet)
+        return
+    with _progress("{task.description:60}", console) as shown:
         yield partial(shown.update, shown.add_task(first, total=total))
+
+
+def _lines(first: str, *, quiet: bool) -> Callable[..., None]:
+    started = time.perf_counter()
+
+    def update(*, description: str | None = None, **_: object) -> None:
+        if description is not None and not quiet:
+            print(f"{time.perf_counter() - started:7.1f} s  {description}", file=sys.stderr, flush=True)
+
+    update(description=first)
+    return update
 
 
 @contextmanager

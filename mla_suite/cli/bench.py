@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mla_suite.cli import INTERRUPTED, bar, positive, sizes, torch_device
+from mla_suite.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -99,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     chosen = [name for name in ("set", "op", "shapes", "backend", "plan", *GRID) if getattr(args, name)]
     if args.load and chosen:
         given = " ".join(f"--{name.replace('_', '-')}" for name in chosen)
-        raise ValueError(f"--load shows a run as it was saved; leave out {given}")
+        raise UsageError(f"--load shows a run as it was saved; leave out {given}")
     old = record.load(args.compare) if args.compare else None
     if not 0 <= args.sustained <= 60:
-        raise ValueError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
+        raise UsageError(f"--sustained {args.sustained}: it takes 0 to 60 seconds")
     effort = Effort(args.rounds, args.passes, sustained_s=args.sustained)
     if args.load:
         report, stopped = record.load(args.load), False
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if old is not None:
         comparisons = record.compare(old, report)
         if not comparisons:
-            raise ValueError(f"{args.compare} shares no timed shape with this run ({', '.join(report.sets)})")
+            raise UsageError(f"{args.compare} shares no timed shape with this run ({', '.join(report.sets)})")
         if not args.load:
             comparisons = _again(old, report, comparisons, args, effort)
             _save(report, args.save)
@@ -146,7 +147,7 @@ def _need_comparable(old: Report, args: argparse.Namespace) -> None:
 
     record.need_same_machine(old, environment.describe(_device(args)))
     if args.rounds * args.passes < noise.FEWEST_ROUNDS:
-        raise ValueError(
+        raise UsageError(
             f"--rounds {args.rounds} --passes {args.passes}: a comparison needs {noise.FEWEST_ROUNDS} rounds in all"
         )
 
@@ -167,9 +168,9 @@ def _make_room(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written; name a file in a folder of yours")
+        raise UsageError(f"{path} cannot be written; name a file in a folder of yours")
 
 
 def _cases(args: argparse.Namespace, names: Sequence[str]) -> list[Case]:

@@ -1,4 +1,4 @@
-"""Decode with a small DeepSeek-style model, compiled with fullgraph=True, on the CPU.
+"""Decode with a small DeepSeek-style model, compiled with fullgraph=True, on the GPU if torch finds one.
 
 A decoder with DeepSeek R1's attention heads (128 heads of 128 + 64, latent 512, rope 64), a narrow hidden size, few
 layers and random weights prefills ragged prompts, then decodes greedily through torch.compile over a paged latent
@@ -6,7 +6,8 @@ cache. Afterwards every step's logits are compared with an eager fp32 forward of
 absorption and no operator of this package. The demo fails if they differ by more than the format's rounding.
 On a CPU the operators run their fp32 reference, so this shows the model, the cache and the compiler, and no kernel.
 
-  python -m mla_suite demo                                64 tokens per prompt, on the CPU
+  python -m mla_suite demo                                64 tokens per prompt, on the GPU if there is one
+  python -m mla_suite demo --device cpu                   on the CPU
   python -m mla_suite demo --kv-format fp16               another cache format
   python -m mla_suite demo --json                         the numbers, for a program
   torchrun --nproc-per-node 2 -m mla_suite demo --tp 2    one layer spread over two ranks (or --cp 2): NCCL or gloo
@@ -24,9 +25,13 @@ import argparse
 import json
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import bar, positive
+from mla_suite.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPTS = (37, 5, 64, 18)  # tokens per prompt: ragged, below, at and above a page
 PAGE_SIZE = 16
@@ -41,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, default=2, help="decoder layers (default 2)")
     parser.add_argument("--kv-format", default="bf16", help="KV cache format: bf16, fp16 or fp32 (default bf16)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts (default 0)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="where to run (default: a GPU if torch finds one)")
     parser.add_argument("--emulate", metavar="ARCH", help="run whole layers on an emulated gfx942 or gfx950 instead")
     parser.add_argument("--tp", type=positive, default=1, help="tensor-parallel ranks, under torchrun (default 1)")
     parser.add_argument("--cp", type=positive, default=1, help="context-parallel ranks, under torchrun (default 1)")
@@ -54,7 +60,13 @@ def run(args: argparse.Namespace) -> int:
         from mla_suite.cli import demo_distributed
 
         return demo_distributed.run(args.tp, args.cp, tokens=args.tokens, seed=args.seed, as_json=args.json)
-    report = decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU; leave it out, or install the build of torch for yours")
+    with torch.device(device):
+        report = decode(args.tokens, args.layers, args.kv_format, args.seed, quiet=args.json)
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -104,7 +116,7 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kv_format, torch.bfloat16)
     model = Decoder(config, VOCABULARY, kv_format=kv_format, dtype=dtype).eval()
     pages = sum(-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS)
-    cache = PagedLatentCache(layers, pages, PAGE_SIZE, kv_format=kv_format)
+    cache = PagedLatentCache(layers, pages, PAGE_SIZE, kv_format=kv_format, device=torch.get_default_device())
     sequences = [cache.allocate(n + tokens) for n in PROMPTS]
     prompts = [torch.randint(VOCABULARY, (n,)) for n in PROMPTS]
     width = max(-(-(n + tokens) // PAGE_SIZE) for n in PROMPTS)
@@ -152,6 +164,7 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     full = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
     bound = MAX_DIFFERENCE.get(kv_format, MAX_BF16_DIFFERENCE) * largest
     return {
+        "device": _device(step.seq_lens.device),
         "model": f"{layers} layers, {config.num_heads} heads of {r1.qk_nope_head_dim} + {ROPE}, {kv_format}",
         "prompts": list(PROMPTS),
         "tokens_decoded": tokens * len(PROMPTS),
@@ -168,12 +181,23 @@ def decode(tokens: int, layers: int, kv_format: str, seed: int, *, quiet: bool) 
     }
 
 
+def _device(used: torch.device) -> str:
+    """The device that the demo used, and what else it could use."""
+    import torch
+
+    if used.type == "cuda":
+        return f"{torch.cuda.get_device_name(used)}; --device cpu runs on the CPU"
+    others = "--device cuda on the GPU" if torch.cuda.is_available() else "a GPU, if torch found one"
+    return f"CPU; it could use {others}, or --emulate gfx942 or gfx950"
+
+
 def _print(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     table = Table(show_header=False, title="python -m mla_suite demo")
+    table.add_row("device", report["device"])
     table.add_row("model", report["model"])
     table.add_row("decoded", f"{report['tokens_decoded']} tokens after ragged prompts of {report['prompts']}")
     speed = f"{report['tokens_per_second']} tokens/s (first step, compilation: {report['compile_seconds']} s)"

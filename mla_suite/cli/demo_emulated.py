@@ -22,6 +22,7 @@ from mla_suite.cli.emulate import launch_record
 from mla_suite.cli.support import serving
 from mla_suite.core import register
 from mla_suite.core.explain import Explanation
+from mla_suite.errors import UsageError
 from mla_suite.launch import current_arch
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def report(arch: str, *, quiet: bool) -> dict[str, Any]:
     started = time.perf_counter()
     everywhere = current_arch(torch.empty(0))
     if everywhere is not None:
-        raise ValueError(
+        raise UsageError(
             f"demo --emulate: MLA_SUITE_EMULATE={everywhere.name} leaves no reference to compare with; unset it"
         )
     with mla_suite.emulate(arch) as record:

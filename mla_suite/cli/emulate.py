@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import problem
+from mla_suite.errors import UsageError
 
 if TYPE_CHECKING:
     from mla_suite.archs import ArchSpec
@@ -91,7 +92,7 @@ def _through_hip(folder: Path, arch: str) -> None:
 
     record = archs.get(arch)
     if not record.emulable:
-        raise ValueError(f"emulate --hip: {arch} is not emulated; the emulator executes gfx942 and gfx950")
+        raise UsageError(f"emulate --hip: {arch} is not emulated; the emulator executes gfx942 and gfx950")
     launcher.install(HipSession(record, user_space.hip_library(folder)))
 
 
@@ -99,7 +100,7 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
     given = problem.given(args)
     if given:
         if "heads" not in given or "kv" not in given or op.name != "decode" or args.sample:
-            raise ValueError(
+            raise UsageError(
                 "emulate: a problem of your own is one of decode, without a sample, and has --heads and --kv"
             )
         import torch
@@ -112,7 +113,7 @@ def _sample(op: Op, args: argparse.Namespace) -> Sample:
     samples = {sample.name: sample for sample in op.samples()}
     name = args.sample or next(iter(samples))
     if name not in samples:
-        raise ValueError(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
+        raise UsageError(f"emulate: {op.name} has no sample {name!r}; it has {', '.join(samples)}")
     return samples[name]
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 
 from mla_suite.cli import problem, torch_device
+from mla_suite.errors import UsageError, usage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +39,12 @@ def run(args: argparse.Namespace) -> int:
     options = problem.given(args)
     if options:
         if arch is None:
-            raise ValueError("a problem of your own is explained for an arch: add --on ARCH, sm_90 for example")
+            raise UsageError("a problem of your own is explained for an arch: add --on ARCH, sm_90 for example")
         if args.op is None:
-            raise ValueError("a problem of your own needs an operator: decode or sparse_decode")
-        positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
-        print(explain_on(arch, args.op, *positional, **keywords))
+            raise UsageError("a problem of your own needs an operator: decode or sparse_decode")
+        with usage():
+            positional, keywords = problem.without_values(register.get(args.op).name, options, arch)
+            print(explain_on(arch, args.op, *positional, **keywords))
         return 0
     device = args.device or torch.device("cuda" if torch.cuda.is_available() and arch is None else "cpu")
     for record in [register.get(args.op)] if args.op else list(register.registry().values()):

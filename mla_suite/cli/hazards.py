@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mla_suite.build import ObjectError, hazards
 from mla_suite.build.manifest import installed, read
+from mla_suite.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.disassembly:
         if arguments.kernel or arguments.objects:
-            raise ValueError("--disassembly names the texts themselves: leave --kernel and --objects out")
+            raise UsageError("--disassembly names the texts themselves: leave --kernel and --objects out")
         if arguments.arch is None:
-            raise ValueError("--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are")
+            raise UsageError("--disassembly needs --arch, gfx942 or gfx950: the texts do not say for which they are")
         texts = []
         for path in arguments.disassembly:
             try:
                 texts.append((str(path), arguments.arch, path.read_text(encoding="utf-8")))
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"{path} cannot be read: {error}") from error
+                raise UsageError(f"{path} cannot be read: {error}") from error
     else:
         try:
             manifest = read(arguments.objects) if arguments.objects else installed()
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(error, file=sys.stderr)
             return 1
         if not texts:
-            raise ValueError(f"{manifest.root} holds no AMD kernel of that arch and name")
+            raise UsageError(f"{manifest.root} holds no AMD kernel of that arch and name")
     count = 0
     for where, arch, text in texts:
         for sentence in hazards.sentences(where, text, arch):

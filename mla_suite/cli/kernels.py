@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mla_suite.build import KernelEntry, ObjectError
 from mla_suite.build.manifest import installed, read
+from mla_suite.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if not entries:
         there = ", ".join(sorted({arch for arch, _ in manifest.kernels})) or "no arch"
-        raise ValueError(f"nothing that was built has that arch and name; {manifest.root} holds kernels of {there}")
+        raise UsageError(f"nothing that was built has that arch and name; {manifest.root} holds kernels of {there}")
     table = Table(title=str(manifest.root), caption="LDS: static + dynamic bytes; loop: static counts per turn")
     for name in ("arch", "kernel"):
         table.add_column(name, overflow="fold")

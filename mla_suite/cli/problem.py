@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import positive
+from mla_suite.errors import UsageError
 
 if TYPE_CHECKING:
     from mla_suite.archs import ArchSpec
@@ -40,7 +41,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the options that were given, by name."""
     found = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
     if found.get("kv", 0) < 0:
-        raise ValueError(f"--kv {found['kv']}; it is a number of keys, 0 at least")
+        raise UsageError(f"--kv {found['kv']}; it is a number of keys, 0 at least")
     return found
 
 
@@ -51,13 +52,13 @@ def without_values(op: str, options: dict[str, Any], arch: ArchSpec | None) -> t
     """
     length = LENGTHS.get(op)
     if length is None:
-        raise ValueError(f"a problem of your own is one of decode or sparse_decode, not of {op}")
+        raise UsageError(f"a problem of your own is one of decode or sparse_decode, not of {op}")
     missing = [f"--{name}" for name in ("heads", length) if name not in options]
     if missing:
-        raise ValueError(f"a problem of {op} needs {' and '.join(missing)}")
+        raise UsageError(f"a problem of {op} needs {' and '.join(missing)}")
     foreign = {"kv": "topk", "topk": "kv"}[length]
     if foreign in options:
-        raise ValueError(f"--{foreign} is not an option of {op}; it takes --{length}")
+        raise UsageError(f"--{foreign} is not an option of {op}; it takes --{length}")
     import torch
 
     from mla_suite import kv_formats

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_suite.cli import INTERRUPTED, bar, compiling
+from mla_suite.errors import UsageError
 
 if TYPE_CHECKING:
     from mla_suite.bench.search import Outcome
@@ -87,17 +88,17 @@ def _count(args: argparse.Namespace) -> int:
 
     op = args.op or "combine"
     if op != "combine":
-        raise ValueError(f"--emulate tells configurations of combine apart by their bounds; {op} is searched on a GPU")
+        raise UsageError(f"--emulate tells configurations of combine apart by their bounds; {op} is searched on a GPU")
     _, space = _space(op, "native")
     facts = environment.describe(torch.device("cpu"))
     commit, date = args.commit or str(facts["commit"]), args.date or str(facts["date"])
     if not commit:
-        raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
+        raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")
     cases = _cases(argparse.Namespace(op=op, set=args.set, shapes=args.shapes))
     searched = [arch_records.get(name) for name in args.emulate.split(",")]
     for arch in searched:
         if not arch.emulable:
-            raise ValueError(f"--emulate {arch.name}: the emulator executes gfx942 and gfx950")
+            raise UsageError(f"--emulate {arch.name}: the emulator executes gfx942 and gfx950")
     for arch in searched:
         name = arch.name
         try:
@@ -167,13 +168,13 @@ def _tune(args: argparse.Namespace) -> int:
     from mla_suite.build import BuildError
 
     if args.op is None:
-        raise ValueError("name an operator with --op: combine or decode")
+        raise UsageError("name an operator with --op: combine or decode")
     if not torch.cuda.is_available():
-        raise ValueError("no GPU: configurations are compared by timing them, and an emulator's bounds are no times")
+        raise UsageError("no GPU: configurations are compared by timing them, and an emulator's bounds are no times")
     device = torch.device("cuda")
     facts = environment.describe(device) | ({"commit": args.commit} if args.commit else {})
     if facts["arch"] not in arch_records.names():
-        raise ValueError(f"this GPU is {facts['arch']}; tables exist for {', '.join(arch_records.names())}")
+        raise UsageError(f"this GPU is {facts['arch']}; tables exist for {', '.join(arch_records.names())}")
     arch = arch_records.get(str(facts["arch"]))
     backend, space = _space(args.op, args.backend)
     cases = _cases(args)
@@ -188,7 +189,7 @@ def _tune(args: argparse.Namespace) -> int:
         print(f"only what is built is searched: {error}", file=sys.stderr)
     console = Console(width=None if sys.stdout.isatty() else 200)
     if not facts["commit"]:
-        raise ValueError("the commit of this package is unknown (no git checkout); name it with --commit")
+        raise UsageError("the commit of this package is unknown (no git checkout); name it with --commit")
     rows: list[dict[str, object]] = []
     refused, stopped = 0, False
     with bar("", len(cases)) as update:
@@ -238,10 +239,10 @@ def _space(op: str, backend: str | None) -> tuple[str, SearchSpace]:
     found: Mapping[str, SearchSpace] = search.spaces(op)
     if not found:
         tunable = ", ".join(name for name in register.registry() if search.spaces(name))
-        raise ValueError(f"nothing about {op} can be tuned; operators that can: {tunable}")
+        raise UsageError(f"nothing about {op} can be tuned; operators that can: {tunable}")
     name = backend or next(iter(found))
     if name not in found:
-        raise ValueError(f"{op}'s {name} backend cannot be tuned; those that can: {', '.join(found)}")
+        raise UsageError(f"{op}'s {name} backend cannot be tuned; those that can: {', '.join(found)}")
     return name, found[name]
 
 

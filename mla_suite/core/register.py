@@ -14,6 +14,7 @@ import torch
 from mla_suite.core import allocation, checks, dispatch, eager, overlap, torch_ops
 from mla_suite.core.eager import PreparedCall
 from mla_suite.core.op import NAMESPACE, Op
+from mla_suite.errors import UsageError
 
 DEVICE_KEYS = ("CPU", "CUDA")  # ROCm builds of torch register under CUDA
 
@@ -31,7 +32,7 @@ def registry() -> dict[str, Op]:
 
 def get(name: str) -> Op:
     if name not in _registry:
-        raise ValueError(f"no operator {name!r}; registered are {', '.join(_registry)}")
+        raise UsageError(f"no operator {name!r}; registered are {', '.join(_registry)}")
     return _registry[name]
 
 

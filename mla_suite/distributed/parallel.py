@@ -151,12 +151,13 @@ def initialise(timeout_s: float = 60.0) -> torch.device:
             "this process was not started by torchrun: run `torchrun --nproc-per-node 2 -m mla_suite demo --tp 2`"
         )
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
     if not on_gpu:
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    device = torch.device("cuda", dist.get_node_local_rank())
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timeout, device_id=device)  # NCCL warns of a hang where it must guess
     return device
 
 

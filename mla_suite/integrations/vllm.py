@@ -245,10 +245,16 @@ class MLASuiteLayer(MLAAttentionImpl):
         slot_mapping: torch.Tensor,
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
+        *others: Any,
     ) -> None:
-        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does."""
+        """Write new latents. On a CPU, where vLLM has no kernel for it, `mla_suite.append_kv` does.
+
+        others  what newer releases pass on to their own method: `skip_scale` from 0.33 on
+        """
         if not kv_cache.is_cpu:
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *others)
+        elif any(others):
+            refuse("vLLM", f"do_kv_cache_update is called with {others}", "a CPU's cache is written with its scale")
         elif kv_cache.numel():
             cache, kv_format = self._as_stored(kv_cache)
             descale = k_scale.reshape(1).float() if kv_format in FP8.values() else None

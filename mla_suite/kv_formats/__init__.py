@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
+from mla_suite.errors import UsageError
 from mla_suite.kv_formats.declare import FP8_LARGEST, Field, KVFormat, ScaleRule, dense_fields
 
 __all__ = ["FP8_LARGEST", "KV_FORMATS", "Field", "KVFormat", "ScaleRule", "kv_format"]
@@ -76,5 +77,5 @@ def kv_format(name: str) -> KVFormat:
     """The declared kv_format called `name`; an unknown name is a ValueError that lists the known ones."""
     found = KV_FORMATS.get(name)
     if found is None:
-        raise ValueError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}")
+        raise UsageError(f"kv_format {name!r} is unknown; the kv_formats are {', '.join(KV_FORMATS)}")
     return found

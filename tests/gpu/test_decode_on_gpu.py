@@ -370,6 +370,30 @@ def test_a_cache_beyond_2_to_the_31_elements(page):
     assert all(torch.equal(a, b) for a, b in zip(found, usual, strict=True))
 
 
+@pytest.mark.parametrize("page", [4_000_064, 5_000_001], ids=["a page", "contiguous"])
+@pytest.mark.parametrize("types", [("bf16", torch.bfloat16), ("fp8", torch.bfloat16)], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_page_of_millions_of_tokens(page, types, heads):
+    """Offsets within a page pass 2^31 from 3.7 million tokens on. Keys of the last few thousand decide the result."""
+    kv_format, dtype = types
+    if torch.cuda.mem_get_info()[0] < page * 576 * 4 + (2 << 30):
+        pytest.skip("the GPU has no room for a page of that size")
+    stored = torch.bfloat16 if kv_format == "bf16" else torch.float8_e4m3fn
+    cache = torch.zeros(1, page, 576, dtype=stored, device="cuda")
+    last = torch.randn(3000, 576, device="cuda").to(stored)
+    cache[0, page - 3000 :] = last
+    q = 8 * torch.randn(1, 1, heads, 576, device="cuda", dtype=dtype)
+    lens = torch.tensor([page], dtype=torch.int32, device="cuda")
+    table = torch.zeros(1, 1, dtype=torch.int32, device="cuda")
+    out, lse = mla_suite.decode(q, cache, lens, table, softmax_scale=576**-0.5, kv_format=kv_format)
+    scores = q[0, 0].double() @ last.double().T * 576**-0.5
+    zeros = torch.tensor(page - 3000.0, dtype=torch.float64, device="cuda").log().expand(heads, 1)  # keys of zeros
+    exact_lse = torch.cat((scores, zeros), 1).logsumexp(1)
+    exact = (scores - exact_lse[:, None]).exp() @ last[:, :512].double()
+    torch.testing.assert_close(lse[0, 0].double(), exact_lse, rtol=0, atol=1e-3)
+    torch.testing.assert_close(out[0, 0].double(), exact, rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "q_len", "kv"), [(128, 128, 1, 4096), (1, 16, 1, 8192), (32, 32, 4, 1200), (128, 16, 1, 1024)]
 )

@@ -61,7 +61,7 @@ class Epilogue {
       const QueryRow row(heads, queries, first_row() + stored_row(i));
       const uint32_t of_token = static_cast<uint32_t>(params_.out_token_stride >> 3);
       const uint32_t of_head = static_cast<uint32_t>(params_.out_head_stride >> 3);
-      target.offset[i] = target.partial ? row.index * (HEAD_DIM_V / 4) : row.token * of_token + row.head * of_head;
+      target.offset[i] = target.partial ? static_cast<uint32_t>(row.index) * (HEAD_DIM_V / 4) : row.token * of_token + row.head * of_head;
       if (!row.valid) target.offset[i] = NO_ROW;
     }
     return target;

@@ -88,6 +88,8 @@ class ProducerBase {
                                                             : sequence * params_.page_ids_stride);
   }
   MLA_DEVICE int page_of(int key) const { return divided(key, params_.page_reciprocal, params_.page_shift); }
+  // The key's place within its page, in 64 bits: a contiguous cache is one page, and its offsets pass 2^31 bytes.
+  MLA_DEVICE int64_t in_page(int key, int in_table) const { return key - in_table * params_.page; }
 
   // Publishes the next work tile and its TileInfo to the QK warpgroup, which has no registers to walk the list itself.
   // Called by the whole warp of `leader`, the thread that writes.

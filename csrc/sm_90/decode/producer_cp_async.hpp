@@ -66,7 +66,7 @@ class ProducerCpAsync : ProducerBase<Traits> {
         const int in_table = this->page_of(key);
         const int64_t page = __ldg(pages + in_table);
         from[i] = cache + piece * 16 +
-                  2 * (page * params_.kv_page_stride + (key - in_table * params_.page) * Traits::HEAD_DIM_QK);
+                  2 * (page * params_.kv_page_stride + this->in_page(key, in_table) * Traits::HEAD_DIM_QK);
       }
     }
     const uint32_t to = shared_ + kv.stage * Traits::STAGE_BYTES + slot * 128 + ((piece ^ (slot & 7)) << 4);
