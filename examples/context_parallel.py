@@ -17,7 +17,7 @@ if not dist.is_torchelastic_launched():
     print("start it with torchrun: torchrun --nproc-per-node 2 examples/context_parallel.py", file=sys.stderr)
     sys.exit(2)
 on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+device = torch.device("cuda", dist.get_node_local_rank()) if on_gpu else torch.device("cpu")
 if on_gpu:
     torch.cuda.set_device(device)
 dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)

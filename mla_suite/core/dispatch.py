@@ -190,7 +190,7 @@ def choose(name: str, backends: Sequence[Backend], problem: Hashable, arch: Arch
             choice = _counted(name, choice, _calls)
         bounded(_choices)[key] = choice
         logger.info("%s %s on %s -> %s", name, problem, arch.name if arch else device, choice)
-        _warn_of_the_reference(name, choice, device)
+        _warn_of_what_is_not_built(name, choice)
     return choice
 
 
@@ -230,15 +230,31 @@ def _counted(name: str, choice: Choice, calls: Counter[tuple[str, str, str]]) ->
     return replace(choice, backend=replace(choice.backend, prepare=prepare))
 
 
-def _warn_of_the_reference(name: str, choice: Choice, device: str) -> None:
-    """Log once per operator that the reference runs on a GPU, where it is a thousand times slower than a kernel."""
-    if device == "cuda" and choice.backend.name == "reference" and choice.refused:
-        reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
-        warn_once(
-            name,
-            f"{name} runs as the fp32 reference on a GPU, which is slow and may wait for the device: {reasons}. "
-            "mla_suite.explain tells which backend a call gets",
-        )
+HOW_TO_BUILD = "run `python -m mla_suite build`"
+"""How the reason of a backend ends whose kernel exists in source and was not built."""
+_reference_allowed: ContextVar[bool] = ContextVar("mla_suite_reference_allowed", default=False)
+reference_allowed: Callable[[], bool] = _reference_allowed.get
+
+
+@contextmanager
+def allow_reference() -> Iterator[None]:
+    """While the block runs, calls on a GPU that no kernel takes run as the fp32 reference.
+
+    It takes a thousand times as long as a kernel and reads lengths on the host. Outside of the block it is an error.
+    CPU tensors need no permission.
+    """
+    token = _reference_allowed.set(True)
+    try:
+        yield
+    finally:
+        _reference_allowed.reset(token)
+
+
+def _warn_of_what_is_not_built(name: str, choice: Choice) -> None:
+    """Log once per operator that Triton runs because a kernel of ours was never built."""
+    missing = [reason for backend, reason in choice.refused if backend == "native" and reason.endswith(HOW_TO_BUILD)]
+    if missing and choice.backend.name == "triton":
+        warn_once(name, f"{name} runs in Triton, which is slower than the kernel that it stands in for: {missing[0]}")
 
 
 def warn_once(about: str, sentence: str) -> None:

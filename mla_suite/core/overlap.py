@@ -1,4 +1,4 @@
-"""Refusal of calls that write into memory which the same call reads.
+"""Calls that write into memory which the same call reads are refused.
 
 A tensor's bytes are taken to reach from its first element to its last, gaps included: two views that interleave
 without a byte in common are refused, too.

@@ -161,25 +161,26 @@ def _prepare(op: Op, outputs: tuple[torch.Tensor, ...], record: Any) -> dispatch
     first = outputs[0] if outputs else getattr(record, record.__match_args__[0])
     choice = dispatch.choose(op.name, op.backends, op.describe(record), dispatch.arch_of(first), first.device.type)
     launch = choice.backend.prepare(choice.supported.config, outputs, record)
-    on_gpu = first.is_cuda and choice.backend.name == "reference"
-    return _with_a_reason(op.name, choice, launch) if on_gpu else launch
+    on_gpu = first.is_cuda and choice.backend.name == "reference" and choice.refused
+    return _if_allowed(op.name, choice, launch) if on_gpu else launch
 
 
-def _with_a_reason(name: str, choice: dispatch.Choice, launch: dispatch.Launch) -> dispatch.Launch:
-    """The launch of the reference on a GPU: where a capture fails because it reads lengths on the host, say why."""
+def _if_allowed(name: str, choice: dispatch.Choice, launch: dispatch.Launch) -> dispatch.Launch:
+    """The launch of the reference on a GPU, which the caller has to allow, and which a CUDA graph cannot hold."""
+    reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
 
     def run(outputs: tuple[torch.Tensor, ...], args: tuple[Any, ...]) -> None:
-        capturing = torch.cuda.is_current_stream_capturing()
-        try:
-            launch(outputs, args)
-        except RuntimeError as error:
-            if not capturing:
-                raise
-            reasons = "; ".join(f"not {who}: {why}" for who, why in choice.refused)
+        if not dispatch.reference_allowed():
+            raise RuntimeError(
+                f"{name}: no kernel takes this call on a GPU ({reasons}); change what these name, or run the slow "
+                "fp32 reference inside `with mla_suite.allow_reference():`"
+            )
+        if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{name}: a CUDA graph cannot hold the fp32 reference, which reads lengths on the host and runs here "
                 f"because nothing else takes the call ({reasons})"
-            ) from error
+            )
+        launch(outputs, args)
 
     return run
 

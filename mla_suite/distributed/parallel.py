@@ -155,7 +155,7 @@ def initialise(timeout_s: float = 60.0) -> torch.device:
     if not on_gpu:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", dist.get_node_local_rank())
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timeout, device_id=device)  # NCCL warns of a hang where it must guess
     return device

@@ -48,28 +48,35 @@ def test_first_supported_wins_and_reasons_are_kept():
     assert str(choice) == "triton: rule\n  not native: page 48; it takes 64"
 
 
-def test_the_reference_on_a_gpu_is_told_of_once(caplog):
-    backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
-    for problem, device in ((1, "cpu"), (1, "cuda"), (2, "cuda")):
-        dispatch.choose("an_op", backends, problem, None, device)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "an_op runs as the fp32 reference on a GPU" in record.getMessage()
-    assert "not native: page 48; it takes 64" in record.getMessage()
-
-
-def test_a_capture_that_meets_the_reference_says_why_it_ran(monkeypatch):
+def test_the_reference_on_a_gpu_is_an_error_unless_it_is_allowed(monkeypatch):
     backends = (backend("native", Unsupported("page 48; it takes 64")), backend("reference", Supported(None, "always")))
     choice = dispatch.choose("an_op", backends, 1, None, "cpu")
+    ran = []
+    run = register._if_allowed("an_op", choice, lambda outputs, args: ran.append(args))
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with pytest.raises(
+        RuntimeError, match=r"an_op: no kernel takes this call on a GPU \(not native: page 48; it takes 64"
+    ):
+        run((), (1,))
+    with mla_suite.allow_reference():
+        run((), (2,))
+        capturing = True
+        with pytest.raises(RuntimeError, match="an_op: a CUDA graph cannot hold the fp32 reference.* page 48; it"):
+            run((), (3,))
+    assert ran == [(2,)]
 
-    def reads_the_host(outputs, args):
-        raise RuntimeError("operation not permitted when stream is capturing")
 
-    run = register._with_a_reason("an_op", choice, reads_the_host)
-    for capturing, message in ((False, "operation not permitted"), (True, "an_op: a CUDA graph cannot .* page 48; it")):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        with pytest.raises(RuntimeError, match=message):
-            run((), ())
+def test_triton_in_place_of_a_kernel_that_was_not_built_is_told_of_once(caplog):
+    missing = Unsupported(f"kernel k is not built for an_arch; {dispatch.HOW_TO_BUILD}")
+    for native, problem in ((Unsupported("page 48; it takes 64"), 1), (missing, 2), (missing, 3)):
+        backends = (backend("native", native), backend("triton", Supported(None, "rule")))
+        dispatch.choose("an_op", backends, problem, None, "cuda")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert (
+        "an_op runs in Triton, which is slower than the kernel that it stands in for: kernel k" in record.getMessage()
+    )
 
 
 def test_a_backend_is_asked_once_per_problem():

@@ -44,7 +44,7 @@ class Sequence:
         self.models = models(folder)
         self.batch = 1 + self.draw(3)
         self.calls: Counter[str] = Counter()
-        self.refusals: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
         config = self.models[0].config.get_text_config(decoder=True)
         if self.draw(2):
             ours = LatentCache(self.models[1], self.batch, 64 if self.draw(2) else None, page_size=4 << self.draw(3))
@@ -80,7 +80,7 @@ class Sequence:
                 return
 
     def both(self, call) -> list | None:
-        """What a call gives for each model; None, and a refusal counted, where the patched one refuses it."""
+        """Returns the results of a call for each model, or None, and counts it, where the patched one refuses it."""
         with torch.no_grad():
             expected = call(self.models[0], self.caches[0])
             try:
@@ -88,7 +88,7 @@ class Sequence:
             except (TypeError, ValueError, NotImplementedError) as error:
                 if not str(error).startswith(("patch:", "LatentCache:")):
                     raise
-                self.refusals[re.sub(r"[0-9]+", "N", str(error).split(";")[0])] += 1
+                self.refused[re.sub(r"[0-9]+", "N", str(error).split(";")[0])] += 1
                 return None
 
     def compare(self, found: list, rows: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first; sequence i has seed + i (default 0)")
     asked = parser.parse_args()
     calls: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
     different = 0
     folders = list(latent_models.PATCHED)
     for number in range(asked.sequences):
@@ -283,14 +283,14 @@ def main() -> int:
         try:
             sequence = run(folder, asked.seed + number)
             calls += sequence.calls
-            refusals += sequence.refusals
+            refused += sequence.refused
         except AssertionError as error:
             different += 1
             print(f"seed {asked.seed + number}, {folder}: {error}", flush=True)
     total = calls.total()
     print(f"{asked.sequences} sequences from seed {asked.seed}, {total} calls: {dict(calls)}")
-    print(f"{different} differ, {refusals.total()} refused ({refusals.total() / max(total, 1):.1%} of the calls)")
-    for reason, number in refusals.most_common():
+    print(f"{different} differ, {refused.total()} refused ({refused.total() / max(total, 1):.1%} of the calls)")
+    for reason, number in refused.most_common():
         print(f"  {number:5d}  {reason}")
     return int(different > 0)
 

@@ -12,7 +12,7 @@ from mla_suite.archs import ArchSpec
 from mla_suite.archs.common import combine_config as configs
 from mla_suite.archs.common.combine_config import HEAD_DIMS_V, CombineConfig
 from mla_suite.build.params import pack_numbers, packer, reciprocal
-from mla_suite.core.dispatch import Launch, Supported, Unsupported, cached
+from mla_suite.core.dispatch import HOW_TO_BUILD, Launch, Supported, Unsupported, cached
 from mla_suite.launch import Buffer, bind, has_kernel
 from mla_suite.launch.driver import Start
 from mla_suite.ops.combine import CombineArgs, Problem
@@ -60,7 +60,7 @@ def missing(arch: ArchSpec, *instances: str) -> Unsupported | None:
     wanted = next((instance for instance in instances if not has_kernel(arch, instance)), None)
     if wanted is None:
         return None
-    return Unsupported(f"kernel {wanted} is not built for {arch.name}; run `python -m mla_suite build`")
+    return Unsupported(f"kernel {wanted} is not built for {arch.name}; {HOW_TO_BUILD}")
 
 
 class CombineLaunch(NamedTuple):
