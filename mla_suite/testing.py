@@ -75,7 +75,8 @@ def _sequences(args: DecodeArgs) -> Iterator[_Sequence]:
         else:
             pages = args.kv_indices[args.kv_indptr[b] : args.kv_indptr[b + 1]]  # type: ignore[index]  # both are given
         used = pages[: -(-length // page)].long()
-        keys = caches.unpack(kv_formats.kv_format(args.kv_format), args.kv_cache[used]).flatten(0, 1)[:length].double()
+        kind = kv_formats.kv_format(args.kv_format)
+        keys = caches.as_keys(kind, caches.unpack(kind, args.kv_cache[used])).flatten(0, 1)[:length].double()
         keys = keys if args.kv_descale is None else keys * args.kv_descale.double()
         keys = keys if args.rope_cos_sin is None else _rotated(keys, args.rope_cos_sin[:length].double())
         queries = flat[tokens[b] : tokens[b + 1]]

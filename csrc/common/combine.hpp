@@ -3,7 +3,8 @@
 // A team of lanes holds the columns of one row; the row's splits are dealt to `parts` teams, whose sums are added in
 // shared memory. Lane i of a part owns the log-sum-exp of the part's i-th split: it computes that split's weight and
 // broadcasts it to the team when the split is accumulated. A split of weight zero contributes nothing, whatever it
-// holds.
+// holds. So does one whose log-sum-exp is +inf, FlashMLA's mark of a row without keys, if its partial is all zeros:
+// where that may be, the template argument `marked` is true. Partials of our own kernels have no such mark.
 //
 // On an arch that reads early, lane i owns that of the row's i-th split instead, in every part: each part computes all
 // weights by itself, so that the parts need not synchronise for them.
@@ -70,9 +71,21 @@ struct Combine : CombinedRow<Wave> {
     const float* sink;     // and the row's sink, or null
   };
 
+  template <bool marked = false>
   MLA_DEVICE static float lse_of(const CombineParams& p, const RowAssignment& at, int split) {
     if (split >= at.splits) return -bit_cast<float>(INFINITY_BITS);
-    return *lse_at(p, at, split);
+    const float lse = *lse_at(p, at, split);
+    if constexpr (marked) return without_mark(p, at, split, lse);
+    return lse;
+  }
+  // Returns the log-sum-exp `lse` of a split; -inf for +inf beside a partial of zeros.
+  MLA_DEVICE static float without_mark(const CombineParams& p, const RowAssignment& at, int split, float lse) {
+    if (bit_cast<int>(lse) != INFINITY_BITS) return lse;
+    const float* row = p.partial_out + ((at.first + split) * p.partial_split_stride + at.row * p.partial_row_stride);
+#pragma unroll 1
+    for (int column = 0; column < Shape::head_dim_v; ++column)
+      if ((bit_cast<int>(row[column]) & 0x7fffffff) != 0) return lse;
+    return -bit_cast<float>(INFINITY_BITS);
   }
   MLA_DEVICE static const float* lse_at(const CombineParams& p, const RowAssignment& at, int split) {
     if constexpr (early) return at.lse + (split - at.member) * p.partial_lse_split_stride;
@@ -87,13 +100,16 @@ struct Combine : CombinedRow<Wave> {
 
   // Merges the log-sum-exps of the team's lanes, which are the part's or the row's. `share` becomes e^(lse - largest)
   // of the lane's first splits.
-  MLA_DEVICE static LseAccum merge_own_lse(const CombineParams& p, const RowAssignment& at, float (&share)[owned]) {
+  template <bool marked = false>
+  MLA_DEVICE static LseAccum merge_own_lse(const CombineParams& p, RowAssignment& at, float (&share)[owned]) {
+    if constexpr (marked)
+      for (int i = 0; i < owned; ++i) at.own[i] = without_mark(p, at, own_split(at, i), at.own[i]);
     LseAccum lane{float_to_ordered_int(at.own[0]), 0.0f};
     for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, float_to_ordered_int(at.own[i]));
     const int next = own_split(at, owned);
 #pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
     for (int split = next; split < at.splits; split += own_step)
-      lane.largest = max_of(lane.largest, float_to_ordered_int(lse_of(p, at, split)));
+      lane.largest = max_of(lane.largest, float_to_ordered_int(lse_of<marked>(p, at, split)));
     LseAccum all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
     const float base = all.base();
     for (int i = 0; i < owned; ++i) {
@@ -103,7 +119,8 @@ struct Combine : CombinedRow<Wave> {
       lane.sum = i == 0 ? share[i] : lane.sum + share[i];
     }
 #pragma unroll 1
-    for (int split = next; split < at.splits; split += own_step) lane.sum += exp_of<Wave>(lse_of(p, at, split) - base);
+    for (int split = next; split < at.splits; split += own_step)
+      lane.sum += exp_of<Wave>(lse_of<marked>(p, at, split) - base);
     all.sum = Wave::template sum_over<team>(lane.sum, at.lane);
     return all;
   }
@@ -191,6 +208,7 @@ struct Combine : CombinedRow<Wave> {
 
   // The part's weighted sum where lanes know the row's weights, which are e^(lse - base) x `scale`; `share` has the
   // first factor for their first splits, of which `loaded` are the part's first.
+  template <bool marked>
   MLA_DEVICE static void accumulate_early(const CombineParams& p, const RowAssignment& at, float (&share)[owned],
                                           float base, float scale, Loaded& loaded, float (&sum)[chunks][vec]) {
     for (int i = 0; i < owned; ++i) share[i] *= scale;
@@ -199,7 +217,8 @@ struct Combine : CombinedRow<Wave> {
 #pragma unroll 1
     for (int begin = 0; begin < at.splits; begin += known) {
       if (begin != 0)
-        for (int i = 0; i < owned; ++i) share[i] = exp_of<Wave>(lse_of(p, at, begin + own_split(at, i)) - base) * scale;
+        for (int i = 0; i < owned; ++i)
+          share[i] = exp_of<Wave>(lse_of<marked>(p, at, begin + own_split(at, i)) - base) * scale;
       const int end = at.splits - begin < known ? at.splits - begin : known;
 #pragma unroll 1
       for (int j = at.part + (begin == 0 ? group : 0); j < end; j += group)
@@ -208,13 +227,14 @@ struct Combine : CombinedRow<Wave> {
   }
 
   // The part's weighted sum. `share` is e^(lse - base) of the lane's first split.
+  template <bool marked>
   MLA_DEVICE static void accumulate_part(const CombineParams& p, const RowAssignment& at, float share, float base,
                                          float scale, float (&sum)[chunks][vec]) {
     float weight[owned] = {share * scale};
     accumulate<true>(p, at, at.part, weight, 0, sum);
 #pragma unroll 1
     for (int begin = at.part; begin < at.splits; begin += parts * team) {
-      if (begin != at.part) weight[0] = exp_of<Wave>(lse_of(p, at, begin + parts * at.member) - base) * scale;
+      if (begin != at.part) weight[0] = exp_of<Wave>(lse_of<marked>(p, at, begin + parts * at.member) - base) * scale;
       const int left = static_cast<uint32_t>(at.splits - begin + parts - 1) / parts;
       const int count = left < team ? left : team;
 #pragma unroll 1
@@ -297,11 +317,12 @@ struct Combine : CombinedRow<Wave> {
     Wave::wait_for_producer();  // everything above is computed while decode runs
     if (!known) resolve_splits(p, sequence, at);
     read_own(p, at);
-    if (parts > 1 || at.wanted) merge(p, at);  // several parts share barriers, wanted or not
+    if (parts > 1 || at.wanted) merge<true>(p, at);  // several parts share barriers, wanted or not
   }
 
   // One row, from its log-sum-exps to its outputs.
-  MLA_DEVICE static void merge(const CombineParams& p, const RowAssignment& at) {
+  template <bool marked = false>
+  MLA_DEVICE static void merge(const CombineParams& p, RowAssignment& at) {
     Loaded first;
     float sink = 0.0f;
     if constexpr (early) {
@@ -309,7 +330,7 @@ struct Combine : CombinedRow<Wave> {
       if (at.sink != nullptr) sink = *at.sink;
     }
     float share[owned];
-    LseAccum row = merge_own_lse(p, at, share);
+    LseAccum row = merge_own_lse<marked>(p, at, share);
     if constexpr (parts > 1 && !early) {
       MLA_SHARED LseAccum of_parts[Shape::rows * parts];
       if (at.member == 0) of_parts[at.index] = row;
@@ -323,9 +344,9 @@ struct Combine : CombinedRow<Wave> {
     float sum[chunks][vec] = {};
     if (outcome == SUM) {
       if constexpr (early)
-        accumulate_early(p, at, share, row.base(), scale, first, sum);
+        accumulate_early<marked>(p, at, share, row.base(), scale, first, sum);
       else
-        accumulate_part(p, at, share[0], row.base(), scale, sum);
+        accumulate_part<marked>(p, at, share[0], row.base(), scale, sum);
     }
     write_out(p, at, outcome, sum);
     if constexpr (early) write_lse(p, at, row);  // now no sum waits for it

@@ -35,7 +35,7 @@ struct FixedSplitsCombine : Combine<Wave, Shape> {
 
  private:
   MLA_DEVICE static void merge(const CombineParams& p, const RowAssignment& at) {
-    const float lse = at.member < FIXED ? *Base::lse_at(p, at, at.member) : -bit_cast<float>(INFINITY_BITS);
+    const float lse = Base::template lse_of<true>(p, at, at.member);
     LseAccum row{Wave::template max_over<team>(float_to_ordered_int(lse), at.lane), 0.0f};
     const float share = exp_of<Wave>(lse - row.base());
     row.sum = Wave::template sum_over<team>(share, at.lane);

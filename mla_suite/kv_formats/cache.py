@@ -148,6 +148,14 @@ def gather(
     return decode_rows(sized, stored, descale)
 
 
+def as_keys(kv_format: KVFormat, rows: torch.Tensor) -> torch.Tensor:
+    """`rows` as attention multiplies them, in their dtype: those of scaled values are rounded to bf16.
+
+    Only a scale of arbitrary bits (`v32`) makes values that bf16 does not hold.
+    """
+    return rows if kv_format.scale_rule is None else rows.bfloat16().to(rows.dtype)
+
+
 def scatter(
     kv_format: KVFormat,
     cache: torch.Tensor,

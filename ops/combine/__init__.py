@@ -63,9 +63,10 @@ def combine(
 
     -> out [batch, rows, head_dim_v] out_dtype, lse [batch, rows] fp32 natural log.
 
-    A split whose lse is -inf, or whose weight rounds to zero in fp32, counts for nothing, whatever it holds. A sequence
-    with no split, or only splits of lse -inf, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight,
-    gives NaN. A sink of +inf gives out 0 unless an lse is NaN.
+    A split whose lse is -inf, or whose weight rounds to zero in fp32, counts for nothing, whatever it holds; so does
+    one of lse +inf and all zeros, as FlashMLA marks a row without keys. A sequence with no split, or only splits of
+    lse -inf and such marked ones, gives out 0 and lse -inf. A NaN lse, or NaN in a split of nonzero weight, gives NaN.
+    A sink of +inf gives out 0 unless an lse is NaN.
     `torch.ops.mla_suite.combine.out(..., skip_single=True, out=, lse=)` leaves the rows of sequences with exactly one
     split untouched, for producers that wrote them already. Its lse may have any strides, and with plus_inf_lse=True it
     is +inf where it would be -inf.

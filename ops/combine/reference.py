@@ -59,6 +59,9 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         if args.skip_single and end - first == 1:
             continue
         split_lse = args.partial_lse[first:end]
+        if bool((split_lse == torch.inf).any()):  # FlashMLA's mark of a part without keys, if its partial is zero
+            without_keys = (split_lse == torch.inf) & (args.partial_out[first:end] == 0).all(dim=-1)
+            split_lse = split_lse.masked_fill(without_keys, -torch.inf)
         merged = torch.logsumexp(split_lse, dim=0)
         lse[b] = merged.masked_fill(merged == -torch.inf, empty_lse(args.plus_inf_lse))
         # The weights are divided by their own sum: an lse of 100 is rounded to 4e-6, and so would they be.

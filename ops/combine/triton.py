@@ -70,17 +70,18 @@ def combine_kernel(
     split = tl.arange(0, BLOCK)
     column = tl.arange(0, D_V)
     lse_row = partial_lse + row * partial_lse_stride_row
+    row_out = partial_out + row * partial_stride_row
 
     largest = -float("inf")
     for start in range(first, end, BLOCK):
         at = start + split
-        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        part = lse_of(lse_row + at * partial_lse_stride_split, row_out + at * partial_stride_split, at < end, D_V)
         largest = tl.maximum(largest, tl.max(part, 0))
-    reference = tl.where(largest == -float("inf"), 0.0, largest)
+    reference = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
     total = 0.0
     for start in range(first, end, BLOCK):
         at = start + split
-        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        part = lse_of(lse_row + at * partial_lse_stride_split, row_out + at * partial_stride_split, at < end, D_V)
         total += tl.sum(tl.exp(part - reference), 0)
     merged = reference + tl.log(total)
     denominator = merged
@@ -92,15 +93,28 @@ def combine_kernel(
     accumulator = tl.zeros([D_V], tl.float32)
     for start in range(first, end, BLOCK):
         at = start + split
-        part = tl.load(lse_row + at * partial_lse_stride_split, mask=at < end, other=-float("inf"))
+        part = lse_of(lse_row + at * partial_lse_stride_split, row_out + at * partial_stride_split, at < end, D_V)
         weight = tl.where(part == -float("inf"), 0.0, tl.exp(part - denominator))
-        address = partial_out + at[:, None] * partial_stride_split + row * partial_stride_row + column[None, :]
+        address = row_out + at[:, None] * partial_stride_split + column[None, :]
         values = tl.load(address, mask=(weight != 0.0)[:, None], other=0.0)
         accumulator += tl.sum(weight[:, None] * values, 0)
     out_row = out + (first_token + token) * out_stride_token + head * out_stride_head
     tl.store(out_row + column, accumulator.to(out.dtype.element_ty))
     at = lse_offset(first_token + token, head, lse_stride_token, lse_stride_head, lse_stride_batch, lse_tokens)
     tl.store(lse + at, tl.where(merged == -float("inf"), empty_lse, merged))
+
+
+@triton.jit
+def lse_of(lse, values, present, D_V: tl.constexpr):
+    """The log-sum-exps at pointers `lse` [splits], whose partials begin at `values`; -inf where not present, and for
+    +inf beside a partial of zeros, which is FlashMLA's mark of a part without keys."""
+    part = tl.load(lse, mask=present, other=-float("inf"))
+    infinite = part == float("inf")
+    if tl.max(infinite.to(tl.int32), 0) > 0:
+        value = tl.load(values[:, None] + tl.arange(0, D_V)[None, :], mask=infinite[:, None], other=0.0)
+        nonzero = tl.max((value != 0.0).to(tl.int32), 1)  # NaN is not zero either
+        part = tl.where(infinite & (nonzero == 0), -float("inf"), part)
+    return part
 
 
 @triton.jit

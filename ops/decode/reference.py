@@ -31,6 +31,7 @@ def keys_of_rank(lens: torch.Tensor, world_size: int, rank: int, interleave: int
 def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
     out, lse = outputs
     heads, page = args.q.shape[-2], args.kv_cache.shape[1]
+    kv_format = kv_formats.kv_format(args.kv_format)
     lens = args.seq_lens.tolist()
     splits = (
         Plan.read(args.plan).splits()
@@ -57,7 +58,8 @@ def run(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -> None:
         def rows_of(first: int, end: int, pages: torch.Tensor = pages) -> torch.Tensor:
             positions = torch.arange(first, end, device=args.q.device)
             slots = pages[positions // page] * page + positions % page
-            rows = caches.gather(kv_formats.kv_format(args.kv_format), args.kv_cache, slots, descale=args.kv_descale)
+            rows = caches.gather(kv_format, args.kv_cache, slots, descale=args.kv_descale)
+            rows = caches.as_keys(kv_format, rows)
             return rows if args.rope_cos_sin is None else rotated(rows, args.rope_cos_sin[first:end])
 
         # Query token i of q_len sees the keys up to its own, which is the sequence's key total - q_len + i.

@@ -50,7 +50,7 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
     q, largest = args.q.flatten(0, -3), outputs[0].fill_(-torch.inf).flatten(0, -2)
     pools = zip(args.kv_formats, args.kv_caches, args.indices, args.topk_lengths, strict=True)
     for name, cache, index, lengths in pools:
-        index = index.flatten(0, -2)
+        kind, index = declared(name), index.flatten(0, -2)
         if not index.numel() or not cache.numel():
             continue
         counts = (index >= 0) & (index < cache.shape[0] * cache.shape[1])
@@ -59,7 +59,7 @@ def largest_scores(config: None, outputs: tuple[torch.Tensor, ...], args: Any) -
         tokens = max(1, CHUNK_BYTES // (4 * index.shape[1] * q.shape[-1]))
         for chosen, rows, present, found in zip(*(t.split(tokens) for t in (index, q, counts, largest)), strict=True):
             slots = torch.where(present, chosen, 0).long()
-            keys = caches.gather(declared(name), cache, slots.flatten()).unflatten(0, slots.shape)
+            keys = caches.as_keys(kind, caches.gather(kind, cache, slots.flatten())).unflatten(0, slots.shape)
             scores = rows.float() @ keys.transpose(1, 2) * args.softmax_scale  # [tokens, heads, keys]
             scores.masked_fill_(~present[:, None], -torch.inf)
             torch.maximum(found, scores.amax(-1), out=found)

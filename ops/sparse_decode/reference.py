@@ -50,7 +50,8 @@ def per_token(lengths: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def rows(kv_format: str, cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """fp32 rows `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
+    """fp32 keys `[keys, head_dim]` that `index` selects; negative and out-of-range entries select none."""
     slots = cache.shape[0] * cache.shape[1]
     valid = index[(index >= 0) & (index < slots)].long()
-    return caches.gather(declared(kv_format), cache, valid)
+    kind = declared(kv_format)
+    return caches.as_keys(kind, caches.gather(kind, cache, valid))

@@ -78,14 +78,18 @@ def row_columns(pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def scaled(row, pool, block, at, valid, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """`row` with each tile of its latent part multiplied by its scale."""
+    """`row` with each tile of its latent part multiplied by its scale, and rounded to bf16 (cache.as_keys)."""
     TILE: tl.constexpr = pool.record.scale_tile
     tile = FIRST // TILE + tl.arange(0, COUNT // TILE)
     wanted = valid[:, None] & (tile < pool.record.scale_count)[None, :]
     field = block + pool.page * pool.record.scale_per_block + at * pool.record.scale_stride
     scale = load_encoded(field + pool.record.scale_offset, tile, wanted, pool.record.scale_encoding)
     tiles = tl.reshape(row, [row.shape[0], COUNT // TILE, TILE])
-    return tl.reshape(tiles * scale[:, :, None], [row.shape[0], COUNT])
+    values = tiles * scale[:, :, None]
+    # To nearest even by integers, since Triton's interpreter truncates; a NaN stays as it is.
+    bits = values.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.where(values == values, rounded, values), [row.shape[0], COUNT])
 
 
 @triton.jit

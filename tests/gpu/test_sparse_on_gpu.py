@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import decode_grid
 import pytest
@@ -12,7 +13,7 @@ from gpu_problems import Recorded, moved
 from sparse_problems import MODES, POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import SLOTS, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -35,6 +36,17 @@ def gpu():
         pytest.skip(str(choice))
 
 
+@pytest.fixture(params=["as chosen", "keys first"])
+def few_heads(request, monkeypatch):
+    """Few heads of v32 records by the kernel that a call gets, and by the one with keys as the first operand."""
+    if request.param == "keys first":
+        for q_rows in LEAST_KEYS:
+            monkeypatch.setitem(LEAST_KEYS, q_rows, 0)
+    dispatch.clear_caches()
+    yield
+    dispatch.clear_caches()
+
+
 def chosen(args, kwargs):
     facts = SPARSE_DECODE.problem(*args, **kwargs)
     return dispatch.choose("sparse_decode", SPARSE_DECODE.backends, facts, dispatch.arch_of(args[0]), "cuda")
@@ -44,8 +56,10 @@ def native(args, kwargs):
     """The call's instance; anything but our own kernel fails."""
     choice = chosen(args, kwargs)
     assert choice.backend.name == "native", str(choice)
-    assert "native" in str(mla_suite.explain("sparse_decode", *args, **kwargs))
-    return choice.supported.config.instance
+    explained = str(mla_suite.explain("sparse_decode", *args, **kwargs))
+    assert "native" in explained
+    keys_first = re.search(r"swap_ab_sparse_decode_[\w-]+", explained)
+    return keys_first[0] if keys_first else choice.supported.config.instance
 
 
 def attend(args, kwargs):
@@ -60,7 +74,8 @@ ON_GPU = sparse_runs.Machine(attend)
 check, exact = ON_GPU.check, ON_GPU.exact
 
 
-@pytest.mark.parametrize("heads", [5, 70])
+@pytest.mark.usefixtures("few_heads")
+@pytest.mark.parametrize("heads", [5, 20, 70])
 @pytest.mark.parametrize("name", ["v32", "v32_pow2", "dsv4", "bf16"])
 def test_one_key_is_returned_as_it_is(name, heads):
     """Every code at every place with many scales, through queries of zeros: the row itself, to the last bit."""
@@ -83,6 +98,7 @@ def test_one_key_is_returned_as_it_is(name, heads):
     assert torch.equal(lse, torch.zeros_like(lse))
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("heads", HEADS)
 def test_within_the_rounding_bound(heads):
     """Any two of heads, pools and mode meet at least once."""
@@ -96,7 +112,7 @@ def test_within_the_rounding_bound(heads):
             raise AssertionError(f"{heads} heads, {pools}, {mode}: {error}") from error
 
 
-def test_random_problems():
+def test_random_problems(few_heads, request):
     """100 draws over everything that the kernels take; every instance is reached."""
     draw = random.Random(7)
     met: dict[str, int] = {}
@@ -134,11 +150,15 @@ def test_random_problems():
             check(args, kwargs)
         except AssertionError as error:
             raise AssertionError(f"problem {number}: {pools=} {tokens=} {heads=} {mode=} {kwargs=}: {error}") from error
-    assert len(met) == len(WIDTHS) + len(SLOTS), met
+    usual = len(WIDTHS) + len(SLOTS)
+    assert len([name for name in met if not name.startswith("swap_ab")]) == usual, met
+    if "keys first" in request.node.name:
+        assert len(met) == usual + len(SWAP_AB), met
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("name", ["dsv4", "v32", "bf16"])
 def test_every_length(name, heads, splits):
     """Around the sizes of pairs, stages and batches of indices."""
@@ -152,8 +172,9 @@ def test_hard_scores(heads, kind):
     sparse_runs.hard_scores(ON_GPU, heads, kind)
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("selection", sparse_runs.SELECTIONS)
-@pytest.mark.parametrize("heads", [40, 100])
+@pytest.mark.parametrize("heads", [12, 40, 100])
 @pytest.mark.parametrize("name", RECORDS)
 def test_selections(name, heads, selection):
     sparse_runs.selections(ON_GPU, name, heads, selection)
@@ -170,6 +191,7 @@ def test_extreme_scales(heads):
     sparse_runs.extreme_scales(ON_GPU, heads)
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 @pytest.mark.parametrize("column", [0, 17, 63, 64, 200, 383, 447, 511])
 @pytest.mark.parametrize("heads", [16, 128])
@@ -192,12 +214,14 @@ def test_one_nan_among_the_values_is_seen(heads, column, code):
         assert bool(out[1].isfinite().all() and lse[1].isfinite().all()), name
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("name", RECORDS)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_nan_that_is_selected_is_seen(name, splits):
     sparse_runs.selected_nan(ON_GPU, name, splits)
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("scale", [0.0, -(192**-0.5)])
 def test_scales_that_are_not_positive(scale):
     args, kwargs = problem(POOLS["v32"], 2, 16)
@@ -212,6 +236,7 @@ def test_strided_queries_and_outputs():
     decode_grid.assert_within_bound(out.cpu(), lse.cpu(), exact(args, kwargs))
 
 
+@pytest.mark.usefixtures("few_heads")
 @pytest.mark.parametrize("pools", ["v4", "both scales", "bf16"])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_same_bits_every_time(pools, heads):
@@ -248,9 +273,33 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
             assert torch.equal(lse[:, first : first + 64], alone_lse)
 
 
+@pytest.mark.parametrize(("pools", "split_size"), [("v4", 64), ("both scales", 64), ("both scales", 512)])
 @pytest.mark.parametrize("heads", [16, 48, 128])
-def test_batch_invariant_bits(heads):
-    sparse_runs.batch_invariant(ON_GPU, heads)
+def test_batch_invariant_bits(heads, pools, split_size):
+    """With splits of 512 keys 16 heads have keys as the first operand."""
+    sparse_runs.batch_invariant(ON_GPU, heads, pools, split_size)
+
+
+@pytest.mark.parametrize(
+    ("heads", "topk", "options", "first"),
+    [
+        (16, 512, {"num_splits": 1}, True),
+        (16, 511, {"num_splits": 1}, False),
+        (16, 2048, {"num_splits": 4}, True),
+        (16, 2048, {"num_splits": 5}, False),
+        (17, 2047, {"num_splits": 1}, False),
+        (17, 2048, {"num_splits": 1}, True),
+        (33, 2048, {"num_splits": 1}, False),
+        (16, 40, {"split_size": 512}, True),
+        (16, 2048, {"split_size": 256}, False),
+    ],
+)
+def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, options, first):
+    if current_arch(torch.empty(1, device=CUDA)).name != "sm_90":
+        pytest.skip("only sm_90 has kernels with keys as the first operand")
+    args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
+    assert native(moved(args, CUDA), kwargs | options).startswith("swap_ab") == first
+    check(args, kwargs | options)
 
 
 @pytest.mark.parametrize("mode", ["one split", "splits and sink", "lengths and sink"])

@@ -134,11 +134,11 @@ def strided(device: torch.device) -> tuple[list[Any], dict[str, Any], Result]:
     return args, kwargs, (out, lse)
 
 
-def batch_invariant(machine: Machine, heads: int) -> None:
+def batch_invariant(machine: Machine, heads: int, pools: str = "v4", split_size: int = 64) -> None:
     """The first and the last query token of nine alone give the bits that they give among all."""
-    args, kwargs = problem(POOLS["v4"], 9, heads)
-    whole = machine.attend(args, kwargs | {"split_size": 64})
+    args, kwargs = problem(POOLS[pools], 9, heads)
+    whole = machine.attend(args, kwargs | {"split_size": split_size})
     for t in (0, 8):
         single = [args[0][t : t + 1], args[1], [index[t : t + 1] for index in args[2]], *args[3:]]
-        alone = machine.attend(single, kwargs | {"split_size": 64})
+        alone = machine.attend(single, kwargs | {"split_size": split_size})
         assert all(torch.equal(a[t], b[0]) for a, b in zip(whole, alone, strict=True))

@@ -8,26 +8,30 @@ from backend_calls import BackendCalls
 from sparse_problems import POOLS, in_mode, problem
 from static_asserts import assert_compiles
 
+import mla_suite
 from mla_suite import archs
 from mla_suite.archs.common import combine
 from mla_suite.archs.common import combine as combine_kernels
 from mla_suite.archs.common import sparse_decode as launching
 from mla_suite.archs.sm_90 import sparse_decode as sm_90
-from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, WIDTHS, Sm90SparseConfig
+from mla_suite.archs.sm_90.sparse_decode import SLOTS, STAGES, SWAP_AB, TOKEN_BYTES, WIDTHS, Sm90SparseConfig
 from mla_suite.build import manifest, params
 from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
+from mla_suite.core.explain import explain_on
 from mla_suite.launch import has_kernel, tensor_map
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
 
 H200 = archs.get("sm_90")
-CONFIGS = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
+TALL = [Sm90SparseConfig(H200, record, cluster) for record in WIDTHS for cluster in (1, 2)[: 1 + (record in SLOTS)]]
+FEW_ROWS = [Sm90SparseConfig(H200, record, q_rows=rows) for record in TOKEN_BYTES for rows in SWAP_AB]
+CONFIGS = TALL + FEW_ROWS
 
 
 def test_every_record_is_declared():
-    declared = {item.id: item for item in instances("sm_90") if item.kernel == "sparse_decode"}
+    declared = {item.id: item for item in instances("sm_90") if item.kernel.endswith("sparse_decode")}
     assert set(declared) == {config.instance for config in CONFIGS}
     for config in CONFIGS:
         assert config.lds <= declared[config.instance].dynamic_lds <= H200.lds_bytes
@@ -40,6 +44,9 @@ def test_every_record_is_declared():
         ({"record": "fp8"}, "records are dsv4, v32"),
         ({"cluster": 4}, "4 blocks share no keys; 2 do, of dsv4, v32"),
         ({"record": "bf16x512", "cluster": 2}, "2 blocks share no keys; 2 do, of dsv4, v32"),
+        ({"q_rows": 48}, "blocks have at most 16, 32, 64 query rows, not 48"),
+        ({"q_rows": 16}, "blocks of 16 query rows take v32 records, alone"),
+        ({"record": "v32", "cluster": 2, "q_rows": 32}, "blocks of 32 query rows take v32 records, alone"),
     ],
 )
 def test_an_illegal_config_says_why(changed, sentence):
@@ -50,7 +57,16 @@ def test_an_illegal_config_says_why(changed, sentence):
 def test_shared_memory_is_what_the_header_lays_out(tmp_path):
     """The Python sum against the compiler's view of sparse_decode/traits.hpp."""
     lines = []
-    for config in CONFIGS:
+    for config in FEW_ROWS:
+        traits, groups_and_stages = f"SparseSwapAbTraits<{config.record}, {config.q_rows}>", SWAP_AB[config.q_rows]
+        lines += [
+            f'static_assert(SharedStorage<{traits}>::BYTES == {config.lds}, "shared memory of {config.instance}");',
+            f'static_assert({traits}::THREADS == {config.threads}, "threads of {config.instance}");',
+            f'static_assert({traits}::GROUPS == {groups_and_stages[0]}, "warpgroups of {config.instance}");',
+            f'static_assert({traits}::STAGES == {groups_and_stages[1]}, "stages of {config.instance}");',
+            f'static_assert({config.record}::TOKEN_BYTES == {TOKEN_BYTES[config.record]}, "{config.record}");',
+        ]
+    for config in TALL:
         record, width = config.record, WIDTHS[config.record]
         cluster = {1: "ClusterNone", 2: "ClusterShareKv"}[config.cluster]
         traits = f"SparseDecodeTraits<SparseDecodeProblem<{record}>, SparseDecodePolicy<{record}, {cluster}>>"
@@ -59,7 +75,7 @@ def test_shared_memory_is_what_the_header_lays_out(tmp_path):
             f'static_assert({record}::HEAD_DIM_QK == {width} && {record}::STAGES == {STAGES[record]}, "{record}");',
             f'static_assert(BLOCK_M == {config.rows} && THREADS == {config.threads}, "block");',
         ]
-    assert_compiles(tmp_path, ["sparse_decode/traits.hpp"], lines)
+    assert_compiles(tmp_path, ["sparse_decode/traits.hpp", "sparse_decode/swap_ab/shared_storage.hpp"], lines)
 
 
 def test_what_was_built():
@@ -137,6 +153,33 @@ def test_split_counts():
         assert sm_90.best_splits(config, 1, 128, 2048) > 10
         assert sm_90.best_splits(config, 1, 16, 40) <= 2
         assert sm_90.best_splits(config, 4, 16, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "topk", "options", "rows"),
+    [
+        (1, 512, {"num_splits": 1}, 16),
+        (16, 2048, {"num_splits": 4}, 16),
+        (16, 2048, {"num_splits": 5}, 64),
+        (17, 2048, {"num_splits": 1}, 32),
+        (32, 2047, {"num_splits": 1}, 64),
+        (33, 4096, {"num_splits": 1}, 64),
+        (16, 40, {"split_size": 512}, 16),
+        (16, 4096, {"split_size": 256}, 64),
+    ],
+)
+def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, options, rows):
+    args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
+    seen = explain_on(H200, "sparse_decode", *args, **kwargs | options)
+    assert any(f"qrows-{rows}" in note for note in seen.notes) == (rows != 64), seen.notes
+
+
+def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long():
+    for tokens, first in ((2, False), (64, True)):
+        args, kwargs = problem([("v32", 3, 64, 2048)], tokens, 16)
+        args[6] = mla_suite.plan(torch.full((tokens,), 2048, dtype=torch.int32), num_heads=16, num_sm_parts=64)
+        notes = explain_on(H200, "sparse_decode", *args, **kwargs).notes
+        assert any("qrows-16" in note for note in notes) == first, notes
 
 
 @pytest.mark.parametrize("pools", ["v4", "both scales", "four pools"])

@@ -75,11 +75,16 @@ def compiled(sources: Path, dtype: str, rows: int, max_tries: int | None = None)
     constants = [f"-DDTYPE={dtype}", f"-DQ_ROWS={rows}"]
     if max_tries is not None:
         constants.append(f"-DMLA_MAX_TRIES={max_tries}")
-    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(HOST / "cuda.hpp")]
-    command = ["g++", *options, f"-I{sources}", f"-I{HOST}", *constants, str(HOST / "swap_ab.cpp"), "-o", str(program)]
+    compile_on_host(sources, HOST / "swap_ab.cpp", constants, program)
+    return program
+
+
+def compile_on_host(sources: Path, program: Path, constants: list[str], to: Path) -> None:
+    """Compiles a program, beside which cuda.hpp lies, with translated sources."""
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-w", "-include", str(program.parent / "cuda.hpp")]
+    command = ["g++", *options, f"-I{sources}", f"-I{program.parent}", *constants, str(program), "-o", str(to)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return program
 
 
 def ran(program: Path, problem: str) -> subprocess.CompletedProcess[str]:

@@ -144,6 +144,24 @@ def test_nan_in_a_split_that_weighs_gives_nan():
     assert not bool(total.isnan().any())
 
 
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_plus_infinity_beside_zeros_is_a_part_without_keys(sink):
+    out, lse = partials(4, 3)
+    out[1], lse[1] = 0.0, INF
+    out[0::2, 2], lse[0::2, 2] = 0.0, INF
+    out[3, 2], lse[3, 2] = -0.0, INF
+    logits = None if sink is None else torch.full((3,), sink)
+    unmarked = torch.where(lse == INF, -INF, lse)
+    merged, total = mla_suite.combine(out, lse, None, logits, num_splits=4)
+    assert_close(merged, total, exact(out, unmarked, [0, 4], logits))
+    assert total[0, 2] == -INF
+    assert bool((merged[0, 2] == 0).all())
+    out[1, 0, 63] = 1e-30
+    merged, total = mla_suite.combine(out, lse, None, logits, num_splits=4)
+    assert bool(merged[0, 0].isnan().all())
+    assert total[0, 0] == INF
+
+
 def test_lse_plus_infinity_is_not_taken_for_a_number():
     out, lse = partials(2, 1)
     lse[0] = INF

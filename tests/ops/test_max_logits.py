@@ -42,6 +42,7 @@ def largest(tensors, options):
                 chosen = index[b, i, : int(length)]
                 chosen = chosen[(chosen >= 0) & (chosen < cache.shape[0] * cache.shape[1])].long()
                 keys = caches.unpack(kv_format(name), cache).flatten(0, 1)[chosen]
+                keys = keys.bfloat16().float() if name == "v32" else keys  # its keys are defined as rounded
                 for score in (q[b, i].float() @ keys.T * options["softmax_scale"]).unbind(-1):
                     found[b, i] = torch.maximum(found[b, i], score)
     return found

@@ -78,11 +78,11 @@ def filled(runner):
 
 
 def stored(runner, layer_id):
-    """[slots, 576] in fp64."""
+    """Keys [slots, 576] in fp64; those of records are rounded to bf16."""
     pool = runner.token_to_kv_pool
     buffer = pool.kv_buffer[layer_id]
     if pool.dsa_kv_cache_store_fp8:
-        buffer = caches.unpack(kv_format("v32"), buffer.view(-1, PAGE, theirs.RECORD)).flatten(0, 1)
+        buffer = caches.unpack(kv_format("v32"), buffer.view(-1, PAGE, theirs.RECORD)).bfloat16()
     return buffer.view(-1, WIDTH).double()
 
 

@@ -40,6 +40,8 @@ def test_combine_of_nothing_of_nan_and_of_dead_splits() -> None:
     inf, nan = float("inf"), float("nan")
     partial_out = torch.randn(4, 6, 128)
     partial_lse = torch.tensor([-inf, 0.0, nan, 1.0, 2.0, -inf]).expand(4, 6).clone()
+    partial_out[:3, 4:], partial_lse[:3, 4:] = 0.0, inf  # parts without keys, as FlashMLA marks them
+    partial_out[0, 5, 127] = 1.0  # no such part
     partial_lse[1:, 1] = -inf
     partial_lse[1:, 3] = -300.0  # weight exactly 0 in fp32
     testing.poison(partial_out[1:, 1])
@@ -50,6 +52,8 @@ def test_combine_of_nothing_of_nan_and_of_dead_splits() -> None:
         torch.testing.assert_close(mine, expected, atol=2e-6, rtol=1e-6, equal_nan=True)
     assert got[0][0, 0].eq(0).all()
     assert got[1][0, 0] == -inf
+    torch.testing.assert_close(got[0][0, 4], partial_out[3, 4])
+    assert got[0][0, 5].isnan().all()
 
 
 def test_combine_leaves_single_splits_alone() -> None:

@@ -97,5 +97,17 @@ MLA_DEVICE bool named_barrier_any(bool any) {
       : "memory");
   return result != 0;
 }
+// The same for a number in a register.
+template <int THREADS>
+MLA_DEVICE bool named_barrier_any(int id, bool any) {
+  uint32_t result;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.b32 in, %1, 0;\nbarrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.u32 %0, 1, 0, out;\n}\n"
+      : "=r"(result)
+      : "r"(static_cast<int>(any)), "r"(id), "n"(THREADS)
+      : "memory");
+  return result != 0;
+}
 
 }  // namespace mla::sm_90

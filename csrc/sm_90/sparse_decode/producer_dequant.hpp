@@ -145,8 +145,8 @@ class ProducerDequant : ProducerBase<Traits> {
     asm volatile("st.shared.b64 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_ROWS + lane * 8), "l"(row)
                  : "memory");
     if constexpr (KvFormat::SCALES_APART) {
-      const int to_scales = static_cast<int>(token.page_size * KvFormat::TOKEN_BYTES) -
-                            static_cast<int>(token.in_page) * (KvFormat::TOKEN_BYTES - 8);
+      const uint32_t to_scales =  // never negative: a token lies before its page's scales
+          token.page_size * (KvFormat::TOKEN_BYTES / 8) - token.in_page * (KvFormat::TOKEN_BYTES / 8 - 1);
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(scratch() + Traits::SCRATCH_SCALES + lane * 4),
                    "r"(to_scales)
                    : "memory");
@@ -283,8 +283,8 @@ class ProducerDequant : ProducerBase<Traits> {
 
   // The addresses of a lane's two keys of a round.
   struct Tokens {
-    uint64_t rows[2];  // addresses, or 0
-    int to_scales[2];  // from there to the scales, where they lie apart
+    uint64_t rows[2];       // addresses, or 0
+    uint32_t to_scales[2];  // from there to the scales, in units of 8 bytes, where they lie apart
   };
 
   // The tokens of a round of the batch that was looked up last.
@@ -318,7 +318,7 @@ class ProducerDequant : ProducerBase<Traits> {
       cp_async_zfill_if<16>(active && in_tail, tail + i * KvFormat::TAIL, from + 512, present);
       if constexpr (KvFormat::SCALES_APART)
         cp_async_zfill_if<8>(active && part == 0, tail + i * KvFormat::TAIL + KvFormat::TAIL_SCALES,
-                             tokens.rows[i] + tokens.to_scales[i], present);
+                             tokens.rows[i] + tokens.to_scales[i] * uint64_t{8}, present);
     }
     cp_async_commit();
   }

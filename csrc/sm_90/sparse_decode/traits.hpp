@@ -39,7 +39,7 @@ struct ProducerScratch {
   uint8_t unused_2[8];
   int32_t indices[32];        // of the next batch
   uint64_t rows[32];          // addresses of tokens
-  int32_t to_scales[SCALES_APART ? 32 : 1];  // from there to the scales, where they lie apart
+  uint32_t to_scales[SCALES_APART ? 32 : 1];  // from there to the scales, in units of 8 bytes, where they lie apart
 };
 
 // Sizes of a sparse decode block. CLUSTER_SIZE CTAs share the work of bringing a token's keys; of two, each brings half

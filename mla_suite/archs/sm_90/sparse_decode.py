@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from struct import Struct
 
@@ -25,7 +25,14 @@ from mla_suite.archs.common.sparse_decode import (
 )
 from mla_suite.archs.sm_90 import combine, tensor_maps
 from mla_suite.archs.sm_90.costs import max_splits, splits_worth_trying
-from mla_suite.archs.sm_90.tile import BLOCK_M, BLOCK_N, REGISTER_STEPS, block_bytes, groups_of
+from mla_suite.archs.sm_90.tile import (
+    BLOCK_M,
+    BLOCK_N,
+    REGISTER_STEPS,
+    block_bytes,
+    groups_of,
+    sparse_swap_ab_bytes,
+)
 from mla_suite.build.params import load, packer
 from mla_suite.core.dispatch import Launch
 from mla_suite.launch import tensor_map
@@ -38,6 +45,14 @@ SLOTS = {"dsv4": (4, 2368), "v32": (4, 2624)}
 """Record that is dequantised before it is multiplied -> slots of four tokens that a warp has, and bytes of one."""
 LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
+SWAP_AB = {16: (3, 14), 32: (2, 12)}
+"""Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
+LEAST_KEYS = {16: 512, 32: 2048}
+"""Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200
+(csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all the
+same."""
+TOKEN_BYTES = {"v32": 656}
+"""Record that such a kernel reads -> bytes of one."""
 LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
 _pack_leading = packer(len(LEADING)).pack
 
@@ -57,11 +72,14 @@ class Sm90SparseConfig:
 
     record   how a selected token is stored: a name of WIDTHS; v32 reads v32_pow2 too
     cluster  blocks that bring keys together, each a part of every stage for all: 1, or 2 of records to dequantise
+    q_rows   query rows (heads of one token) that a block holds at most; fewer than 64 are a key of SWAP_AB, where keys
+             are the first operand (csrc/sm_90/sparse_decode/swap_ab)
     """
 
     arch: ArchSpec = field(repr=False)
     record: str
     cluster: int = 1
+    q_rows: int = BLOCK_M
 
     def __post_init__(self) -> None:
         if self.arch.name != "sm_90":
@@ -70,6 +88,10 @@ class Sm90SparseConfig:
             self._raise(f"records are {', '.join(WIDTHS)}")
         if self.cluster != 1 and (self.cluster != 2 or self.record not in SLOTS):
             self._raise(f"{self.cluster} blocks share no keys; 2 do, of {', '.join(SLOTS)}")
+        if self.q_rows not in (BLOCK_M, *SWAP_AB):
+            self._raise(f"blocks have at most {', '.join(map(str, (*SWAP_AB, BLOCK_M)))} query rows, not {self.q_rows}")
+        if self.swaps and (self.record not in TOKEN_BYTES or self.cluster != 1):
+            self._raise(f"blocks of {self.q_rows} query rows take {', '.join(TOKEN_BYTES)} records, alone")
         if self.lds > self.arch.lds_bytes:
             self._raise(f"it needs {self.lds} bytes of shared memory of {self.arch.lds_bytes}")
 
@@ -77,12 +99,22 @@ class Sm90SparseConfig:
         raise ValueError(f"sparse_decode: no kernel of {self.record} records on {self.arch.name}: {why}")
 
     @property
+    def swaps(self) -> bool:
+        """Whether keys are the first operand."""
+        return self.q_rows != BLOCK_M
+
+    @property
     def threads(self) -> int:
+        if self.swaps:
+            return 128 * (1 + SWAP_AB[self.q_rows][0])  # a warpgroup loads keys, the others compute P and the result
         return 512  # four warpgroups: one loads keys, one computes P, two hold the result
 
     @property
     def lds(self) -> int:
-        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_decode/traits.hpp lays it out."""
+        """Dynamic shared memory in bytes, as csrc/sm_90/sparse_decode/traits.hpp or swap_ab's lays it out."""
+        if self.swaps:
+            groups, stages = SWAP_AB[self.q_rows]
+            return sparse_swap_ab_bytes(WIDTHS[self.record], TOKEN_BYTES[self.record], stages, groups, self.q_rows)
         width, stages = WIDTHS[self.record], STAGES[self.record]
         slots, slot_bytes = SLOTS.get(self.record, (0, 0))
         notes = 528 + (128 if self.record == "dsv4" else 0)  # a warp's lists and the addresses of its tokens
@@ -101,22 +133,27 @@ class Sm90SparseConfig:
     @property
     def rows(self) -> int:
         """Query rows (heads of one token) that a block holds."""
-        return BLOCK_M
+        return self.q_rows
 
     @property
     def instance(self) -> str:
+        if self.swaps:
+            return f"swap_ab_sparse_decode_kvformat-{self.record}_qrows-{self.q_rows}"
         return f"sparse_decode_kvformat-{self.record}_cluster-{self.cluster}"
 
     def tiles(self, heads: int) -> int:
         """Blocks that share the keys of one query token."""
-        return -(-heads // BLOCK_M)
+        return -(-heads // self.q_rows)
 
     def notes(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> tuple[str, ...]:
-        """Returns what `explain` says of a call: how its keys are split."""
+        """Returns what `explain` says of a call: how its keys are split, and whether they are the first operand."""
         if outputs[0].numel() == 0:
             return ()
         shape = shape_of(args, args.q, outputs, any_lse=True)
-        return (split_note(shape, _splits(self, args, shape)),)
+        splits = _splits(self, args, shape)
+        config = _for_splits(self, args, shape, splits)
+        swapped = f"keys are the first operand: {config.instance}, whose blocks have {config.q_rows} query rows"
+        return (split_note(shape, splits), swapped) if config.swaps else (split_note(shape, splits),)
 
     def prepare(self, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
         """The launch of sparse_decode."""
@@ -124,7 +161,7 @@ class Sm90SparseConfig:
 
 
 def config_for(problem: Problem, arch: ArchSpec) -> Sm90SparseConfig:
-    """The instance for a problem; it depends on heads and kv_formats alone, so a batch-invariant call may use it."""
+    """The instance with 64 query rows for a problem, which takes splits of any length."""
     found = record_of([pool.kv_format for pool in problem.pools], problem.head_dim)
     record = "v32" if found == "v32pow2" else found or "none"
     in_pairs = record in SLOTS and -(-problem.heads // BLOCK_M) % 2 == 0
@@ -151,6 +188,21 @@ def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> i
     return splits_of_call(args, shape, lambda: best_splits(config, shape.tokens, shape.heads, shape.keys))
 
 
+def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: int) -> Sm90SparseConfig:
+    """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
+
+    In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch.
+    """
+    q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
+    if q_rows is None or config.record not in TOKEN_BYTES:
+        return config
+    if args.split_size and not args.num_splits:
+        keys = args.split_size
+    else:
+        keys = shape.tokens * shape.keys // max(slots_and_tiles(shape, splits)[1], 1)
+    return replace(config, q_rows=q_rows) if keys >= LEAST_KEYS[q_rows] else config
+
+
 def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
     if outputs[0].numel() == 0:
         return lambda outputs, tensors: None
@@ -161,6 +213,7 @@ def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: 
     if not tensor_maps.within_span(1, shape.heads, shape.out.strides):
         shape = shape._replace(out=shape.out.copied(), copies_out=True)
     splits = _splits(config, args, shape)
+    config = _for_splits(config, args, shape, splits)
     slots, work_tiles = slots_and_tiles(shape, splits)
     tiles = config.tiles(shape.heads)
     groups = groups_of(config.arch, work_tiles, tiles)

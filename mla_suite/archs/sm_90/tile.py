@@ -27,6 +27,21 @@ def swap_ab_bytes(width: int, stages: int, rows: int) -> int:
     return keys + queries + p + of_rows + 4 * 32 + 8 * (2 * stages + 2 * 4)
 
 
+def sparse_swap_ab_bytes(width: int, token_bytes: int, stages: int, groups: int, rows: int) -> int:
+    """Shared memory of a CTA whose `groups` warpgroups multiply records by at most `rows` query rows.
+
+    As csrc/sm_90/sparse_decode/swap_ab lays it out.
+    """
+    queries = rows * width * 2
+    values = groups * 2 * 64 * 64 * 2
+    p = groups * 2 * 64 * rows * 2
+    keys = stages * 16 * token_bytes
+    of_rows = rows * (groups * 4 * 4 + groups * 4 + 4 + 8)
+    scratch = 4 * 80 + -(-4 * (stages + 1) // 8) * 8
+    barriers = 8 * (2 * stages + 2 * 4 + 2 + groups)
+    return -(-(queries + values + p + keys + of_rows + 4 * 32 + scratch + barriers) // 16) * 16
+
+
 def groups_of(arch: ArchSpec, work_tiles: int, tiles: int) -> int:
     """Groups of `tiles` CTAs that walk the work tiles: one CTA on every SM, as far as there are work tiles."""
     return max(1, min(work_tiles, arch.compute_units // tiles))

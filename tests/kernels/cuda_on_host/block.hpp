@@ -1,5 +1,5 @@
 // Runs a block on a CPU: in every round all threads that have not ended run until they wait, in an order that changes;
-// some warps sleep for a round, and copies arrive late and in any order. Shared memory begins as NaN of every type.
+// some warps sleep for a round, one for many, and copies arrive late and in any order. Shared memory begins as NaN of every type.
 #pragma once
 
 #include <ucontext.h>
@@ -21,10 +21,13 @@ class Block {
     for (int thread = 0; thread < BLOCK_THREADS; ++thread) start(thread);
     std::vector<int> order(BLOCK_THREADS);
     for (int thread = 0; thread < BLOCK_THREADS; ++thread) order[thread] = thread;
-    for (int left = BLOCK_THREADS, quiet = 0; left != 0;) {
+    uint32_t late = 0;  // a bit for the warp that falls behind
+    for (int left = BLOCK_THREADS, quiet = 0, round = 0; left != 0; ++round) {
       const long before = events;
       if (random_() % 4 == 0) std::shuffle(order.begin(), order.end(), random_);
-      const uint32_t asleep = random_() & random_();  // a bit for each warp
+      if (round % (2 * LATE_ROUNDS) == 0) late = 1u << random_() % (BLOCK_THREADS / 32);
+      if (round % (2 * LATE_ROUNDS) == LATE_ROUNDS) late = 0;
+      const uint32_t asleep = (random_() & random_()) | late;  // a bit for each warp
       for (const int thread : order)
         if (!ended_[thread] && (asleep >> thread / 32 & 1) == 0) resume(thread);
       while (!bulk_copies.empty() && random_() % 2 == 0) copy(random_() % bulk_copies.size());
@@ -39,6 +42,7 @@ class Block {
 
  private:
   static constexpr size_t STACK_BYTES = 128 << 10;
+  static constexpr int LATE_ROUNDS = 200;  // longer than a warp takes for a product
 #if defined(MLA_MAX_TRIES)
   static constexpr int MAX_QUIET_ROUNDS = 2 * MLA_MAX_TRIES;  // a debug build ends by itself; some warps sleep
 #else

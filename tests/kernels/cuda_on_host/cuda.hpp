@@ -24,6 +24,7 @@ using std::min;
 
 struct int4 { int x, y, z, w; };
 struct uint4 { uint32_t x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }

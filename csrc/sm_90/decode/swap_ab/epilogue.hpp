@@ -8,6 +8,19 @@
 
 namespace mla::sm_90 {
 
+// The work tile that a producer has published at `at`. Called by warps.
+MLA_DEVICE WorkTile published_tile(uint32_t at) {
+  uint32_t words[4];  // the first four members of PublishedTile
+  ld_shared_v4(at, words);
+  WorkTile tile;
+  tile.sequence = warp_uniform(words[0]);
+  tile.length = warp_uniform(words[1]);
+  tile.first_key = warp_uniform(words[2]);
+  tile.end_key = warp_uniform(words[3]);
+  tile.partial_row = warp_uniform(ld_shared<int>(at + TILE_PARTIAL_ROW));
+  return tile;
+}
+
 template <class Traits>
 class SwapAbEpilogue {
   using Params = typename Traits::Params;

@@ -69,17 +69,7 @@ class SwapAbMainloop {
     return info_ != END_OF_WORK;
   }
   MLA_DEVICE uint32_t tile_at() const { return shared_ + Storage::TILES + tiles_.stage * sizeof(PublishedTile); }
-  MLA_DEVICE WorkTile tile() const {
-    uint32_t words[4];  // the first four members of PublishedTile
-    ld_shared_v4(tile_at(), words);
-    WorkTile tile;
-    tile.sequence = warp_uniform(words[0]);
-    tile.length = warp_uniform(words[1]);
-    tile.first_key = warp_uniform(words[2]);
-    tile.end_key = warp_uniform(words[3]);
-    tile.partial_row = warp_uniform(ld_shared<int>(tile_at() + TILE_PARTIAL_ROW));
-    return tile;
-  }
+  MLA_DEVICE WorkTile tile() const { return published_tile(tile_at()); }
 
   MLA_DEVICE void one_tile() {
     int first = tile().first_key;
@@ -213,7 +203,7 @@ class SwapAbMainloop {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < GROUP_STEPS; ++k)
-        mma_rs(s, keys[group % 2][k], advance_descriptor(q, c * Traits::Q_BLOCK_BYTES + (begin + k) * 32),
+        mma_rs<fp16>(s, keys[group % 2][k], advance_descriptor(q, c * Traits::Q_BLOCK_BYTES + (begin + k) * 32),
                      group + k > 0);
       wgmma_commit();
     }
@@ -332,7 +322,7 @@ class SwapAbMainloop {
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < TILES; ++i)
-          mma_rs(o_[i], values[k][i], advance_descriptor(p, (stage * 2 + k) * Traits::P_STEP_BYTES), true);
+          mma_rs<fp16>(o_[i], values[k][i], advance_descriptor(p, (stage * 2 + k) * Traits::P_STEP_BYTES), true);
         wgmma_commit();
       }
       release();

@@ -93,5 +93,9 @@ template <int ID, int THREADS>
 bool named_barrier_any(bool any) {
   return at_named_barrier(ID, THREADS, any);
 }
+template <int THREADS>
+bool named_barrier_any(int id, bool any) {
+  return at_named_barrier(id, THREADS, any);
+}
 
 }  // namespace mla::sm_90

@@ -40,6 +40,7 @@ inline void st_shared_v4(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32
   const uint32_t words[4] = {a, b, c, d};
   std::memcpy(shared_at(to, 16), words, 16);
 }
+inline void st_shared_v4(uint32_t to, const float (&values)[4]) { std::memcpy(shared_at(to, 16), values, 16); }
 template <class... V>
 void ld_shared_words(uint32_t from, V&... values) {
   const unsigned char* at = shared_at(from, (sizeof values + ...));

@@ -75,15 +75,16 @@ inline void commit_products() {
   products[current].open.clear();
 }
 
+// A warp multiplies its own rows, and its wait says nothing of those of the other three.
 inline void wait_for_products(int pending) {
-  meet_warpgroup(0);
+  __syncwarp();
   auto& groups = products[current].groups;
   const int ended = max(0, static_cast<int>(groups.size()) - pending);
   for (int group = 0; group < ended; ++group)
     for (size_t i = 0; i < groups[group].size(); ++i) execute(groups[group][i], group, static_cast<int>(i));
-  meet_warpgroup(0);
+  __syncwarp();
   groups.erase(groups.begin(), groups.begin() + ended);
-  meet_warpgroup(0);
+  __syncwarp();
 }
 
 }  // namespace mla::sm_90

@@ -1,13 +1,18 @@
-// wgmma with the first operand in registers on a CPU: fp16, the second operand contiguous along the depth.
+// wgmma with few columns on a CPU: the first operand in registers or shared memory, both contiguous along the depth.
 #pragma once
 
 #include "sm_90/ptx/wgmma_products.hpp"
 
 namespace mla::sm_90 {
 
-template <int REGS>
+template <class T, int REGS>
 void mma_rs(float (&acc)[REGS], const uint32_t (&a)[4], uint64_t b, bool add) {
-  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, fp16_to_float});
+  const auto to_float = T::is_bf16 ? bf16_to_float : fp16_to_float;
+  products[current].open.push_back({acc, a, {}, {b, false}, add, REGS * 2, to_float});
+}
+template <int REGS>
+void mma_ss(float (&acc)[REGS], uint64_t a, uint64_t b, bool add) {
+  products[current].open.push_back({acc, nullptr, {a, false}, {b, false}, add, REGS * 2, bf16_to_float});
 }
 
 }  // namespace mla::sm_90

@@ -7,10 +7,18 @@ namespace mla::sm_90 {
 
 inline std::vector<Piece> open_copies[BLOCK_THREADS];
 
+template <int BYTES>
+void cp_async_zfill(uint32_t to, uint64_t from, bool valid) {
+  if (valid && from % BYTES != 0) fail("no such global address", static_cast<long>(from));
+  open_copies[current].push_back({to, valid ? reinterpret_cast<const void*>(from) : nullptr, BYTES});
+}
+template <int BYTES>
+void cp_async_zfill_if(bool active, uint32_t to, uint64_t from, bool valid) {
+  if (active) cp_async_zfill<BYTES>(to, from, valid);
+}
 template <int TO, int FROM>
 void cp_async_16_zfill_at(uint32_t to, uint64_t from, bool valid) {
-  if (valid && from % 16 != 0) fail("no such global address", static_cast<long>(from));
-  open_copies[current].push_back({to + TO, valid ? reinterpret_cast<const void*>(from + FROM) : nullptr, 16});
+  cp_async_zfill<16>(to + TO, from + FROM, valid);
 }
 inline void cp_async_16_l2_256(uint32_t to, const void* from, bool valid) {
   cp_async_16_zfill_at<0, 0>(to, reinterpret_cast<uint64_t>(from), valid);
