@@ -82,9 +82,10 @@ class ArchSpec:
     def __repr__(self) -> str:
         return f"arch({self.name})"  # a configuration prints its arch
 
-    def on_device(self, compute_units: int) -> ArchSpec:
-        """The record of one device: parts of a family differ in their compute units."""
-        return replace(self, compute_units=compute_units)
+    def on_device(self, compute_units: int, memory_bytes_per_s: int | None = None) -> ArchSpec:
+        """The record of one device: parts of a family differ in their compute units and in their memory's rate."""
+        rate = memory_bytes_per_s or self.memory_bytes_per_s
+        return replace(self, compute_units=compute_units, memory_bytes_per_s=rate)
 
     @property
     def emulable(self) -> bool:

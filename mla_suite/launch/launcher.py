@@ -74,11 +74,19 @@ def current_arch(tensor: torch.Tensor) -> ArchSpec | None:
 
 @cache
 def _gpu_arch(index: int) -> ArchSpec | None:
-    """The record with the compute units of the GPU with this index."""
+    """The record with the compute units, and on NVIDIA the memory's rate, of the GPU with this index."""
     record = archs.specs()[0].get(_gpu_name(index))
     if record is None:
         return None
-    return record.on_device(torch.cuda.get_device_properties(index).multi_processor_count)
+    properties = torch.cuda.get_device_properties(index)
+    rate = None if torch.version.hip else read_rate(properties.memory_clock_rate, properties.memory_bus_width)
+    return record.on_device(properties.multi_processor_count, rate)
+
+
+def read_rate(clock_khz: int, bus_bits: int) -> int | None:
+    """Bytes a second that kernels read of memory with two transfers a clock: an H100 and an H200 reach 0.94 of the
+    product. None where the driver gives neither figure."""
+    return int(0.94 * 2 * 1000 * clock_khz * bus_bits / 8) or None
 
 
 @cache  # asking torch takes 2 us of every call

@@ -41,7 +41,7 @@ def few_heads(request, monkeypatch):
     """Few heads of v32 records by the kernel that a call gets, and by the one with keys as the first operand."""
     if request.param == "keys first":
         for q_rows in LEAST_KEYS:
-            monkeypatch.setitem(LEAST_KEYS, q_rows, 0)
+            monkeypatch.setitem(LEAST_KEYS, q_rows, (0, 0))
     dispatch.clear_caches()
     yield
     dispatch.clear_caches()

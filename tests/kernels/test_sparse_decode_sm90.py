@@ -20,6 +20,7 @@ from mla_suite.build.instances import instances
 from mla_suite.core.dispatch import Supported, Unsupported
 from mla_suite.core.explain import explain_on
 from mla_suite.launch import has_kernel, tensor_map
+from mla_suite.launch.launcher import read_rate
 from mla_suite.ops.sparse_decode import SPARSE_DECODE
 
 NATIVE = BackendCalls(SPARSE_DECODE, "native")
@@ -172,6 +173,18 @@ def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, op
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
     seen = explain_on(H200, "sparse_decode", *args, **kwargs | options)
     assert any(f"qrows-{rows}" in note for note in seen.notes) == (rows != 64), seen.notes
+
+
+@pytest.mark.parametrize(
+    ("heads", "topk", "first"), [(16, 2047, False), (16, 2048, True), (32, 4095, False), (32, 4096, True)]
+)
+def test_splits_are_longer_where_memory_is_slower(heads, topk, first):
+    h100 = H200.on_device(132, read_rate(2_619_000, 5120))
+    assert read_rate(3_201_000, 6144) == pytest.approx(H200.memory_bytes_per_s, rel=0.01)
+    assert read_rate(0, 0) is None
+    args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
+    notes = explain_on(h100, "sparse_decode", *args, **kwargs, num_splits=1).notes
+    assert any("qrows" in note for note in notes) == first, notes
 
 
 def test_a_planned_batch_has_keys_as_the_first_operand_where_its_parts_are_long():

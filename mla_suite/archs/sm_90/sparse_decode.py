@@ -47,10 +47,11 @@ LOADER_WARPS = 4
 MAX_LOGITS_BYTES = 1024  # of shared memory, where gathered rows may return them
 SWAP_AB = {16: (3, 14), 32: (2, 12)}
 """Most heads of a kernel with keys as the first operand -> its warpgroups that multiply, and stages of 16 records."""
-LEAST_KEYS = {16: 512, 32: 2048}
-"""Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200
-(csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all the
-same."""
+LEAST_KEYS = {16: (512, 2048), 32: (2048, 4096)}
+"""Most heads of such a kernel -> keys of a split from which it takes less time than 64 query rows do, on an H200 and on
+an H100 (csrc/sm_90/sparse_decode/PERF.md). A shorter split leaves its warpgroups few steps and merges their results all
+the same; the slower the memory, the less there is to gain."""
+FAST_MEMORY = 4_000_000_000_000  # bytes a second; an H200 reads 4.6e12 and an H100 3.1e12
 TOKEN_BYTES = {"v32": 656}
 """Record that such a kernel reads -> bytes of one."""
 LEADING = (*(f"q_map_{word}" for word in range(tensor_map.WORDS)), *POINTERS)
@@ -191,7 +192,7 @@ def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> i
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: int) -> Sm90SparseConfig:
     """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
 
-    In batch-invariant mode it depends on heads and split_size alone, so a sequence has the same bits in any batch.
+    In batch-invariant mode it depends on the GPU, heads and split_size alone: a sequence has the same bits in any batch.
     """
     q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
     if q_rows is None or config.record not in TOKEN_BYTES:
@@ -200,7 +201,8 @@ def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, 
         keys = args.split_size
     else:
         keys = shape.tokens * shape.keys // max(slots_and_tiles(shape, splits)[1], 1)
-    return replace(config, q_rows=q_rows) if keys >= LEAST_KEYS[q_rows] else config
+    least = LEAST_KEYS[q_rows][config.arch.memory_bytes_per_s < FAST_MEMORY]
+    return replace(config, q_rows=q_rows) if keys >= least else config
 
 
 def _prepare(config: Sm90SparseConfig, outputs: tuple[torch.Tensor, ...], args: SparseDecodeArgs) -> Launch:
