@@ -24,15 +24,13 @@ TURNS = 3
 class Call:
     """One documented use. `make(turn)` gives CPU tensors; `run(tensors, kept)` the results, in our kv_format or theirs.
 
-    kept         what survives between runs on one device: `run` fills it at its first call
-    rounded_lse  tensors -> lse of the keys as bf16, to which a kernel rounds them; None where they are bf16 already
+    kept  what survives between runs on one device: `run` fills it at its first call
     """
 
     name: str
     make: Callable[[int], Tensors]
     run: Callable[[Tensors, dict[str, Any]], tuple[torch.Tensor, ...]]
     kept: dict[str, Any] = field(default_factory=dict)
-    rounded_lse: Callable[[Tensors], torch.Tensor] | None = None
 
 
 def _lengths(turn: int, longest: int, batch: int) -> torch.Tensor:
@@ -105,17 +103,7 @@ def sparse(
             attn_sink=given["sink"], topk_length=given["lengths0"], **extra,
         )  # fmt: skip
 
-    def rounded_lse(given: Tensors) -> torch.Tensor:
-        """[batch, heads, q_len] of one pool."""
-        keys = caches.unpack(kind, given["cache0"].squeeze(2)).flatten(0, 1).bfloat16().float()
-        picks = given["indices0"].long()
-        unread = (picks < 0) | (torch.arange(picks.shape[-1]) >= given["lengths0"][:, None, None])
-        scores = torch.einsum("bqhd,bqkd->bhqk", given["q"].float(), keys[picks.clamp(min=0)]) * kind.head_dim**-0.5
-        lse = scores.masked_fill(unread[:, None], -torch.inf).logsumexp(-1)
-        return torch.where(lse == -torch.inf, torch.inf, lse)
-
-    rounds = kv_format == "v32"  # its scales are any fp32 number; dsv4's are powers of two
-    return Call(f"flash_mla {name}", make, run, rounded_lse=rounded_lse if rounds else None)
+    return Call(f"flash_mla {name}", make, run)
 
 
 def sparse_prefill(tokens: int = 70, keys: int = 300, topk: int = 64, heads: int = 16) -> Call:

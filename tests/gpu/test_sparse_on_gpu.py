@@ -13,7 +13,7 @@ from gpu_problems import Recorded, moved
 from sparse_problems import MODES, POOLS, in_mode, problem
 
 import mla_suite
-from mla_suite.archs.sm_90.sparse_decode import LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
+from mla_suite.archs.sm_90.sparse_decode import FAST_MEMORY, LEAST_KEYS, SLOTS, SWAP_AB, WIDTHS
 from mla_suite.core import dispatch
 from mla_suite.kv_formats import cache as caches
 from mla_suite.kv_formats import kv_format
@@ -273,31 +273,25 @@ def test_pairs_of_blocks_give_the_bits_of_blocks_alone(pools, splits):
             assert torch.equal(lse[:, first : first + 64], alone_lse)
 
 
-@pytest.mark.parametrize(("pools", "split_size"), [("v4", 64), ("both scales", 64), ("both scales", 512)])
+@pytest.mark.parametrize(("pools", "split_size"), [("v4", 64), ("both scales", 64), ("both scales", 2048)])
 @pytest.mark.parametrize("heads", [16, 48, 128])
 def test_batch_invariant_bits(heads, pools, split_size):
-    """With splits of 512 keys 16 heads have keys as the first operand."""
+    """With splits of 2,048 keys 16 heads have keys as the first operand."""
     sparse_runs.batch_invariant(ON_GPU, heads, pools, split_size)
 
 
-@pytest.mark.parametrize(
-    ("heads", "topk", "options", "first"),
-    [
-        (16, 512, {"num_splits": 1}, True),
-        (16, 511, {"num_splits": 1}, False),
-        (16, 2048, {"num_splits": 4}, True),
-        (16, 2048, {"num_splits": 5}, False),
-        (17, 2047, {"num_splits": 1}, False),
-        (17, 2048, {"num_splits": 1}, True),
-        (33, 2048, {"num_splits": 1}, False),
-        (16, 40, {"split_size": 512}, True),
-        (16, 2048, {"split_size": 256}, False),
-    ],
-)
-def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, topk, options, first):
-    if current_arch(torch.empty(1, device=CUDA)).name != "sm_90":
+@pytest.mark.parametrize(("heads", "at_most"), [(1, 16), (16, 16), (17, 32), (33, None)])
+@pytest.mark.parametrize("shorter", [0, 64])
+@pytest.mark.parametrize("by", ["num_splits", "split_size"])
+def test_long_splits_of_few_heads_have_keys_as_the_first_operand(heads, at_most, shorter, by):
+    """From a length that depends on the heads and the memory of this GPU."""
+    arch = current_arch(torch.empty(1, device=CUDA))
+    if arch.name != "sm_90":
         pytest.skip("only sm_90 has kernels with keys as the first operand")
+    length = LEAST_KEYS[at_most or 32][arch.memory_bytes_per_s < FAST_MEMORY] - shorter
+    topk, options = (2 * length, {by: 2}) if by == "num_splits" else (40, {by: length})
     args, kwargs = problem([("v32", 3, 64, topk)], 2, heads)
+    first = at_most is not None and not shorter
     assert native(moved(args, CUDA), kwargs | options).startswith("swap_ab") == first
     check(args, kwargs | options)
 

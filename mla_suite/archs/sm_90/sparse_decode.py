@@ -192,7 +192,7 @@ def _splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape) -> i
 def _for_splits(config: Sm90SparseConfig, args: SparseDecodeArgs, shape: Shape, splits: int) -> Sm90SparseConfig:
     """The instance for a call: with keys as the first operand for few heads if splits are long, else `config`.
 
-    In batch-invariant mode it depends on the GPU, heads and split_size alone: a sequence has the same bits in any batch.
+    In batch-invariant mode it depends on GPU, heads and split_size alone, so a sequence has the same bits in any batch.
     """
     q_rows = next((rows for rows in SWAP_AB if shape.heads <= rows), None)
     if q_rows is None or config.record not in TOKEN_BYTES:
