@@ -98,20 +98,28 @@ struct Combine : CombinedRow<Wave> {
   }
   static constexpr int own_step = early ? team : parts * team;  // from one to the next
 
+  // The largest log-sum-exp of the team's lanes, as an ordered integer.
+  template <bool marked>
+  MLA_DEVICE static int largest_own(const CombineParams& p, const RowAssignment& at) {
+    int largest = float_to_ordered_int(at.own[0]);
+    for (int i = 1; i < owned; ++i) largest = max_of(largest, float_to_ordered_int(at.own[i]));
+#pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
+    for (int split = own_split(at, owned); split < at.splits; split += own_step)
+      largest = max_of(largest, float_to_ordered_int(lse_of<marked>(p, at, split)));
+    return Wave::template max_over<team>(largest, at.lane);
+  }
+
   // Merges the log-sum-exps of the team's lanes, which are the part's or the row's. `share` becomes e^(lse - largest)
   // of the lane's first splits.
   template <bool marked = false>
   MLA_DEVICE static LseAccum merge_own_lse(const CombineParams& p, RowAssignment& at, float (&share)[owned]) {
-    if constexpr (marked)
+    LseAccum lane{0, 0.0f}, all{largest_own<false>(p, at), 0.0f};
+    if (marked && all.largest == INFINITY_BITS) [[unlikely]] {  // one comparison for a row, where each lse would cost one
       for (int i = 0; i < owned; ++i) at.own[i] = without_mark(p, at, own_split(at, i), at.own[i]);
-    LseAccum lane{float_to_ordered_int(at.own[0]), 0.0f};
-    for (int i = 1; i < owned; ++i) lane.largest = max_of(lane.largest, float_to_ordered_int(at.own[i]));
-    const int next = own_split(at, owned);
-#pragma unroll 1  // rows of more splits than lanes are rare; unrolled loops for them cost instruction cache
-    for (int split = next; split < at.splits; split += own_step)
-      lane.largest = max_of(lane.largest, float_to_ordered_int(lse_of<marked>(p, at, split)));
-    LseAccum all{Wave::template max_over<team>(lane.largest, at.lane), 0.0f};
+      all.largest = largest_own<true>(p, at);
+    }
     const float base = all.base();
+    const int next = own_split(at, owned);
     for (int i = 0; i < owned; ++i) {
       share[i] = 0.0f;
       if (i != 0 && i * team >= at.splits) continue;  // most rows have no more than a lane's first

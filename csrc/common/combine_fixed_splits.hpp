@@ -35,8 +35,12 @@ struct FixedSplitsCombine : Combine<Wave, Shape> {
 
  private:
   MLA_DEVICE static void merge(const CombineParams& p, const RowAssignment& at) {
-    const float lse = Base::template lse_of<true>(p, at, at.member);
+    float lse = Base::template lse_of<false>(p, at, at.member);
     LseAccum row{Wave::template max_over<team>(float_to_ordered_int(lse), at.lane), 0.0f};
+    if (row.largest == INFINITY_BITS) [[unlikely]] {
+      lse = Base::without_mark(p, at, at.member, lse);
+      row.largest = Wave::template max_over<team>(float_to_ordered_int(lse), at.lane);
+    }
     const float share = exp_of<Wave>(lse - row.base());
     row.sum = Wave::template sum_over<team>(share, at.lane);
     Base::write_lse(p, at, row);
