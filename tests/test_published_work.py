@@ -71,7 +71,7 @@ def test_a_named_file_exists(name: str) -> None:
 
 def test_kinds_of_names_are_known() -> None:
     """Nothing that a row names passes unlooked at, but for a label of a saved run's row."""
-    assert set(NAMED) - {*TESTS, *COMMANDS, *FILES} == {"B64 H128 kv16384"}
+    assert set(NAMED) - {*TESTS, *COMMANDS, *FILES} == {"B64 H128 q1 kv16384"}
 
 
 def capability(number: str) -> str:
